@@ -1,0 +1,25 @@
+"""Adaptive data-parallel training with Horovod and MPI on GPUs that are not equal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["Batch", "Config", "Session", "__version__"]
+
+if TYPE_CHECKING:
+    from hvd_adaptive.config import Config
+    from hvd_adaptive.train.session import Batch, Session
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use: `hvd-adaptive --help` and a bad option must not wait for torch.
+    if name == "Config":
+        from hvd_adaptive.config import Config
+
+        return Config
+    if name in ("Session", "Batch"):
+        from hvd_adaptive.train import session
+
+        return getattr(session, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

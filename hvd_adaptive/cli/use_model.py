@@ -1,0 +1,88 @@
+"""``hvd-adaptive evaluate`` and ``predict``: a saved model on data."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from hvd_adaptive.cli.train import attempt, open_data, use_device
+from hvd_adaptive.config import read_config_file
+from hvd_adaptive.core.metrics import inverse_propensity, top_k_labels
+from hvd_adaptive.data import SparseDataset
+from hvd_adaptive.train.evaluation import BLOCK_SIZE, Evaluator
+from hvd_adaptive.train.model import SparseMLP
+from hvd_adaptive.train.run_directory import load_model
+from hvd_adaptive.transport.base import Transport
+
+
+def evaluate(options: argparse.Namespace, transport: Transport) -> None:
+    """Prints P@k and PSP@k of a saved model on the test split as one JSON object. COLLECTIVE.
+
+    Raises:
+        AgreedError: on all ranks, for bad input on any.
+    """
+    model, (train, test) = _open(options, transport)
+    propensity = inverse_propensity(train.label_counts(), num_samples=len(train))
+    scores = Evaluator(test, propensity, transport).evaluate(model)
+    if transport.rank == 0:
+        print(json.dumps({name: round(value, 6) for name, value in scores.items()}))
+    transport.close()
+
+
+@torch.no_grad()
+def predict(options: argparse.Namespace, transport: Transport) -> None:
+    """Prints the best labels of each test row as JSON lines; rank 0 does the work.
+
+    Raises:
+        AgreedError: on all ranks, for bad input on any.
+    """
+    model, (_, test) = _open(options, transport)
+    attempt(transport, lambda: _check_k(options.k, test.num_labels))
+    if transport.rank == 0:
+        device = next(model.parameters()).device
+        names = test.label_names
+        for start in range(0, len(test), BLOCK_SIZE):
+            rows = range(start, min(start + BLOCK_SIZE, len(test)))
+            x, _ = test.get_batch(rows)
+            logits = model(x.to(device))
+            labels = top_k_labels(logits, options.k)
+            scores = torch.log_softmax(logits, dim=1).gather(1, labels).exp()
+            for row, row_labels, row_scores in zip(rows, labels.tolist(), scores.tolist(), strict=True):
+                line = {"row": row, "labels": row_labels, "probabilities": [round(s, 6) for s in row_scores]}
+                if names:
+                    line["names"] = [names[label] for label in row_labels]
+                print(json.dumps(line))
+            transport.progress("prediction")
+    transport.close()
+
+
+def _open(options: argparse.Namespace, transport: Transport) -> tuple[SparseMLP, tuple[SparseDataset, SparseDataset]]:
+    device = use_device(options.device, transport)
+    tensors, metadata, directory = attempt(transport, lambda: load_model(Path(options.model)))
+    data, test_data = options.data, None
+    if data is None:
+        config = attempt(transport, lambda: read_config_file(str(directory / "config.json")))
+        data, test_data = config.get("data"), config.get("test_data")
+    splits = open_data(data, test_data, options.cache_dir, transport)
+    model = attempt(transport, lambda: _build(tensors, metadata, splits[0]))
+    return model.to(device).eval(), splits
+
+
+def _build(tensors: dict[str, torch.Tensor], metadata: dict[str, str], data: SparseDataset) -> SparseMLP:
+    shape = [int(metadata[name]) for name in ("num_features", "num_labels", "hidden_size")]
+    if shape[:2] != [data.num_features, data.num_labels]:
+        raise ValueError(
+            f"the model has {shape[0]} features and {shape[1]} labels, the data {data.num_features} and {data.num_labels}: "
+            "give the data it was trained on with --data"
+        )
+    model = SparseMLP(*shape)
+    model.load_state_dict(tensors)
+    return model
+
+
+def _check_k(k: int, num_labels: int) -> None:
+    if not 1 <= k <= num_labels:
+        raise ValueError(f"-k must be in [1, {num_labels}], the number of labels, got {k}")

@@ -1,0 +1,66 @@
+"""The outer step: how the sum of the ranks' weighted deltas moves the global model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+OUTER_STEPS = ("none", "momentum", "nesterov")
+# Elements a pass works on, so that its three operands stay in the cache of a core. A GPU takes all at once.
+_CPU_CHUNK = 1 << 16
+
+
+class OuterStep:
+    """Applies summed deltas to the global model.
+
+    With d the sum of weighted deltas and v a buffer of the model's size:
+    ``none``: w += d. ``momentum`` (arXiv 2110.07029; the paper's w' = sum a_i w_i + gamma (w - w_previous)): v = gamma v + d;
+    w += lr v. ``nesterov`` (DiLoCo, arXiv 2311.08105): v = gamma v + d; w += lr (d + gamma v).
+
+    Products and sums are separate operations: a fused multiply-add rounds differently from one processor to the next, and
+    the global model must have the same bits on every rank.
+
+    Args:
+        kind: ``none``, ``momentum`` or ``nesterov``.
+        lr: the outer learning rate, > 0; ``none`` takes it as well.
+        momentum: gamma, in [0, 1).
+
+    Raises:
+        ValueError: for an unknown kind.
+    """
+
+    def __init__(self, kind: str, *, lr: float = 1.0, momentum: float = 0.0) -> None:
+        if kind not in OUTER_STEPS:
+            raise ValueError(f"outer step must be one of {', '.join(OUTER_STEPS)}, got {kind!r}")
+        self.kind = kind
+        self.lr = lr
+        self.momentum = momentum
+        self.velocity: dict[torch.dtype, Tensor] = {}
+
+    @torch.no_grad()
+    def apply_(self, weights: Tensor, delta: Tensor) -> None:
+        """Moves ``weights`` by ``delta`` in place and overwrites ``delta``.
+
+        Args:
+            weights: the flat global model, shape (num_elements,), fp32 or fp64; one tensor a dtype.
+            delta: the sum of weighted deltas, same shape and dtype.
+        """
+        velocity = None
+        if self.kind != "none":
+            velocity = self.velocity.get(weights.dtype)
+            if velocity is None:
+                velocity = self.velocity[weights.dtype] = torch.zeros_like(weights)
+        chunk = _CPU_CHUNK if weights.device.type == "cpu" else max(1, weights.numel())
+        for start in range(0, weights.numel(), chunk):
+            part = slice(start, start + chunk)
+            w, d = weights[part], delta[part]
+            if velocity is not None:
+                v = velocity[part]
+                v.mul_(self.momentum).add_(d)
+                if self.kind == "momentum":
+                    d = v if self.lr == 1.0 else d.copy_(v)
+                else:
+                    d.add_(v * self.momentum)
+            if self.lr != 1.0:
+                d.mul_(self.lr)
+            w.add_(d)

@@ -1,0 +1,277 @@
+"""What the launcher's environment says about this rank, and the device and threads that follow from it.
+
+Every function is pure: the environment, the affinity sets and the number of GPUs are arguments. Nothing here
+imports MPI, so all of it can run before MPI_Init, where most of these variables must be set to count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+LauncherName = Literal["horovodrun-gloo", "openmpi", "hydra", "slurm", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherInfo:
+    """What a launcher told this process through its environment; None where it said nothing.
+
+    Attributes:
+        name: "openmpi" (mpirun, and horovodrun over it), "hydra" (MPICH and its relatives), "slurm" (srun),
+            "horovodrun-gloo", or "none" (started alone, or by a launcher that sets no known variable).
+        rank: this process's rank in the world.
+        world_size: how many ranks the launcher started. In a heterogeneous Slurm job: in this component.
+        local_rank: this process's rank among those of its host.
+        local_size: how many ranks the launcher started on this host.
+    """
+
+    name: LauncherName
+    rank: int | None = None
+    world_size: int | None = None
+    local_rank: int | None = None
+    local_size: int | None = None
+
+
+class DeviceChoice(NamedTuple):
+    """A torch device name, and a warning to show the user (None: nothing to say)."""
+
+    device: str
+    warning: str | None
+
+
+def _read_int(env: Mapping[str, str], *names: str) -> int | None:
+    for name in names:
+        value = env.get(name)
+        if value:
+            if not value.isdecimal():
+                raise ValueError(f"{name} must be a whole number >= 0, got {value!r}: the launcher should have set it")
+            return int(value)
+    return None
+
+
+def _slurm_local_size(env: Mapping[str, str]) -> int | None:
+    """Tasks of this node, from SLURM_STEP_TASKS_PER_NODE such as "2(x3),1" (two tasks on three nodes, then one)."""
+    node, tasks = _read_int(env, "SLURM_NODEID"), env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    sizes: list[int] = []
+    for part in tasks.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            return None
+        sizes += [int(match[1])] * int(match[2] or 1)
+    return sizes[node] if node is not None and node < len(sizes) else None
+
+
+def read_launcher(env: Mapping[str, str]) -> LauncherInfo:
+    """Find out which launcher started this process, and what it said about rank and world.
+
+    An mpirun inside a Slurm job wins over Slurm: its ranks inherit SLURM_* of the batch step or of the daemon's
+    step, which count something else. A batch script's own process (which has SLURM_PROCID but no
+    SLURM_STEP_NUM_TASKS) is "none": Slurm did not start ranks there.
+
+    Args:
+        env: the process's environment.
+
+    Raises:
+        ValueError: a variable of the launcher is not a whole number.
+    """
+    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in env and "HOROVOD_RANK" in env:
+        return LauncherInfo(
+            name="horovodrun-gloo",
+            rank=_read_int(env, "HOROVOD_RANK"),
+            world_size=_read_int(env, "HOROVOD_SIZE"),
+            local_rank=_read_int(env, "HOROVOD_LOCAL_RANK"),
+            local_size=_read_int(env, "HOROVOD_LOCAL_SIZE"),
+        )
+    if "OMPI_COMM_WORLD_RANK" in env:
+        return LauncherInfo(
+            name="openmpi",
+            rank=_read_int(env, "OMPI_COMM_WORLD_RANK"),
+            world_size=_read_int(env, "OMPI_COMM_WORLD_SIZE"),
+            local_rank=_read_int(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
+            local_size=_read_int(env, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        )
+    in_slurm_step = "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env
+    # srun --mpi=pmi2 sets PMI_RANK too; only hydra's proxy adds MPI_LOCALRANKID.
+    if "PMI_RANK" in env and ("MPI_LOCALRANKID" in env or not in_slurm_step):
+        return LauncherInfo(
+            name="hydra",
+            rank=_read_int(env, "PMI_RANK"),
+            world_size=_read_int(env, "PMI_SIZE"),
+            local_rank=_read_int(env, "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+            local_size=_read_int(env, "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        )
+    if in_slurm_step:
+        return LauncherInfo(
+            name="slurm",
+            rank=_read_int(env, "SLURM_PROCID"),
+            world_size=_read_int(env, "SLURM_STEP_NUM_TASKS"),
+            local_rank=_read_int(env, "SLURM_LOCALID"),
+            local_size=_slurm_local_size(env),
+        )
+    return LauncherInfo(name="none")
+
+
+def check_world(info: LauncherInfo, mpi_world_size: int) -> None:
+    """Refuse a world that the launcher and MPI disagree on: N processes that would each train alone.
+
+    Args:
+        info: what the launcher said.
+        mpi_world_size: the size of MPI's COMM_WORLD in this process.
+
+    Raises:
+        RuntimeError: the sizes differ; the message says how to start the job instead.
+    """
+    expected = info.world_size
+    if expected is None or expected == mpi_world_size:
+        return
+    # A heterogeneous srun joins several components in one world, and each counts only its own tasks.
+    if info.name == "slurm" and mpi_world_size > expected:
+        return
+    disagreement = f"{info.name} started {expected} ranks (this is rank {info.rank}), but MPI sees {mpi_world_size}"
+    library = "python -c 'from mpi4py import MPI; print(MPI.Get_library_version())'"
+    remedies = {
+        "horovodrun-gloo": "horovodrun ran with Gloo, where MPI is not set up. Start the same command with `horovodrun "
+        "--mpi`, with plain `horovodrun` on a Horovod built with MPI, or with `mpirun`.",
+        "slurm": "srun did not connect the tasks to MPI. Start with `srun --mpi=pmix` (Open MPI) or `srun --mpi=pmi2` "
+        "(MPICH and its relatives; Open MPI 4 where built with it); `srun --mpi=list` shows what this site has. Or "
+        "use `mpirun` inside the job.",
+        "openmpi": "the mpirun that started this job belongs to another MPI than the library in this process. Compare "
+        f"`mpirun --version` with `{library}`, and use the mpirun that stands beside that library.",
+        "hydra": "the mpiexec that started this job belongs to another MPI than the library in this process. Compare "
+        f"`mpiexec --version` with `{library}`, and use the mpiexec that stands beside that library.",
+    }
+    raise RuntimeError(f"{disagreement}: {remedies[info.name]}")
+
+
+def choose_device(option: str, *, local_rank: int, local_size: int, cuda_device_count: int) -> DeviceChoice:
+    """Pick the torch device of one rank.
+
+    With several GPUs visible the device is the local rank; with exactly one it is that one, as a launcher may show
+    each rank its own (`shared_devices` then tells whether they really are different). More ranks than GPUs share
+    them in turn, with a warning.
+
+    Args:
+        option: "auto" (a GPU where there is one, else the CPU), "cpu", "cuda" (a GPU, or an error), "cuda:K".
+        local_rank: this rank's number on its host, >= 0.
+        local_size: ranks on this host, > local_rank.
+        cuda_device_count: GPUs visible to this process, >= 0.
+
+    Raises:
+        ValueError: option is none of these.
+        RuntimeError: a GPU was asked for that is not there.
+    """
+    match = re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", option)
+    if match is None:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:K, got {option!r}")
+    if option == "cpu" or (option == "auto" and cuda_device_count == 0):
+        return DeviceChoice("cpu", None)
+    if cuda_device_count == 0:
+        raise RuntimeError(
+            f"device is {option!r}, but torch sees no GPU: check `nvidia-smi`, CUDA_VISIBLE_DEVICES and that torch is a "
+            "CUDA build (torch.version.cuda is not None), ask the scheduler for GPUs, or use --device cpu"
+        )
+    if match[1] is not None:
+        index = int(match[1])
+        if index >= cuda_device_count:
+            raise RuntimeError(
+                f"device is {option!r}, but this process sees {cuda_device_count} GPU(s), numbered from 0: name a "
+                "smaller one, or make more of them visible (CUDA_VISIBLE_DEVICES)"
+            )
+        return DeviceChoice(f"cuda:{index}", None)
+    index = local_rank % cuda_device_count
+    if 1 < cuda_device_count < local_size:
+        return DeviceChoice(
+            f"cuda:{index}",
+            f"{local_size} ranks share this host's {cuda_device_count} GPUs (this one uses cuda:{index}): they take "
+            "turns, and NCCL refuses two ranks on one GPU; start one rank per GPU instead",
+        )
+    return DeviceChoice(f"cuda:{index}", None)
+
+
+def shared_devices(devices: Sequence[tuple[str, str]]) -> str | None:
+    """Say which GPUs are used by more than one rank.
+
+    Args:
+        devices: (host name, GPU's UUID) of every rank, in rank order; leave ranks on the CPU out.
+
+    Returns:
+        A warning to show, or None when no GPU is shared.
+    """
+    shared = sorted(place for place, ranks in Counter(devices).items() if ranks > 1)
+    if not shared:
+        return None
+    names = ", ".join(f"{host}:{uuid}" for host, uuid in shared)
+    return f"several ranks share a GPU ({names}): they take turns, and NCCL refuses that; start one rank per GPU"
+
+
+def requested_threads(env: Mapping[str, str]) -> int | None:
+    """The threads per rank that the user asked for by OMP_NUM_THREADS (its first level), None if not set.
+
+    Raises:
+        ValueError: the variable is not a list of whole numbers >= 1.
+    """
+    value = env.get("OMP_NUM_THREADS", "").strip()
+    if not value:
+        return None
+    first = value.split(",")[0].strip()
+    if not first.isdecimal() or int(first) < 1:
+        raise ValueError(f"OMP_NUM_THREADS must be a whole number >= 1, got {value!r}: set it right or unset it")
+    return int(first)
+
+
+def num_threads(affinity: Sequence[Collection[int]], local_rank: int) -> int:
+    """Threads that one rank should compute with, so that the ranks of a host do not fight for cores.
+
+    A core counts for 1/k where k ranks may run on it, so ranks that are bound to cores of their own get all of
+    these, and unbound ones share the host evenly.
+
+    Args:
+        affinity: the cores that each rank of this host may run on, in local-rank order.
+        local_rank: whose threads, 0 <= local_rank < len(affinity).
+
+    Returns:
+        At least 1.
+
+    Raises:
+        ValueError: local_rank is out of range.
+    """
+    if not 0 <= local_rank < len(affinity):
+        raise ValueError(f"local_rank must be in [0, {len(affinity)}), got {local_rank}")
+    sharers: defaultdict[int, int] = defaultdict(int)
+    for cores in affinity:
+        for core in set(cores):
+            sharers[core] += 1
+    share = sum(1 / sharers[core] for core in set(affinity[local_rank]))
+    return max(1, int(share + 1e-9))  # thirds do not add up to 1 exactly
+
+
+def oversubscribed(affinity: Sequence[Collection[int]]) -> bool:
+    """Whether the ranks of this host are more than the cores that they may run on.
+
+    Args:
+        affinity: the cores that each rank of this host may run on.
+    """
+    return len(affinity) > len(set().union(*affinity))
+
+
+def mpi_environment(info: LauncherInfo, num_cores: int) -> dict[str, str]:
+    """Variables to set before MPI_Init, where the user has not set them: waiting ranks must yield their core.
+
+    A rank that waits in MPI spins; with more ranks than cores it thereby starves the rank that it waits for.
+
+    Args:
+        info: what the launcher said; without a local size nothing is known and nothing is set.
+        num_cores: cores that the ranks of this host may run on, >= 1.
+    """
+    if info.local_size is None or info.local_size <= num_cores:
+        return {}
+    open_mpi = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    mpich = {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
+    if info.name == "openmpi":
+        return open_mpi
+    if info.name == "hydra":
+        return mpich
+    return open_mpi | mpich

@@ -1,0 +1,99 @@
+"""A table of runs, readable as plain text and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvd_adaptive.report.runs import Run, find_target, read_runs
+
+_HEADER = (
+    "run",
+    "strategy",
+    "best P@1",
+    "best P@3",
+    "best P@5",
+    "s to target",
+    "speed-up",
+    "utilisation",
+    "waiting",
+)
+_NONE = "-"
+
+
+def summary_table(run_dirs: Sequence[Path], *, target_p1: float | None = None) -> str:
+    """Compares runs: best metrics, training seconds to a target P@1, utilisation and waiting.
+
+    Args:
+        run_dirs: run directories, one row each, in this order.
+        target_p1: the target; None: the best P@1 of the first run whose strategy is "horovod".
+
+    Returns:
+        A Markdown table with aligned columns, and below it a line on the target and one on emulated
+        slowdowns. The speed-up is the seconds to the target of the first "horovod" run divided by the run's
+        own.
+
+    Raises:
+        ValueError: a directory is not a readable run with at least one evaluation.
+    """
+    runs = read_runs(run_dirs)
+    found = find_target(runs)
+    baseline = found[1] if found else None
+    if target_p1 is None and found:
+        target_p1 = found[0]
+    rows = [_HEADER, *(_row(run, target_p1, baseline) for run in runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    lines = [
+        _line(
+            [_pad(cell, width, column) for column, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        )
+        for row in rows
+    ]
+    rule = [("-" * width) if column < 2 else ("-" * (width - 1) + ":") for column, width in enumerate(widths)]
+    lines.insert(1, _line(rule))
+    return "\n".join(
+        [*lines, "", *_notes(runs, target_p1, baseline, from_baseline=bool(found and target_p1 == found[0]))]
+    )
+
+
+def _row(run: Run, target_p1: float | None, baseline: Run | None) -> tuple[str, ...]:
+    seconds = None if target_p1 is None else run.seconds_to(target_p1)
+    reference = baseline.seconds_to(target_p1) if baseline is not None and target_p1 is not None else None
+    return (
+        run.label.replace("|", "/"),
+        run.strategy,
+        *(f"{run.best(metric):.4f}" for metric in ("p1", "p3", "p5")),
+        _NONE if seconds is None else f"{seconds:.1f}",
+        f"{reference / seconds:.2f}x" if seconds and reference is not None else _NONE,
+        _format(run.summary.get("utilisation"), ".3f"),
+        _format(run.summary.get("wait_share"), ".1%"),
+    )
+
+
+def _notes(
+    runs: Sequence[Run], target_p1: float | None, baseline: Run | None, *, from_baseline: bool
+) -> list[str]:
+    notes = []
+    if target_p1 is None:
+        notes.append("No target: there is no run of plain Horovod to take it from.")
+    else:
+        source = f", the best of {baseline.label}" if baseline is not None and from_baseline else ""
+        notes.append(f"Target: P@1 {target_p1:.4f}{source}. Seconds are training time, evaluation excluded.")
+    slowed = {run.slowdown for run in runs}
+    if len(slowed) == 1 and slowed != {""}:
+        notes.append(f"Emulated slowdowns of the ranks: {slowed.pop()}.")
+    else:
+        notes += [f"Emulated slowdowns in {run.label}: {run.slowdown}." for run in runs if run.slowdown]
+    return notes
+
+
+def _format(value: float | None, spec: str) -> str:
+    return _NONE if value is None else format(value, spec)
+
+
+def _pad(cell: str, width: int, column: int) -> str:
+    return cell.ljust(width) if column < 2 else cell.rjust(width)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

@@ -1,0 +1,1 @@
+"""Models, losses, sessions and strategies: what runs on each rank."""

@@ -1,0 +1,49 @@
+"""A learning-rate multiplier inside ``optimizer.step``: schedulers and the user's own writes to ``lr`` survive it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+class LearningRateMultiplier:
+    """Multiplies every group's ``lr`` for the length of each step and puts the old value back after it.
+
+    Args:
+        optimizer: any torch optimizer; hooks are registered on it.
+
+    Attributes:
+        value: the factor on the next step's learning rate.
+        applied_lr: the first group's learning rate in the last step, 0 before any.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.value = 1.0
+        self.applied_lr = 0.0
+        self._saved: list[Any] | None = None
+        self._optimizer = optimizer
+        self._handles = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        # A wrapping optimizer (Horovod's) runs the hooks again for the step inside its own.
+        if self._saved is None:
+            self._saved = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * self.value
+            self.applied_lr = float(optimizer.param_groups[0]["lr"])
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Puts the learning rates back, also after a step that raised."""
+        if self._saved is not None:
+            for group, lr in zip(self._optimizer.param_groups, self._saved, strict=True):
+                group["lr"] = lr
+            self._saved = None
+
+    def remove(self) -> None:
+        """Takes the hooks off the optimizer."""
+        for handle in self._handles:
+            handle.remove()

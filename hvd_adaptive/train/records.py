@@ -1,0 +1,116 @@
+"""One rank's statistics of a round, and the record of a round over all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class RoundStats:
+    """What one rank did in a round; exchanged as a vector of float64.
+
+    Attributes:
+        batch_size: the rank's batch size b_i.
+        num_updates: samples over b_i, so that a batch cut short counts as a part.
+        num_samples: samples computed.
+        num_steps: local steps, whatever their size.
+        work: work computed, in the unit of the cursor.
+        busy_s: seconds in steps.
+        claim_s: seconds waiting for a claim and its batch.
+        wait_s: seconds waiting for other ranks.
+        merge_s: seconds of the merge, waiting excluded.
+        control_s: seconds of statistics, weights and rebalancing.
+        lr: learning rate of the last step.
+        loss_sum: sum of the batches' mean losses times their samples.
+        loss_samples: samples behind ``loss_sum``.
+        finite: 1 if the rank's parameters are finite, else 0.
+        norm_per_parameter: L2 norm of the model over its number of parameters; 0 where no rule needs it.
+        train_s: seconds of training so far.
+        stop: 1 if the rank wants the run to stop.
+    """
+
+    batch_size: float = 0.0
+    num_updates: float = 0.0
+    num_samples: float = 0.0
+    num_steps: float = 0.0
+    work: float = 0.0
+    busy_s: float = 0.0
+    claim_s: float = 0.0
+    wait_s: float = 0.0
+    merge_s: float = 0.0
+    control_s: float = 0.0
+    lr: float = 0.0
+    loss_sum: float = 0.0
+    loss_samples: float = 0.0
+    finite: float = 1.0
+    norm_per_parameter: float = 0.0
+    train_s: float = 0.0
+    stop: float = 0.0
+
+    def vector(self) -> Array:
+        """Returns the fields in order, shape (num_fields,)."""
+        return np.array([getattr(self, name) for name in FIELDS])
+
+
+FIELDS = tuple(item.name for item in dataclasses.fields(RoundStats))
+
+
+@dataclass(slots=True)
+class GatheredStats:
+    """The statistics of all ranks: each attribute of :class:`RoundStats` by name, shape (world_size,)."""
+
+    values: Array
+
+    def __getitem__(self, name: str) -> Array:
+        return self.values[:, FIELDS.index(name)]
+
+
+@dataclass(slots=True)
+class RoundRecord:
+    """One completed round, the same on every rank.
+
+    Attributes:
+        round: number of the round, from 0.
+        epoch: epochs consumed after the round, fractional.
+        train_s: seconds of training after the round: evaluation and other pauses excluded.
+        num_samples: samples consumed by the run after the round.
+        loss: mean loss over the round's samples where it was reported, else None.
+        weight: merge weight of each rank, shape (world_size,).
+        payload_bytes: bytes each rank put into exchanges in the round.
+        stats: the ranks' statistics.
+    """
+
+    round: int
+    epoch: float
+    train_s: float
+    num_samples: int
+    loss: float | None
+    weight: Array
+    payload_bytes: int
+    stats: GatheredStats
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the record for rounds.jsonl: plain numbers, and one list over ranks a statistic."""
+        ranks: dict[str, Any] = {
+            {"num_samples": "samples"}.get(name, name): self.stats[name].round(6).tolist()
+            for name in FIELDS
+            if name not in ("loss_sum", "loss_samples", "train_s", "stop")
+        }
+        ranks["weight"] = self.weight.tolist()
+        return {
+            "round": self.round,
+            "epoch": round(self.epoch, 6),
+            "train_s": round(self.train_s, 6),
+            "samples": self.num_samples,
+            "loss": self.loss,
+            "weight_sum": float(self.weight.sum()),
+            "payload_bytes": self.payload_bytes,
+            "ranks": ranks,
+        }

@@ -1,0 +1,101 @@
+"""A run's folder: config.json, rounds.jsonl, summary.json and the models, written by rank 0."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hvd_adaptive import __version__
+from hvd_adaptive.config import Config, TrainConfig
+
+BEST_MODEL = "model.safetensors"
+LAST_MODEL = "model-last.safetensors"
+
+
+class RunDirectory:
+    """Writes a run's files; made on rank 0 only.
+
+    Args:
+        path: the folder; made if it is not there.
+
+    Raises:
+        ValueError: if the folder cannot be written, or holds a run already.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if (path / "rounds.jsonl").exists():
+                raise ValueError(f"run directory {path} holds a run already: name another with --out, or remove it")
+            self._rounds: IO[str] = (path / "rounds.jsonl").open("x", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"run directory {path} cannot be written: {error}; name another with --out") from None
+
+    def write_config(self, config: Config, train: TrainConfig) -> None:
+        """Writes config.json, which ``--config`` reads."""
+        values = {**dataclasses.asdict(train), **dataclasses.asdict(config)}
+        self._write_json("config.json", {name: value for name, value in values.items() if value is not None})
+
+    def add_round(self, record: dict[str, Any]) -> None:
+        """Appends one round to rounds.jsonl."""
+        self._rounds.write(json.dumps(record) + "\n")
+        self._rounds.flush()
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Writes summary.json."""
+        self._write_json("summary.json", summary)
+
+    def save_model(self, name: str, model: nn.Module, metadata: dict[str, str]) -> None:
+        """Writes the model's state as a safetensors file, whole or not at all.
+
+        Args:
+            name: file name in the folder.
+            model: a model without tied parameters.
+            metadata: what a reader needs to build the model.
+        """
+        tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
+        temporary = self.path / (name + ".part")
+        save_file(tensors, temporary, metadata={"hvd_adaptive": __version__, **metadata})
+        os.replace(temporary, self.path / name)
+
+    def close(self) -> None:
+        """Closes rounds.jsonl."""
+        self._rounds.close()
+
+    def _write_json(self, name: str, value: Any) -> None:
+        temporary = self.path / (name + ".part")
+        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, self.path / name)
+
+
+def load_model(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Path]:
+    """Reads a saved model.
+
+    Args:
+        path: a run directory (its best model) or a model file of one.
+
+    Returns:
+        Its state, its metadata and its run directory.
+
+    Raises:
+        ValueError: if there is no such model, or the file is none of this program's.
+    """
+    file = path / BEST_MODEL if path.is_dir() else path
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            metadata = dict(opened.metadata() or {})
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"model {file} cannot be read: {error}; name a run directory or its {BEST_MODEL}") from None
+    if "hvd_adaptive" not in metadata or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+        raise ValueError(f"model {file} was not saved by hvd-adaptive: name a run directory or its {BEST_MODEL}")
+    return tensors, metadata, file.parent

@@ -1,0 +1,40 @@
+"""How ranks talk: collectives over Horovod and mpi4py, and beside them the side channel for claims and heartbeats."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from hvd_adaptive.launch.binding import mpi_environment, read_launcher
+from hvd_adaptive.transport.base import Transport
+
+
+# Milliseconds between Horovod's rounds of negotiation where collectives are rare. Its default of 1 ms costs each rank a
+# twentieth of a core or more while others compute; this costs a merge a few milliseconds.
+_RARE_CYCLE_TIME_MS = 10
+
+
+def connect(*, stall_limit_s: float, rare_collectives: bool = False) -> Transport:
+    """Joins the world that a launcher started, or makes one of this process alone. COLLECTIVE.
+
+    Args:
+        stall_limit_s: seconds after which a dead, frozen or stuck rank ends the job.
+        rare_collectives: Horovod is called a few times a round, not every step, so its thread may sleep longer, unless
+            HOROVOD_CYCLE_TIME is set.
+
+    Raises:
+        RuntimeError: if the launcher's world, MPI's and Horovod's are not one.
+    """
+    info = read_launcher(os.environ)
+    if info.name == "none":
+        from hvd_adaptive.transport.local import LocalTransport
+
+        return LocalTransport()
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    for name, value in mpi_environment(info, num_cores).items():
+        os.environ.setdefault(name, value)
+    if rare_collectives:
+        os.environ.setdefault("HOROVOD_CYCLE_TIME", str(_RARE_CYCLE_TIME_MS))
+    from hvd_adaptive.transport.horovod_mpi import HorovodMpiTransport
+
+    return HorovodMpiTransport(info, stall_limit_s=stall_limit_s)

@@ -1,0 +1,124 @@
+"""The seam between the engine and what carries its bytes: one protocol, and errors that all ranks raise together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Transport(Protocol):
+    """What the engine needs of a world of ranks.
+
+    Methods marked COLLECTIVE must be called by every rank in the same order, from the main thread.
+
+    Attributes:
+        rank: this rank, in [0, world_size).
+        world_size: number of ranks.
+        local_rank: this rank among those of its host.
+        local_size: ranks on its host.
+        host: name of this rank's host.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    host: str
+
+    def allgather_stats(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Gathers a small vector, shape (k,), from every rank: shape (world_size, k), float64. COLLECTIVE."""
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Gathers a small Python object from every rank, in rank order. COLLECTIVE."""
+
+    def allreduce_sum_(self, tensor: Tensor, name: str) -> None:
+        """Replaces a contiguous tensor by its sum over ranks, in place, with the same bits on every rank. COLLECTIVE."""
+
+    def allreduce_max_(self, tensor: Tensor, name: str) -> None:
+        """Replaces an integer tensor by its maximum over ranks, in place. COLLECTIVE."""
+
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces tensors by rank 0's, in place. COLLECTIVE."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a shared counter that starts at 0 and returns its new value. Any rank, any thread, any time."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        """Sets a shared value to ``desired`` if it is ``expected`` ("" where it was never set), in one atomic step, and
+        returns what it is then. Any rank, any thread, any time; the caller makes ``desired`` unique to know who won."""
+
+    def forget(self, key: str) -> None:
+        """Deletes a shared counter or value that no rank will use again."""
+
+    def rendezvous(self, name: str) -> float:
+        """Waits, without using a core, until every rank has arrived; returns the seconds waited. COLLECTIVE."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Marks this rank as waiting for others, for the heartbeats."""
+
+    def progress(self, what: str = "") -> None:
+        """Tells the heartbeats that this rank gets on."""
+
+    def take_turns(self, name: str, action: Callable[[], Any]) -> Any:
+        """Runs ``action`` on one rank of the whole world after the other, the others asleep. COLLECTIVE."""
+
+    def distributed_optimizer(self, optimizer: Optimizer, model: nn.Module) -> Optimizer:
+        """Wraps the optimizer in Horovod's own DistributedOptimizer. COLLECTIVE in every step."""
+
+    def close(self) -> None:
+        """Leaves the world in good order. COLLECTIVE."""
+
+
+class AgreedError(RuntimeError):
+    """An error that every rank raises at once, so that one message is enough."""
+
+
+def agree(transport: Transport, error: str | None) -> None:
+    """Raises on every rank if any rank has an error. COLLECTIVE.
+
+    Args:
+        transport: the world.
+        error: this rank's message, None if all is well.
+
+    Raises:
+        AgreedError: with the distinct messages and the ranks that have them.
+    """
+    ranks_by_error: dict[str, list[str]] = {}
+    for rank, text in enumerate(transport.allgather_object(error)):
+        if text is not None:
+            ranks_by_error.setdefault(text, []).append(str(rank))
+    if not ranks_by_error:
+        return
+    lines = []
+    for text, ranks in ranks_by_error.items():
+        everyone = len(ranks) == transport.world_size
+        lines.append(text if everyone else f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {text}")
+    raise AgreedError("\n".join(lines))
+
+
+def agree_equal(transport: Transport, values: dict[str, Any], remedy: str) -> None:
+    """Raises on every rank if the ranks' values differ. COLLECTIVE.
+
+    Args:
+        transport: the world.
+        values: names and small comparable values that must be equal on all ranks.
+        remedy: what to do about a difference.
+
+    Raises:
+        AgreedError: naming the first few values that differ, and which rank has what.
+    """
+    gathered = transport.allgather_object(values)
+    differing = []
+    for name in sorted(set().union(*gathered)):
+        seen = [other.get(name) for other in gathered]
+        rank = next((r for r, value in enumerate(seen) if value != seen[0]), 0)
+        if rank:
+            differing.append(f"{name} is {seen[0]!r} on rank 0 and {seen[rank]!r} on rank {rank}")
+    if differing:
+        raise AgreedError(f"the ranks do not agree: {'; '.join(differing[:5])}. {remedy}")

@@ -1,0 +1,152 @@
+"""Which rank has failed, judged from the heartbeats alone: pure functions, no threads and no clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+Phase = Literal["working", "waiting", "left"]
+FaultKind = Literal["silent", "stuck", "left early", "deadlocked"]
+
+# A rank that has ended properly never comes back: others that wait for it need no whole stall limit.
+LEFT_EARLY_S = 5.0
+# All ranks inside one collective may also be a large model on a slow link, so give that ten times as long.
+PATIENT_LIMITS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """One rank's sign of life.
+
+    Attributes:
+        count: goes up with every beat.
+        phase: "working", "waiting" (inside a collective or a rendezvous) or "left" (ended properly).
+        phase_s: seconds in this phase without progress, by the rank's own clock.
+        what: what it works on or waits for, in a few words; may be empty.
+        host: its host's name.
+        pid: its process id on that host.
+    """
+
+    count: int
+    phase: Phase
+    phase_s: float
+    what: str
+    host: str
+    pid: int
+
+    def encode(self) -> bytes:
+        """Returns the beat as JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Beat | None:
+        """Reads `encode`'s result; None for the empty value of a rank that has not started beating."""
+        return Beat(**json.loads(data)) if data else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sighting:
+    """What one rank knows of another: its newest beat (None: it never beat), and seconds since that one came."""
+
+    rank: int
+    beat: Beat | None
+    silent_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One failed rank (of "deadlocked": the first of all), and for how many seconds it has been so."""
+
+    kind: FaultKind
+    rank: int
+    for_s: float
+    beat: Beat | None
+
+
+def find_fault(sightings: Sequence[Sighting], limit_s: float) -> Fault | None:
+    """Judges all ranks; None while nothing is wrong.
+
+    Silence comes first, as whoever waits for a silent rank looks stuck as well; of several the longest silent.
+    A rank without progress is only stuck while another one waits for it: a long computation that holds up nobody
+    is nobody's business.
+
+    Args:
+        sightings: of every rank that is watched, in rank order; at least one.
+        limit_s: the stall limit in seconds, > 0.
+    """
+    silent = [s for s in sightings if s.silent_s >= limit_s]
+    if silent:
+        worst = max(silent, key=lambda s: s.silent_s)
+        return Fault(kind="silent", rank=worst.rank, for_s=worst.silent_s, beat=worst.beat)
+    beats = [(s.rank, s.beat) for s in sightings if s.beat is not None]
+    waits = [beat.phase_s for _, beat in beats if beat.phase == "waiting"]
+    left = [(rank, beat) for rank, beat in beats if beat.phase == "left"]
+    for rank, beat in left:
+        if min(beat.phase_s, max(waits, default=0.0)) >= LEFT_EARLY_S:
+            return Fault(kind="left early", rank=rank, for_s=beat.phase_s, beat=beat)
+    # Ranks that have left wait for the last one too, but that may still write a large model.
+    longest_wait_s = max([*waits, *(beat.phase_s / PATIENT_LIMITS for _, beat in left)], default=0.0)
+    working = [(beat.phase_s, rank, beat) for rank, beat in beats if beat.phase == "working"]
+    if working and longest_wait_s >= limit_s:
+        idle_s, rank, beat = max(working, key=lambda item: item[0])
+        if idle_s >= (limit_s if waits else PATIENT_LIMITS * limit_s):
+            return Fault(kind="stuck", rank=rank, for_s=idle_s, beat=beat)
+    if len(waits) == len(sightings) and min(waits) >= PATIENT_LIMITS * limit_s:
+        return Fault(kind="deadlocked", rank=sightings[0].rank, for_s=min(waits), beat=beats[0][1])
+    return None
+
+
+def process_state(pid: int) -> str | None:
+    """Returns the state letter of a process of this host as ps shows it, "" if there is none; None where unknown."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+    except OSError:
+        return None
+
+
+def describe(fault: Fault, *, reporter: int, host: str, limit_s: float, state: str | None) -> str:
+    """Writes the one message that ends a job.
+
+    Args:
+        fault: what was found.
+        reporter: the rank that found it.
+        host: the reporter's host.
+        limit_s: the stall limit in seconds.
+        state: `process_state` of the failed rank, None if it is on another host or unknown.
+    """
+    beat = fault.beat
+    where = f"rank {fault.rank}" + (f" on {beat.host} (pid {beat.pid})" if beat else " (it never sent a heartbeat)")
+    phase = f"its last sign of life: {beat.phase} {beat.what!r} for {beat.phase_s:.1f} s" if beat else ""
+    stack = f"`py-spy dump --pid {beat.pid}` on {beat.host} shows where it is" if beat else "look at its output"
+    longer = f"if it may be quiet for so long, raise stall_limit_s (now {limit_s:g} s)"
+    if fault.kind == "silent":
+        verdict, remedy = _describe_silence(state, f"{stack}; {longer}")
+        text = f"{where} {verdict}: no heartbeat for {fault.for_s:.1f} s; {phase}. {remedy}"
+    elif fault.kind == "stuck":
+        text = f"{where} is stuck: alive, but no progress for {fault.for_s:.1f} s while others wait; {phase}. {stack}; {longer}"
+    elif fault.kind == "left early":
+        text = (
+            f"{where} left early: it ended {fault.for_s:.1f} s ago while others wait for it; look at its output for the "
+            "reason: all ranks must take the same number of rounds and leave together"
+        )
+    else:
+        text = (
+            f"all ranks are deadlocked: each has waited for the others for {fault.for_s:.1f} s or more; {where}: {phase}. "
+            f"They called different collectives, or the network between them is down; {stack}; {longer}"
+        )
+    return f"hvd_adaptive: {text}. Rank {reporter} on {host} found this and ends the job."
+
+
+def _describe_silence(state: str | None, otherwise: str) -> tuple[str, str]:
+    if state in ("", "Z", "X"):
+        return "is dead", "Its process has ended: look for its last output, and for the out-of-memory killer (`dmesg`)"
+    if state in ("T", "t"):
+        return "is frozen", "Its process is stopped (SIGSTOP, Ctrl-Z or a debugger): find out who stopped it"
+    if state is None:
+        return "is dead or frozen", f"Look whether its process still runs; {otherwise}"
+    return "is frozen", f"Its process exists (state {state}), but Python does not run in it; {otherwise}"

@@ -1,0 +1,218 @@
+"""The real world of ranks: tensors through Horovod, statistics through mpi4py, claims and heartbeats beside them.
+
+mpi4py comes first: MPI then belongs to it, and Horovod neither initializes nor finalizes it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import mpi4py
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvd_adaptive.launch.binding import LauncherInfo, check_world
+from hvd_adaptive.transport.heartbeat import Heartbeat
+from hvd_adaptive.transport.side_channel import SideChannel
+
+log = logging.getLogger(__name__)
+
+
+def loaded_mpi_libraries(maps: str) -> list[str]:
+    """Returns the distinct MPI libraries in a process's memory map (the text of /proc/self/maps)."""
+    paths = re.findall(r"(/\S*/libmpi(?:ch)?\.so\S*)", maps)
+    return sorted({os.path.realpath(path) for path in paths})
+
+
+class HorovodMpiTransport:
+    """One real rank; see :class:`hvd_adaptive.transport.base.Transport`.
+
+    Construction is COLLECTIVE. An uncaught exception on any rank then prints its traceback and ends the job.
+
+    Args:
+        info: what the launcher's environment says.
+        stall_limit_s: seconds after which a dead, frozen or stuck rank ends the job.
+
+    Raises:
+        RuntimeError: if Horovod and mpi4py use different MPI libraries, or the launcher's world is not MPI's.
+    """
+
+    def __init__(self, info: LauncherInfo, *, stall_limit_s: float) -> None:
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = True
+        from mpi4py import MPI
+
+        import horovod.torch as hvd
+
+        _check_one_mpi()
+        if not MPI.Is_initialized():
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        check_world(info, MPI.COMM_WORLD.Get_size())
+        self._comm = MPI.COMM_WORLD.Dup()
+        self.rank = self._comm.Get_rank()
+        self.world_size = self._comm.Get_size()
+        _install_abort(self._comm, self.rank)
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise RuntimeError(
+                "this MPI library gives no MPI_THREAD_MULTIPLE, which Horovod's thread and mpi4py need to share it; "
+                "use another build of it, or scripts/setup.sh --mpi pypi"
+            )
+        hvd.init()
+        if hvd.size() != self.world_size:
+            raise RuntimeError(
+                f"Horovod has {hvd.size()} ranks and MPI has {self.world_size}: Horovod is not using MPI. "
+                "Start with `horovodrun --mpi` or `mpirun`, and unset HOROVOD_CONTROLLER."
+            )
+        self._hvd = hvd
+        self.host = socket.gethostname()
+        hosts: list[str] = self._comm.allgather(self.host)
+        self.local_rank = hosts[: self.rank].count(self.host)
+        self.local_size = hosts.count(self.host)
+        self._staging: Tensor | None = None
+        self._gpu_built = bool(hvd.nccl_built() or hvd.cuda_built())
+        self._closed = False
+        self.side = SideChannel(
+            rank=self.rank,
+            world_size=self.world_size,
+            broadcast=lambda value: self._comm.bcast(value, root=0),
+            same_host=len(set(hosts)) == 1,
+            stall_limit_s=stall_limit_s,
+        )
+        self.heartbeat = Heartbeat(
+            self.side,
+            rank=self.rank,
+            host=self.host,
+            pid=os.getpid(),
+            limit_s=stall_limit_s,
+            abort=lambda: self._comm.Abort(14),
+        )
+        self.heartbeat.start()
+        atexit.register(self._leave)
+
+    def allgather_stats(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        gathered = np.empty((self.world_size, len(values)))
+        with self.waiting():
+            self._comm.Allgather(np.ascontiguousarray(values, dtype=np.float64), gathered)
+        return gathered
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        with self.waiting():
+            gathered: list[Any] = self._comm.allgather(value)
+        return gathered
+
+    def allreduce_sum_(self, tensor: Tensor, name: str) -> None:
+        with self.waiting():
+            if tensor.is_cuda and not self._gpu_built:
+                self._allreduce_staged_(tensor, name)
+            else:
+                self._hvd.allreduce_(tensor, name=name, op=self._hvd.Sum)
+
+    def allreduce_max_(self, tensor: Tensor, name: str) -> None:
+        with self.waiting():
+            tensor.copy_(self._hvd.allreduce(tensor.cpu(), name=name, op=self._hvd.Max))
+
+    def _allreduce_staged_(self, tensor: Tensor, name: str) -> None:
+        # A CPU build of Horovod copies CUDA tensors without waiting for the stream that fills them: stage them here.
+        if self._staging is None:
+            log.warning(
+                "this Horovod was built without GPU operations: merges go through host memory. "
+                "Run scripts/setup.sh with the CUDA toolkit and NCCL installed for the direct way."
+            )
+        if self._staging is None or self._staging.numel() < tensor.numel() or self._staging.dtype != tensor.dtype:
+            self._staging = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
+        host = self._staging[: tensor.numel()].view(tensor.shape)
+        host.copy_(tensor)
+        self._hvd.allreduce_(host, name=name, op=self._hvd.Sum)
+        tensor.copy_(host)
+
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        with self.waiting(), torch.no_grad():
+            for index, tensor in enumerate(tensors):
+                # Horovod takes neither bf16 nor bool nor 0-dim tensors; bytes carry them all.
+                flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+                if flat.numel():
+                    value = self._hvd.broadcast(flat.cpu(), root_rank=0, name=f"broadcast.{index}")
+                    tensor.copy_(value.view(tensor.dtype).reshape(tensor.shape))
+
+    def add(self, key: str, amount: int) -> int:
+        return self.side.add(key, amount)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        return self.side.compare_set(key, expected, desired)
+
+    def forget(self, key: str) -> None:
+        self.side.delete(key)
+
+    def rendezvous(self, name: str) -> float:
+        with self.waiting():
+            return self.side.arrive(name)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return self.heartbeat.waiting()
+
+    def progress(self, what: str = "") -> None:
+        self.heartbeat.progress(what)
+
+    def take_turns(self, name: str, action: Callable[[], Any]) -> Any:
+        result = None
+        for turn in range(self.world_size):
+            if turn == self.rank:
+                result = action()
+                self.progress(name)
+            self.rendezvous(f"{name}.{turn}")
+        return result
+
+    def distributed_optimizer(self, optimizer: Optimizer, model: nn.Module) -> Optimizer:
+        wrapped: Optimizer = self._hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        return wrapped
+
+    def close(self) -> None:
+        if not self._closed:
+            self.rendezvous("close")
+            self._leave()
+            self._comm.Barrier()
+            self._hvd.shutdown()
+
+    def _leave(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.heartbeat.leave()
+            self.side.close()
+
+
+def _check_one_mpi() -> None:
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+            libraries = loaded_mpi_libraries(file.read())
+    except FileNotFoundError:
+        # Only Linux lists a process's libraries there; elsewhere the world sizes are still compared.
+        return
+    if len(libraries) > 1:
+        raise RuntimeError(
+            f"Horovod and mpi4py use different MPI libraries: {' and '.join(libraries)}. "
+            "Run scripts/setup.sh --recreate, which builds both against one MPI, and unset MPI4PY_LIBMPI."
+        )
+
+
+def _install_abort(comm: Any, rank: int) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        text = "".join(traceback.format_exception(kind, error, trace))
+        sys.stdout.flush()
+        sys.stderr.write(f"rank {rank} failed:\n{text}")
+        sys.stderr.flush()
+        comm.Abort(1)
+
+    sys.excepthook = hook

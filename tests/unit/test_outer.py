@@ -1,0 +1,58 @@
+"""The outer step against plain formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hvd_adaptive.core.outer import OuterStep
+
+
+@pytest.mark.parametrize("size", [0, 5, 200_001])
+@pytest.mark.parametrize(("kind", "lr"), [("none", 1.0), ("none", 0.5), ("momentum", 1.0), ("momentum", 0.5), ("nesterov", 0.7)])
+def test_it_is_the_formula(kind: str, lr: float, size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    outer = OuterStep(kind, lr=lr, momentum=0.9)
+    weights = torch.randn(size, generator=generator, dtype=torch.float64)
+    expected, velocity = weights.clone(), torch.zeros_like(weights)
+    for _ in range(4):
+        delta = torch.randn(size, generator=generator, dtype=torch.float64)
+        if kind == "none":
+            expected += lr * delta
+        else:
+            velocity = 0.9 * velocity + delta
+            expected += lr * (velocity if kind == "momentum" else delta + 0.9 * velocity)
+        outer.apply_(weights, delta.clone())
+    assert torch.allclose(weights, expected, rtol=1e-12)
+
+
+def test_momentum_is_the_papers_rule() -> None:
+    # w' = sum a_i w_i + gamma (w - w_previous)
+    outer = OuterStep("momentum", momentum=0.9)
+    history = [torch.zeros(3, dtype=torch.float64)]
+    weights = history[0].clone()
+    for step in range(5):
+        merged = weights + torch.tensor([1.0, -2.0, 0.5 * step], dtype=torch.float64)
+        previous = history[-2] if len(history) > 1 else history[-1]
+        expected = merged + 0.9 * (history[-1] - previous)
+        outer.apply_(weights, merged - weights)
+        assert torch.allclose(weights, expected)
+        history.append(weights.clone())
+
+
+def test_torchs_sgd_agrees_on_nesterov() -> None:
+    start = torch.randn(10, dtype=torch.float64)
+    parameter = torch.nn.Parameter(start.clone())
+    sgd = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
+    outer, weights = OuterStep("nesterov", lr=0.7, momentum=0.9), start.clone()
+    for _ in range(5):
+        delta = torch.randn(10, dtype=torch.float64)
+        parameter.grad = -delta
+        sgd.step()
+        outer.apply_(weights, delta.clone())
+    assert torch.allclose(weights, parameter.detach())
+
+
+def test_an_unknown_kind_is_named() -> None:
+    with pytest.raises(ValueError, match="none, momentum, nesterov, got 'adam'"):
+        OuterStep("adam")

@@ -1,0 +1,279 @@
+"""The Session over simulated ranks: exactly-once, equality with plain SGD, agreement, failures that all ranks share."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hvd_adaptive.config import Config
+from hvd_adaptive.core.dispatch import epoch_order
+from hvd_adaptive.train.flat_model import model_hash
+from hvd_adaptive.train.session import Session
+from hvd_adaptive.transport.base import AgreedError
+from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+
+NUM_SAMPLES = 500
+_generator = torch.Generator().manual_seed(0)
+X = torch.randn(NUM_SAMPLES, 6, dtype=torch.float64, generator=_generator)
+Y = (X.sum(dim=1) > 0).long()
+DATA = TensorDataset(X, Y)
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    # Batch normalization has float and integer buffers; the last layer shares its weight with the first.
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double()
+
+
+def train(
+    transport: LocalTransport,
+    config: Config,
+    *,
+    model: nn.Module | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.SGD(p, lr=0.1),
+    num_epochs: float = 2,
+    on_batch: Callable[[Session, Any], None] = lambda session, batch: None,
+    work: np.ndarray | None = None,
+) -> dict[str, Any]:
+    model = model if model is not None else make_model()
+    session = Session(model, optimizer(model.parameters()), config, transport=transport)
+    records: list[Any] = []
+    hashes: list[str] = []
+    session.records += [records.append, lambda _: hashes.append(model_hash(model))]
+    rows = []
+    for batch in session.batches(DATA, num_epochs=num_epochs, work=work):
+        rows.append(batch.rows)
+        on_batch(session, batch)
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            batch.loss = nn.functional.cross_entropy(model(batch.x), batch.y)
+            batch.loss.backward()
+            session.optimizer.step()
+    session.close()
+    return {"model": model, "records": records, "hashes": hashes, "rows": rows, "session": session}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("work", ["samples", "nonzeros"])
+def test_every_sample_of_an_epoch_is_consumed_once(world_size: int, work: str) -> None:
+    cost = np.random.default_rng(0).integers(0, 50, NUM_SAMPLES) if work == "nonzeros" else None
+    model = lambda: nn.Sequential(nn.Linear(6, 2)).double()  # noqa: E731
+    results = LocalWorld(world_size).run(
+        lambda t: train(t, Config(batch_size=16, mega_batch=150, work=work), work=cost, num_epochs=3, model=model())
+    )
+    consumed = np.concatenate([rows for result in results for rows in result["rows"]])
+    assert np.array_equal(np.bincount(consumed, minlength=NUM_SAMPLES), np.full(NUM_SAMPLES, 3))
+    assert results[0]["session"].ledger.epoch == 3 and results[0]["session"].num_samples == 3 * NUM_SAMPLES
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_ranks_hold_the_same_bits_after_every_merge(world_size: int) -> None:
+    config = Config(batch_size=16, mega_batch=100, slowdown=",".join("421"[:world_size]), hash_interval=1)
+    results = LocalWorld(world_size).run(lambda t: train(t, config, model=make_model(seed=t.rank)))
+    for other in results[1:]:
+        assert other["hashes"] == results[0]["hashes"]
+    assert len(set(results[0]["hashes"])) == len(results[0]["hashes"]) == 10
+
+
+def test_a_parameter_changed_on_one_rank_outside_a_step_is_found() -> None:
+    def break_rank_1(session: Session, batch: Any) -> None:
+        if session.rank == 1 and session.round == 1:
+            # The delta is exchanged, but this rank's global copy is not what the others have.
+            session._strategy.flat_model.parameter_groups[0].weights[0] += 1
+
+    with pytest.raises(AgreedError, match=r"after round 1 the models of ranks \[1\] differ"):
+        LocalWorld(2).run(lambda t: train(t, Config(batch_size=16, mega_batch=100, hash_interval=1), on_batch=break_rank_1))
+
+
+def test_one_rank_without_outer_step_is_plain_sgd() -> None:
+    config = Config(batch_size=20, mega_batch=100, outer_step="none", seed=5)
+    make = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-3)  # noqa: E731
+    ours = LocalWorld(1).run(lambda t: train(t, config, optimizer=make))[0]["model"]
+    plain = make_model()
+    sgd = make(plain.parameters())
+    for epoch in range(2):
+        for rows in np.split(epoch_order(NUM_SAMPLES, seed=5, epoch=epoch), 25):
+            sgd.zero_grad()
+            nn.functional.cross_entropy(plain(X[rows]), Y[rows]).backward()
+            sgd.step()
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(ours.state_dict()[name], value, rtol=1e-9), name
+
+
+def test_the_learning_rate_follows_the_batch_and_the_users_own_writes_survive() -> None:
+    seen: list[tuple[int, float]] = []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append((self.current, self.param_groups[0]["lr"]))
+            return super().step(closure)
+
+    def write(session: Session, batch: Any) -> None:
+        session.optimizer.current = batch.num_samples
+        assert session.optimizer.param_groups[0]["lr"] in (0.1, 0.2)
+        session.optimizer.param_groups[0]["lr"] = 0.2
+
+    config = Config(batch_size=20, reference_batch_size=10, mega_batch=90)
+    LocalWorld(1).run(lambda t: train(t, config, optimizer=lambda p: Watched(p, lr=0.1), on_batch=write))
+    assert {size for size, _ in seen} > {20}
+    for size, lr in seen:
+        assert lr == pytest.approx(0.2 * size / 10)
+
+
+def test_frozen_tied_and_half_precision_parameters() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 6, bias=False).double()
+            self.again = nn.Linear(6, 6, bias=False).double()
+            self.again.weight = self.inner.weight
+            self.frozen = nn.Linear(6, 6).double().requires_grad_(False)
+            self.head = nn.Linear(6, 2, dtype=torch.bfloat16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.frozen(self.again(torch.relu(self.inner(x)))).bfloat16()).double()
+
+    def run(transport: LocalTransport) -> dict[str, Any]:
+        torch.manual_seed(transport.rank)
+        model = Tied()
+        before = copy.deepcopy(model.frozen.state_dict())
+        result = train(transport, Config(batch_size=16, mega_batch=100, hash_interval=1), model=model)
+        return {**result, "before": before}
+
+    results = LocalWorld(2).run(run)
+    for rank, result in enumerate(results):
+        model = result["model"]
+        assert model.again.weight is model.inner.weight
+        assert result["session"]._strategy.flat_model.num_parameters == 36 + 14
+        for name, value in results[0]["before"].items():
+            assert torch.equal(model.frozen.state_dict()[name], value), rank
+
+
+def test_buffers_merge_by_weight_and_integers_by_maximum() -> None:
+    config = Config(batch_size=16, mega_batch=500, outer_step="nesterov", merge_weights="samples")
+    local: list[Any] = [None, None]
+
+    def run(transport: LocalTransport) -> dict[str, Any]:
+        model = make_model()
+        count = {"mean": None, "samples": 0, "batches": 0}
+        running = model[1].register_forward_hook(
+            lambda module, *_: count.update(mean=module.running_mean.clone(), batches=count["batches"] + 1)
+        )
+        result = train(transport, config, model=model, num_epochs=1)
+        running.remove()
+        local[transport.rank] = (count, sum(len(rows) for rows in result["rows"]))
+        return result
+
+    results = LocalWorld(2).run(run)
+    total = sum(samples for _, samples in local)
+    expected = sum(count["mean"] * samples / total for count, samples in local)
+    for result in results:
+        norm = result["model"][1]
+        assert torch.allclose(norm.running_mean, expected)
+        assert norm.num_batches_tracked == max(count["batches"] for count, _ in local)
+        assert (norm.running_var > 0).all()
+
+
+def test_a_rank_that_is_not_finite_contributes_nothing_and_starts_again(caplog: pytest.LogCaptureFixture) -> None:
+    def poison(session: Session, batch: Any) -> None:
+        if session.rank == 1 and session.round == 1:
+            with torch.no_grad():
+                session.model[0].weight[0, 0] = float("nan")
+
+    results = LocalWorld(2).run(
+        lambda t: train(
+            t,
+            Config(batch_size=16, mega_batch=100, hash_interval=1),
+            on_batch=poison,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        )
+    )
+    assert results[0]["hashes"] == results[1]["hashes"]
+    weights = [record.weight for record in results[0]["records"]]
+    assert weights[1].tolist() == [1.0, 0.0] and all(w[1] > 0 for w in weights[:1] + weights[2:])
+    assert all(torch.isfinite(p).all() for p in results[1]["model"].parameters())
+    assert "ranks [1] had NaN or Inf" in caplog.text
+
+
+def test_all_ranks_not_finite_stops_the_run_on_all() -> None:
+    def poison(session: Session, batch: Any) -> None:
+        with torch.no_grad():
+            session.model[0].weight.fill_(float("inf"))
+
+    with pytest.raises(RuntimeError, match="ALL ranks hold NaN or Inf"):
+        LocalWorld(2).run(lambda t: train(t, Config(batch_size=16, mega_batch=100), on_batch=poison))
+
+
+@pytest.mark.parametrize("state", ["keep", "reset", "average"])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad])
+def test_optimizer_state_after_a_merge(state: str, kind: Any) -> None:
+    momenta: list[Any] = [{}, {}]
+
+    def run(transport: LocalTransport) -> None:
+        def look(session: Session, batch: Any) -> None:
+            values = [v for s in session.optimizer.state.values() for n, v in s.items() if n in ("exp_avg", "sum")]
+            momenta[session.rank].setdefault(session.round, [v.clone() for v in values])
+
+        train(
+            transport,
+            Config(batch_size=16, mega_batch=250, optimizer_state=state),
+            optimizer=lambda p: kind(p, lr=0.01),
+            on_batch=look,
+        )
+
+    LocalWorld(2).run(run)
+    ours, other = momenta[0][1], momenta[1][1]
+    same = len(ours) == len(other) and all(torch.equal(a, b) for a, b in zip(ours, other, strict=True))
+    fresh = not ours or all((v == 0).all() for v in ours)
+    assert same == (state != "keep")
+    assert fresh == (state == "reset")
+
+
+def test_different_configurations_are_named_on_all_ranks() -> None:
+    with pytest.raises(AgreedError, match="configuration batch_size is 16 on rank 0 and 32 on rank 1"):
+        LocalWorld(2).run(lambda t: train(t, Config(batch_size=16 * (1 + t.rank))))
+
+
+def test_different_models_are_named_on_all_ranks() -> None:
+    with pytest.raises(AgreedError, match=r"model 0\.weight is \(\(2, 6\)"):
+        LocalWorld(2).run(lambda t: train(t, Config(), model=nn.Sequential(nn.Linear(6, 2 + t.rank)).double()))
+
+
+def test_one_ranks_wish_to_stop_ends_all() -> None:
+    def wish(session: Session, batch: Any) -> None:
+        if session.rank == 1 and session.round == 2:
+            session.stop()
+
+    results = LocalWorld(2).run(lambda t: train(t, Config(batch_size=16, mega_batch=100), num_epochs=9, on_batch=wish))
+    assert [len(result["records"]) for result in results] == [3, 3]
+
+
+def test_unfreezing_during_a_session_is_refused() -> None:
+    def unfreeze(session: Session, batch: Any) -> None:
+        session.model[0].bias.requires_grad_(False)
+
+    with pytest.raises(RuntimeError, match="requires_grad of a parameter changed"):
+        LocalWorld(1).run(lambda t: train(t, Config(), on_batch=unfreeze))
+
+
+def test_a_stream_is_refused() -> None:
+    session = Session(make_model(), torch.optim.SGD(make_model().parameters(), lr=1), transport=LocalTransport())
+    with pytest.raises(TypeError, match="map-style data set"), warnings.catch_warnings():
+        next(session.batches(iter([1, 2])))
+
+
+def test_memory_beyond_the_model_is_two_copies_and_one_for_the_outer_step() -> None:
+    for outer_step, copies in (("none", 2), ("nesterov", 3)):
+        session = LocalWorld(1).run(lambda t: train(t, Config(outer_step=outer_step)))[0]["session"]  # noqa: B023
+        strategy = session._strategy
+        held = [t for g in strategy.flat_model.parameter_groups for t in (g.weights, g.delta)]
+        held += strategy._outer.velocity.values()
+        assert sum(t.numel() for t in held) == copies * sum(p.numel() for p in session.model.parameters())

@@ -1,0 +1,97 @@
+"""Merge weights: convex rules sum to 1, all follow permutations, ranks that are not finite count nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_adaptive.core.weights import CONVEX_RULES, MERGE_WEIGHT_RULES, Perturbation, merge_weights
+
+worlds = st.integers(1, 6).flatmap(
+    lambda n: st.tuples(
+        st.lists(st.floats(0.5, 50), min_size=n, max_size=n),
+        st.lists(st.integers(1, 256), min_size=n, max_size=n),
+        st.lists(st.booleans(), min_size=n, max_size=n),
+        st.permutations(range(n)),
+    )
+)
+
+
+def weights_of(rule: str, updates: Any, sizes: Any, finite: Any = None, **options: Any) -> np.ndarray:
+    updates, sizes = np.asarray(updates, float), np.asarray(sizes, float)
+    return merge_weights(
+        rule,
+        num_updates=updates,
+        num_samples=updates * sizes,
+        batch_sizes=sizes,
+        finite=np.ones(len(updates), bool) if finite is None else np.asarray(finite),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("rule", MERGE_WEIGHT_RULES)
+@pytest.mark.parametrize("perturbed", [False, True])
+@given(world=worlds)
+def test_properties_of_every_rule(rule: str, perturbed: bool, world: Any) -> None:
+    updates, sizes, finite, order = map(np.array, world)
+    if not finite.any():
+        finite[0] = True
+    options: dict[str, Any] = {}
+    if perturbed:
+        options = {"perturbation": Perturbation(), "norm_per_parameter": np.full(len(updates), 0.01)}
+    weights = weights_of(rule, updates, sizes, finite, **options)
+    assert weights.dtype == np.float64 and (weights >= 0).all()
+    assert (weights[~finite] == 0).all() and (weights[finite] > 0).all()
+    if rule in CONVEX_RULES:
+        assert weights.sum() == pytest.approx(1, abs=1e-12)
+    # With a tie for most or fewest updates the perturbation picks the first, which depends on the order.
+    if not perturbed or len(set(updates)) == len(updates):
+        if perturbed:
+            options["norm_per_parameter"] = options["norm_per_parameter"][order]
+        assert weights_of(rule, updates[order], sizes[order], finite[order], **options) == pytest.approx(weights[order])
+
+
+@pytest.mark.parametrize("rule", MERGE_WEIGHT_RULES)
+def test_one_rank_counts_whole(rule: str) -> None:
+    assert weights_of(rule, [7.0], [64]).tolist() == [1.0]
+
+
+def test_rules_by_hand() -> None:
+    updates, sizes = [1.0, 1, 2, 4], [64, 64, 64, 64]
+    assert weights_of("updates", updates, sizes) == pytest.approx([0.125, 0.125, 0.25, 0.5])
+    assert weights_of("paper", updates, sizes) == pytest.approx([0.125, 0.125, 0.25, 0.5])
+    assert weights_of("uniform", updates, sizes) == pytest.approx([0.25] * 4)
+    assert weights_of("samples", [1.0, 1], [64, 192]) == pytest.approx([0.25, 0.75])
+    assert weights_of("paper", [5.0, 5.5], [64, 192]) == pytest.approx([0.25, 0.75])
+    assert weights_of("fednova", updates, sizes).sum() == pytest.approx(1.375)
+
+
+def test_the_perturbation_by_hand() -> None:
+    small, large = np.array([0.01, 0.02]), np.array([0.01, 0.2])
+    options = {"perturbation": Perturbation(threshold=0.1, delta=0.1)}
+    assert weights_of("heterogpu", [1.0, 3], [8, 8], norm_per_parameter=small, **options) == pytest.approx([0.225, 0.825])
+    assert weights_of("heterogpu", [1.0, 3], [8, 8], norm_per_parameter=small, **options).sum() == pytest.approx(
+        1 + 0.1 * (0.75 - 0.25)
+    )
+    assert weights_of("paper", [1.0, 3], [8, 8], norm_per_parameter=small, **options) == pytest.approx(
+        np.array([0.225, 0.825]) / 1.05
+    )
+    assert weights_of("heterogpu", [1.0, 3], [8, 8], norm_per_parameter=large, **options) == pytest.approx([0.25, 0.75])
+
+
+def test_a_rank_without_updates_counts_nothing() -> None:
+    for rule in MERGE_WEIGHT_RULES:
+        assert weights_of(rule, [0.0, 2, 2], [8, 8, 8])[0] == 0
+
+
+def test_no_finite_rank_stops_the_run() -> None:
+    with pytest.raises(RuntimeError, match="ALL ranks hold NaN or Inf"):
+        weights_of("updates", [1.0, 1], [8, 8], [False, False])
+    with pytest.raises(RuntimeError, match="no finite rank made an update"):
+        weights_of("updates", [0.0, 1], [8, 8], [True, False])
+    with pytest.raises(ValueError, match="got 'best'"):
+        weights_of("best", [1.0], [8])
