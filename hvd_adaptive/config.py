@@ -98,6 +98,8 @@ class Config:
         for name in ("outer_momentum", "perturbation_delta"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        if self.stall_limit_s < 1:
+            raise ValueError(f"stall_limit_s must be >= 1, got {self.stall_limit_s}: a busy machine is quiet for shorter times")
         low, high = self.batch_size_bounds
         if low > high:
             raise ValueError(f"min_batch_size must be <= max_batch_size, got {low} > {high}")

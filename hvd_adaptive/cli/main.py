@@ -34,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         rank = read_launcher(os.environ).rank or 0
         configs = None
+        if options.command == "report":
+            from hvd_adaptive.cli.report import report
+
+            report(options.runs, options.png)
+            return 0
         if options.command == "train":
             configs = build_configs(
                 read_environment(),
@@ -65,7 +70,8 @@ def _run(options: argparse.Namespace, configs: tuple[Config, TrainConfig] | None
     if configs is not None:
         from hvd_adaptive.cli.train import train
 
-        command = lambda: train(*configs, transport=transport, terminal=options.terminal)  # noqa: E731
+        alone = transport.world_size == 1 and sys.stdout.isatty()
+        command = lambda: train(*configs, transport=transport, terminal=options.terminal or alone)  # noqa: E731
     else:
         from hvd_adaptive.cli.use_model import evaluate, predict
 
@@ -113,6 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("evaluate", parents=[launch, using], help="score a saved model on the test split")
     predict = commands.add_parser("predict", parents=[launch, using], help="print the best labels of each test row as JSON lines")
     predict.add_argument("-k", type=int, default=5, help="labels a row (default: 5)")
+    report = commands.add_parser("report", help="compare runs: a table, and a picture of accuracy and batch sizes")
+    report.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directories; the baseline first")
+    report.add_argument("--png", metavar="FILE", help="write the picture to this file")
     return parser
 
 

@@ -25,13 +25,13 @@ class Progress:
         splits: the data.
         config: how ranks share and merge.
         world_size: number of ranks.
-        terminal: the output goes to a terminal, perhaps through mpirun.
+        terminal: the output goes to a terminal, perhaps through mpirun, which gives a rank a pseudo-terminal either way.
     """
 
     def __init__(
         self, splits: tuple[SparseDataset, SparseDataset], config: Config, world_size: int, *, terminal: bool
     ) -> None:
-        self._console = Console(force_terminal=terminal or None, soft_wrap=True, highlight=False)
+        self._console = Console(force_terminal=terminal, soft_wrap=True, highlight=False)
         self._splits = splits
         self._config = config
         self._world_size = world_size

@@ -52,7 +52,7 @@ def top_k_labels(logits: Tensor, k: int) -> Tensor:
     """Ranks each row's k best labels: by descending score, ties to the lowest label, NaN after every number.
 
     Args:
-        logits: (b, L), any real dtype and device.
+        logits: (b, L), any floating dtype and device.
         k: labels a row, in [1, L].
 
     Returns:
@@ -84,10 +84,10 @@ def top_k_labels(logits: Tensor, k: int) -> Tensor:
 def _choose_k(logits: Tensor, k: int) -> Tensor:
     """The set of `top_k_labels`, in no particular order, for rows with ties at the boundary or NaN."""
     num_labels = logits.shape[1]
-    is_nan = logits.isnan()
-    kth = logits.masked_fill(is_nan, -torch.inf).topk(k, dim=1).values[:, -1:]
-    # Above the k-th score: 3; equal to it: 2; NaN: 1; below: 0. Inside a group the lowest label wins.
-    group = (logits > kth).long().mul_(3).add_((logits == kth).long(), alpha=2).add_(is_nan)
+    kth = logits.masked_fill(logits.isnan(), -torch.inf).topk(k, dim=1).values[:, -1:]
+    # Above the k-th score: 2; equal to it: 1; below or NaN: 0. Inside a group the lowest label wins. Where a
+    # row has fewer than k numbers, its k-th score is -inf, so that group 0 holds only NaN.
+    group = (logits > kth).long().mul_(2).add_(logits == kth)
     return group.mul_(num_labels).sub_(torch.arange(num_labels, device=logits.device)).topk(k, dim=1).indices
 
 
@@ -137,9 +137,10 @@ def block_scores(
         ks: the k of P@k, in the order of the result.
 
     Returns:
-        float64 (3 n,) with n = len(ks), each summed over the block's rows: [0 : n] true labels among the
-        first k, for each k; [n : 2n] their inverse propensities; [2n : 3n] the most inverse propensity that
-        any k predictions could reach. The sum over blocks, in block order, goes to `finalize`.
+        float64 (1 + 3 n,) with n = len(ks), each summed over the block: [0] rows, unlabelled ones too;
+        [1 : 1 + n] true labels among the first k, for each k; [1 + n : 1 + 2n] their inverse propensities;
+        [1 + 2n : 1 + 3n] the most inverse propensity that any k predictions could reach. The sum over
+        blocks, in block order, goes to `finalize_scores`.
 
     Raises:
         ValueError: ks is empty or below 1 or exceeds K, row counts differ, or a label is not in [0, L).
@@ -168,14 +169,15 @@ def block_scores(
     place = np.arange(len(rows)) - np.searchsorted(rows, rows)
     gains_possible = gains_possible[best_first]
     return np.array(
-        [hits[:, :k].sum() for k in ks]
+        [num_rows]
+        + [hits[:, :k].sum() for k in ks]
         + [gains[:, :k].sum() for k in ks]
         + [gains_possible[place < k].sum() for k in ks],
         dtype=np.float64,
     )
 
 
-def finalize(totals: NDArray[np.float64], num_rows: int, ks: Sequence[int] = DEFAULT_KS) -> dict[str, float]:
+def finalize_scores(totals: NDArray[np.float64], ks: Sequence[int] = DEFAULT_KS) -> dict[str, float]:
     """Turns the blocks' summed scores into metrics.
 
     P@k divides by k times all rows, unlabelled ones too (they add 0). PSP@k divides the propensity-scored
@@ -183,8 +185,7 @@ def finalize(totals: NDArray[np.float64], num_rows: int, ks: Sequence[int] = DEF
     row has a label.
 
     Args:
-        totals: the sum of `block_scores` over all blocks, float64 (3 len(ks),).
-        num_rows: rows of all blocks together, >= 1.
+        totals: the sum of `block_scores` over all blocks, float64 (1 + 3 len(ks),).
         ks: as given to `block_scores`.
 
     Returns:
@@ -192,13 +193,14 @@ def finalize(totals: NDArray[np.float64], num_rows: int, ks: Sequence[int] = DEF
         [0, 1].
 
     Raises:
-        ValueError: totals do not fit ks, or num_rows is below 1.
+        ValueError: totals do not fit ks, or they hold no rows.
     """
-    if len(totals) != 3 * len(ks):
-        raise ValueError(f"totals must have {3 * len(ks)} entries for ks {tuple(ks)}, got {len(totals)}")
-    if num_rows < 1:
-        raise ValueError(f"num_rows must be >= 1, got {num_rows}: there is nothing to evaluate")
-    hits, gained, possible = np.asarray(totals).reshape(3, len(ks))
+    if len(totals) != 1 + 3 * len(ks):
+        raise ValueError(f"totals must have {1 + 3 * len(ks)} entries for ks {tuple(ks)}, got {len(totals)}")
+    num_rows = totals[0]
+    if not num_rows >= 1:
+        raise ValueError(f"there must be at least one row to evaluate, got {num_rows:g}")
+    hits, gained, possible = np.asarray(totals[1:]).reshape(3, len(ks))
     metrics = {f"p{k}": float(hit / (k * num_rows)) for k, hit in zip(ks, hits, strict=True)}
     for k, gain, most in zip(ks, gained, possible, strict=True):
         metrics[f"psp{k}"] = float(gain / most) if most > 0 else 0.0

@@ -111,6 +111,8 @@ def _build_locked(source: DataSource, root: Path, directory: Path) -> None:
     for leftover in root.glob(f"{_prefix(source)}-*"):
         if leftover.is_dir():
             shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
     started_s = time.monotonic()
     logger.info("building the cache of %s in %s", source.name, directory)
     before = _identity(source)

@@ -1,1 +1,2 @@
-"""Starting ranks and binding them to hardware: what the launcher says, devices, threads, relaunching under mpirun."""
+"""Starting ranks and binding them to hardware: what the launcher says, devices, threads, relaunching under
+mpirun."""

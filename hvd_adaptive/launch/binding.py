@@ -47,14 +47,16 @@ def _read_int(env: Mapping[str, str], *names: str) -> int | None:
         value = env.get(name)
         if value:
             if not value.isdecimal():
-                raise ValueError(f"{name} must be a whole number >= 0, got {value!r}: the launcher should have set it")
+                raise ValueError(
+                    f"{name} must be a whole number >= 0, got {value!r}: the launcher should have set it"
+                )
             return int(value)
     return None
 
 
 def _slurm_local_size(env: Mapping[str, str]) -> int | None:
-    """Tasks of this node, from SLURM_STEP_TASKS_PER_NODE such as "2(x3),1" (two tasks on three nodes, then one)."""
-    node, tasks = _read_int(env, "SLURM_NODEID"), env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    """Tasks of this node, from SLURM_STEP_TASKS_PER_NODE such as "2(x3),1" (two tasks on three nodes, then
+    one).""" node, tasks = _read_int(env, "SLURM_NODEID"), env.get("SLURM_STEP_TASKS_PER_NODE", "")
     sizes: list[int] = []
     for part in tasks.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -67,8 +69,8 @@ def _slurm_local_size(env: Mapping[str, str]) -> int | None:
 def read_launcher(env: Mapping[str, str]) -> LauncherInfo:
     """Find out which launcher started this process, and what it said about rank and world.
 
-    An mpirun inside a Slurm job wins over Slurm: its ranks inherit SLURM_* of the batch step or of the daemon's
-    step, which count something else. A batch script's own process (which has SLURM_PROCID but no
+    An mpirun inside a Slurm job wins over Slurm: its ranks inherit SLURM_* of the batch step or of the
+    daemon's step, which count something else. A batch script's own process (which has SLURM_PROCID but no
     SLURM_STEP_NUM_TASKS) is "none": Slurm did not start ranks there.
 
     Args:
@@ -130,18 +132,21 @@ def check_world(info: LauncherInfo, mpi_world_size: int) -> None:
     # A heterogeneous srun joins several components in one world, and each counts only its own tasks.
     if info.name == "slurm" and mpi_world_size > expected:
         return
-    disagreement = f"{info.name} started {expected} ranks (this is rank {info.rank}), but MPI sees {mpi_world_size}"
+    disagreement = (
+        f"{info.name} started {expected} ranks (this is rank {info.rank}), but MPI sees {mpi_world_size}"
+    )
     library = "python -c 'from mpi4py import MPI; print(MPI.Get_library_version())'"
     remedies = {
-        "horovodrun-gloo": "horovodrun ran with Gloo, where MPI is not set up. Start the same command with `horovodrun "
-        "--mpi`, with plain `horovodrun` on a Horovod built with MPI, or with `mpirun`.",
-        "slurm": "srun did not connect the tasks to MPI. Start with `srun --mpi=pmix` (Open MPI) or `srun --mpi=pmi2` "
-        "(MPICH and its relatives; Open MPI 4 where built with it); `srun --mpi=list` shows what this site has. Or "
-        "use `mpirun` inside the job.",
-        "openmpi": "the mpirun that started this job belongs to another MPI than the library in this process. Compare "
-        f"`mpirun --version` with `{library}`, and use the mpirun that stands beside that library.",
-        "hydra": "the mpiexec that started this job belongs to another MPI than the library in this process. Compare "
-        f"`mpiexec --version` with `{library}`, and use the mpiexec that stands beside that library.",
+        "horovodrun-gloo": "horovodrun ran with Gloo, where MPI is not set up. Start the same command with "
+        "`horovodrun --mpi`, with plain `horovodrun` on a Horovod built with MPI, or with `mpirun`.",
+        "slurm": "srun did not connect the tasks to MPI. Start with `srun --mpi=pmix` (Open MPI) or `srun "
+        "--mpi=pmi2` (MPICH and its relatives; Open MPI 4 where built with it); `srun --mpi=list` shows what "
+        "this site has. Or use `mpirun` inside the job.",
+        "openmpi": "the mpirun that started this job belongs to another MPI than the library in this "
+        f"process. Compare `mpirun --version` with `{library}`, and use the mpirun that stands beside that "
+        "library.",
+        "hydra": "the mpiexec that started this job belongs to another MPI than the library in this process. "
+        f"Compare `mpiexec --version` with `{library}`, and use the mpiexec that stands beside that library.",
     }
     raise RuntimeError(f"{disagreement}: {remedies[info.name]}")
 
@@ -149,9 +154,9 @@ def check_world(info: LauncherInfo, mpi_world_size: int) -> None:
 def choose_device(option: str, *, local_rank: int, local_size: int, cuda_device_count: int) -> DeviceChoice:
     """Pick the torch device of one rank.
 
-    With several GPUs visible the device is the local rank; with exactly one it is that one, as a launcher may show
-    each rank its own (`shared_devices` then tells whether they really are different). More ranks than GPUs share
-    them in turn, with a warning.
+    With several GPUs visible the device is the local rank; with exactly one it is that one, as a launcher may
+    show each rank its own (`shared_devices` then tells whether they really are different). More ranks than
+    GPUs share them in turn, with a warning.
 
     Args:
         option: "auto" (a GPU where there is one, else the CPU), "cpu", "cuda" (a GPU, or an error), "cuda:K".
@@ -170,23 +175,24 @@ def choose_device(option: str, *, local_rank: int, local_size: int, cuda_device_
         return DeviceChoice("cpu", None)
     if cuda_device_count == 0:
         raise RuntimeError(
-            f"device is {option!r}, but torch sees no GPU: check `nvidia-smi`, CUDA_VISIBLE_DEVICES and that torch is a "
-            "CUDA build (torch.version.cuda is not None), ask the scheduler for GPUs, or use --device cpu"
+            f"device is {option!r}, but torch sees no GPU: check `nvidia-smi`, CUDA_VISIBLE_DEVICES and that "
+            "torch is a CUDA build (torch.version.cuda is not None), ask the scheduler for GPUs, or use "
+            "--device cpu"
         )
     if match[1] is not None:
         index = int(match[1])
         if index >= cuda_device_count:
             raise RuntimeError(
-                f"device is {option!r}, but this process sees {cuda_device_count} GPU(s), numbered from 0: name a "
-                "smaller one, or make more of them visible (CUDA_VISIBLE_DEVICES)"
+                f"device is {option!r}, but this process sees {cuda_device_count} GPU(s), numbered from 0: "
+                "name a smaller one, or make more of them visible (CUDA_VISIBLE_DEVICES)"
             )
         return DeviceChoice(f"cuda:{index}", None)
     index = local_rank % cuda_device_count
     if 1 < cuda_device_count < local_size:
         return DeviceChoice(
             f"cuda:{index}",
-            f"{local_size} ranks share this host's {cuda_device_count} GPUs (this one uses cuda:{index}): they take "
-            "turns, and NCCL refuses two ranks on one GPU; start one rank per GPU instead",
+            f"{local_size} ranks share this host's {cuda_device_count} GPUs (this one uses cuda:{index}): "
+            "they take turns, and NCCL refuses two ranks on one GPU; start one rank per GPU instead",
         )
     return DeviceChoice(f"cuda:{index}", None)
 
@@ -204,7 +210,9 @@ def shared_devices(devices: Sequence[tuple[str, str]]) -> str | None:
     if not shared:
         return None
     names = ", ".join(f"{host}:{uuid}" for host, uuid in shared)
-    return f"several ranks share a GPU ({names}): they take turns, and NCCL refuses that; start one rank per GPU"
+    return (
+        f"several ranks share a GPU ({names}): they take turns, and NCCL refuses that; start one rank per GPU"
+    )
 
 
 def requested_threads(env: Mapping[str, str]) -> int | None:
@@ -218,15 +226,17 @@ def requested_threads(env: Mapping[str, str]) -> int | None:
         return None
     first = value.split(",")[0].strip()
     if not first.isdecimal() or int(first) < 1:
-        raise ValueError(f"OMP_NUM_THREADS must be a whole number >= 1, got {value!r}: set it right or unset it")
+        raise ValueError(
+            f"OMP_NUM_THREADS must be a whole number >= 1, got {value!r}: set it right or unset it"
+        )
     return int(first)
 
 
 def num_threads(affinity: Sequence[Collection[int]], local_rank: int) -> int:
     """Threads that one rank should compute with, so that the ranks of a host do not fight for cores.
 
-    A core counts for 1/k where k ranks may run on it, so ranks that are bound to cores of their own get all of
-    these, and unbound ones share the host evenly.
+    A core counts for 1/k where k ranks may run on it, so ranks that are bound to cores of their own get all
+    of these, and unbound ones share the host evenly.
 
     Args:
         affinity: the cores that each rank of this host may run on, in local-rank order.

@@ -76,7 +76,13 @@ def recognize(path: str, version_text: str) -> Flavour:
 
 
 def launch_command(
-    num_ranks: int, argv: Sequence[str], *, env: Mapping[str, str], launcher: Launcher, num_cores: int, is_root: bool
+    num_ranks: int,
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    launcher: Launcher,
+    num_cores: int,
+    is_root: bool,
 ) -> tuple[list[str], dict[str, str]]:
     """Builds the command and environment that run a program as N ranks.
 

@@ -27,8 +27,7 @@ class SparseMLP(nn.Module):
 
     Parameters:
         hidden.weight: (F, H) float32, drawn from N(0, 2 / H). Rows of XMC data have (about) unit norm, so
-            this is He's rule for a unit-norm input: the hidden layer keeps the norm of the row, whatever F
-            is.
+            this is He's rule for a unit-norm input: the hidden layer keeps a row's norm, whatever F is.
         output_weight: (H, L) float32, drawn from U(-1 / sqrt(H), 1 / sqrt(H)), the rule of `nn.Linear`. It is
             stored as (H, L), the transpose of `nn.Linear`'s, because all three products of a step then run on
             oneDNN without a copy.
@@ -119,11 +118,10 @@ class _MultilabelSoftmaxLoss(Function):
     def forward(ctx: Any, logits: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
         num_rows, num_labels = logits.shape
         counts = offsets.diff()
-        rows = torch.repeat_interleave(counts)
+        rows = torch.repeat_interleave(counts, output_size=indices.numel())
         share = counts.to(logits.dtype).mul_(num_rows).reciprocal_()[rows]
         gradient = torch.softmax(logits, dim=1)
-        # The largest probability is at least 1 / L, so its logarithm is safe, and it saves a second pass of
-        # exp.
+        # The largest probability is at least 1 / L: its logarithm is safe, and saves a second pass of exp.
         highest = logits.amax(dim=1)
         log_highest = gradient.amax(dim=1).log_()
         entries = torch.add(indices, rows, alpha=num_labels)

@@ -48,7 +48,8 @@ class Beat:
 
 @dataclass(frozen=True, kw_only=True)
 class Sighting:
-    """What one rank knows of another: its newest beat (None: it never beat), and seconds since that one came."""
+    """What one rank knows of another: its newest beat (None: it never beat), and seconds since that one
+    came."""
 
     rank: int
     beat: Beat | None
@@ -68,9 +69,9 @@ class Fault:
 def find_fault(sightings: Sequence[Sighting], limit_s: float) -> Fault | None:
     """Judges all ranks; None while nothing is wrong.
 
-    Silence comes first, as whoever waits for a silent rank looks stuck as well; of several the longest silent.
-    A rank without progress is only stuck while another one waits for it: a long computation that holds up nobody
-    is nobody's business.
+    Silence comes first, as whoever waits for a silent rank looks stuck as well; of several the longest
+    silent. A rank without progress is only stuck while another one waits for it: a long computation that
+    holds up nobody is nobody's business.
 
     Args:
         sightings: of every rank that is watched, in rank order; at least one.
@@ -99,8 +100,8 @@ def find_fault(sightings: Sequence[Sighting], limit_s: float) -> Fault | None:
 
 
 def process_state(pid: int) -> str | None:
-    """Returns the state letter of a process of this host as ps shows it, "" if there is none; None where unknown."""
-    try:
+    """Returns the state letter of a process of this host as ps shows it, "" if there is none; None where
+    unknown.""" try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -120,9 +121,13 @@ def describe(fault: Fault, *, reporter: int, host: str, limit_s: float, state: s
         state: `process_state` of the failed rank, None if it is on another host or unknown.
     """
     beat = fault.beat
-    where = f"rank {fault.rank}" + (f" on {beat.host} (pid {beat.pid})" if beat else " (it never sent a heartbeat)")
+    where = f"rank {fault.rank}" + (
+        f" on {beat.host} (pid {beat.pid})" if beat else " (it never sent a heartbeat)"
+    )
     phase = f"its last sign of life: {beat.phase} {beat.what!r} for {beat.phase_s:.1f} s" if beat else ""
-    stack = f"`py-spy dump --pid {beat.pid}` on {beat.host} shows where it is" if beat else "look at its output"
+    stack = (
+        f"`py-spy dump --pid {beat.pid}` on {beat.host} shows where it is" if beat else "look at its output"
+    )
     longer = f"if it may be quiet for so long, raise stall_limit_s (now {limit_s:g} s)"
     if fault.kind == "silent":
         verdict, remedy = _describe_silence(state, f"{stack}; {longer}")
@@ -131,20 +136,24 @@ def describe(fault: Fault, *, reporter: int, host: str, limit_s: float, state: s
         text = f"{where} is stuck: alive, but no progress for {fault.for_s:.1f} s while others wait; {phase}. {stack}; {longer}"
     elif fault.kind == "left early":
         text = (
-            f"{where} left early: it ended {fault.for_s:.1f} s ago while others wait for it; look at its output for the "
-            "reason: all ranks must take the same number of rounds and leave together"
+            f"{where} left early: it ended {fault.for_s:.1f} s ago while others wait for it; look at its "
+            "output for the reason: all ranks must take the same number of rounds and leave together"
         )
     else:
         text = (
-            f"all ranks are deadlocked: each has waited for the others for {fault.for_s:.1f} s or more; {where}: {phase}. "
-            f"They called different collectives, or the network between them is down; {stack}; {longer}"
+            f"all ranks are deadlocked: each has waited for the others for {fault.for_s:.1f} s or more; "
+            f"{where}: {phase}. They called different collectives, or the network between them is down; "
+            f"{stack}; {longer}"
         )
     return f"hvd_adaptive: {text}. Rank {reporter} on {host} found this and ends the job."
 
 
 def _describe_silence(state: str | None, otherwise: str) -> tuple[str, str]:
     if state in ("", "Z", "X"):
-        return "is dead", "Its process has ended: look for its last output, and for the out-of-memory killer (`dmesg`)"
+        return (
+            "is dead",
+            "Its process has ended: look for its last output, and for the out-of-memory killer (`dmesg`)",
+        )
     if state in ("T", "t"):
         return "is frozen", "Its process is stopped (SIGSTOP, Ctrl-Z or a debugger): find out who stopped it"
     if state is None:

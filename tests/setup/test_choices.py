@@ -1,0 +1,269 @@
+"""The set-up's decisions: which MPI, which wheel, which pairs are refused. Nothing is installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setup_cache
+import setup_console
+import setup_options
+import step_cuda
+import step_horovod
+import step_mpi
+import step_torch
+import step_venv
+from setup_options import Options, SetupError
+from step_mpi import Mpi
+from step_torch import Torch
+from step_venv import Record, Venv
+
+CPU = Torch(version="2.13.0+cpu", cuda=None)
+CUDA = Torch(version="2.13.0", cuda="13.0")
+LIBRARY = Path("/venv/lib/libmpi.so.40")
+PYPI = Mpi(
+    flavour="pypi",
+    version="Open MPI v4.1.8",
+    library=LIBRARY,
+    mpicc=Path("/venv/bin/mpicc"),
+    mpicxx=Path("/venv/bin/mpicxx"),
+    mpirun=None,
+)
+SITE = replace(PYPI, flavour="site", mpicc=Path("/opt/mpi/bin/mpicc"))
+
+
+class FakeVenv(Venv):
+    """An environment whose answers are given."""
+
+    def __init__(self, path: Path, answer: Any = None) -> None:
+        super().__init__(path, log=path / "log", offline=None)
+        self.answer = answer
+
+    def query(self, code: str, *arguments: str, environment: dict[str, str] | None = None) -> Any:
+        return self.answer
+
+
+def mpicc(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    file = folder / "mpicc"
+    file.write_text("#!/bin/sh\n", encoding="utf-8")
+    file.chmod(0o755)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("torch", "key"),
+    [(CPU, "2.13.0+cpu"), (CUDA, "2.13.0+cu130"), (replace(CPU, version="2.2.0"), "2.2.0+cpu")],
+)
+def test_torch_key_always_names_the_build(torch: Torch, key: str) -> None:
+    assert torch.key == key
+
+
+def test_wheel_key_changes_with_everything_that_the_binary_depends_on() -> None:
+    keys = {
+        step_horovod.wheel_key(CPU, PYPI, "cp311"),
+        step_horovod.wheel_key(CUDA, PYPI, "cp311"),
+        step_horovod.wheel_key(CPU, PYPI, "cp312"),
+        step_horovod.wheel_key(CPU, SITE, "cp311"),
+        step_horovod.wheel_key(CPU, replace(SITE, mpicc=Path("/opt/other/bin/mpicc")), "cp311"),
+        step_horovod.wheel_key(CPU, replace(SITE, version="MPICH 4.0.2"), "cp311"),
+    }
+    assert len(keys) == 6
+    assert not any("/" in key or " " in key for key in keys)
+
+
+def test_site_mpicc_skips_virtual_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = mpicc(tmp_path / "venv" / "bin")
+    (tmp_path / "venv" / "pyvenv.cfg").touch()
+    monkeypatch.setenv("PATH", str(inside.parent))
+    assert step_mpi.find_site_mpicc() is None
+    site = mpicc(tmp_path / "site" / "bin")
+    monkeypatch.setenv("PATH", f"{inside.parent}:{site.parent}")
+    assert step_mpi.find_site_mpicc() == site
+
+
+@pytest.mark.parametrize(
+    ("asked", "remembered", "on_path", "expected"),
+    [
+        (None, None, True, "site"),
+        (None, None, False, "pypi"),
+        (None, "pypi", True, "pypi"),
+        (None, "pypi", False, "pypi"),
+        (None, "site", True, "site"),
+        ("pypi", "site", True, "pypi"),
+        ("site", "pypi", True, "site"),
+        ("site", None, False, "--mpi pypi"),
+        (None, "site", False, "module load"),
+    ],
+)
+def test_flavour(
+    asked: str | None, remembered: str | None, on_path: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_mpi, "find_site_mpicc", lambda: Path("/opt/mpi/bin/mpicc") if on_path else None)
+    options, record = Options(root=Path("/r"), mpi=asked), Record(venv="/r/.venv", mpi=remembered)
+    if expected in ("site", "pypi"):
+        assert step_mpi.choose_flavour(options, record) == expected
+    else:
+        with pytest.raises(SetupError, match=expected):
+            step_mpi.choose_flavour(options, record)
+
+
+def test_options_default_to_the_remembered_ones() -> None:
+    options = setup_options.parse(["--root", "/r"])
+    assert (options.torch_spec, options.mpi, options.dev, options.self_check) == (None, None, None, True)
+
+
+@pytest.mark.parametrize(
+    ("torch", "answer", "words"),
+    [
+        (CUDA, {"horovod_cuda": False, "horovod_nccl": False}, "refused.*CUDA"),
+        (CUDA, {"horovod_cuda": True, "horovod_nccl": False}, "refused.*CUDA"),
+        (CPU, {"horovod_mpi": False}, "without MPI"),
+        (CPU, {"libmpi": "/usr/lib/libmpi.so.40"}, "two separate MPI worlds"),
+    ],
+)
+def test_a_horovod_that_does_not_fit_is_refused(
+    tmp_path: Path, torch: Torch, answer: dict[str, Any], words: str
+) -> None:
+    good = {"horovod_cuda": True, "horovod_nccl": True, "horovod_mpi": True, "libmpi": str(LIBRARY)}
+    step_horovod.verify(FakeVenv(tmp_path, good), torch, PYPI)
+    with pytest.raises(SetupError, match=words):
+        step_horovod.verify(FakeVenv(tmp_path, good | answer), torch, PYPI)
+
+
+def toolkit(folder: Path, release: str | None) -> Path:
+    (folder / "bin").mkdir(parents=True)
+    (folder / "include").mkdir()
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V1'\n", encoding="utf-8")
+    nvcc.chmod(0o755)
+    return folder
+
+
+def test_cuda_build_names_what_is_missing_step_by_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CUDA_HOME", "HOROVOD_CUDA_HOME", "HOROVOD_NCCL_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    venv = FakeVenv(tmp_path, str(tmp_path / "site-packages"))
+    monkeypatch.setattr(step_cuda, "find_toolkit", lambda: None)
+    with pytest.raises(SetupError, match="toolkit is missing"):
+        step_cuda.build_environment(venv, CUDA, tmp_path)
+
+    monkeypatch.undo()
+    home = toolkit(tmp_path / "cuda", "13.0")
+    monkeypatch.setenv("HOROVOD_CUDA_HOME", str(home))
+    monkeypatch.setattr(step_cuda, "_SYSTEM_PREFIXES", ())
+    with pytest.raises(SetupError, match="no headers"):
+        step_cuda.build_environment(venv, CUDA, tmp_path)
+
+    (home / "include" / "cuda_runtime.h").touch()
+    with pytest.raises(SetupError, match=r"NCCL with headers is missing[\s\S]*HOROVOD_NCCL_HOME"):
+        step_cuda.build_environment(venv, CUDA, tmp_path)
+    with pytest.raises(SetupError, match=r"13\.0.*12\.8"):
+        step_cuda.build_environment(venv, replace(CUDA, cuda="12.8"), tmp_path)
+
+    own = tmp_path / "site-packages" / "nvidia" / "nccl"
+    for file in ("lib/libnccl.so.2", "include/nccl.h"):
+        (own / file).parent.mkdir(parents=True)
+        (own / file).touch()
+    found = step_cuda.build_environment(venv, CUDA, tmp_path)
+    assert found["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+    assert found["HOROVOD_NCCL_INCLUDE"] == str(own / "include")
+    assert (Path(found["HOROVOD_NCCL_LIB"]) / "libnccl.so").resolve() == (own / "lib/libnccl.so.2").resolve()
+
+
+@pytest.mark.parametrize(
+    ("requirements", "expected"),
+    [
+        (["filelock", "nvidia-nccl-cu13==2.29.7; platform_system == 'Linux'"], True),
+        (["filelock", "sympy>=1.13.3", 'nvidia-x; extra == "gpu"'], False),
+    ],
+)
+def test_a_cuda_build_is_told_before_it_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requirements: list[str], expected: bool
+) -> None:
+    report = json.dumps({"install": [{"metadata": {"requires_dist": requirements}}]})
+    completed = subprocess.CompletedProcess([], 0, stdout=report)
+    monkeypatch.setattr(step_torch.subprocess, "run", lambda *_, **__: completed)
+    monkeypatch.setattr(step_torch, "has_nvidia_gpu", lambda: False)
+    if expected:
+        with pytest.raises(SetupError, match="--torch-spec"):
+            step_torch._explain_default(FakeVenv(tmp_path), "torch==2.13.0", replaced=None)
+    else:
+        step_torch._explain_default(FakeVenv(tmp_path), "torch==2.13.0", replaced=None)
+
+
+def test_an_environment_from_another_path_is_not_used(tmp_path: Path) -> None:
+    venv = Venv(tmp_path / ".venv", log=tmp_path / "log", offline=None)
+    reason = step_venv._why_unusable(venv, Record(venv="/elsewhere/.venv"))
+    assert reason is not None
+    assert "/elsewhere/.venv" in reason
+
+
+def test_a_changed_archive_is_refused(tmp_path: Path) -> None:
+    (tmp_path / step_horovod.ARCHIVE).write_bytes(b"not Horovod")
+    venv = Venv(tmp_path / ".venv", log=tmp_path / "log", offline=tmp_path)
+    with pytest.raises(SetupError, match="SHA-256"):
+        step_horovod._archive(venv)
+
+
+def test_a_cached_wheel_that_is_broken_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl").write_bytes(b"half a wheel")
+    assert step_horovod._cached(tmp_path, CPU) is None
+
+
+def test_the_record_of_a_set_up_survives_and_a_broken_one_counts_as_none(tmp_path: Path) -> None:
+    venv = Venv(tmp_path, log=tmp_path / "log", offline=None)
+    record = Record(venv=str(tmp_path), mpi="pypi", versions={"torch": "2.13.0+cpu"})
+    venv.write_record(record)
+    assert venv.read_record() == record
+    (tmp_path / "hvd-adaptive-setup.json").write_text("{", encoding="utf-8")
+    assert venv.read_record() is None
+
+
+def test_a_lock_keeps_another_process_waiting(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "lock"
+    code = (
+        "import fcntl, sys\nfile = open(sys.argv[1], 'a')\n"
+        "try: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\nexcept BlockingIOError: sys.exit(3)"
+    )
+    with setup_cache.locked(file, what="a test"):
+        assert subprocess.run([sys.executable, "-c", code, str(file)]).returncode == 3
+    assert subprocess.run([sys.executable, "-c", code, str(file)]).returncode == 0
+
+
+def test_a_failed_command_shows_the_compilers_lines_the_remedy_and_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code = "print('noise'); print('a.cc:3:10: fatal error: Python.h: No such file'); raise SystemExit(1)"
+    with pytest.raises(SetupError) as caught:
+        setup_console.run_logged([sys.executable, "-c", code], label="building", log=log, environment={})
+    message = str(caught.value)
+    assert "fatal error: Python.h" in message
+    assert "python3-dev" in message
+    assert str(log) in message
+    assert "noise" not in message
+    assert "noise" in log.read_text(encoding="utf-8")
+
+
+def test_a_cmake_error_is_shown_with_its_message_and_without_pips_frame() -> None:
+    lines = [
+        "-- Check for working CXX compiler: /bin/false - broken",
+        "  CMake Error at CMakeTestCXXCompiler.cmake:71 (message):",
+        "    The C++ compiler",
+        "",
+        '      "/bin/false"',
+        "",
+        "    is not able to compile a simple test program.",
+        "  error: subprocess-exited-with-error",
+        "  ERROR: Failed building wheel for horovod",
+    ]
+    reasons = setup_console.failure_reasons(lines)
+    assert "is not able to compile a simple test program." in reasons
+    assert not any("subprocess" in line or "Failed building" in line for line in reasons)
+    assert any("CXX" in remedy for remedy in setup_console.hints(reasons))

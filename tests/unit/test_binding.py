@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_adaptive.launch.binding import (
+    LauncherInfo,
+    check_world,
+    choose_device,
+    mpi_environment,
+    num_threads,
+    oversubscribed,
+    read_launcher,
+    requested_threads,
+    shared_devices,
+)
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+GLOO = {
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+    "HOROVOD_RANK": "3",
+    "HOROVOD_SIZE": "4",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
+}
+SRUN = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+# What a batch script sees of Slurm: the batch step is one process, whatever --ntasks says.
+BATCH = {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "8",
+    "SLURM_JOB_ID": "7",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "env"), [("openmpi", OPEN_MPI), ("hydra", HYDRA), ("horovodrun-gloo", GLOO), ("slurm", SRUN)]
+)
+def test_every_launcher_tells_rank_and_world(name, env):
+    expected = LauncherInfo(name=name, rank=3, world_size=4, local_rank=1, local_size=2)
+    assert read_launcher(env) == expected
+    check_world(expected, 4)
+
+
+def test_no_launcher():
+    info = read_launcher({"PATH": "/bin"})
+    assert info == LauncherInfo(name="none")
+    check_world(info, 1)
+
+
+def test_a_batch_script_is_no_rank():
+    assert read_launcher(BATCH).name == "none"
+
+
+@pytest.mark.parametrize("env", [OPEN_MPI, HYDRA])
+def test_mpirun_inside_a_slurm_job_wins_over_slurm(env):
+    # On the batch host ranks inherit the batch step's variables; elsewhere those of the daemons' step, one a
+    # node.
+    daemon_step = {**BATCH, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    for slurm in (BATCH, daemon_step):
+        info = read_launcher({**slurm, **env})
+        assert (info.rank, info.world_size) == (3, 4)
+        check_world(info, 4)
+
+
+def test_srun_with_pmi2_is_slurm():
+    assert read_launcher({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}).name == "slurm"
+
+
+@pytest.mark.parametrize(
+    ("node", "tasks", "size"),
+    [("0", "4", 4), ("2", "2(x2),1", 1), ("1", "2(x2),1", 2), ("3", "2(x3)", None), ("0", "strange", None)],
+)
+def test_slurm_tasks_of_a_node(node, tasks, size):
+    env = {**SRUN, "SLURM_NODEID": node, "SLURM_STEP_TASKS_PER_NODE": tasks}
+    assert read_launcher(env).local_size == size
+
+
+def test_a_broken_variable_is_named():
+    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_SIZE.*'four'"):
+        read_launcher({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "four"})
+
+
+@pytest.mark.parametrize(
+    ("env", "fix"),
+    [
+        (SRUN, "srun --mpi=pmix.*--mpi=pmi2"),
+        (OPEN_MPI, "another MPI.*mpirun --version"),
+        (HYDRA, "another MPI.*mpiexec --version"),
+        (GLOO, "horovodrun --mpi.*horovodrun.*mpirun"),
+    ],
+)
+def test_singletons_are_refused_with_the_fix(env, fix):
+    with pytest.raises(RuntimeError, match=f"started 4 ranks .this is rank 3.*MPI sees 1.*{fix}"):
+        check_world(read_launcher(env), 1)
+
+
+def test_a_heterogeneous_srun_counts_its_component_only():
+    check_world(read_launcher(SRUN), 9)
+    with pytest.raises(RuntimeError, match="MPI sees 9"):
+        check_world(read_launcher(OPEN_MPI), 9)
+
+
+@pytest.mark.parametrize(
+    ("option", "local_rank", "count", "device"),
+    [
+        ("auto", 0, 0, "cpu"),
+        ("cpu", 1, 4, "cpu"),
+        ("auto", 1, 4, "cuda:1"),
+        ("cuda", 3, 4, "cuda:3"),
+        ("cuda", 3, 1, "cuda:0"),
+        ("cuda:2", 0, 3, "cuda:2"),
+    ],
+)
+def test_device(option, local_rank, count, device):
+    choice = choose_device(option, local_rank=local_rank, local_size=4, cuda_device_count=count)
+    assert choice == (device, None)
+
+
+def test_more_ranks_than_gpus_share_them_with_a_warning():
+    choices = [choose_device("auto", local_rank=r, local_size=4, cuda_device_count=2) for r in range(4)]
+    assert [choice.device for choice in choices] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert all(choice.warning and "4 ranks share" in choice.warning for choice in choices)
+
+
+@pytest.mark.parametrize("option", ["cuda", "cuda:0"])
+def test_a_missing_gpu_is_an_error(option):
+    with pytest.raises(RuntimeError, match="sees no GPU.*--device cpu"):
+        choose_device(option, local_rank=0, local_size=1, cuda_device_count=0)
+
+
+def test_a_gpu_number_that_is_not_there():
+    with pytest.raises(RuntimeError, match="'cuda:4'.*sees 4 GPU"):
+        choose_device("cuda:4", local_rank=0, local_size=1, cuda_device_count=4)
+
+
+@pytest.mark.parametrize("option", ["gpu", "cuda:", "cuda:-1", "cuda:x", "", "CPU"])
+def test_unknown_devices(option):
+    with pytest.raises(ValueError, match="device must be auto, cpu, cuda or cuda:K, got"):
+        choose_device(option, local_rank=0, local_size=1, cuda_device_count=1)
+
+
+def test_shared_devices():
+    assert shared_devices([("a", "GPU-1"), ("b", "GPU-1"), ("a", "GPU-2")]) is None
+    assert "a:GPU-1" in (shared_devices([("a", "GPU-1"), ("b", "GPU-1"), ("a", "GPU-1")]) or "")
+
+
+@pytest.mark.parametrize(("value", "threads"), [("", None), ("3", 3), (" 4,2", 4)])
+def test_requested_threads(value, threads):
+    assert requested_threads({"OMP_NUM_THREADS": value}) == threads
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many"])
+def test_bad_requested_threads(value):
+    with pytest.raises(ValueError, match="OMP_NUM_THREADS"):
+        requested_threads({"OMP_NUM_THREADS": value})
+
+
+@given(st.integers(1, 64), st.integers(1, 32))
+def test_unbound_ranks_share_evenly(cores, ranks):
+    assert num_threads([range(cores)] * ranks, ranks - 1) == max(1, cores // ranks)
+
+
+@given(st.lists(st.sets(st.integers(0, 15), min_size=1), min_size=1, max_size=8))
+def test_threads_never_exceed_the_cores_unless_ranks_do(affinity):
+    threads = [num_threads(affinity, rank) for rank in range(len(affinity))]
+    cores = len(set().union(*affinity))
+    assert all(1 <= n <= len(own) for n, own in zip(threads, affinity, strict=True))
+    assert sum(threads) <= cores + sum(n == 1 for n in threads)
+    assert oversubscribed(affinity) == (len(affinity) > cores)
+
+
+def test_bound_ranks_keep_their_cores():
+    assert [num_threads([{0, 1, 2}, {3}], rank) for rank in (0, 1)] == [3, 1]
+
+
+def test_threads_of_a_rank_that_is_not_there():
+    with pytest.raises(ValueError, match=r"local_rank must be in \[0, 1\), got 1"):
+        num_threads([{0}], 1)
+
+
+def test_waiting_ranks_yield_only_when_there_are_too_many():
+    info = read_launcher(OPEN_MPI)
+    assert mpi_environment(info, 2) == {}
+    assert mpi_environment(info, 1) == {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    assert mpi_environment(read_launcher(HYDRA), 1) == {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
+    assert len(mpi_environment(read_launcher(SRUN), 1)) == 2
+    assert mpi_environment(LauncherInfo(name="none"), 1) == {}
+
+
+def test_binding_imports_no_mpi():
+    code = "import sys, hvd_adaptive.launch.binding; assert not {'mpi4py', 'horovod', 'torch'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,102 @@
+"""Configuration: every bad value is refused by name, sources are ranked, files round-trip."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_adaptive.config import Config, TrainConfig, build_configs, parse_slowdown, read_config_file, read_environment
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"min_batch_size": 512, "max_batch_size": 256}, "min_batch_size must be <= max_batch_size, got 512 > 256"),
+        ({"batch_size": 64, "max_batch_size": 32}, "batch_size must be within"),
+        ({"batch_size": 0}, "batch_size must be > 0, got 0"),
+        ({"batch_size": "64"}, "batch_size must be a int, got '64'"),
+        ({"batch_size": True}, "batch_size must be a int, got True"),
+        ({"lr_decay": float("nan")}, "lr_decay must be finite"),
+        ({"strategy": "locale"}, "strategy must be one of local, horovod, got 'locale'"),
+        ({"outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\), got 1.0"),
+        ({"perturbation": True}, "perturbation needs merge_weights"),
+        ({"stall_limit_s": 0.5}, "stall_limit_s must be >= 1"),
+        ({"bach_size": 3}, "unknown option 'bach_size'; did you mean batch_size"),
+        ({"target_p1": 1.5}, r"target_p1 must be in \(0, 1\]"),
+        ({"test_data": "x"}, "test_data needs data"),
+        ({"momentum": 0.9}, "need input_gradients 'dense'"),
+        ({"target_p1": 0.5, "eval_rounds": 0}, "target_p1 needs evaluations"),
+        ({"lr": float("inf")}, "lr must be finite"),
+        ({"seed": -1}, "seed must be >= 0"),
+        ({"slowdown": "1,a"}, "slowdown: '1,a' is not a list of numbers"),
+        ({"slowdown": "1,0.5"}, "factors must be finite and >= 1"),
+        ({"slowdown": "5:1,2"}, "a schedule starts at 0"),
+        ({"slowdown": "0:1,2;3:1"}, "every entry has as many factors"),
+    ],
+)
+def test_bad_values_are_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_configs(values)
+
+
+def test_schedules_are_parsed() -> None:
+    assert parse_slowdown("4,2") == [(0.0, (4.0, 2.0))]
+    assert parse_slowdown("0:1,2;30:2,1") == [(0.0, (1.0, 2.0)), (30.0, (2.0, 1.0))]
+
+
+def test_defaults_are_the_papers() -> None:
+    config = Config(batch_size=128)
+    assert config.batch_size_bounds == (16, 128)
+    assert config.mega_batch_samples == 12_800
+    assert config.batch_size_step_samples == 8
+    assert Config(batch_size_rule="heterogpu").batch_size_step_samples == 32
+
+
+def test_arguments_beat_the_file_and_that_beats_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('batch-size = 32\nlr_rule = "sqrt"\n')
+    config, train = build_configs(
+        read_environment({"HVD_ADAPTIVE_BATCH_SIZE": "8", "HVD_ADAPTIVE_SEED": "7", "HVD_ADAPTIVE_LR": "2", "HOME": "x"}),
+        read_config_file(str(file)),
+        {"lr_rule": "none"},
+    )
+    assert (config.batch_size, config.seed, config.lr_rule, train.lr) == (32, 7, "none", 2.0)
+
+
+def test_a_runs_own_configuration_can_be_read_back(tmp_path: Path) -> None:
+    config, train = build_configs({"slowdown": "4,2", "calibration": False, "epochs": 2})
+    file = tmp_path / "config.json"
+    values = {**dataclasses.asdict(train), **dataclasses.asdict(config)}
+    file.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
+    assert build_configs(read_config_file(str(file))) == (config, train)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [("a.toml", "= 3", "not valid toml"), ("a.json", "[1]", "must hold a table"), ("a.json", "{", "not valid json")],
+)
+def test_bad_files_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_config_file(str(tmp_path / name))
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_config_file(str(tmp_path / "absent.toml"))
+
+
+def test_bad_variables_are_named() -> None:
+    with pytest.raises(ValueError, match="HVD_ADAPTIVE_BATCHSIZE: unknown option 'batchsize'; did you mean batch_size"):
+        read_environment({"HVD_ADAPTIVE_BATCHSIZE": "3"})
+    with pytest.raises(ValueError, match="batch_size must be a int, got 'many'"):
+        read_environment({"HVD_ADAPTIVE_BATCH_SIZE": "many"})
+    with pytest.raises(ValueError, match="perturbation must be true or false"):
+        read_environment({"HVD_ADAPTIVE_PERTURBATION": "maybe"})
+
+
+def test_limits_default_to_five_epochs() -> None:
+    assert TrainConfig().max_epochs == 5
+    assert TrainConfig(time_limit=3).max_epochs is None
+    assert TrainConfig(epochs=2, time_limit=3).max_epochs == 2

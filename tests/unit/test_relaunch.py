@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvd_adaptive.launch.relaunch import Launcher, find_launcher, launch_command, recognize
+
+VERSIONS = {
+    "openmpi4": "mpirun (Open MPI) 4.1.8\n\nReport bugs to",
+    "openmpi5": "mpirun (Open MPI) 5.0.11\n",
+    "hydra": "HYDRA build details:\n    Version:                                 4.3.2\n",
+}
+
+
+def make_command(num_ranks, env=None, flavour="openmpi4", num_cores=2, is_root=False):
+    launcher = Launcher("/opt/bin/mpirun", flavour)
+    return launch_command(
+        num_ranks, ["prog", "--x"], env=env or {}, launcher=launcher, num_cores=num_cores, is_root=is_root
+    )
+
+
+def test_commands_of_the_flavours():
+    head = ["/opt/bin/mpirun", "-np", "2"]
+    by_slot = ["--bind-to", "none", "--map-by"]
+    assert make_command(2)[0] == [*head, *by_slot, "slot", "--oversubscribe", "prog", "--x"]
+    assert make_command(2, flavour="openmpi5")[0] == [*head, *by_slot, "slot:OVERSUBSCRIBE", "prog", "--x"]
+    assert make_command(2, flavour="hydra")[0] == [*head, "-bind-to", "none", "prog", "--x"]
+
+
+def test_threads_and_yielding_follow_the_cores():
+    _, few = make_command(2, num_cores=8)
+    assert few["OMP_NUM_THREADS"] == "4"
+    assert "OMPI_MCA_mpi_yield_when_idle" not in few
+    _, many = make_command(4, num_cores=2)
+    assert many["OMP_NUM_THREADS"] == "1"
+    assert many["OMPI_MCA_mpi_yield_when_idle"] == "1"
+
+
+def test_the_users_own_variables_win():
+    env = {"OMP_NUM_THREADS": "7", "OMPI_MCA_mpi_yield_when_idle": "0", "KEEP": "this"}
+    _, result = make_command(4, env, num_cores=2)
+    assert {name: result[name] for name in env} == env
+
+
+def test_root_only_where_it_is_root():
+    names = {f"{p}_ALLOW_RUN_AS_ROOT{c}" for p in ("OMPI", "PRTE") for c in ("", "_CONFIRM")}
+    assert names <= make_command(2, is_root=True)[1].keys()
+    assert not names & make_command(2)[1].keys()
+    assert not names & make_command(2, flavour="hydra", is_root=True)[1].keys()
+
+
+def test_in_a_schedulers_job_its_slots_count_and_variables_travel():
+    env = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "HVD_ADAPTIVE_X": "1", "HOME": "/"}
+    command, result = make_command(8, env)
+    assert "--oversubscribe" not in command
+    assert "OMP_NUM_THREADS" not in result
+    assert command[command.index("HVD_ADAPTIVE_X") - 1] == "-x"
+    assert "HOME" not in command
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"PMI_RANK": "0", "PMI_SIZE": "4"},
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"},
+    ],
+)
+def test_refused_inside_an_mpi_world(env):
+    with pytest.raises(RuntimeError, match="-np 2 starts ranks of its own.*already rank 0 of"):
+        make_command(2, env)
+
+
+def test_allowed_in_an_interactive_slurm_shell():
+    assert make_command(2, {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_ID": "1"})
+
+
+def test_no_ranks():
+    with pytest.raises(ValueError, match="-np must be >= 1, got 0"):
+        make_command(0)
+
+
+@pytest.mark.parametrize("flavour", VERSIONS)
+def test_recognize(flavour):
+    assert recognize("mpirun", VERSIONS[flavour]) == flavour
+
+
+@pytest.mark.parametrize("text", ["mpirun (Open MPI) 3.1.0", "", "something else"])
+def test_recognize_others(text):
+    with pytest.raises(RuntimeError, match="neither Open MPI >= 4 nor MPICH"):
+        recognize("mpirun", text)
+
+
+def make_mpirun(folder: Path, version: str) -> Path:
+    folder.mkdir()
+    program = folder / "mpirun"
+    program.write_text(f"#!/bin/sh\necho '{version}'\n")
+    program.chmod(0o755)
+    return program
+
+
+def test_the_launcher_beside_python_comes_first(tmp_path):
+    own, path = (
+        make_mpirun(tmp_path / "own", VERSIONS["hydra"]),
+        make_mpirun(tmp_path / "path", VERSIONS["openmpi5"]),
+    )
+    env = {"PATH": f"{path.parent}:/bin"}
+    assert find_launcher(env, beside=own.parent) == Launcher(str(own), "hydra")
+    assert find_launcher(env, beside=tmp_path) == Launcher(str(path), "openmpi5")
+
+
+def test_no_launcher_at_all(tmp_path):
+    with pytest.raises(RuntimeError, match=r"no mpirun or mpiexec.*scripts/setup\.sh"):
+        find_launcher({"PATH": str(tmp_path)}, beside=tmp_path)
+
+
+# A stand-in for the package: `python -m hvd_adaptive` in this folder runs these ranks instead.
+RANKS = """
+import os, sys, time
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+sys.stdout.write(f"rank {comm.rank} of {comm.size} {sys.argv[1:]} {os.environ['OMP_NUM_THREADS']}\\n")
+sys.stdout.flush()
+if sys.argv[1:] == ["sleep"]:
+    time.sleep(60)
+sys.exit(int(sys.argv[1]))
+"""
+PARENT = """
+import importlib, sys
+sys.path.insert(0, {real!r})
+from hvd_adaptive.launch.relaunch import relaunch
+sys.exit(relaunch(2, sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def parent(tmp_path):
+    package = tmp_path / "stand_in" / "hvd_adaptive"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(RANKS)
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT.format(real=str(Path(__file__).resolve().parents[2])))
+    return [sys.executable, str(script)], {"cwd": package.parent, "env": {"OMP_NUM_THREADS": ""}}
+
+
+def test_ranks_run_and_the_exit_code_comes_back(run_job, parent):
+    argv, options = parent
+    result = run_job([*argv, "0"], **options)
+    assert result.returncode == 0, result.describe()
+    assert sorted(result.stdout.splitlines()) == ["rank 0 of 2 ['0'] 1", "rank 1 of 2 ['0'] 1"]
+    assert run_job([*argv, "7"], **options).returncode == 7
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_the_ranks(run_job, parent, number):
+    argv, options = parent
+
+    def interrupt(child):
+        time.sleep(4)
+        os.kill(child.pid, number)
+
+    result = run_job([*argv, "sleep"], **options, during=interrupt, timeout=30)
+    assert not result.timed_out, result.describe()
+    assert "rank 1 of 2" in result.stdout
+    assert result.returncode != 0
+    assert not result.leftover
