@@ -39,8 +39,7 @@ _REPO = Path(__file__).resolve().parents[1]
 
 @dataclass
 class JobResult:
-    """What became of a job: its exit code, output, seconds, whether it ran out of time, and who outlived
-    it."""
+    """What became of a job: exit code, output, seconds, whether it ran out of time, and who outlived it."""
 
     argv: list[str]
     returncode: int

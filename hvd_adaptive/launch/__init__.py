@@ -1,2 +1,1 @@
-"""Starting ranks and binding them to hardware: what the launcher says, devices, threads, relaunching under
-mpirun."""
+"""Starting ranks and binding them to hardware: the launcher's environment, devices, threads, relaunching."""

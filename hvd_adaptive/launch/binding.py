@@ -55,8 +55,8 @@ def _read_int(env: Mapping[str, str], *names: str) -> int | None:
 
 
 def _slurm_local_size(env: Mapping[str, str]) -> int | None:
-    """Tasks of this node, from SLURM_STEP_TASKS_PER_NODE such as "2(x3),1" (two tasks on three nodes, then
-    one).""" node, tasks = _read_int(env, "SLURM_NODEID"), env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    # SLURM_STEP_TASKS_PER_NODE is such as "2(x3),1": two tasks on each of three nodes, then one.
+    node, tasks = _read_int(env, "SLURM_NODEID"), env.get("SLURM_STEP_TASKS_PER_NODE", "")
     sizes: list[int] = []
     for part in tasks.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

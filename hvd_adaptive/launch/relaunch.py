@@ -1,4 +1,4 @@
-"""``-np N``: run the same command again as N ranks, under the MPI launcher and with the flags that it needs."""
+"""``-np N``: run the same command again as N ranks, under the MPI launcher with the flags that it needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Flavour = Literal["openmpi4", "openmpi5", "hydra"]
 
 _SCHEDULER_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 _FORWARDED = re.compile(
-    r"PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CUDA_VISIBLE_DEVICES|OMP_.*|HVD_ADAPTIVE_.*|HOROVOD_.*|NCCL_.*|TORCH_.*"
+    r"PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CUDA_VISIBLE_DEVICES"
+    r"|OMP_.*|HVD_ADAPTIVE_.*|HOROVOD_.*|NCCL_.*|TORCH_.*"
 )
 
 
@@ -33,7 +34,7 @@ class Launcher:
 
 
 def find_launcher(env: Mapping[str, str], *, beside: Path | None = None) -> Launcher:
-    """Finds mpirun (or mpiexec), first beside the Python interpreter, as a virtual environment has its own, then on PATH.
+    """Finds mpirun (or mpiexec): beside the Python interpreter, where a virtual environment has it, then on PATH.
 
     Args:
         env: the environment, for PATH.
@@ -47,8 +48,8 @@ def find_launcher(env: Mapping[str, str], *, beside: Path | None = None) -> Laun
     path = shutil.which("mpirun", path=search) or shutil.which("mpiexec", path=search)
     if path is None:
         raise RuntimeError(
-            f"no mpirun or mpiexec beside {sys.executable} or on PATH: run scripts/setup.sh, load the site's MPI module, "
-            "or start the ranks with srun or horovodrun instead of -np"
+            f"no mpirun or mpiexec beside {sys.executable} or on PATH: run scripts/setup.sh, load the site's MPI "
+            "module, or start the ranks with srun or horovodrun instead of -np"
         )
     answer = subprocess.run([path, "--version"], env=dict(env), capture_output=True, text=True, timeout=60)
     return Launcher(path, recognize(path, answer.stdout + answer.stderr))
@@ -62,7 +63,7 @@ def recognize(path: str, version_text: str) -> Flavour:
         version_text: its output.
 
     Raises:
-        RuntimeError: it is none of Open MPI >= 4, MPICH and the launchers that share MPICH's hydra.
+        RuntimeError: it is neither Open MPI >= 4 nor MPICH or a relative that uses hydra.
     """
     match = re.search(r"\(Open MPI\) (\d+)\.", version_text)
     if match is not None and int(match[1]) >= 4:
@@ -71,7 +72,8 @@ def recognize(path: str, version_text: str) -> Flavour:
         return "hydra"
     first = version_text.strip().splitlines()[:1]
     raise RuntimeError(
-        f"{path} is neither Open MPI >= 4 nor MPICH (it says {first}): start the ranks with its own flags, without -np"
+        f"{path} is neither Open MPI >= 4 nor MPICH (it says {first}): start the ranks with its own flags, "
+        "without -np"
     )
 
 
@@ -87,8 +89,8 @@ def launch_command(
     """Builds the command and environment that run a program as N ranks.
 
     Ranks are not bound to cores, as Open MPI by default binds each to one. On a machine of one's own more ranks
-    than cores are allowed; they then yield while they wait. In a scheduler's job the slots are its business, and what
-    concerns this project is forwarded to the other hosts. Variables that are set already are kept.
+    than cores are allowed; they then yield while they wait. In a scheduler's job the slots are its business, and
+    what concerns this project is forwarded to the other hosts. Variables that are set already are kept.
 
     Args:
         num_ranks: ranks to start, >= 1.
@@ -115,7 +117,8 @@ def launch_command(
             f"{world.world_size} ({world.name}): give the number of ranks to that launcher, and leave -np out"
         )
     scheduled = any(name in env for name in _SCHEDULER_VARIABLES)
-    added = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch's store writes a C++ backtrace for each lost connection
+    # Below ERROR, torch's store writes a C++ backtrace for each connection that a dying rank loses.
+    added = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     if not scheduled:
         if requested_threads(env) is None:
             added["OMP_NUM_THREADS"] = str(max(1, num_cores // num_ranks))

@@ -48,8 +48,7 @@ class Beat:
 
 @dataclass(frozen=True, kw_only=True)
 class Sighting:
-    """What one rank knows of another: its newest beat (None: it never beat), and seconds since that one
-    came."""
+    """What one rank knows of another: its newest beat, None if it never beat, and seconds since it came."""
 
     rank: int
     beat: Beat | None
@@ -100,8 +99,8 @@ def find_fault(sightings: Sequence[Sighting], limit_s: float) -> Fault | None:
 
 
 def process_state(pid: int) -> str | None:
-    """Returns the state letter of a process of this host as ps shows it, "" if there is none; None where
-    unknown.""" try:
+    """Returns a local process's state letter as ps shows it, "" if there is none, None where unknown."""
+    try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -133,7 +132,10 @@ def describe(fault: Fault, *, reporter: int, host: str, limit_s: float, state: s
         verdict, remedy = _describe_silence(state, f"{stack}; {longer}")
         text = f"{where} {verdict}: no heartbeat for {fault.for_s:.1f} s; {phase}. {remedy}"
     elif fault.kind == "stuck":
-        text = f"{where} is stuck: alive, but no progress for {fault.for_s:.1f} s while others wait; {phase}. {stack}; {longer}"
+        text = (
+            f"{where} is stuck: alive, but no progress for {fault.for_s:.1f} s while others wait; {phase}. "
+            f"{stack}; {longer}"
+        )
     elif fault.kind == "left early":
         text = (
             f"{where} left early: it ended {fault.for_s:.1f} s ago while others wait for it; look at its "

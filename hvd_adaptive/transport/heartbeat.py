@@ -2,7 +2,7 @@
 
 Rank 0 watches every rank and every other rank watches rank 0, through the side channel. Two daemon threads a
 rank: one talks to the store, which a frozen rank 0 makes it hang in; the other only looks at the time, and
-    judges.
+judges.
 """
 
 from __future__ import annotations
@@ -121,8 +121,9 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def waiting(self, what: str = "") -> Iterator[None]:
-        """Marks a block in which this rank waits for others; leaving it is progress. May be nested. Main
-        thread.
+        """Marks a block in which this rank waits for others; leaving it is progress. May be nested.
+
+        From the main thread.
 
         Args:
             what: what it waits for, in a few words; empty keeps the last words.
@@ -140,7 +141,8 @@ class Heartbeat:
         """Says that this rank ends properly, and returns when all ranks have said so. COLLECTIVE.
 
         Until then this rank goes on watching: one that leaves too early ends the job while the others wait
-        for it. Register it with atexit: else such a rank looks dead. Repeated calls, and calls in a forked child, do nothing.
+        for it. Register it with atexit: else such a rank looks dead. Repeated calls, and calls in a forked
+        child, do nothing.
         """
         if not self._threads or os.getpid() != self._pid:
             return
@@ -187,8 +189,7 @@ class Heartbeat:
             host=self._host,
             pid=self._pid,
         )
-        store.set(self._key(self._rank), beat.encode())  # type: ignore[arg-type]  # torch's stub knows str
-        only
+        store.set(self._key(self._rank), beat.encode())  # type: ignore[arg-type]
 
     def _look(self, store: TCPStore, keys: list[str]) -> bool:
         """Takes in the watched ranks' beats; returns whether they all have left."""

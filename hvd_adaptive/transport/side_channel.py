@@ -115,8 +115,7 @@ class SideChannel:
             return int(self._claims.add(f"user/{key}", amount))
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """Sets a value to ``desired`` if it is ``expected``, atomically, and returns what it is then. Any
-        thread.
+        """Sets a value to ``desired`` if it is ``expected``, atomically; returns what it is then. Any thread.
 
         Args:
             key: the value's name, no counter's.
@@ -199,8 +198,7 @@ class SideChannel:
         return time.monotonic() - begin
 
     def close(self) -> None:
-        """Ends the channel in good order. COLLECTIVE, but only rank 0, which holds the store, waits for the
-        others.
+        """Ends the channel in good order. COLLECTIVE, but only rank 0, which holds the store, waits.
 
         Repeated calls do nothing. Stop heartbeats first.
 

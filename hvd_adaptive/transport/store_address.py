@@ -21,8 +21,7 @@ _TOKEN_KEY = "token"
 
 
 class Offer(NamedTuple):
-    """What rank 0 tells the others: addresses to try in this order, the port, and a token that proves it is
-    its store."""
+    """What rank 0 tells the others: addresses to try in turn, the port, and a token that proves who answers."""
 
     addresses: list[str]
     port: int
@@ -97,8 +96,7 @@ def find_server(offer: Offer, rank: int) -> str:
 
 
 def own_addresses() -> list[str]:
-    """Returns this host's addresses but loopback ones: those of its name first, then the network interfaces'
-    IPv4 ones.
+    """Returns this host's addresses but loopback: those of its name first, then the interfaces' IPv4 ones.
 
     Raises:
         RuntimeError: there is none.

@@ -1,5 +1,4 @@
-"""Ranks that die, freeze, hang or leave: the job must end, non-zero and in time, and name who did it and
-how."""
+"""Ranks that die, freeze, hang or leave: the job must end, non-zero and in time, and name who and how."""
 
 from __future__ import annotations
 
@@ -138,8 +137,7 @@ def test_ranks_that_wait_for_each_other(run_ranks):
 
 
 def test_slow_ranks_that_hold_up_nobody_or_get_on(run_ranks):
-    # Rank 1 sleeps beyond the limit while the other works, then the other waits beyond it while rank 1 gets
-    # on.
+    # Rank 1 sleeps too long while the other works, then the other waits too long while rank 1 gets on.
     behaviour = "work(5) if rank == 0 else time.sleep(5)\nif rank == 1: work(5)\nmeet()"
     result = run_ranks(behaviour)
     assert result.returncode == 0, result.describe()
@@ -154,7 +152,8 @@ def test_no_alarm_when_a_rank_holds_pythons_lock_for_a_while(run_ranks, rank):
 
 
 def test_no_alarm_on_an_overloaded_machine(run_ranks):
-    burn = "threads = [threading.Thread(target=work, args=(6,)) for _ in range(3)]\nfor t in threads: t.start()\n"
+    burn = "threads = [threading.Thread(target=work, args=(6,)) for _ in range(3)]\n"
+    burn += "for t in threads: t.start()\n"
     result = run_ranks(burn + "for t in threads: t.join()\nmeet()", np=4, env={"OMP_NUM_THREADS": "2"})
     assert result.returncode == 0, result.describe()
     assert result.stderr == ""
@@ -162,8 +161,9 @@ def test_no_alarm_on_an_overloaded_machine(run_ranks):
 
 def freeze(seconds, *, everyone):
     """Stops one rank, or all of them, for some seconds after they have begun."""
-    pause = f"import os, signal, sys, time\nfor p in map(int, sys.argv[1:]): os.kill(p, signal.SIGSTOP)\ntime.sleep({seconds})\n"
-    pause += "for p in map(int, sys.argv[1:]): os.kill(p, signal.SIGCONT)"
+    signal_all = "for p in map(int, sys.argv[1:]): os.kill(p, signal.{})\n"
+    pause = f"import os, signal, sys, time\n{signal_all.format('SIGSTOP')}time.sleep({seconds})\n"
+    pause += signal_all.format("SIGCONT")
     pids = "comm.allgather(os.getpid())" if everyone else "[os.getpid()]"
     return (
         f"import subprocess\npids = {pids}\n"

@@ -72,7 +72,7 @@ def test_in_a_schedulers_job_its_slots_count_and_variables_travel():
     ],
 )
 def test_refused_inside_an_mpi_world(env):
-    with pytest.raises(RuntimeError, match="-np 2 starts ranks of its own.*already rank 0 of"):
+    with pytest.raises(RuntimeError, match=r"-np 2 starts ranks of its own.*already rank 0 of"):
         make_command(2, env)
 
 

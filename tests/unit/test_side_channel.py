@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import socket
@@ -65,7 +66,7 @@ def make_ranks():
 def test_claims_are_disjoint_and_gapless(make_ranks, world_size):
     ranks = make_ranks(world_size)
     claims = ranks.run(lambda channel: [channel.add("cursor", 3) for _ in range(200)])
-    assert sorted(sum(claims, [])) == list(range(3, 3 * 200 * world_size + 1, 3))
+    assert sorted(itertools.chain(*claims)) == list(range(3, 3 * 200 * world_size + 1, 3))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -208,7 +209,8 @@ from mpi4py import MPI
 from hvd_adaptive.transport.side_channel import SideChannel
 comm = MPI.COMM_WORLD
 side = SideChannel(rank=comm.rank, world_size=comm.size, broadcast=comm.bcast, same_host=True,
-stall_limit_s=10) side.add("n", 1)
+                   stall_limit_s=10)
+side.add("n", 1)
 side.arrive("end")
 time.sleep(0.3 * comm.rank)
 side.close()
