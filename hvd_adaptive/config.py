@@ -44,14 +44,21 @@ class Config:
         "horovod",
     )
     batch_size: int = _option(64, "samples in a rank's batch at the start")
-    min_batch_size: int | None = _option(None, "lower bound of a rank's batch size (default: batch_size / 8, as in the paper)")
-    max_batch_size: int | None = _option(None, "upper bound of a rank's batch size (default: batch_size, as in the paper)")
-    mega_batch: int | None = _option(None, "samples between two merges, over all ranks (default: 100 x batch_size)")
+    min_batch_size: int | None = _option(
+        None, "lower bound of a rank's batch size (default: batch_size / 8, as in the paper)"
+    )
+    max_batch_size: int | None = _option(
+        None, "upper bound of a rank's batch size (default: batch_size, as in the paper)"
+    )
+    mega_batch: int | None = _option(
+        None, "samples between two merges, over all ranks (default: 100 x batch_size)"
+    )
     batch_size_rule: str = _option(
         "fixed", "how batch sizes follow the ranks' speeds", "fixed", "paper", "heterogpu"
     )
     batch_size_step: float | None = _option(
-        None, "samples a batch size moves: beta of 'paper' (default: min_batch_size / 2), the step of 'heterogpu' (default: 32)"
+        None,
+        "samples a batch size moves: beta of 'paper' (default: min_batch_size / 2), the step of 'heterogpu' (default: 32)",
     )
     lr_rule: str = _option(
         "linear", "how the learning rate follows the actual batch size", "linear", "sqrt", "none"
@@ -59,24 +66,41 @@ class Config:
     reference_batch_size: int | None = _option(
         None, "batch size at which the optimizer's own learning rate holds (default: batch_size)"
     )
-    warmup_epochs: float = _option(0.0, "epochs with the smallest batch size and a linear ramp of the learning rate")
+    warmup_epochs: float = _option(
+        0.0, "epochs with the smallest batch size and a linear ramp of the learning rate"
+    )
     lr_decay: float = _option(0.0, "learning rate is divided by 1 + lr_decay x (epoch - warmup_epochs)")
     work: str = _option(
-        "samples", "what a batch size and the cursor count; with nonzeros a batch of heavy rows is a smaller batch",
-        "samples", "nonzeros",
+        "samples",
+        "what a batch size and the cursor count; with nonzeros a batch of heavy rows is a smaller batch",
+        "samples",
+        "nonzeros",
     )
     merge_weights: str = _option(
-        "updates", "what each rank's delta counts in a merge",
-        "paper", "heterogpu", "uniform", "updates", "samples", "fednova",
+        "updates",
+        "what each rank's delta counts in a merge",
+        "paper",
+        "heterogpu",
+        "uniform",
+        "updates",
+        "samples",
+        "fednova",
     )
-    perturbation: bool = _option(False, "the paper's perturbation of the merge weights ('paper' and 'heterogpu')")
+    perturbation: bool = _option(
+        False, "the paper's perturbation of the merge weights ('paper' and 'heterogpu')"
+    )
     perturbation_threshold: float = _option(0.1, "L2 norm per parameter under which the perturbation acts")
     perturbation_delta: float = _option(0.1, "size of the perturbation")
     outer_step: str = _option(
-        "nesterov", "how the merged delta moves the model; momentum is the paper's, nesterov DiLoCo's",
-        "none", "momentum", "nesterov",
+        "nesterov",
+        "how the merged delta moves the model; momentum is the paper's, nesterov DiLoCo's",
+        "none",
+        "momentum",
+        "nesterov",
     )
-    outer_lr: float | None = _option(None, "learning rate of the outer step (default: 0.7 for nesterov, else 1)")
+    outer_lr: float | None = _option(
+        None, "learning rate of the outer step (default: 0.7 for nesterov, else 1)"
+    )
     outer_momentum: float = _option(0.9, "gamma of the outer step")
     optimizer_state: str = _option(
         "keep", "a rank's optimizer state after a merge", "keep", "reset", "average"
@@ -92,21 +116,37 @@ class Config:
 
     def __post_init__(self) -> None:
         _check_types_and_choices(self)
-        _check_positive(self, "batch_size", "min_batch_size", "max_batch_size", "mega_batch", "batch_size_step",
-                        "reference_batch_size", "outer_lr", "stall_limit_s", "perturbation_threshold")
+        _check_positive(
+            self,
+            "batch_size",
+            "min_batch_size",
+            "max_batch_size",
+            "mega_batch",
+            "batch_size_step",
+            "reference_batch_size",
+            "outer_lr",
+            "stall_limit_s",
+            "perturbation_threshold",
+        )
         _check_not_negative(self, "warmup_epochs", "lr_decay", "hash_interval", "seed")
         for name in ("outer_momentum", "perturbation_delta"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         if self.stall_limit_s < 1:
-            raise ValueError(f"stall_limit_s must be >= 1, got {self.stall_limit_s}: a busy machine is quiet for shorter times")
+            raise ValueError(
+                f"stall_limit_s must be >= 1, got {self.stall_limit_s}: a busy machine is quiet for shorter times"
+            )
         low, high = self.batch_size_bounds
         if low > high:
             raise ValueError(f"min_batch_size must be <= max_batch_size, got {low} > {high}")
         if not low <= self.batch_size <= high:
-            raise ValueError(f"batch_size must be within [min_batch_size, max_batch_size], got {self.batch_size} outside [{low}, {high}]")
+            raise ValueError(
+                f"batch_size must be within [min_batch_size, max_batch_size], got {self.batch_size} outside [{low}, {high}]"
+            )
         if self.perturbation and self.merge_weights not in ("paper", "heterogpu"):
-            raise ValueError(f"perturbation needs merge_weights 'paper' or 'heterogpu', got {self.merge_weights!r}")
+            raise ValueError(
+                f"perturbation needs merge_weights 'paper' or 'heterogpu', got {self.merge_weights!r}"
+            )
         if self.slowdown is not None:
             parse_slowdown(self.slowdown)
 
@@ -146,13 +186,16 @@ class TrainConfig:
     """
 
     data: str | None = _option(
-        None, "training data in the XMC format: a directory, PREFIX (of PREFIX_train.txt[.gz]) or a file; default: the embedded set"
+        None,
+        "training data in the XMC format: a directory, PREFIX (of PREFIX_train.txt[.gz]) or a file; default: the embedded set",
     )
     test_data: str | None = _option(None, "test data, where --data names one file")
     cache_dir: str | None = _option(None, "folder of the binary cache (default: the user's cache folder)")
     out: str | None = _option(None, "run directory (default: runs/NAME-DATE)")
     name: str | None = _option(None, "label of the run in tables and pictures (default: the strategy)")
-    epochs: float | None = _option(None, "stop after this many passes over the data (default: 5, unless another limit is given)")
+    epochs: float | None = _option(
+        None, "stop after this many passes over the data (default: 5, unless another limit is given)"
+    )
     time_limit: float | None = _option(None, "stop after this many seconds of training, evaluation excluded")
     target_p1: float | None = _option(None, "stop when P@1 on the test data reaches this, in (0, 1]")
     hidden_size: int = _option(128, "width of the hidden layer")
@@ -163,7 +206,9 @@ class TrainConfig:
     weight_decay: float = _option(0.0, "weight decay; needs --input-gradients dense")
     device: str = _option("auto", "auto, cpu, cuda or cuda:K")
     eval_rounds: int = _option(1, "rounds between evaluations; 0: only at the end")
-    eval_samples: int | None = _option(None, "test samples of the evaluations on the way, the same ones each time (default: all)")
+    eval_samples: int | None = _option(
+        None, "test samples of the evaluations on the way, the same ones each time (default: all)"
+    )
     calibration: bool = _option(True, "measure each rank's own speed before the run, for the utilisation")
 
     def __post_init__(self) -> None:
@@ -175,7 +220,9 @@ class TrainConfig:
         if self.test_data is not None and self.data is None:
             raise ValueError("test_data needs data: name the training file with --data")
         if self.input_gradients == "sparse" and (self.momentum or self.weight_decay):
-            raise ValueError("momentum and weight_decay need input_gradients 'dense': torch has no sparse form of them")
+            raise ValueError(
+                "momentum and weight_decay need input_gradients 'dense': torch has no sparse form of them"
+            )
         if self.target_p1 is not None and self.eval_rounds == 0:
             raise ValueError("target_p1 needs evaluations on the way: set eval_rounds to 1 or more")
 
@@ -206,7 +253,9 @@ def parse_slowdown(text: str) -> list[tuple[float, tuple[float, ...]]]:
         schedule.append(entry)
     times = [start for start, _ in schedule]
     if times[0] != 0 or times != sorted(set(times)) or len({len(factors) for _, factors in schedule}) != 1:
-        raise ValueError(f"slowdown: a schedule starts at 0, its times rise and every entry has as many factors, got {text!r}; {remedy}")
+        raise ValueError(
+            f"slowdown: a schedule starts at 0, its times rise and every entry has as many factors, got {text!r}; {remedy}"
+        )
     return schedule
 
 
@@ -236,7 +285,9 @@ def read_config_file(path: str) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"--config {path}: not valid {file.suffix.lstrip('.') or 'JSON'}: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"--config {path}: must hold a table of option names and values, got {type(values).__name__}")
+        raise ValueError(
+            f"--config {path}: must hold a table of option names and values, got {type(values).__name__}"
+        )
     return {name.replace("-", "_"): value for name, value in values.items()}
 
 
@@ -280,7 +331,9 @@ def unknown_name(name: str) -> str:
     """Returns the message for a name that is no option, with the nearest ones."""
     known = [*Config.__dataclass_fields__, *TrainConfig.__dataclass_fields__]
     near = difflib.get_close_matches(name, known, n=2)
-    return f"unknown option {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else f"; options are {', '.join(known)}")
+    return f"unknown option {name!r}" + (
+        f"; did you mean {' or '.join(near)}?" if near else f"; options are {', '.join(known)}"
+    )
 
 
 def build_configs(*sources: Mapping[str, Any]) -> tuple[Config, TrainConfig]:

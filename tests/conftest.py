@@ -54,7 +54,8 @@ class JobResult:
         head = f"exit code {self.returncode} after {self.wall_s:.1f} s" + (
             ", OUT OF TIME" if self.timed_out else ""
         )
-        return f"{' '.join(self.argv)}\n{head}\n-- stdout\n{self.stdout[-6000:]}\n-- stderr\n{self.stderr[-6000:]}"
+        output = f"-- stdout\n{self.stdout[-6000:]}\n-- stderr\n{self.stderr[-6000:]}"
+        return f"{' '.join(self.argv)}\n{head}\n{output}"
 
 
 def _job_processes(token: str) -> dict[int, str]:

@@ -102,24 +102,40 @@ def _parser() -> argparse.ArgumentParser:
     launch = argparse.ArgumentParser(add_help=False)
     group = launch.add_argument_group("launching")
     group.add_argument(
-        "-np", "--num-ranks", type=int, metavar="N", help="start N ranks under mpirun; without it, the launcher's world or one rank"
+        "-np",
+        "--num-ranks",
+        type=int,
+        metavar="N",
+        help="start N ranks under mpirun; without it, the launcher's world or one rank",
     )
     group.add_argument("--terminal", action="store_true", help=argparse.SUPPRESS)
 
     train = commands.add_parser("train", parents=[launch], help="train a sparse model on multi-label data")
-    train.add_argument("--config", metavar="FILE", help=".toml or .json of these options (a run's config.json is one); options win over it")
+    train.add_argument(
+        "--config",
+        metavar="FILE",
+        help=".toml or .json of these options (a run's config.json is one); options win over it",
+    )
     for title, cls in (("what to train", TrainConfig), ("how ranks share the work", Config)):
         _add_fields(train.add_argument_group(title), cls)
 
     using = argparse.ArgumentParser(add_help=False)
-    using.add_argument("model", metavar="RUN_DIR|FILE", help="a run directory (its best model) or a .safetensors file of one")
-    using.add_argument("--data", metavar="PATH", help="data as for train (default: what the model was trained on)")
+    using.add_argument(
+        "model", metavar="RUN_DIR|FILE", help="a run directory (its best model) or a .safetensors file of one"
+    )
+    using.add_argument(
+        "--data", metavar="PATH", help="data as for train (default: what the model was trained on)"
+    )
     using.add_argument("--cache-dir", metavar="DIR", help="folder of the binary cache")
     using.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:K")
     commands.add_parser("evaluate", parents=[launch, using], help="score a saved model on the test split")
-    predict = commands.add_parser("predict", parents=[launch, using], help="print the best labels of each test row as JSON lines")
+    predict = commands.add_parser(
+        "predict", parents=[launch, using], help="print the best labels of each test row as JSON lines"
+    )
     predict.add_argument("-k", type=int, default=5, help="labels a row (default: 5)")
-    report = commands.add_parser("report", help="compare runs: a table, and a picture of accuracy and batch sizes")
+    report = commands.add_parser(
+        "report", help="compare runs: a table, and a picture of accuracy and batch sizes"
+    )
     report.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directories; the baseline first")
     report.add_argument("--png", metavar="FILE", help="write the picture to this file")
     return parser
@@ -127,11 +143,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_fields(group: Any, cls: type) -> None:
     for item in dataclasses.fields(cls):
-        default = "" if item.default is None or "default:" in item.metadata["help"] else f" (default: {item.default})"
+        default = (
+            ""
+            if item.default is None or "default:" in item.metadata["help"]
+            else f" (default: {item.default})"
+        )
         flag = "--" + item.name.replace("_", "-")
         text = item.metadata["help"].replace("%", "%%") + default
         if field_type(cls, item.name) is bool:
-            group.add_argument(flag, dest=item.name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+            group.add_argument(
+                flag,
+                dest=item.name,
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+                help=text,
+            )
         else:
             choices = item.metadata["choices"]
             metavar = "|".join(choices) if choices else field_type(cls, item.name).__name__.upper()

@@ -71,11 +71,15 @@ class Progress:
         if self._live is not None:
             self._live.stop()
         best, final = summary["best"], summary["final"]
-        scores = "  ".join(f"{name.upper().replace('P', 'P@')} {final[name]:.4f}" for name in final if name.startswith("p") and name[1:].isdigit())
+        scores = "  ".join(
+            f"{name.upper().replace('P', 'P@')} {final[name]:.4f}"
+            for name in final
+            if name.startswith("p") and name[1:].isdigit()
+        )
         lines = [
             f"final {scores}  (best P@1 {best['p1']:.4f})",
-            f"{summary['samples']:,} samples in {summary['train_s']:.1f} s of training ({summary['samples_per_s']:,.0f} samples/s), "
-            f"{summary['wall_s']:.1f} s with evaluation",
+            f"{summary['samples']:,} samples in {summary['train_s']:.1f} s of training "
+            f"({summary['samples_per_s']:,.0f} samples/s), {summary['wall_s']:.1f} s with evaluation",
             f"waiting for other ranks {summary['wait_share']:.1%}, merging {summary['merge_share']:.1%}"
             + (f", utilisation {summary['utilisation']:.2f}" if summary["utilisation"] is not None else ""),
             f"all ranks hold the same model: {'yes' if summary['ranks_agreed'] else 'NO'}",

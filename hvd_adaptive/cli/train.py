@@ -45,8 +45,12 @@ def train(config: Config, options: TrainConfig, *, transport: Transport, termina
     device = use_device(options.device, transport)
     splits = open_data(options.data, options.test_data, options.cache_dir, transport)
     attempt(transport, lambda: _check_slowdown(config, transport.world_size))
-    directory = attempt(transport, lambda: _make_run_directory(config, options) if transport.rank == 0 else None)
-    progress = Progress(splits, config, transport.world_size, terminal=terminal) if transport.rank == 0 else None
+    directory = attempt(
+        transport, lambda: _make_run_directory(config, options) if transport.rank == 0 else None
+    )
+    progress = (
+        Progress(splits, config, transport.world_size, terminal=terminal) if transport.rank == 0 else None
+    )
     if progress and directory:
         progress.start(directory.path)
     trainer = Trainer(
@@ -99,7 +103,9 @@ def use_device(option: str, transport: Transport) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
-    neighbours = [where for host, where in transport.allgather_object((transport.host, cores)) if host == transport.host]
+    neighbours = [
+        where for host, where in transport.allgather_object((transport.host, cores)) if host == transport.host
+    ]
     torch.set_num_threads(requested_threads(os.environ) or num_threads(neighbours, transport.local_rank))
     return device
 
@@ -118,7 +124,10 @@ def open_data(
     splits = attempt(transport, lambda: open_splits(source, cache))
     agree_equal(
         transport,
-        {"fingerprint of the training data": splits[0].fingerprint, "fingerprint of the test data": splits[1].fingerprint},
+        {
+            "fingerprint of the training data": splits[0].fingerprint,
+            "fingerprint of the test data": splits[1].fingerprint,
+        },
         "Give every host the same files.",
     )
     return splits

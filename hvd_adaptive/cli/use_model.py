@@ -59,7 +59,9 @@ def predict(options: argparse.Namespace, transport: Transport) -> None:
     transport.close()
 
 
-def _open(options: argparse.Namespace, transport: Transport) -> tuple[SparseMLP, tuple[SparseDataset, SparseDataset]]:
+def _open(
+    options: argparse.Namespace, transport: Transport
+) -> tuple[SparseMLP, tuple[SparseDataset, SparseDataset]]:
     device = use_device(options.device, transport)
     tensors, metadata, directory = attempt(transport, lambda: load_model(Path(options.model)))
     data, test_data = options.data, None

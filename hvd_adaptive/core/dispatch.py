@@ -30,8 +30,14 @@ class Ledger:
         """
         cursor = self.cursor + num_samples
         if num_samples < 0 or cursor > dataset_size:
-            raise ValueError(f"num_samples must keep the cursor within the epoch, got {self.cursor} + {num_samples} of {dataset_size}")
-        return Ledger(epoch=self.epoch + 1) if cursor == dataset_size else Ledger(epoch=self.epoch, cursor=cursor)
+            raise ValueError(
+                f"num_samples must keep the cursor within the epoch, got {self.cursor} + {num_samples} of {dataset_size}"
+            )
+        return (
+            Ledger(epoch=self.epoch + 1)
+            if cursor == dataset_size
+            else Ledger(epoch=self.epoch, cursor=cursor)
+        )
 
 
 def epoch_order(dataset_size: int, *, seed: int, epoch: int) -> NDArray[np.int64]:

@@ -60,6 +60,8 @@ def merge_weights(
         ValueError: for an unknown rule.
         RuntimeError: if no rank is finite, or none made an update.
     """
+    if perturbation is not None and norm_per_parameter is None:
+        raise ValueError("norm_per_parameter must be given with a perturbation, got None")
     if rule not in MERGE_WEIGHT_RULES:
         raise ValueError(f"merge weights must be one of {', '.join(MERGE_WEIGHT_RULES)}, got {rule!r}")
     if not finite.any():
@@ -68,7 +70,9 @@ def merge_weights(
         )
     active = finite & (num_updates > 0)
     if not active.any():
-        raise RuntimeError("no finite rank made an update in this round: there is nothing to merge. Lower --lr.")
+        raise RuntimeError(
+            "no finite rank made an update in this round: there is nothing to merge. Lower --lr."
+        )
     updates, samples, sizes = (np.where(active, x, 0.0) for x in (num_updates, num_samples, batch_sizes))
 
     if rule == "uniform":
@@ -83,12 +87,17 @@ def merge_weights(
     else:
         weights = updates / updates.sum()
 
-    if perturbation and rule in ("paper", "heterogpu") and norm_per_parameter is not None and active.sum() > 1:
-        if norm_per_parameter[active].max() < perturbation.threshold:
-            most = int(np.argmax(np.where(active, updates, -np.inf)))
-            least = int(np.argmin(np.where(active, updates, np.inf)))
-            weights[most] *= 1 + perturbation.delta
-            weights[least] *= 1 - perturbation.delta
-            if rule == "paper":
-                weights /= weights.sum()
+    if (
+        perturbation is not None
+        and norm_per_parameter is not None
+        and rule in ("paper", "heterogpu")
+        and active.sum() > 1
+        and norm_per_parameter[active].max() < perturbation.threshold
+    ):
+        most = int(np.argmax(np.where(active, updates, -np.inf)))
+        least = int(np.argmin(np.where(active, updates, np.inf)))
+        weights[most] *= 1 + perturbation.delta
+        weights[least] *= 1 - perturbation.delta
+        if rule == "paper":
+            weights /= weights.sum()
     return weights

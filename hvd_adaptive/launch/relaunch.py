@@ -34,7 +34,7 @@ class Launcher:
 
 
 def find_launcher(env: Mapping[str, str], *, beside: Path | None = None) -> Launcher:
-    """Finds mpirun (or mpiexec): beside the Python interpreter, where a virtual environment has it, then on PATH.
+    """Finds mpirun (or mpiexec): beside this Python, where a virtual environment has it, or on PATH.
 
     Args:
         env: the environment, for PATH.
@@ -48,8 +48,8 @@ def find_launcher(env: Mapping[str, str], *, beside: Path | None = None) -> Laun
     path = shutil.which("mpirun", path=search) or shutil.which("mpiexec", path=search)
     if path is None:
         raise RuntimeError(
-            f"no mpirun or mpiexec beside {sys.executable} or on PATH: run scripts/setup.sh, load the site's MPI "
-            "module, or start the ranks with srun or horovodrun instead of -np"
+            f"no mpirun or mpiexec beside {sys.executable} or on PATH: run scripts/setup.sh, load the site's "
+            "MPI module, or start the ranks with srun or horovodrun instead of -np"
         )
     answer = subprocess.run([path, "--version"], env=dict(env), capture_output=True, text=True, timeout=60)
     return Launcher(path, recognize(path, answer.stdout + answer.stderr))
@@ -88,9 +88,9 @@ def launch_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Builds the command and environment that run a program as N ranks.
 
-    Ranks are not bound to cores, as Open MPI by default binds each to one. On a machine of one's own more ranks
-    than cores are allowed; they then yield while they wait. In a scheduler's job the slots are its business, and
-    what concerns this project is forwarded to the other hosts. Variables that are set already are kept.
+    Ranks are not bound to cores, as Open MPI by default binds each to one. On a machine of one's own more
+    ranks than cores are allowed; they then yield while they wait. In a scheduler's job it counts the slots,
+    and what concerns this project is forwarded to the other hosts. Variables that are set already are kept.
 
     Args:
         num_ranks: ranks to start, >= 1.
@@ -147,8 +147,8 @@ def launch_command(
 def relaunch(num_ranks: int, argv: Sequence[str]) -> int:
     """Runs ``python -m hvd_adaptive ARGV`` as N ranks and waits for them. From the main thread.
 
-    SIGINT and SIGTERM are passed on to the launcher, which ends the ranks; it runs in a session of its own, so that
-    Ctrl-C reaches it once and not twice, and without standard input.
+    SIGINT and SIGTERM go on to the launcher, which ends the ranks; it runs in a session of its own, so
+    that Ctrl-C reaches it once and not twice, and without standard input.
 
     Args:
         num_ranks: ranks to start, >= 1.

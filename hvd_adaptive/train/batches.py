@@ -64,7 +64,9 @@ class BatchSource:
         TypeError: for a data set that has no length or cannot be indexed, such as an IterableDataset.
     """
 
-    def __init__(self, dataset: Any, device: torch.device, collate: Callable[[list[Any]], Any] | None = None) -> None:
+    def __init__(
+        self, dataset: Any, device: torch.device, collate: Callable[[list[Any]], Any] | None = None
+    ) -> None:
         indexable = any(hasattr(dataset, name) for name in ("get_batch", "__getitems__", "__getitem__"))
         if not hasattr(dataset, "__len__") or not indexable:
             raise TypeError(

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
@@ -33,7 +32,7 @@ class Speeds:
 def measure_speeds(
     model: nn.Module,
     optimizer: Optimizer,
-    step: Callable[[Batch], None],
+    step: Callable[[Batch], object],
     source: BatchSource,
     *,
     batch_size: int,
@@ -61,7 +60,10 @@ def measure_speeds(
         generator = np.random.default_rng([seed, transport.rank])
 
         def run(num_batches: int) -> tuple[float, float, int]:
-            batches = [source.load(generator.integers(0, len(source), batch_size), batch_size) for _ in range(num_batches)]
+            batches = [
+                source.load(generator.integers(0, len(source), batch_size), batch_size)
+                for _ in range(num_batches)
+            ]
             compute, wall = compute_seconds(device), time.perf_counter()
             for batch in batches:
                 step(batch)

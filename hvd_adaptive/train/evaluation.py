@@ -25,7 +25,9 @@ class Evaluator:
         transport: the world.
     """
 
-    def __init__(self, dataset: SparseDataset, inverse_propensity: NDArray[np.float64], transport: Transport) -> None:
+    def __init__(
+        self, dataset: SparseDataset, inverse_propensity: NDArray[np.float64], transport: Transport
+    ) -> None:
         self._dataset = dataset
         self._inverse_propensity = inverse_propensity
         self._transport = transport

@@ -67,7 +67,9 @@ class FlatModel:
         if len(devices) > 1:
             raise ValueError(f"model must be on one device, got {', '.join(sorted(map(str, devices)))}")
         if any(t.is_complex() for t in (*parameters, *buffers)):
-            raise ValueError("model must have real parameters and buffers: view complex ones as real (torch.view_as_real)")
+            raise ValueError(
+                "model must have real parameters and buffers: view complex ones as real (torch.view_as_real)"
+            )
         transport.broadcast_([*(p.detach() for p in parameters), *buffers])
 
         floats = [b for b in buffers if b.is_floating_point()]
@@ -135,7 +137,9 @@ class FlatModel:
         if self._integers:
             flat = torch.cat([b.reshape(-1).to(torch.int64) for b in self._integers])
             self._transport.allreduce_max_(flat, name="integer_buffers")
-            for buffer, value in zip(self._integers, flat.split([b.numel() for b in self._integers]), strict=True):
+            for buffer, value in zip(
+                self._integers, flat.split([b.numel() for b in self._integers]), strict=True
+            ):
                 buffer.copy_(value.view(buffer.shape))
 
     @torch.no_grad()

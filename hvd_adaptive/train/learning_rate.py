@@ -23,7 +23,10 @@ class LearningRateMultiplier:
         self.applied_lr = 0.0
         self._saved: list[Any] | None = None
         self._optimizer = optimizer
-        self._handles = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         # A wrapping optimizer (Horovod's) runs the hooks again for the step inside its own.

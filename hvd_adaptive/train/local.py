@@ -39,7 +39,9 @@ class LocalStrategy:
         self._config = config
         self._transport = transport
         self.flat_model = FlatModel(model, transport)
-        self._outer = OuterStep(config.outer_step, lr=config.outer_learning_rate, momentum=config.outer_momentum)
+        self._outer = OuterStep(
+            config.outer_step, lr=config.outer_learning_rate, momentum=config.outer_momentum
+        )
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
         self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
         self._shares = np.full(transport.world_size, 1.0 / transport.world_size)

@@ -45,8 +45,14 @@ def average_(optimizer: Optimizer, transport: Transport, weight: float) -> None:
         parameter = parameters[index]
         total = sum(w for w, entries in everyone if key in entries)
         value = optimizer.state[parameter].get(name)
-        device = value.device if isinstance(value, Tensor) else parameter.device if shape else torch.device("cpu")
-        flat = torch.zeros(max(1, int(torch.Size(shape).numel())), dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=device)
+        device = (
+            value.device if isinstance(value, Tensor) else parameter.device if shape else torch.device("cpu")
+        )
+        flat = torch.zeros(
+            max(1, int(torch.Size(shape).numel())),
+            dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+            device=device,
+        )
         if key in own:
             source = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=flat.dtype)
             flat.copy_(source.reshape(-1)).mul_(weight / total)

@@ -35,10 +35,14 @@ class RunDirectory:
         try:
             path.mkdir(parents=True, exist_ok=True)
             if (path / "rounds.jsonl").exists():
-                raise ValueError(f"run directory {path} holds a run already: name another with --out, or remove it")
+                raise ValueError(
+                    f"run directory {path} holds a run already: name another with --out, or remove it"
+                )
             self._rounds: IO[str] = (path / "rounds.jsonl").open("x", encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"run directory {path} cannot be written: {error}; name another with --out") from None
+            raise ValueError(
+                f"run directory {path} cannot be written: {error}; name another with --out"
+            ) from None
 
     def write_config(self, config: Config, train: TrainConfig) -> None:
         """Writes config.json, which ``--config`` reads."""
@@ -95,7 +99,11 @@ def load_model(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Path]:
             metadata = dict(opened.metadata() or {})
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"model {file} cannot be read: {error}; name a run directory or its {BEST_MODEL}") from None
+        raise ValueError(
+            f"model {file} cannot be read: {error}; name a run directory or its {BEST_MODEL}"
+        ) from None
     if "hvd_adaptive" not in metadata or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
-        raise ValueError(f"model {file} was not saved by hvd-adaptive: name a run directory or its {BEST_MODEL}")
+        raise ValueError(
+            f"model {file} was not saved by hvd-adaptive: name a run directory or its {BEST_MODEL}"
+        )
     return tensors, metadata, file.parent

@@ -1,12 +1,12 @@
 """The library's face for a person's own loop: batches in, merged models out.
 
-    session = hvd_adaptive.Session(model, optimizer, hvd_adaptive.Config(batch_size=64))
-    for batch in session.batches(dataset, num_epochs=5):
-        with session.step(batch):
-            session.optimizer.zero_grad()
-            loss_fn(model(batch.x), batch.y).backward()
-            session.optimizer.step()
-    session.close()
+session = hvd_adaptive.Session(model, optimizer, hvd_adaptive.Config(batch_size=64))
+for batch in session.batches(dataset, num_epochs=5):
+    with session.step(batch):
+        session.optimizer.zero_grad()
+        loss_fn(model(batch.x), batch.y).backward()
+        session.optimizer.step()
+session.close()
 """
 
 from __future__ import annotations
@@ -62,7 +62,12 @@ class Session:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, config: Config | None = None, *, transport: Transport | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: Config | None = None,
+        *,
+        transport: Transport | None = None,
     ) -> None:
         self.config = config or Config()
         self.transport = transport or connect(
@@ -79,14 +84,20 @@ class Session:
             self.transport,
             {
                 **{f"configuration {k}": v for k, v in dataclasses.asdict(self.config).items()},
-                **{f"model {name}": (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()},
+                **{
+                    f"model {name}": (tuple(p.shape), str(p.dtype), p.requires_grad)
+                    for name, p in model.named_parameters()
+                },
                 **{f"model {name}": (tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()},
                 "optimizer": type(optimizer).__name__,
             },
             "Start every rank with the same options and the same model.",
         )
         self._slowdown = Slowdown(self.config.slowdown, world_size=self.world_size)
-        strategies = {"local": LocalStrategy, "horovod": HorovodStrategy}
+        strategies: dict[str, type[LocalStrategy] | type[HorovodStrategy]] = {
+            "local": LocalStrategy,
+            "horovod": HorovodStrategy,
+        }
         self._strategy = strategies[self.config.strategy](model, optimizer, self.config, self.transport)
         self.optimizer = self._strategy.optimizer
         self._lr = LearningRateMultiplier(self.optimizer)
@@ -134,20 +145,34 @@ class Session:
         """
         source = BatchSource(dataset, self.device, collate)
         if (work is not None) != (self.config.work == "nonzeros"):
-            raise ValueError(f"batches(work=...) goes with config.work='nonzeros', got work={'an array' if work is not None else None} with {self.config.work!r}")
+            given = "None" if work is None else "an array"
+            raise ValueError(
+                f"batches(work=...) goes with config.work='nonzeros', got work={given} with {self.config.work!r}"
+            )
         agree_equal(self.transport, {"number of samples": len(source)}, "Give every rank the same data.")
         order_epoch, order = -1, np.empty(0, dtype=np.int64)
         while not self._stop and (num_epochs is None or self._progress(len(source)) < num_epochs - 1e-9):
             if self.ledger.epoch != order_epoch:
-                order_epoch, order = self.ledger.epoch, epoch_order(len(source), seed=self.config.seed, epoch=self.ledger.epoch)
-            size = round_size(self.ledger.cursor, dataset_size=len(source), mega_batch=self.config.mega_batch_samples)
+                order_epoch, order = (
+                    self.ledger.epoch,
+                    epoch_order(len(source), seed=self.config.seed, epoch=self.ledger.epoch),
+                )
+            size = round_size(
+                self.ledger.cursor, dataset_size=len(source), mega_batch=self.config.mega_batch_samples
+            )
             rows = order[self.ledger.cursor : self.ledger.cursor + size]
             schedule = lr_schedule(
-                self._progress(len(source)), warmup_epochs=self.config.warmup_epochs, decay=self.config.lr_decay
+                self._progress(len(source)),
+                warmup_epochs=self.config.warmup_epochs,
+                decay=self.config.lr_decay,
             )
             self._begin_round(len(source))
             for batch in self._strategy.round_batches(
-                rows, work=None if work is None else work[rows], source=source, round_id=self.round, stats=self._stats
+                rows,
+                work=None if work is None else work[rows],
+                source=source,
+                round_id=self.round,
+                stats=self._stats,
             ):
                 self._lr.value = schedule * self._strategy.lr_multiplier(batch)
                 yield batch

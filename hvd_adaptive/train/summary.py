@@ -35,7 +35,9 @@ class Totals:
         best: scores of the evaluation on the way with the highest P@1; None before the first.
     """
 
-    def __init__(self, config: Config, train: TrainConfig, transport: Transport, speeds: Speeds | None) -> None:
+    def __init__(
+        self, config: Config, train: TrainConfig, transport: Transport, speeds: Speeds | None
+    ) -> None:
         self._config = config
         self._train = train
         self._transport = transport
@@ -53,7 +55,9 @@ class Totals:
         """Returns whether these scores beat the best P@1 so far."""
         return self.best is None or scores["p1"] > self.best["p1"]
 
-    def add_round(self, record: RoundRecord, scores: dict[str, float] | None, session: Session) -> dict[str, Any]:
+    def add_round(
+        self, record: RoundRecord, scores: dict[str, float] | None, session: Session
+    ) -> dict[str, Any]:
         """Adds a round; returns its line for rounds.jsonl.
 
         Args:
@@ -120,7 +124,11 @@ class Totals:
             "model_hash": model_hash,
             "ranks_agreed": ranks_agreed,
             "seed": self._config.seed,
-            "versions": {"hvd_adaptive": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "versions": {
+                "hvd_adaptive": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
         }
         return summary
 

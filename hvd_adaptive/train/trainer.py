@@ -34,7 +34,9 @@ def make_optimizer(train: TrainConfig, model: nn.Module) -> Optimizer:
     """Returns the local optimizer that the configuration names."""
     if train.optimizer == "adagrad":
         return torch.optim.Adagrad(model.parameters(), lr=train.lr, weight_decay=train.weight_decay)
-    return torch.optim.SGD(model.parameters(), lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay)
+    return torch.optim.SGD(
+        model.parameters(), lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay
+    )
 
 
 class Trainer:
@@ -130,7 +132,7 @@ class Trainer:
         return measure_speeds(
             self._model,
             optimizer,
-            lambda batch: self._step(optimizer, batch) and None,
+            lambda batch: self._step(optimizer, batch),
             BatchSource(self._data, device),
             batch_size=size,
             seed=config.seed,

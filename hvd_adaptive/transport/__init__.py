@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
-from hvd_adaptive.launch.binding import mpi_environment, read_launcher
+from hvd_adaptive.launch.binding import check_world, mpi_environment, read_launcher
 from hvd_adaptive.transport.base import Transport
-
 
 # Milliseconds between Horovod's rounds of negotiation where collectives are rare. Its default of 1 ms costs each rank a
 # twentieth of a core or more while others compute; this costs a merge a few milliseconds.
@@ -30,9 +30,18 @@ def connect(*, stall_limit_s: float, rare_collectives: bool = False) -> Transpor
         from hvd_adaptive.transport.local import LocalTransport
 
         return LocalTransport()
+    if info.name == "horovodrun-gloo":
+        # MPI is not set up there, and Open MPI may end a process that tries without a word that helps.
+        check_world(info, 1)
     num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     for name, value in mpi_environment(info, num_cores).items():
         os.environ.setdefault(name, value)
+    if (Path(sys.prefix) / "bin" / "orted").exists():
+        # PyPI's Open MPI was moved from where it was built. mpirun tells its ranks; srun's ranks must be told.
+        os.environ.setdefault("OPAL_PREFIX", sys.prefix)
+        os.environ["PATH"] = os.pathsep.join(
+            [os.path.join(sys.prefix, "bin"), os.environ.get("PATH", os.defpath)]
+        )
     if rare_collectives:
         os.environ.setdefault("HOROVOD_CYCLE_TIME", str(_RARE_CYCLE_TIME_MS))
     from hvd_adaptive.transport.horovod_mpi import HorovodMpiTransport

@@ -53,9 +53,8 @@ class HorovodMpiTransport:
     def __init__(self, info: LauncherInfo, *, stall_limit_s: float) -> None:
         mpi4py.rc.initialize = False
         mpi4py.rc.finalize = True
-        from mpi4py import MPI
-
         import horovod.torch as hvd
+        from mpi4py import MPI
 
         _check_one_mpi()
         if not MPI.Is_initialized():
@@ -131,7 +130,11 @@ class HorovodMpiTransport:
                 "this Horovod was built without GPU operations: merges go through host memory. "
                 "Run scripts/setup.sh with the CUDA toolkit and NCCL installed for the direct way."
             )
-        if self._staging is None or self._staging.numel() < tensor.numel() or self._staging.dtype != tensor.dtype:
+        if (
+            self._staging is None
+            or self._staging.numel() < tensor.numel()
+            or self._staging.dtype != tensor.dtype
+        ):
             self._staging = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
         host = self._staging[: tensor.numel()].view(tensor.shape)
         host.copy_(tensor)
@@ -176,7 +179,9 @@ class HorovodMpiTransport:
         return result
 
     def distributed_optimizer(self, optimizer: Optimizer, model: nn.Module) -> Optimizer:
-        wrapped: Optimizer = self._hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        wrapped: Optimizer = self._hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters()
+        )
         return wrapped
 
     def close(self) -> None:

@@ -44,7 +44,9 @@ class LocalWorld:
                 errors.append(error)
                 self.barrier.abort()
 
-        threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.world_size)]
+        threads = [
+            threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.world_size)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -131,7 +133,9 @@ class LocalTransport:
 
     def distributed_optimizer(self, optimizer: Optimizer, model: nn.Module) -> Optimizer:
         if self.world_size > 1:
-            raise RuntimeError("simulated ranks have no Horovod: strategy 'horovod' needs real ranks (mpirun)")
+            raise RuntimeError(
+                "simulated ranks have no Horovod: strategy 'horovod' needs real ranks (mpirun)"
+            )
         return optimizer
 
     def close(self) -> None:

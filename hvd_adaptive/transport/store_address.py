@@ -21,7 +21,7 @@ _TOKEN_KEY = "token"
 
 
 class Offer(NamedTuple):
-    """What rank 0 tells the others: addresses to try in turn, the port, and a token that proves who answers."""
+    """What rank 0 tells the others: addresses to try in turn, the port, and a token to tell it by."""
 
     addresses: list[str]
     port: int

@@ -100,7 +100,7 @@ def test_a_frozen_rank(run_ranks, rank):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank(run_ranks, rank):
     # mpirun may be the one to notice; whoever does, the rank or its pid is on stderr.
-    result = run_ranks(f"if rank == {rank}: os.kill(os.getpid(), signal.SIGKILL)", np=3)
+    result = run_ranks(f"if rank == {rank}: os.kill(os.getpid(), signal.SIGKILL)")
     assert not result.timed_out, result.describe()
     assert result.returncode != 0
     assert re.search(rf"rank {rank} .*(is dead|exited on signal 9)", result.stderr), result.describe()
@@ -108,7 +108,7 @@ def test_a_killed_rank(run_ranks, rank):
 
 
 def test_a_stuck_rank(run_ranks):
-    result = run_ranks("if rank == 1:\n    beat.progress('batch 17'); time.sleep(1000)", np=3)
+    result = run_ranks("if rank == 1:\n    beat.progress('batch 17'); time.sleep(1000)")
     assert "working 'batch 17'" in assert_named(result, "is stuck: alive, but no progress for", 1)
 
 
@@ -124,7 +124,7 @@ def test_a_rank_that_holds_pythons_lock_for_ever(run_ranks):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_leaves_early(run_ranks, rank):
-    result = run_ranks(f"if rank == {rank}: sys.exit()", np=3)
+    result = run_ranks(f"if rank == {rank}: sys.exit()")
     assert_named(result, "left early", rank)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file
+
+from hvd_adaptive.transport.horovod_mpi import loaded_mpi_libraries
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive"]
 
@@ -26,8 +30,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines = [f"{count} 300 40"]
         for _ in range(count):
             labels = np.unique(generator.integers(0, 40, generator.integers(1, 4)))
-            words = np.unique(np.concatenate([generator.integers(label * 7, label * 7 + 7, 3) for label in labels]))
-            lines.append(",".join(map(str, labels)) + " " + " ".join(f"{w}:{generator.random() + 0.5:.3f}" for w in words))
+            words = np.unique(
+                np.concatenate([generator.integers(label * 7, label * 7 + 7, 3) for label in labels])
+            )
+            lines.append(
+                ",".join(map(str, labels))
+                + " "
+                + " ".join(f"{w}:{generator.random() + 0.5:.3f}" for w in words)
+            )
         with gzip.open(folder / f"toy_{split}.txt.gz", "wt") as file:
             file.write("\n".join(lines) + "\n")
     return folder
@@ -36,7 +46,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def train(run_job: Any, data: Path, tmp_path: Path) -> Any:
     def run(*options: str, np: int | None, out: str = "run", **job: Any) -> Any:
-        command = [*COMMAND, "train", "--data", str(data), "--cache-dir", str(data / "cache"), "--out", str(tmp_path / out)]
+        command = [
+            *COMMAND,
+            "train",
+            "--data",
+            str(data),
+            "--cache-dir",
+            str(data / "cache"),
+            "--out",
+            str(tmp_path / out),
+        ]
         return run_job([*command, "--no-calibration", *options], np=np, **job)
 
     return run
@@ -49,8 +68,22 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", ["local", "horovod"])
-def test_any_number_of_ranks_trains_and_agrees(train: Any, tmp_path: Path, world_size: int, strategy: str) -> None:
-    job = train("--strategy", strategy, "--epochs", "2", "--batch-size", "16", "--mega-batch", "500", "--lr", "4", np=world_size)
+def test_any_number_of_ranks_trains_and_agrees(
+    train: Any, tmp_path: Path, world_size: int, strategy: str
+) -> None:
+    job = train(
+        "--strategy",
+        strategy,
+        "--epochs",
+        "2",
+        "--batch-size",
+        "16",
+        "--mega-batch",
+        "500",
+        "--lr",
+        "4",
+        np=world_size,
+    )
     assert job.returncode == 0, job.describe()
     summary, rounds = read(tmp_path / "run")
     assert summary["world_size"] == world_size and summary["ranks_agreed"] is True
@@ -62,7 +95,9 @@ def test_any_number_of_ranks_trains_and_agrees(train: Any, tmp_path: Path, world
         assert all(r["weight_sum"] == pytest.approx(1) for r in rounds)
 
 
-def test_scores_are_equal_for_any_number_of_ranks(train: Any, run_job: Any, data: Path, tmp_path: Path) -> None:
+def test_scores_are_equal_for_any_number_of_ranks(
+    train: Any, run_job: Any, data: Path, tmp_path: Path
+) -> None:
     assert train("--epochs", "1", "--batch-size", "16", "--lr", "4", np=2).returncode == 0
     common = ["evaluate", str(tmp_path / "run"), "--cache-dir", str(data / "cache")]
     answers = {}
@@ -89,7 +124,18 @@ def test_predictions_are_what_was_scored(train: Any, run_job: Any, data: Path, t
 
 
 def test_saved_models_and_configuration_repeat_the_run(train: Any, tmp_path: Path) -> None:
-    options = ["--epochs", "1", "--batch-size", "16", "--mega-batch", "400", "--outer-step", "none", "--seed", "3"]
+    options = [
+        "--epochs",
+        "1",
+        "--batch-size",
+        "16",
+        "--mega-batch",
+        "400",
+        "--outer-step",
+        "none",
+        "--seed",
+        "3",
+    ]
     assert train(*options, np=1, out="first").returncode == 0
     assert train("--config", str(tmp_path / "first" / "config.json"), np=1, out="second").returncode == 0
     first, second = (load_file(tmp_path / name / "model-last.safetensors") for name in ("first", "second"))
@@ -97,11 +143,11 @@ def test_saved_models_and_configuration_repeat_the_run(train: Any, tmp_path: Pat
     assert read(tmp_path / "first")[0]["model_hash"] == read(tmp_path / "second")[0]["model_hash"]
 
 
-@pytest.mark.parametrize("rule", ["paper", "heterogpu"])
-def test_batch_sizes_follow_emulated_speeds(train: Any, tmp_path: Path, rule: str) -> None:
+@pytest.mark.parametrize(("rule", "step"), [("paper", "0.5"), ("heterogpu", "4")])
+def test_batch_sizes_follow_emulated_speeds(train: Any, tmp_path: Path, rule: str, step: str) -> None:
     job = train(
         "--batch-size-rule", rule, "--batch-size", "16", "--min-batch-size", "4", "--max-batch-size", "64",
-        "--batch-size-step", "4", "--slowdown", "20,1", "--epochs", "4", "--mega-batch", "500", np=2,
+        "--batch-size-step", step, "--slowdown", "20,1", "--epochs", "4", "--mega-batch", "500", np=2,
     )  # fmt: skip
     assert job.returncode == 0, job.describe()
     summary, rounds = read(tmp_path / "run")
@@ -121,15 +167,31 @@ def test_a_time_limit_and_a_target_end_the_run(train: Any, tmp_path: Path) -> No
     assert train("--time-limit", "1", "--mega-batch", "200", np=2).returncode == 0
     summary, rounds = read(tmp_path / "run")
     assert rounds[-2]["train_s"] < 1 <= summary["train_s"]
-    assert train("--target-p1", "0.2", "--epochs", "30", "--lr", "4", "--batch-size", "16", np=2, out="target").returncode == 0
+    assert (
+        train(
+            "--target-p1", "0.2", "--epochs", "30", "--lr", "4", "--batch-size", "16", np=2, out="target"
+        ).returncode
+        == 0
+    )
     summary, rounds = read(tmp_path / "target")
-    assert summary["target_train_s"] == rounds[-1]["train_s"] and rounds[-1]["eval"]["p1"] >= 0.2
+    assert (
+        summary["target_train_s"] == pytest.approx(rounds[-1]["train_s"], abs=1e-5)
+        and rounds[-1]["eval"]["p1"] >= 0.2
+    )
     assert all(r["eval"]["p1"] < 0.2 for r in rounds[:-1])
 
 
 BAD = [
-    (["--batch-size-rule", "clever"], {}, "batch_size_rule must be one of fixed, paper, heterogpu, got 'clever'"),
-    (["--min-batch-size", "512", "--max-batch-size", "256"], {}, "min_batch_size must be <= max_batch_size, got 512 > 256"),
+    (
+        ["--batch-size-rule", "clever"],
+        {},
+        "batch_size_rule must be one of fixed, paper, heterogpu, got 'clever'",
+    ),
+    (
+        ["--min-batch-size", "512", "--max-batch-size", "256"],
+        {},
+        "min_batch_size must be <= max_batch_size, got 512 > 256",
+    ),
     (["--device", "cuda"], {}, "torch sees no GPU"),
     (["--slowdown", "1,2,3"], {}, "slowdown must have one factor a rank: 2 ranks, got 3 factors"),
     (["--out", "/proc/nowhere"], {}, "run directory /proc/nowhere cannot be written"),
@@ -140,7 +202,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "env", "message"), BAD, ids=[case[2][:30] for case in BAD])
-def test_bad_input_ends_all_ranks_with_one_message(train: Any, options: list[str], env: dict[str, str], message: str) -> None:
+def test_bad_input_ends_all_ranks_with_one_message(
+    train: Any, options: list[str], env: dict[str, str], message: str
+) -> None:
     job = train(*options, np=2, env=env, timeout=60)
     assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
     assert job.stderr.count("hvd-adaptive: error:") == 1 and message in job.stderr, job.describe()
@@ -155,14 +219,23 @@ def per_rank(*variants: list[str]) -> list[str]:
 
 
 def test_ranks_with_different_options_or_data_are_refused(run_job: Any, data: Path, tmp_path: Path) -> None:
-    base = [*COMMAND, "train", "--data", str(data), "--cache-dir", str(data / "cache"), "--out", str(tmp_path / "run")]
+    base = [
+        *COMMAND,
+        "train",
+        "--data",
+        str(data),
+        "--cache-dir",
+        str(data / "cache"),
+        "--out",
+        str(tmp_path / "run"),
+    ]
     job = run_job(per_rank(base, [*base, "--batch-size", "32"]), np=2, timeout=60)
     assert job.returncode != 0, job.describe()
     assert "the ranks do not agree: batch_size is 64 on rank 0 and 32 on rank 1" in job.stderr, job.describe()
 
     other = tmp_path / "other"
     shutil.copytree(data, other, ignore=shutil.ignore_patterns("cache"))
-    text = gzip.open(other / "toy_train.txt.gz", "rt").read().replace(":1.", ":2.", 1)
+    text = gzip.decompress((other / "toy_train.txt.gz").read_bytes()).decode().replace(":1.", ":2.", 1)
     with gzip.open(other / "toy_train.txt.gz", "wt") as file:
         file.write(text)
     script = tmp_path / "where.py"
@@ -181,18 +254,18 @@ def test_ranks_with_different_options_or_data_are_refused(run_job: Any, data: Pa
 
 
 def test_mismatched_mpi_libraries_are_refused(train: Any, tmp_path: Path) -> None:
-    probe = "from mpi4py import MPI\nprint(open('/proc/self/maps').read())"
-    import subprocess
-
-    from hvd_adaptive.transport.horovod_mpi import loaded_mpi_libraries
-
+    probe = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(open('/proc/self/maps').read())"
     maps = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60).stdout
     (library,) = loaded_mpi_libraries(maps)
     copy = tmp_path / os.path.basename(library)
     shutil.copy(library, copy)
-    job = train(np=2, env={"MPI4PY_LIBMPI": str(copy)}, timeout=60)
+    # The copy must still find what the original finds beside itself.
+    folders = sorted({os.path.dirname(path) for path in re.findall(r"(/\S+\.so\S*)", maps)})
+    job = train(np=2, env={"MPI4PY_LIBMPI": str(copy), "LD_LIBRARY_PATH": ":".join(folders)}, timeout=60)
     assert job.returncode != 0 and not job.timed_out, job.describe()
-    assert "Horovod and mpi4py use different MPI libraries" in job.stderr and str(copy) in job.stderr, job.describe()
+    assert "Horovod and mpi4py use different MPI libraries" in job.stderr and str(copy) in job.stderr, (
+        job.describe()
+    )
 
 
 def test_singletons_and_gloo_are_refused(train: Any) -> None:
@@ -205,7 +278,17 @@ def test_singletons_and_gloo_are_refused(train: Any) -> None:
 
 @pytest.mark.parametrize("launcher", ["-np", "horovodrun"])
 def test_the_readmes_launchers(run_job: Any, data: Path, tmp_path: Path, launcher: str) -> None:
-    arguments = ["train", "--data", str(data), "--cache-dir", str(data / "cache"), "--out", str(tmp_path / "run"), "--epochs", "1"]
+    arguments = [
+        "train",
+        "--data",
+        str(data),
+        "--cache-dir",
+        str(data / "cache"),
+        "--out",
+        str(tmp_path / "run"),
+        "--epochs",
+        "1",
+    ]
     if launcher == "-np":
         command = [*COMMAND, *arguments, "-np", "2"]
     else:

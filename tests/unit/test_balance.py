@@ -29,7 +29,9 @@ def test_equal_updates_are_a_fixed_point(rule: str, size: float, count: int, eac
 
 @pytest.mark.parametrize("rule", BATCH_SIZE_RULES)
 @given(num_updates=updates, step=st.floats(0.1, 64))
-def test_sizes_stay_in_bounds_and_move_with_the_updates(rule: str, num_updates: np.ndarray, step: float) -> None:
+def test_sizes_stay_in_bounds_and_move_with_the_updates(
+    rule: str, num_updates: np.ndarray, step: float
+) -> None:
     sizes = np.full(len(num_updates), 64.0)
     after = next_batch_sizes(rule, sizes, num_updates, min_batch_size=16, max_batch_size=128, step=step)
     assert ((after >= 16) & (after <= 128)).all()
@@ -39,7 +41,12 @@ def test_sizes_stay_in_bounds_and_move_with_the_updates(rule: str, num_updates: 
 
 def test_the_papers_rule_by_hand() -> None:
     after = next_batch_sizes(
-        "paper", np.array([64.0, 64, 64, 64]), np.array([2.0, 2, 4, 8]), min_batch_size=16, max_batch_size=70, step=4
+        "paper",
+        np.array([64.0, 64, 64, 64]),
+        np.array([2.0, 2, 4, 8]),
+        min_batch_size=16,
+        max_batch_size=70,
+        step=4,
     )
     # The mean is 4; the last would become 80 and pass the bound, so it stays.
     assert after.tolist() == [56, 56, 64, 64]
@@ -47,7 +54,12 @@ def test_the_papers_rule_by_hand() -> None:
 
 def test_heterogpus_rule_by_hand() -> None:
     after = next_batch_sizes(
-        "heterogpu", np.array([64.0, 32, 1000]), np.array([1.0, 1, 9]), min_batch_size=32, max_batch_size=1024, step=32
+        "heterogpu",
+        np.array([64.0, 32, 1000]),
+        np.array([1.0, 1, 9]),
+        min_batch_size=32,
+        max_batch_size=1024,
+        step=32,
     )
     assert after.tolist() == [32, 32, 1024]
 

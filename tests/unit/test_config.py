@@ -9,13 +9,23 @@ from typing import Any
 
 import pytest
 
-from hvd_adaptive.config import Config, TrainConfig, build_configs, parse_slowdown, read_config_file, read_environment
+from hvd_adaptive.config import (
+    Config,
+    TrainConfig,
+    build_configs,
+    parse_slowdown,
+    read_config_file,
+    read_environment,
+)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"min_batch_size": 512, "max_batch_size": 256}, "min_batch_size must be <= max_batch_size, got 512 > 256"),
+        (
+            {"min_batch_size": 512, "max_batch_size": 256},
+            "min_batch_size must be <= max_batch_size, got 512 > 256",
+        ),
         ({"batch_size": 64, "max_batch_size": 32}, "batch_size must be within"),
         ({"batch_size": 0}, "batch_size must be > 0, got 0"),
         ({"batch_size": "64"}, "batch_size must be a int, got '64'"),
@@ -60,7 +70,9 @@ def test_arguments_beat_the_file_and_that_beats_the_environment(tmp_path: Path) 
     file = tmp_path / "run.toml"
     file.write_text('batch-size = 32\nlr_rule = "sqrt"\n')
     config, train = build_configs(
-        read_environment({"HVD_ADAPTIVE_BATCH_SIZE": "8", "HVD_ADAPTIVE_SEED": "7", "HVD_ADAPTIVE_LR": "2", "HOME": "x"}),
+        read_environment(
+            {"HVD_ADAPTIVE_BATCH_SIZE": "8", "HVD_ADAPTIVE_SEED": "7", "HVD_ADAPTIVE_LR": "2", "HOME": "x"}
+        ),
         read_config_file(str(file)),
         {"lr_rule": "none"},
     )
@@ -77,7 +89,11 @@ def test_a_runs_own_configuration_can_be_read_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
-    [("a.toml", "= 3", "not valid toml"), ("a.json", "[1]", "must hold a table"), ("a.json", "{", "not valid json")],
+    [
+        ("a.toml", "= 3", "not valid toml"),
+        ("a.json", "[1]", "must hold a table"),
+        ("a.json", "{", "not valid json"),
+    ],
 )
 def test_bad_files_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
@@ -88,7 +104,9 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: str, message: s
 
 
 def test_bad_variables_are_named() -> None:
-    with pytest.raises(ValueError, match="HVD_ADAPTIVE_BATCHSIZE: unknown option 'batchsize'; did you mean batch_size"):
+    with pytest.raises(
+        ValueError, match="HVD_ADAPTIVE_BATCHSIZE: unknown option 'batchsize'; did you mean batch_size"
+    ):
         read_environment({"HVD_ADAPTIVE_BATCHSIZE": "3"})
     with pytest.raises(ValueError, match="batch_size must be a int, got 'many'"):
         read_environment({"HVD_ADAPTIVE_BATCH_SIZE": "many"})

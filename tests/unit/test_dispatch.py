@@ -23,7 +23,9 @@ def test_an_epoch_order_is_a_permutation_of_its_own(size: int, seed: int, epoch:
 
 
 @given(dataset_size=st.integers(1, 10_000), mega_batch=st.integers(1, 12_000), start=st.floats(0, 0.999))
-def test_rounds_partition_the_rest_of_an_epoch_evenly(dataset_size: int, mega_batch: int, start: float) -> None:
+def test_rounds_partition_the_rest_of_an_epoch_evenly(
+    dataset_size: int, mega_batch: int, start: float
+) -> None:
     ledger = Ledger(cursor=int(start * dataset_size))
     sizes = []
     while ledger.epoch == 0:
@@ -40,7 +42,9 @@ def test_the_ledger_refuses_to_leave_the_epoch() -> None:
         Ledger(cursor=7).advance(4, 10)
 
 
-@given(work=st.lists(st.integers(0, 30), min_size=1, max_size=60), cuts=st.lists(st.integers(1, 40), min_size=1))
+@given(
+    work=st.lists(st.integers(0, 30), min_size=1, max_size=60), cuts=st.lists(st.integers(1, 40), min_size=1)
+)
 def test_claims_by_work_partition_the_samples_in_order(work: list[int], cuts: list[int]) -> None:
     rows = np.arange(100, 100 + len(work))
     mega_batch = MegaBatch(rows, np.array(work))
@@ -70,7 +74,11 @@ def test_claims_stay_in_bounds_and_leave_no_sliver(
     remaining: int, full: float, pending: float, others: float, share: float
 ) -> None:
     size = claim_size(
-        remaining=remaining, full_claim=full, own_pending=pending, others_full_claims=others, speed_share=share
+        remaining=remaining,
+        full_claim=full,
+        own_pending=pending,
+        others_full_claims=others,
+        speed_share=share,
     )
     floor = min(max(2.0, full / 16), full)
     assert 1 <= size <= remaining

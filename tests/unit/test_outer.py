@@ -9,7 +9,9 @@ from hvd_adaptive.core.outer import OuterStep
 
 
 @pytest.mark.parametrize("size", [0, 5, 200_001])
-@pytest.mark.parametrize(("kind", "lr"), [("none", 1.0), ("none", 0.5), ("momentum", 1.0), ("momentum", 0.5), ("nesterov", 0.7)])
+@pytest.mark.parametrize(
+    ("kind", "lr"), [("none", 1.0), ("none", 0.5), ("momentum", 1.0), ("momentum", 0.5), ("nesterov", 0.7)]
+)
 def test_it_is_the_formula(kind: str, lr: float, size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     outer = OuterStep(kind, lr=lr, momentum=0.9)

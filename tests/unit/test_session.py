@@ -67,7 +67,9 @@ def test_every_sample_of_an_epoch_is_consumed_once(world_size: int, work: str) -
     cost = np.random.default_rng(0).integers(0, 50, NUM_SAMPLES) if work == "nonzeros" else None
     model = lambda: nn.Sequential(nn.Linear(6, 2)).double()  # noqa: E731
     results = LocalWorld(world_size).run(
-        lambda t: train(t, Config(batch_size=16, mega_batch=150, work=work), work=cost, num_epochs=3, model=model())
+        lambda t: train(
+            t, Config(batch_size=16, mega_batch=150, work=work), work=cost, num_epochs=3, model=model()
+        )
     )
     consumed = np.concatenate([rows for result in results for rows in result["rows"]])
     assert np.array_equal(np.bincount(consumed, minlength=NUM_SAMPLES), np.full(NUM_SAMPLES, 3))
@@ -90,7 +92,9 @@ def test_a_parameter_changed_on_one_rank_outside_a_step_is_found() -> None:
             session._strategy.flat_model.parameter_groups[0].weights[0] += 1
 
     with pytest.raises(AgreedError, match=r"after round 1 the models of ranks \[1\] differ"):
-        LocalWorld(2).run(lambda t: train(t, Config(batch_size=16, mega_batch=100, hash_interval=1), on_batch=break_rank_1))
+        LocalWorld(2).run(
+            lambda t: train(t, Config(batch_size=16, mega_batch=100, hash_interval=1), on_batch=break_rank_1)
+        )
 
 
 def test_one_rank_without_outer_step_is_plain_sgd() -> None:
@@ -182,7 +186,9 @@ def test_buffers_merge_by_weight_and_integers_by_maximum() -> None:
         assert (norm.running_var > 0).all()
 
 
-def test_a_rank_that_is_not_finite_contributes_nothing_and_starts_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_is_not_finite_contributes_nothing_and_starts_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def poison(session: Session, batch: Any) -> None:
         if session.rank == 1 and session.round == 1:
             with torch.no_grad():
@@ -219,7 +225,9 @@ def test_optimizer_state_after_a_merge(state: str, kind: Any) -> None:
 
     def run(transport: LocalTransport) -> None:
         def look(session: Session, batch: Any) -> None:
-            values = [v for s in session.optimizer.state.values() for n, v in s.items() if n in ("exp_avg", "sum")]
+            values = [
+                v for s in session.optimizer.state.values() for n, v in s.items() if n in ("exp_avg", "sum")
+            ]
             momenta[session.rank].setdefault(session.round, [v.clone() for v in values])
 
         train(
@@ -244,7 +252,9 @@ def test_different_configurations_are_named_on_all_ranks() -> None:
 
 def test_different_models_are_named_on_all_ranks() -> None:
     with pytest.raises(AgreedError, match=r"model 0\.weight is \(\(2, 6\)"):
-        LocalWorld(2).run(lambda t: train(t, Config(), model=nn.Sequential(nn.Linear(6, 2 + t.rank)).double()))
+        LocalWorld(2).run(
+            lambda t: train(t, Config(), model=nn.Sequential(nn.Linear(6, 2 + t.rank)).double())
+        )
 
 
 def test_one_ranks_wish_to_stop_ends_all() -> None:
@@ -252,7 +262,9 @@ def test_one_ranks_wish_to_stop_ends_all() -> None:
         if session.rank == 1 and session.round == 2:
             session.stop()
 
-    results = LocalWorld(2).run(lambda t: train(t, Config(batch_size=16, mega_batch=100), num_epochs=9, on_batch=wish))
+    results = LocalWorld(2).run(
+        lambda t: train(t, Config(batch_size=16, mega_batch=100), num_epochs=9, on_batch=wish)
+    )
     assert [len(result["records"]) for result in results] == [3, 3]
 
 
@@ -265,7 +277,9 @@ def test_unfreezing_during_a_session_is_refused() -> None:
 
 
 def test_a_stream_is_refused() -> None:
-    session = Session(make_model(), torch.optim.SGD(make_model().parameters(), lr=1), transport=LocalTransport())
+    session = Session(
+        make_model(), torch.optim.SGD(make_model().parameters(), lr=1), transport=LocalTransport()
+    )
     with pytest.raises(TypeError, match="map-style data set"), warnings.catch_warnings():
         next(session.batches(iter([1, 2])))
 

@@ -52,7 +52,9 @@ def test_properties_of_every_rule(rule: str, perturbed: bool, world: Any) -> Non
     if not perturbed or len(set(updates)) == len(updates):
         if perturbed:
             options["norm_per_parameter"] = options["norm_per_parameter"][order]
-        assert weights_of(rule, updates[order], sizes[order], finite[order], **options) == pytest.approx(weights[order])
+        assert weights_of(rule, updates[order], sizes[order], finite[order], **options) == pytest.approx(
+            weights[order]
+        )
 
 
 @pytest.mark.parametrize("rule", MERGE_WEIGHT_RULES)
@@ -73,14 +75,18 @@ def test_rules_by_hand() -> None:
 def test_the_perturbation_by_hand() -> None:
     small, large = np.array([0.01, 0.02]), np.array([0.01, 0.2])
     options = {"perturbation": Perturbation(threshold=0.1, delta=0.1)}
-    assert weights_of("heterogpu", [1.0, 3], [8, 8], norm_per_parameter=small, **options) == pytest.approx([0.225, 0.825])
-    assert weights_of("heterogpu", [1.0, 3], [8, 8], norm_per_parameter=small, **options).sum() == pytest.approx(
-        1 + 0.1 * (0.75 - 0.25)
+    assert weights_of("heterogpu", [1.0, 3], [8, 8], norm_per_parameter=small, **options) == pytest.approx(
+        [0.225, 0.825]
     )
+    assert weights_of(
+        "heterogpu", [1.0, 3], [8, 8], norm_per_parameter=small, **options
+    ).sum() == pytest.approx(1 + 0.1 * (0.75 - 0.25))
     assert weights_of("paper", [1.0, 3], [8, 8], norm_per_parameter=small, **options) == pytest.approx(
         np.array([0.225, 0.825]) / 1.05
     )
-    assert weights_of("heterogpu", [1.0, 3], [8, 8], norm_per_parameter=large, **options) == pytest.approx([0.25, 0.75])
+    assert weights_of("heterogpu", [1.0, 3], [8, 8], norm_per_parameter=large, **options) == pytest.approx(
+        [0.25, 0.75]
+    )
 
 
 def test_a_rank_without_updates_counts_nothing() -> None:

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from hvd_adaptive.transport.faults import Beat, Fault, Sighting, describe, find_fault, process_state
+
+
+def make_beat(phase="working", phase_s=0.0, what="batch 3"):
+    return Beat(count=1, phase=phase, phase_s=phase_s, what=what, host="node7", pid=4242)
+
+
+def judge(*ranks, limit_s=10.0):
+    """Judges ranks given as (phase, seconds in it) or (phase, seconds, seconds of silence)."""
+    sightings = [
+        Sighting(rank=rank, beat=make_beat(phase, phase_s), silent_s=silent[0] if silent else 0.0)
+        for rank, (phase, phase_s, *silent) in enumerate(ranks)
+    ]
+    fault = find_fault(sightings, limit_s)
+    return None if fault is None else (fault.kind, fault.rank)
+
+
+def test_a_beat_survives_the_wire():
+    assert Beat.decode(make_beat().encode()) == make_beat()
+    assert Beat.decode(b"") is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "verdict"),
+    [
+        ([("working", 9), ("waiting", 9)], None),
+        ([("working", 99), ("working", 99)], None),
+        ([("working", 9), ("waiting", 99)], None),
+        ([("working", 99), ("waiting", 9)], None),
+        ([("working", 11), ("waiting", 11), ("working", 12)], ("stuck", 2)),
+        ([("working", 0, 11), ("waiting", 50), ("working", 50)], ("silent", 0)),
+        ([("working", 0, 11), ("working", 0, 12)], ("silent", 1)),
+        ([("left", 0, 11), ("working", 0)], ("silent", 0)),
+        ([("left", 6), ("waiting", 4)], None),
+        ([("left", 4), ("waiting", 6)], None),
+        ([("working", 0), ("left", 6), ("waiting", 6)], ("left early", 1)),
+        ([("left", 99), ("left", 99)], None),
+        ([("left", 99), ("working", 200)], None),
+        ([("left", 101), ("working", 99)], None),
+        ([("left", 101), ("working", 101)], ("stuck", 1)),
+        ([("waiting", 99), ("waiting", 101)], None),
+        ([("waiting", 101), ("waiting", 101)], ("deadlocked", 0)),
+    ],
+)
+def test_verdicts(ranks, verdict):
+    assert judge(*ranks) == verdict
+
+
+def test_a_rank_that_never_beat():
+    sightings = [Sighting(rank=0, beat=make_beat(), silent_s=0.0), Sighting(rank=1, beat=None, silent_s=10.0)]
+    fault = find_fault(sightings, 10.0)
+    assert fault == Fault(kind="silent", rank=1, for_s=10.0, beat=None)
+    assert "rank 1 (it never sent a heartbeat)" in describe(
+        fault, reporter=0, host="a", limit_s=10, state=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "kind"),
+    [
+        ("", "is dead:"),
+        ("Z", "is dead:"),
+        ("T", "is frozen:"),
+        ("R", "Python does not run"),
+        (None, "dead or frozen"),
+    ],
+)
+def test_the_message_names_rank_host_pid_and_what_to_do(state, kind):
+    fault = Fault(kind="silent", rank=5, for_s=61.25, beat=make_beat())
+    text = describe(fault, reporter=0, host="node0", limit_s=60, state=state)
+    for part in ("rank 5 on node7 (pid 4242)", kind, "61.2 s", "working 'batch 3'", "Rank 0 on node0"):
+        assert part in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("kind", ["stuck", "left early", "deadlocked"])
+def test_the_other_kinds(kind):
+    fault = Fault(kind=kind, rank=5, for_s=61.25, beat=make_beat())
+    text = describe(fault, reporter=0, host="node0", limit_s=60, state=None)
+    assert kind in text
+    assert "rank 5 on node7 (pid 4242)" in text
+
+
+def test_process_state():
+    assert process_state(os.getpid()) == "R"
+    assert process_state(2**22 + 1) == ""
