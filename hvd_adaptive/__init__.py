@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "Config", "Session", "__version__"]
+__all__ = ["Batch", "Config", "Session", "bind_device", "__version__"]
 
 if TYPE_CHECKING:
     from hvd_adaptive.config import Config
+    from hvd_adaptive.launch.device import bind_device
     from hvd_adaptive.train.session import Batch, Session
 
 
@@ -22,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from hvd_adaptive.train import session
 
         return getattr(session, name)
+    if name == "bind_device":
+        from hvd_adaptive.launch.device import bind_device
+
+        return bind_device
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

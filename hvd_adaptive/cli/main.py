@@ -54,13 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, configs: tuple[Config, TrainConfig] | None, rank: int) -> int:
+    # torch's store prints a C++ backtrace for every connection that a dying rank leaves behind.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Only now: a bad option must not wait for torch to load.
     from hvd_adaptive.transport import connect
     from hvd_adaptive.transport.base import AgreedError
 
     config = configs[0] if configs else Config()
     try:
-        transport = connect(stall_limit_s=config.stall_limit_s, rare_collectives=config.strategy == "local")
+        transport = connect(stall_limit_s=config.stall_limit_s)
     except RuntimeError as error:
         # No world to agree in. Leave without finalizing MPI, which may not be whole.
         code = _fail(error, rank)

@@ -16,10 +16,11 @@ import torch
 from hvd_adaptive.cli.progress import Progress
 from hvd_adaptive.config import Config, TrainConfig
 from hvd_adaptive.data import SparseDataset, build, open_splits, resolve
-from hvd_adaptive.launch.binding import choose_device, num_threads, requested_threads
+from hvd_adaptive.launch.binding import num_threads, requested_threads
+from hvd_adaptive.launch.device import bind_device
 from hvd_adaptive.train.run_directory import RunDirectory
 from hvd_adaptive.train.trainer import Trainer
-from hvd_adaptive.transport.base import Transport, agree, agree_equal
+from hvd_adaptive.transport.base import Transport, agree, agree_equal, long_task
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -88,20 +89,10 @@ def use_device(option: str, transport: Transport) -> torch.device:
     Raises:
         AgreedError: on all ranks, if one has no such device.
     """
-    choice = attempt(
+    device = attempt(
         transport,
-        lambda: choose_device(
-            option,
-            local_rank=transport.local_rank,
-            local_size=transport.local_size,
-            cuda_device_count=torch.cuda.device_count(),
-        ),
+        lambda: bind_device(option, local_rank=transport.local_rank, local_size=transport.local_size),
     )
-    if choice.warning:
-        log.warning(choice.warning)
-    device = torch.device(choice.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
     neighbours = [
         where for host, where in transport.allgather_object((transport.host, cores)) if host == transport.host
@@ -120,7 +111,8 @@ def open_data(
     """
     cache = Path(cache_dir) if cache_dir else None
     source = attempt(transport, lambda: resolve(data, test_data))
-    attempt(transport, lambda: build(source, cache) if transport.local_rank == 0 else None)
+    with long_task(transport, "building the data cache"):
+        attempt(transport, lambda: build(source, cache) if transport.local_rank == 0 else None)
     splits = attempt(transport, lambda: open_splits(source, cache))
     agree_equal(
         transport,
@@ -143,5 +135,9 @@ def _make_run_directory(config: Config, options: TrainConfig) -> RunDirectory:
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     path = Path(options.out) if options.out else Path("runs") / f"{options.name or config.strategy}-{stamp}"
     directory = RunDirectory(path)
+    if options.data and not resolve(options.data, options.test_data).is_embedded:
+        # So that evaluate and predict find the data from any folder.
+        test_data = os.path.abspath(options.test_data) if options.test_data else None
+        options = dataclasses.replace(options, data=os.path.abspath(options.data), test_data=test_data)
     directory.write_config(config, options)
     return directory

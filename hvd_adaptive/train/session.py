@@ -70,9 +70,7 @@ class Session:
         transport: Transport | None = None,
     ) -> None:
         self.config = config or Config()
-        self.transport = transport or connect(
-            stall_limit_s=self.config.stall_limit_s, rare_collectives=self.config.strategy == "local"
-        )
+        self.transport = transport or connect(stall_limit_s=self.config.stall_limit_s)
         self.model = model
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.ledger = Ledger()
@@ -186,12 +184,13 @@ class Session:
             batch: the batch in work. Set ``batch.loss`` inside to have the loss in the round's record.
         """
         start = time.perf_counter()
-        compute_start = compute_seconds(self.device)
+        factor = self._slowdown.factors(self.train_s + start - self._round_start)[self.rank]
+        # Reading this clock waits for a GPU, which only an emulated slowdown needs.
+        compute_start = compute_seconds(self.device) if factor > 1 else 0.0
         try:
             yield batch
         finally:
             self._lr.restore()
-        factor = self._slowdown.factors(self.train_s + start - self._round_start)[self.rank]
         if factor > 1:
             spent = compute_seconds(self.device) - compute_start - self._strategy.take_foreign_seconds()
             time.sleep(max(0.0, (factor - 1) * spent))
@@ -215,6 +214,15 @@ class Session:
         """
         self._stats.stop = 1.0
         self._stop = agreed
+
+    def progress(self, what: str) -> None:
+        """Tells the heartbeats that this rank gets on; for work of your own between batches that others wait for, such as
+        an evaluation on one rank that takes longer than ``stall_limit_s``.
+
+        Args:
+            what: what it does, for the heartbeats' messages.
+        """
+        self.transport.progress(what)
 
     def capacity_samples(self, samples_per_s: NDArray[np.float64], start_s: float, stop_s: float) -> float:
         """Returns the samples that the ranks could compute in a span of training time, each alone and never waiting.
@@ -244,6 +252,10 @@ class Session:
 
     def _end_round(self, num_samples: int, dataset_size: int) -> None:
         stats = self._stats
+        if self.device.type == "cuda":
+            start = time.perf_counter()
+            torch.cuda.synchronize(self.device)
+            stats.busy_s += time.perf_counter() - start
         stats.num_updates = stats.num_samples / stats.batch_size
         stats.lr = self._lr.applied_lr
         stats.train_s = self.train_s + time.perf_counter() - self._round_start

@@ -9,24 +9,27 @@ from pathlib import Path
 from hvd_adaptive.launch.binding import check_world, mpi_environment, read_launcher
 from hvd_adaptive.transport.base import Transport
 
-# Milliseconds between Horovod's rounds of negotiation where collectives are rare. Its default of 1 ms costs each rank a
-# twentieth of a core or more while others compute; this costs a merge a few milliseconds.
-_RARE_CYCLE_TIME_MS = 10
+# Ranks of these launchers carry no variable that read_launcher knows.
+_UNKNOWN_LAUNCHERS = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
 
 
-def connect(*, stall_limit_s: float, rare_collectives: bool = False) -> Transport:
+def connect(*, stall_limit_s: float) -> Transport:
     """Joins the world that a launcher started, or makes one of this process alone. COLLECTIVE.
 
     Args:
         stall_limit_s: seconds after which a dead, frozen or stuck rank ends the job.
-        rare_collectives: Horovod is called a few times a round, not every step, so its thread may sleep longer, unless
-            HOROVOD_CYCLE_TIME is set.
 
     Raises:
         RuntimeError: if the launcher's world, MPI's and Horovod's are not one.
     """
     info = read_launcher(os.environ)
     if info.name == "none":
+        strangers = [name for name in _UNKNOWN_LAUNCHERS if name in os.environ]
+        if strangers:
+            raise RuntimeError(
+                f"a launcher that is not known here started this process ({', '.join(strangers)} is set): each rank would "
+                "train alone. Start with mpirun, horovodrun or srun, or unset the variable to run one rank."
+            )
         from hvd_adaptive.transport.local import LocalTransport
 
         return LocalTransport()
@@ -42,8 +45,6 @@ def connect(*, stall_limit_s: float, rare_collectives: bool = False) -> Transpor
         os.environ["PATH"] = os.pathsep.join(
             [os.path.join(sys.prefix, "bin"), os.environ.get("PATH", os.defpath)]
         )
-    if rare_collectives:
-        os.environ.setdefault("HOROVOD_CYCLE_TIME", str(_RARE_CYCLE_TIME_MS))
     from hvd_adaptive.transport.horovod_mpi import HorovodMpiTransport
 
     return HorovodMpiTransport(info, stall_limit_s=stall_limit_s)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -59,8 +60,8 @@ class Transport(Protocol):
     def rendezvous(self, name: str) -> float:
         """Waits, without using a core, until every rank has arrived; returns the seconds waited. COLLECTIVE."""
 
-    def waiting(self) -> AbstractContextManager[None]:
-        """Marks this rank as waiting for others, for the heartbeats."""
+    def waiting(self, what: str = "") -> AbstractContextManager[None]:
+        """Marks this rank as waiting for others, for the heartbeats; ``what`` appears in their messages."""
 
     def progress(self, what: str = "") -> None:
         """Tells the heartbeats that this rank gets on."""
@@ -73,6 +74,29 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Leaves the world in good order. COLLECTIVE."""
+
+
+@contextmanager
+def long_task(transport: Transport, what: str) -> Iterator[None]:
+    """Tells the heartbeats every second that this rank gets on, for a task that has no steps to report.
+
+    Args:
+        transport: the world.
+        what: the task, for the heartbeats' messages.
+    """
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(1.0):
+            transport.progress(what)
+
+    thread = threading.Thread(target=tick, name="hvd_adaptive-long-task", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 class AgreedError(RuntimeError):

@@ -103,24 +103,24 @@ class HorovodMpiTransport:
 
     def allgather_stats(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         gathered = np.empty((self.world_size, len(values)))
-        with self.waiting():
+        with self.waiting("statistics"):
             self._comm.Allgather(np.ascontiguousarray(values, dtype=np.float64), gathered)
         return gathered
 
     def allgather_object(self, value: Any) -> list[Any]:
-        with self.waiting():
+        with self.waiting("agreement"):
             gathered: list[Any] = self._comm.allgather(value)
         return gathered
 
     def allreduce_sum_(self, tensor: Tensor, name: str) -> None:
-        with self.waiting():
+        with self.waiting(f"allreduce of {name}"):
             if tensor.is_cuda and not self._gpu_built:
                 self._allreduce_staged_(tensor, name)
             else:
                 self._hvd.allreduce_(tensor, name=name, op=self._hvd.Sum)
 
     def allreduce_max_(self, tensor: Tensor, name: str) -> None:
-        with self.waiting():
+        with self.waiting(f"allreduce of {name}"):
             tensor.copy_(self._hvd.allreduce(tensor.cpu(), name=name, op=self._hvd.Max))
 
     def _allreduce_staged_(self, tensor: Tensor, name: str) -> None:
@@ -142,7 +142,7 @@ class HorovodMpiTransport:
         tensor.copy_(host)
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        with self.waiting(), torch.no_grad():
+        with self.waiting("broadcast"), torch.no_grad():
             for index, tensor in enumerate(tensors):
                 # Horovod takes neither bf16 nor bool nor 0-dim tensors; bytes carry them all.
                 flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
@@ -160,11 +160,11 @@ class HorovodMpiTransport:
         self.side.delete(key)
 
     def rendezvous(self, name: str) -> float:
-        with self.waiting():
+        with self.waiting(f"rendezvous {name}"):
             return self.side.arrive(name)
 
-    def waiting(self) -> AbstractContextManager[None]:
-        return self.heartbeat.waiting()
+    def waiting(self, what: str = "") -> AbstractContextManager[None]:
+        return self.heartbeat.waiting(what)
 
     def progress(self, what: str = "") -> None:
         self.heartbeat.progress(what)

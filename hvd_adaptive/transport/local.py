@@ -117,7 +117,7 @@ class LocalTransport:
         return time.perf_counter() - start
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self, what: str = "") -> Iterator[None]:
         yield
 
     def progress(self, what: str = "") -> None:

@@ -1,0 +1,209 @@
+"""Adaptive SGD against plain Horovod on ranks of speeds 1:1:2:4, and the record of it.
+
+    python benchmarks/unequal_ranks.py tune    --data embedded --out DIR      one seed, every setting of benchmarks/settings.toml
+    python benchmarks/unequal_ranks.py confirm --data embedded --out DIR      the winners, three seeds, alternating
+    python benchmarks/unequal_ranks.py confirm --data PREFIX --out DIR --limits cgroup    speeds by real CPU quotas (root)
+
+Prints a Markdown record; ``--record FILE`` writes it too. Runs that are in DIR already are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvd_adaptive.launch.relaunch import find_launcher, launch_command
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+HERE = Path(__file__).resolve().parent
+SLOWDOWN = "8,8,4,2"
+# Shares of a core that stand to each other as the speeds; together one core, so that two cores are enough.
+QUOTAS = (0.125, 0.125, 0.25, 0.5)
+PERIOD_US = 20_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("stage", choices=("tune", "confirm"))
+    parser.add_argument("--data", default="embedded", help="embedded, or a prefix of XMC files")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--limits", choices=("emulated", "cgroup"), default="emulated")
+    parser.add_argument("--record", type=Path)
+    options = parser.parse_args()
+    name = Path(options.data).name
+    table = tomllib.loads((HERE / "settings.toml").read_text())[name]
+    groups = make_cgroups() if options.limits == "cgroup" else None
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for seed in range(options.seeds if options.stage == "confirm" else 1):
+        for method, settings in table[options.stage].items():
+            folder = options.out / f"{name}-{options.limits}-{options.stage}-{method}-{seed}"
+            arguments = [
+                *shlex.split(table["common"]),
+                *shlex.split(settings),
+                "--seed",
+                str(seed),
+                "--name",
+                method,
+            ]
+            if options.data != "embedded":
+                arguments += ["--data", options.data]
+            runs.setdefault(method, []).append(run(folder, arguments, groups))
+            print(one_line(method, runs[method][-1]), file=sys.stderr, flush=True)
+    text = record(options, table, runs)
+    print(text)
+    if options.record:
+        options.record.write_text(text)
+
+
+def run(folder: Path, arguments: list[str], groups: list[Path] | None) -> dict[str, Any]:
+    """Runs a training of four ranks, unless it is there, and reads what it left."""
+    if not (folder / "summary.json").exists():
+        command = [sys.executable, "-m", "hvd_adaptive", "train", *arguments, "--out", str(folder)]
+        environment = dict(os.environ)
+        if groups is None:
+            command += ["-np", "4", "--slowdown", SLOWDOWN]
+        else:
+            command, environment = launch_command(
+                4,
+                ["bash", str(HERE / "in_cgroup.sh"), *map(str, groups), "--", *command],
+                env=os.environ,
+                launcher=find_launcher(os.environ),
+                num_cores=os.cpu_count() or 1,
+                is_root=os.geteuid() == 0,
+            )
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if done.returncode:
+            sys.exit(f"{shlex.join(command)}\nended with {done.returncode}:\n{done.stdout[-3000:]}")
+    rounds = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    return {"summary": json.loads((folder / "summary.json").read_text()), "rounds": rounds}
+
+
+def make_cgroups() -> list[Path]:
+    """Makes one CPU control group a rank; version 1 or 2."""
+    root = Path("/sys/fs/cgroup")
+    groups = []
+    for rank, quota in enumerate(QUOTAS):
+        quota_us = int(quota * PERIOD_US)
+        if (root / "cpu").is_dir():
+            group = root / "cpu" / f"hvd_adaptive_{rank}"
+            group.mkdir(exist_ok=True)
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+        else:
+            group = root / f"hvd_adaptive_{rank}"
+            group.mkdir(exist_ok=True)
+            (group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
+        groups.append(group)
+    return groups
+
+
+def seconds_to(result: dict[str, Any], target: float) -> float | None:
+    """Training seconds at the first evaluation with at least this P@1."""
+    return next((r["train_s"] for r in result["rounds"] if r["eval"] and r["eval"]["p1"] >= target), None)
+
+
+def one_line(method: str, result: dict[str, Any]) -> str:
+    s = result["summary"]
+    return (
+        f"{method}: best P@1 {s['best']['p1']:.4f} at {s['best_train_s']:.1f} s, {s['samples']:,} samples in "
+        f"{s['train_s']:.1f} s, U {s['utilisation'] or 0:.2f} (wall {s['utilisation_wall'] or 0:.2f}), "
+        f"wait {s['wait_share']:.1%}, merge {s['merge_share']:.1%}, control {s['control_share']:.2%}"
+    )
+
+
+def middle(values: list[float], form: str = ".4f") -> str:
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def record(options: argparse.Namespace, table: dict[str, Any], runs: dict[str, list[dict[str, Any]]]) -> str:
+    cpu = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        "?",
+    )
+    speeds = (
+        f"emulated, --slowdown {SLOWDOWN}"
+        if options.limits == "emulated"
+        else f"CPU quotas of {', '.join(f'{q:.1%}' for q in QUOTAS)} of a core, period {PERIOD_US // 1000} ms"
+    )
+    lines = [
+        f"# {options.stage}: {Path(options.data).name}, 4 ranks at speeds 1:1:2:4, {options.limits}",
+        "",
+        f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. Speeds: {speeds}.",
+        f"Hardware: {os.cpu_count()} cores, {cpu}, shared with other machines' work. "
+        f"Python {platform.python_version()}, torch {torch.__version__}, Horovod 0.28.1.",
+        f"Common options: `{table['common']}`. Seconds are training time, evaluation excluded.",
+        "",
+        "| method | options | best P@1 | P@3 | P@5 | epochs | train s | s to best | samples/s | U | waiting | merge | control |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for method, results in runs.items():
+        s = [r["summary"] for r in results]
+        cells = [
+            method,
+            f"`{table[options.stage][method]}`",
+            middle([x["best"]["p1"] for x in s]),
+            middle([x["best"]["p3"] for x in s]),
+            middle([x["best"]["p5"] for x in s]),
+            f"{statistics.median([r['rounds'][-1]['epoch'] for r in results]):.1f}",
+            middle([x["train_s"] for x in s], ".1f"),
+            middle([x["best_train_s"] for x in s], ".1f"),
+            f"{statistics.median([x['samples_per_s'] for x in s]):,.0f}",
+            middle(
+                [x["utilisation_wall" if options.limits == "cgroup" else "utilisation"] for x in s], ".2f"
+            ),
+            middle([x["wait_share"] for x in s], ".3f"),
+            f"{statistics.median([x['merge_share'] for x in s]):.3f}",
+            f"{statistics.median([x['control_share'] for x in s]):.4f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    if options.stage == "confirm":
+        lines += ["", *comparison(runs)]
+    return "\n".join(lines) + "\n"
+
+
+def comparison(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Time to each plain variant's best P@1, seed by seed."""
+    adaptive = [name for name in runs if not name.startswith("horovod")]
+    lines = [
+        "Time to plain Horovod's best P@1, seed by seed: seconds of Horovod / seconds of ours.",
+        "",
+        "| | against | ratios by seed | median |",
+        "| --- | --- | --- | --- |",
+    ]
+    for ours in adaptive:
+        for plain in (name for name in runs if name.startswith("horovod")):
+            ratios = []
+            for mine, theirs in zip(runs[ours], runs[plain], strict=True):
+                reached = seconds_to(mine, theirs["summary"]["best"]["p1"])
+                ratios.append(theirs["summary"]["best_train_s"] / reached if reached else 0.0)
+            shown = ", ".join(f"{r:.2f}x" if r else "not reached" for r in ratios)
+            lines.append(f"| {ours} | {plain} | {shown} | {statistics.median(ratios):.2f}x |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

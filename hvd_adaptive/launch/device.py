@@ -1,0 +1,48 @@
+"""Binds this rank to its GPU, from what the launcher's environment says."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+import torch
+
+from hvd_adaptive.launch.binding import choose_device, read_launcher
+
+log = logging.getLogger(__name__)
+
+
+def bind_device(
+    option: str = "auto",
+    *,
+    local_rank: int | None = None,
+    local_size: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> torch.device:
+    """Chooses this rank's device and makes it torch's current one. Call it before building the model.
+
+    All of a host's GPUs visible: the device is the local rank. Exactly one visible: that one.
+
+    Args:
+        option: ``auto`` (a GPU where there is one), ``cpu``, ``cuda`` (a GPU, or an error) or ``cuda:K``.
+        local_rank: this rank among those of its host; by default what the launcher says, else 0.
+        local_size: ranks on this host; by default what the launcher says, else ``local_rank + 1``.
+        environment: the variables to read; by default the process's.
+
+    Raises:
+        ValueError: for another option.
+        RuntimeError: if a GPU is asked for that is not there.
+    """
+    info = read_launcher(os.environ if environment is None else environment)
+    rank = local_rank if local_rank is not None else info.local_rank or 0
+    size = local_size if local_size is not None else info.local_size or rank + 1
+    choice = choose_device(
+        option, local_rank=rank, local_size=size, cuda_device_count=torch.cuda.device_count()
+    )
+    if choice.warning:
+        log.warning(choice.warning)
+    device = torch.device(choice.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,202 @@
+"""The Session over real ranks, Horovod and MPI: the merge is the formula, bit for bit the same on every rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hvd_adaptive import Config, Session
+
+
+def make_data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(600, 6, dtype=torch.float64, generator=generator)
+    return TensorDataset(x, (x.sum(dim=1) > 0).long())
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()
+
+
+def run(session: Session, **options: Any) -> list[Any]:
+    records: list[Any] = []
+    session.records.append(records.append)
+    for batch in session.batches(make_data(), **options):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            nn.functional.cross_entropy(session.model(batch.x), batch.y).backward()
+            session.optimizer.step()
+    return records
+
+
+@pytest.mark.mpi(1, 2, 3, 4)
+@pytest.mark.parametrize("rule", ["updates", "heterogpu"])
+def test_a_merge_is_the_weighted_sum_of_deltas(rule: str, num_ranks: int) -> None:
+    from mpi4py import MPI
+
+    torch.manual_seed(MPI.COMM_WORLD.Get_rank())
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+    config = Config(
+        batch_size=16, mega_batch=200, outer_step="momentum", outer_momentum=0.9, hash_interval=1, merge_weights=rule,
+        perturbation=rule == "heterogpu", perturbation_threshold=10.0,
+    )  # fmt: skip
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    assert session.world_size == num_ranks
+    globals_, deltas = [flat(model)], []
+    merge = session._strategy.end_round
+
+    def watched(stats: Any) -> Any:
+        deltas.append(flat(model) - globals_[-1])
+        result = merge(stats)
+        globals_.append(flat(model))
+        return result
+
+    session._strategy.end_round = watched  # type: ignore[method-assign]
+    records = run(session, num_epochs=2)
+    comm = MPI.COMM_WORLD
+    velocity = torch.zeros_like(deltas[0])
+    for number, record in enumerate(records):
+        others = comm.allgather(deltas[number])
+        velocity = 0.9 * velocity + sum(w * d for w, d in zip(record.weight, others, strict=True))
+        assert torch.allclose(globals_[number + 1], globals_[number] + velocity, rtol=1e-12, atol=1e-14)
+        assert all(torch.equal(globals_[number + 1], other) for other in comm.allgather(globals_[number + 1]))
+        spread = record.stats["num_updates"] / record.stats["num_updates"].sum()
+        expected = 1 + 0.1 * (spread.max() - spread.min()) if rule == "heterogpu" and num_ranks > 1 else 1.0
+        assert record.weight.sum() == pytest.approx(expected)
+    assert sum(r.stats["num_samples"].sum() for r in records) == 1200
+    session.close()
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_baseline_is_plain_horovod(sparse: bool) -> None:
+    """One step of two ranks equals one rank's step on both halves of the batch, with dense and sparse gradients."""
+
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(50, 4, mode="sum", sparse=sparse, dtype=torch.float64)
+            self.out = nn.Linear(4, 3).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.bag(x))
+
+    generator = torch.Generator().manual_seed(3)
+    data = TensorDataset(
+        torch.randint(0, 50, (64, 5), generator=generator), torch.randint(0, 3, (64,), generator=generator)
+    )
+    torch.manual_seed(0)
+    model, alone = Bag(), Bag()
+    session = Session(
+        model, torch.optim.SGD(model.parameters(), lr=0.5), Config(strategy="horovod", batch_size=8)
+    )
+    alone.load_state_dict(model.state_dict())
+    sgd = torch.optim.SGD(alone.parameters(), lr=0.5)
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Dup()
+    for batch in session.batches(data, num_epochs=1):
+        rows = [row for part in comm.allgather(batch.rows) for row in part]
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+            session.optimizer.step()
+        sgd.zero_grad()
+        nn.functional.cross_entropy(alone(data.tensors[0][rows]), data.tensors[1][rows]).backward()
+        sgd.step()
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-9)
+    session.close()
+
+
+SCRIPT = """
+import sys, time, torch
+from torch.utils.data import TensorDataset
+import hvd_adaptive
+
+def fail(session):
+    {body}
+
+x = torch.randn(400, 6)
+model = torch.nn.Linear(6, 2)
+session = hvd_adaptive.Session(model, torch.optim.SGD(model.parameters(), lr=0.1),
+                               hvd_adaptive.Config(batch_size=8, mega_batch=200, stall_limit_s=4))
+print("started", flush=True)
+for batch in session.batches(TensorDataset(x, (x.sum(1) > 0).long()), num_epochs={epochs}):
+    with session.step(batch):
+        session.optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+        session.optimizer.step()
+    if session.round == 2:
+        fail(session)
+session.close()
+"""
+
+
+def script(tmp_path: Path, body: str, epochs: int = 4) -> list[str]:
+    path = tmp_path / "own_loop.py"
+    path.write_text(SCRIPT.format(body=body, epochs=epochs))
+    return [sys.executable, str(path)]
+
+
+def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(run_job: Any, tmp_path: Path) -> None:
+    job = run_job(script(tmp_path, "if session.rank == 1: raise KeyError('on purpose')"), np=3, timeout=60)
+    assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
+    first = job.stderr.strip().splitlines()[0]
+    assert first == "rank 1 failed:" and "KeyError: 'on purpose'" in job.stderr, job.describe()
+    assert job.wall_s < 30, job.describe()
+
+
+def test_a_rank_that_exits_early_is_named(run_job: Any, tmp_path: Path) -> None:
+    job = run_job(script(tmp_path, "if session.rank == 1: sys.exit(0)"), np=2, timeout=60)
+    assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
+    assert "rank 1" in job.stderr, job.describe()
+
+
+def test_a_rank_stuck_in_the_users_code_is_named(run_job: Any, tmp_path: Path) -> None:
+    job = run_job(script(tmp_path, "while session.rank == 1: time.sleep(0.1)"), np=2, timeout=60)
+    assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
+    assert "rank 1" in job.stderr and "stuck" in job.stderr, job.describe()
+
+
+def rank_pid(path: Path, rank: int) -> int:
+    """The process of a rank that runs a script, once it is there."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                variables = (folder / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if str(path).encode() in words and f"OMPI_COMM_WORLD_RANK={rank}".encode() in variables:
+                return int(folder.name)
+        time.sleep(0.1)
+    raise TimeoutError(f"rank {rank} did not start")
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGSTOP, ("rank 1", "pid")), (signal.SIGKILL, ("rank 1",))]
+)
+def test_a_rank_frozen_or_killed_in_training_ends_the_job(
+    run_job: Any, tmp_path: Path, number: int, words: Any
+) -> None:
+    command = script(tmp_path, "pass", epochs=100_000)
+
+    def disturb(_: Any) -> None:
+        pid = rank_pid(tmp_path / "own_loop.py", 1)
+        time.sleep(8)
+        os.kill(pid, number)
+
+    job = run_job(command, np=2, timeout=90, during=disturb)
+    assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
+    assert all(word in job.stderr for word in words), job.describe()

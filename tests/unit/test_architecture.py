@@ -1,0 +1,68 @@
+"""The rooms and their arrows: who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "hvd_adaptive"
+
+# What each room may import of this package, besides itself and config.
+ALLOWED = {
+    "core": set(),
+    "data": set(),
+    "launch": set(),
+    "report": set(),
+    "transport": {"launch"},
+    "train": {"core", "data", "transport"},
+    "cli": {"core", "data", "launch", "report", "train", "transport"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_the_core_loads_without_horovod_and_mpi() -> None:
+    modules = [
+        f"hvd_adaptive.core.{path.stem}"
+        for path in (PACKAGE / "core").glob("*.py")
+        if path.stem != "__init__"
+    ]
+    code = f"import sys, {', '.join(modules)}; print(sorted({{'horovod', 'mpi4py'}} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE))
+)
+def test_arrows_point_one_way(path: Path) -> None:
+    room = path.relative_to(PACKAGE).parts[0]
+    found = imports(path)
+    roots = {name.split(".")[0] for name in found}
+    if room not in ("transport", "wrap"):
+        assert not roots & {"horovod", "mpi4py"}
+    if room == "core":
+        assert not roots & {"os", "time", "socket", "threading"}
+    if room in ALLOWED:
+        rooms = {name.split(".")[1] for name in found if name.startswith("hvd_adaptive.")}
+        assert rooms <= ALLOWED[room] | {room, "config", "__version__"}
+    assert not roots & {"pickle", "cloudpickle", "dill"}
+
+
+def test_every_module_fits_a_reader() -> None:
+    long = [path.name for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 400]
+    assert not long
