@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,6 +92,9 @@ def _run(options: argparse.Namespace, configs: tuple[Config, TrainConfig] | None
 def _fail(error: Exception, rank: int) -> int:
     if rank == 0:
         print(f"hvd-adaptive: error: {error}", file=sys.stderr, flush=True)
+    else:
+        # A launcher ends the job when the first rank exits; rank 0 must have spoken by then.
+        time.sleep(2)
     return EXIT_BAD_INPUT
 
 

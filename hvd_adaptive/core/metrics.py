@@ -10,15 +10,13 @@ Shapes: b = rows of a block, L = labels, K = predicted labels of a row, nnz = st
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from hvd_adaptive.data import SparseRows
+from hvd_adaptive.core.rows import SparseRows
 
 DEFAULT_KS = (1, 3, 5)
 

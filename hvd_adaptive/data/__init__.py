@@ -4,9 +4,10 @@
 None of them communicates; who builds, and that the others wait, is the caller's business.
 """
 
+from hvd_adaptive.core.rows import SparseRows
 from hvd_adaptive.data.cache import build, default_cache_dir, open_splits
 from hvd_adaptive.data.source import DataSource, resolve
-from hvd_adaptive.data.sparse import SparseDataset, SparseRows
+from hvd_adaptive.data.sparse import SparseDataset
 
 __all__ = [
     "DataSource",

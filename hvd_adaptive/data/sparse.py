@@ -1,4 +1,4 @@
-"""Sparse rows as torch tensors, and one split of a data set over memory-mapped arrays.
+"""One split of a data set over memory-mapped arrays.
 
 Shapes: n = samples of the split, k = rows of a batch, nnz = non-zeros of that batch.
 """
@@ -7,40 +7,14 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+
+from hvd_adaptive.core.rows import SparseRows
 
 IntArray = npt.NDArray[np.int64]
-
-
-class SparseRows(NamedTuple):
-    """Rows of a sparse matrix (CSR): features with values, or labels without.
-
-    Row i owns ``indices[offsets[i]:offsets[i + 1]]``, ascending and without duplicates.
-
-    Attributes:
-        indices: column ids, int64, shape (nnz,).
-        offsets: where each row starts and, last, nnz; int64, shape (num_rows + 1,).
-        values: float32, shape (nnz,), or None for labels.
-    """
-
-    indices: Tensor
-    offsets: Tensor
-    values: Tensor | None
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows, empty ones included."""
-        return self.offsets.shape[0] - 1
-
-    def to(self, device: torch.device | str) -> SparseRows:
-        """Return these rows on ``device``; tensors that are already there are shared, not copied."""
-        values = None if self.values is None else self.values.to(device)
-        return SparseRows(self.indices.to(device), self.offsets.to(device), values)
 
 
 class SparseDataset:

@@ -21,7 +21,7 @@ from hvd_adaptive.train import optimizer_state
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows, prefetched
 from hvd_adaptive.train.flat_model import FlatModel
 from hvd_adaptive.train.records import Array, GatheredStats, RoundStats
-from hvd_adaptive.transport.base import Transport
+from hvd_adaptive.transport.base import AgreedError, Transport
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class LocalStrategy:
             The statistics of all ranks as they were before the merge, the merge weights, and the bytes this rank sent.
 
         Raises:
-            RuntimeError: on all ranks, if no rank's parameters are finite.
+            AgreedError: on all ranks, if no rank's parameters are finite.
         """
         start = time.perf_counter()
         finite = self.flat_model.compute_delta()
@@ -140,19 +140,7 @@ class LocalStrategy:
         start = time.perf_counter()
         gathered = GatheredStats(self._transport.allgather_stats(stats.vector()))
         all_finite = gathered["finite"] > 0
-        weight = merge_weights(
-            self._config.merge_weights,
-            num_updates=gathered["num_updates"],
-            num_samples=gathered["num_samples"],
-            batch_sizes=gathered["batch_size"],
-            finite=all_finite,
-            norm_per_parameter=gathered["norm_per_parameter"],
-            perturbation=Perturbation(
-                threshold=self._config.perturbation_threshold, delta=self._config.perturbation_delta
-            )
-            if self._config.perturbation
-            else None,
-        )
+        weight = self._weights(gathered)
         self._rebalance(gathered)
         stats.control_s = time.perf_counter() - start
 
@@ -171,6 +159,27 @@ class LocalStrategy:
             self._transport.forget(self._cursor_key)
         stats.merge_s = delta_s + time.perf_counter() - start
         return gathered, weight, self.flat_model.payload_bytes
+
+    def _weights(self, gathered: GatheredStats) -> Array:
+        config = self._config
+        perturbation = None
+        if config.perturbation:
+            perturbation = Perturbation(
+                threshold=config.perturbation_threshold, delta=config.perturbation_delta
+            )
+        try:
+            return merge_weights(
+                config.merge_weights,
+                num_updates=gathered["num_updates"],
+                num_samples=gathered["num_samples"],
+                batch_sizes=gathered["batch_size"],
+                finite=gathered["finite"] > 0,
+                norm_per_parameter=gathered["norm_per_parameter"],
+                perturbation=perturbation,
+            )
+        except RuntimeError as error:
+            # Every rank has the same statistics, so every rank is here.
+            raise AgreedError(str(error)) from None
 
     def _rebalance(self, gathered: GatheredStats) -> None:
         config = self._config

@@ -9,15 +9,14 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-if TYPE_CHECKING:
-    from hvd_adaptive.data import SparseRows
+from hvd_adaptive.core.rows import SparseRows
 
 _log = logging.getLogger(__name__)
 

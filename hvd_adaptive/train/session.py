@@ -88,6 +88,9 @@ class Session:
                 },
                 **{f"model {name}": (tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()},
                 "optimizer": type(optimizer).__name__,
+                "optimizer groups": repr(
+                    [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+                ),
             },
             "Start every rank with the same options and the same model.",
         )

@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -25,10 +26,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.launch.binding import LauncherInfo, check_world
+from hvd_adaptive.transport.base import AgreedError
 from hvd_adaptive.transport.heartbeat import Heartbeat
 from hvd_adaptive.transport.side_channel import SideChannel
 
 log = logging.getLogger(__name__)
+
+_ABORT_PATIENCE_S = 5.0
 
 
 def loaded_mpi_libraries(maps: str) -> list[str]:
@@ -214,6 +218,9 @@ def _check_one_mpi() -> None:
 
 def _install_abort(comm: Any, rank: int) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, AgreedError) and rank:
+            # Rank 0 says it for all, and ends the job.
+            time.sleep(_ABORT_PATIENCE_S)
         text = "".join(traceback.format_exception(kind, error, trace))
         sys.stdout.flush()
         sys.stderr.write(f"rank {rank} failed:\n{text}")

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "hvd_adaptive"
 # What each room may import of this package, besides itself and config.
 ALLOWED = {
     "core": set(),
-    "data": set(),
+    "data": {"core"},
     "launch": set(),
     "report": set(),
     "transport": {"launch"},
