@@ -253,7 +253,7 @@ def test_ranks_with_different_options_or_data_are_refused(run_job: Any, data: Pa
     assert "hvd-adaptive: error" in job.stderr, job.describe()
 
 
-def test_mismatched_mpi_libraries_are_refused(train: Any, tmp_path: Path) -> None:
+def test_mismatched_mpi_libraries_are_refused(run_job: Any, tmp_path: Path) -> None:
     probe = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(open('/proc/self/maps').read())"
     maps = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60).stdout
     (library,) = loaded_mpi_libraries(maps)
@@ -264,7 +264,13 @@ def test_mismatched_mpi_libraries_are_refused(train: Any, tmp_path: Path) -> Non
     copy.write_bytes(Path(library).read_bytes().replace(name.encode() + b"\0", other.encode() + b"\0"))
     # The copy must still find what the original finds beside itself.
     folders = sorted({os.path.dirname(path) for path in re.findall(r"(/\S+\.so\S*)", maps)})
-    job = train(np=2, env={"MPI4PY_LIBMPI": str(copy), "LD_LIBRARY_PATH": ":".join(folders)}, timeout=60)
+    # Loaded after Horovod's, mpi4py would take the library that is there.
+    program = (
+        "import sys, mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; from hvd_adaptive.cli import main; "
+        f"sys.exit(main(['train', '--out', {str(tmp_path / 'run')!r}]))"
+    )
+    libraries = {"MPI4PY_LIBMPI": str(copy), "LD_LIBRARY_PATH": ":".join(folders)}
+    job = run_job([sys.executable, "-c", program], np=2, env=libraries, timeout=60)
     assert job.returncode != 0 and not job.timed_out, job.describe()
     assert "Horovod and mpi4py use different MPI libraries" in job.stderr and str(copy) in job.stderr, (
         job.describe()
