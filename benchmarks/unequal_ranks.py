@@ -46,14 +46,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--limits", choices=("emulated", "cgroup"), default="emulated")
+    parser.add_argument("--methods", help="only these settings, separated by commas")
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
     name = Path(options.data).name
     table = tomllib.loads((HERE / "settings.toml").read_text())[name]
+    wanted = options.methods.split(",") if options.methods else list(table[options.stage])
     groups = make_cgroups() if options.limits == "cgroup" else None
     runs: dict[str, list[dict[str, Any]]] = {}
     for seed in range(options.seeds if options.stage == "confirm" else 1):
-        for method, settings in table[options.stage].items():
+        for method in wanted:
+            settings = table[options.stage][method]
             folder = options.out / f"{name}-{options.limits}-{options.stage}-{method}-{seed}"
             arguments = [
                 *shlex.split(table["common"]),
