@@ -21,7 +21,7 @@ def reset_(optimizer: Optimizer, initial: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def average_(optimizer: Optimizer, transport: Transport, weight: float) -> None:
-    """Replaces float state by its weighted mean over the ranks that have it, integer state by the maximum. COLLECTIVE.
+    """Replaces the tensors and numbers of the state by their weighted mean over the ranks that have them. COLLECTIVE.
 
     A rank without state for a parameter (it made no step) receives the others' mean.
 

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 from hvd_adaptive.config import Config
 from hvd_adaptive.core.dispatch import epoch_order
 from hvd_adaptive.train.flat_model import model_hash
+from hvd_adaptive.train.optimizer_state import average_
 from hvd_adaptive.train.session import Session
 from hvd_adaptive.transport.base import AgreedError
 from hvd_adaptive.transport.local import LocalTransport, LocalWorld
@@ -291,3 +292,17 @@ def test_memory_beyond_the_model_is_two_copies_and_one_for_the_outer_step() -> N
         held = [t for g in strategy.flat_model.parameter_groups for t in (g.weights, g.delta)]
         held += strategy._outer.velocity.values()
         assert sum(t.numel() for t in held) == copies * sum(p.numel() for p in session.model.parameters())
+
+
+def test_averaged_optimizer_state_is_the_weighted_mean_of_the_ranks_that_have_it() -> None:
+    weights = [0.25, 0.75, 0.0]
+
+    def run(transport: LocalTransport) -> torch.Tensor:
+        parameter = nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.Adagrad([parameter], lr=0.1)
+        optimizer.state[parameter]["sum"] = torch.full((3,), 1.0 + transport.rank)
+        average_(optimizer, transport, weights[transport.rank])
+        return optimizer.state[parameter]["sum"]
+
+    for state in LocalWorld(3).run(run):
+        assert torch.allclose(state, torch.full((3,), 0.25 * 1 + 0.75 * 2))
