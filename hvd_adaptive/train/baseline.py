@@ -39,8 +39,7 @@ class HorovodStrategy:
         self._clock: list[tuple[float, float]] = []
         self._foreign_s = 0.0
         self._wait_s = 0.0
-        self._wrapped = self.optimizer is not optimizer
-        if self._wrapped:
+        if self.optimizer is not optimizer:
             # Runs first when the wrapper's step begins, and again inside it when the gradients have arrived.
             self.optimizer.register_step_pre_hook(self._mark)
 

@@ -43,20 +43,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def train_arguments(data: Path, out: Path) -> list[str]:
+    return ["train", "--data", str(data), "--cache-dir", str(data / "cache"), "--out", str(out)]
+
+
 @pytest.fixture
 def train(run_job: Any, data: Path, tmp_path: Path) -> Any:
     def run(*options: str, np: int | None, out: str = "run", **job: Any) -> Any:
-        command = [
-            *COMMAND,
-            "train",
-            "--data",
-            str(data),
-            "--cache-dir",
-            str(data / "cache"),
-            "--out",
-            str(tmp_path / out),
-        ]
-        return run_job([*command, "--no-calibration", *options], np=np, **job)
+        return run_job(
+            [*COMMAND, *train_arguments(data, tmp_path / out), "--no-calibration", *options], np=np, **job
+        )
 
     return run
 
@@ -219,16 +215,7 @@ def per_rank(*variants: list[str]) -> list[str]:
 
 
 def test_ranks_with_different_options_or_data_are_refused(run_job: Any, data: Path, tmp_path: Path) -> None:
-    base = [
-        *COMMAND,
-        "train",
-        "--data",
-        str(data),
-        "--cache-dir",
-        str(data / "cache"),
-        "--out",
-        str(tmp_path / "run"),
-    ]
+    base = [*COMMAND, *train_arguments(data, tmp_path / "run")]
     job = run_job(per_rank(base, [*base, "--batch-size", "32"]), np=2, timeout=60)
     assert job.returncode != 0, job.describe()
     assert "the ranks do not agree: batch_size is 64 on rank 0 and 32 on rank 1" in job.stderr, job.describe()
@@ -293,23 +280,13 @@ def test_gloo_is_refused(run_job: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("launcher", ["-np", "horovodrun"])
 def test_the_readmes_launchers(run_job: Any, data: Path, tmp_path: Path, launcher: str) -> None:
-    arguments = [
-        "train",
-        "--data",
-        str(data),
-        "--cache-dir",
-        str(data / "cache"),
-        "--out",
-        str(tmp_path / "run"),
-        "--epochs",
-        "1",
-    ]
+    arguments = [*train_arguments(data, tmp_path / "run"), "--epochs", "1"]
     if launcher == "-np":
-        command = [*COMMAND, *arguments, "-np", "2"]
+        command = ["hvd-adaptive", *arguments, "-np", "2"]
     else:
-        horovodrun = Path(sys.executable).with_name("horovodrun")
-        command = [str(horovodrun), "-np", "2", *COMMAND, *arguments]
+        command = ["horovodrun", "-np", "2", "hvd-adaptive", *arguments]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    job = run_job(command, env={"PATH": path})
+    # As in an activated environment.
+    job = run_job(["env", f"PATH={path}", *command])
     assert job.returncode == 0, job.describe()
     assert read(tmp_path / "run")[0]["world_size"] == 2
