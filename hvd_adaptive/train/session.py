@@ -33,10 +33,16 @@ from hvd_adaptive.train.flat_model import model_hash
 from hvd_adaptive.train.learning_rate import LearningRateMultiplier
 from hvd_adaptive.train.local import LocalStrategy
 from hvd_adaptive.train.records import GatheredStats, RoundRecord, RoundStats
+from hvd_adaptive.train.strategy import Strategy
 from hvd_adaptive.transport import connect
 from hvd_adaptive.transport.base import Transport, agree, agree_equal
 
 __all__ = ["Batch", "Session"]
+
+STRATEGIES: dict[str, Callable[[nn.Module, Optimizer, Config, Transport], Strategy]] = {
+    "local": LocalStrategy,
+    "horovod": HorovodStrategy,
+}
 
 
 class Session:
@@ -95,11 +101,7 @@ class Session:
             "Start every rank with the same options and the same model.",
         )
         self._slowdown = Slowdown(self.config.slowdown, world_size=self.world_size)
-        strategies: dict[str, type[LocalStrategy] | type[HorovodStrategy]] = {
-            "local": LocalStrategy,
-            "horovod": HorovodStrategy,
-        }
-        self._strategy = strategies[self.config.strategy](model, optimizer, self.config, self.transport)
+        self._strategy = STRATEGIES[self.config.strategy](model, optimizer, self.config, self.transport)
         self.optimizer = self._strategy.optimizer
         self._lr = LearningRateMultiplier(self.optimizer)
         self._stats = RoundStats()
