@@ -140,29 +140,3 @@ def cut_round(
             parts.append(Part(position, position + count, first, last, ends))
             position += count
     return parts
-
-
-def balanced_sizes(
-    sizes: Sequence[float],
-    seconds_per_sample: Sequence[float],
-    *,
-    dead_band: float = 0.05,
-    max_change: float = 0.25,
-) -> list[float]:
-    """Returns sizes with the same sum, moved towards those at which all ranks take equally long.
-
-    Args:
-        sizes: samples of each rank now, > 0.
-        seconds_per_sample: of each rank, > 0.
-        dead_band: nothing moves while the slowest rank takes at most ``1 + dead_band`` times as long as it would then.
-        max_change: no size moves by more than this fraction of itself; ``math.inf`` for all the way.
-    """
-    total = math.fsum(sizes)
-    ideal_s = total / math.fsum(1 / s for s in seconds_per_sample)
-    slowest_s = max(n * s for n, s in zip(sizes, seconds_per_sample, strict=True))
-    if slowest_s <= (1 + dead_band) * ideal_s:
-        return list(sizes)
-    steps = [ideal_s / s - n for n, s in zip(sizes, seconds_per_sample, strict=True)]
-    # One factor for all, so that the sum stays.
-    factor = min(1.0, *(max_change * n / abs(step) for n, step in zip(sizes, steps, strict=True) if step))
-    return [n + factor * step for n, step in zip(sizes, steps, strict=True)]

@@ -51,6 +51,7 @@ class FlatBuffers:
         buffers = list(model.buffers())
         self.groups = _group("buffers", [b for b in buffers if b.is_floating_point()])
         self._integers = [b for b in buffers if not b.is_floating_point()]
+        self.payload_bytes = sum(g.delta.numel() * g.delta.element_size() for g in self.groups)
 
     @torch.no_grad()
     def compute_delta(self) -> bool:
