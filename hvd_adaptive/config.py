@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
 import os
 import sys
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from hvd_adaptive.validation import check_not_negative, check_positive, check_types_and_choices, field_type
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -20,6 +19,12 @@ else:
     import tomli as tomllib
 
 ENVIRONMENT_PREFIX = "HVD_ADAPTIVE_"
+# The batch-size rules of each strategy, its default first.
+SIZE_RULES = {
+    "local": ("fixed", "paper", "heterogpu"),
+    "sync": ("proportional", "fixed", "static"),
+    "horovod": ("fixed",),
+}
 
 
 def _option(default: Any, text: str, *choices: str) -> Any:
@@ -39,8 +44,10 @@ class Config:
     strategy: str = _option(
         "local",
         "local: ranks train by themselves and merge models every mega-batch (Adaptive SGD); "
+        "sync: every step is one machine's with the global batch, of which each rank computes a share by its speed (LB-BSP); "
         "horovod: plain DistributedOptimizer with equal batches, the baseline",
         "local",
+        "sync",
         "horovod",
     )
     batch_size: int = _option(64, "samples in a rank's batch at the start")
@@ -53,8 +60,11 @@ class Config:
     mega_batch: int | None = _option(
         None, "samples between two merges, over all ranks (default: 100 x batch_size)"
     )
-    batch_size_rule: str = _option(
-        "fixed", "how batch sizes follow the ranks' speeds", "fixed", "paper", "heterogpu"
+    batch_size_rule: str | None = _option(
+        None,
+        "how batch sizes follow the ranks' speeds: fixed, paper or heterogpu for 'local' (default: fixed); fixed, static (by the "
+        "first round's speeds) or proportional for 'sync' (default: proportional)",
+        *("fixed", "paper", "heterogpu", "static", "proportional"),
     )
     batch_size_step: float | None = _option(
         None,
@@ -113,10 +123,19 @@ class Config:
         "emulate unequal ranks: stretch each rank's compute by a factor, 4,4,2,1; as a schedule over training seconds: "
         "0:4,4,2,1;30:1,2,4,4",
     )
+    global_batch_size: int | None = _option(
+        None, "samples of a step over all ranks, of 'sync' (default: batch_size x number of ranks)"
+    )
+    accumulation_steps: int = _option(
+        1, "micro-batches whose gradients are added up before a step, on every rank, of 'sync'"
+    )
+    loss_reduction: str = _option(
+        "mean", "whether the loss is a mean or a sum over the samples of a batch, for 'sync'", "mean", "sum"
+    )
 
     def __post_init__(self) -> None:
-        _check_types_and_choices(self)
-        _check_positive(
+        check_types_and_choices(self)
+        check_positive(
             self,
             "batch_size",
             "min_batch_size",
@@ -127,8 +146,10 @@ class Config:
             "outer_lr",
             "stall_limit_s",
             "perturbation_threshold",
+            "global_batch_size",
+            "accumulation_steps",
         )
-        _check_not_negative(self, "warmup_epochs", "lr_decay", "hash_interval", "seed")
+        check_not_negative(self, "warmup_epochs", "lr_decay", "hash_interval", "seed")
         for name in ("outer_momentum", "perturbation_delta"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
@@ -149,6 +170,12 @@ class Config:
             )
         if self.slowdown is not None:
             parse_slowdown(self.slowdown)
+        _check_strategy(self)
+
+    @property
+    def size_rule(self) -> str:
+        """How batch sizes follow the ranks' speeds: ``batch_size_rule`` or the strategy's default."""
+        return self.batch_size_rule or SIZE_RULES[self.strategy][0]
 
     @property
     def batch_size_bounds(self) -> tuple[int, int]:
@@ -167,7 +194,7 @@ class Config:
         """Samples a batch size moves by."""
         if self.batch_size_step is not None:
             return self.batch_size_step
-        return 32.0 if self.batch_size_rule == "heterogpu" else self.batch_size_bounds[0] / 2
+        return 32.0 if self.size_rule == "heterogpu" else self.batch_size_bounds[0] / 2
 
     @property
     def outer_learning_rate(self) -> float:
@@ -212,9 +239,9 @@ class TrainConfig:
     calibration: bool = _option(True, "measure each rank's own speed before the run, for the utilisation")
 
     def __post_init__(self) -> None:
-        _check_types_and_choices(self)
-        _check_positive(self, "epochs", "time_limit", "hidden_size", "lr", "eval_samples")
-        _check_not_negative(self, "momentum", "weight_decay", "eval_rounds")
+        check_types_and_choices(self)
+        check_positive(self, "epochs", "time_limit", "hidden_size", "lr", "eval_samples")
+        check_not_negative(self, "momentum", "weight_decay", "eval_rounds")
         if self.target_p1 is not None and not 0 < self.target_p1 <= 1:
             raise ValueError(f"target_p1 must be in (0, 1], got {self.target_p1}")
         if self.test_data is not None and self.data is None:
@@ -257,17 +284,6 @@ def parse_slowdown(text: str) -> list[tuple[float, tuple[float, ...]]]:
             f"slowdown: a schedule starts at 0, its times rise and every entry has as many factors, got {text!r}; {remedy}"
         )
     return schedule
-
-
-ConfigClass = typing.TypeVar("ConfigClass", Config, TrainConfig)
-
-
-def field_type(cls: type, name: str) -> type:
-    """Returns the plain type of a field, with ``| None`` removed."""
-    hint = typing.get_type_hints(cls)[name]
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return next(arg for arg in typing.get_args(hint) if arg is not type(None))
-    return typing.cast(type, hint)
 
 
 def read_config_file(path: str) -> dict[str, Any]:
@@ -354,30 +370,17 @@ def build_configs(*sources: Mapping[str, Any]) -> tuple[Config, TrainConfig]:
     )
 
 
-def _check_types_and_choices(config: Config | TrainConfig) -> None:
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        kind = field_type(type(config), item.name)
-        if value is None and item.default is None:
-            continue
-        fits = isinstance(value, (int, float)) if kind is float else isinstance(value, kind)
-        if not fits or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"{item.name} must be a {kind.__name__}, got {value!r}")
-        if kind is float and not abs(value) < float("inf"):
-            raise ValueError(f"{item.name} must be finite, got {value}")
-        choices = item.metadata["choices"]
-        if choices and value not in choices:
-            raise ValueError(f"{item.name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def _check_positive(config: Config | TrainConfig, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{name} must be > 0, got {value}")
-
-
-def _check_not_negative(config: Config | TrainConfig, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < 0:
-            raise ValueError(f"{name} must be >= 0, got {getattr(config, name)}")
+def _check_strategy(config: Config) -> None:
+    rules = SIZE_RULES[config.strategy]
+    if config.size_rule not in rules:
+        raise ValueError(
+            f"batch_size_rule must be one of {', '.join(rules)} for strategy {config.strategy!r}, got {config.batch_size_rule!r}"
+        )
+    fixed = {"work": "samples"} if config.strategy == "sync" else {
+        "global_batch_size": None, "accumulation_steps": 1, "loss_reduction": "mean",
+    }  # fmt: skip
+    for name, value in fixed.items():
+        if getattr(config, name) != value:
+            raise ValueError(
+                f"{name} must be {value!r} with strategy {config.strategy!r}, got {getattr(config, name)!r}"
+            )

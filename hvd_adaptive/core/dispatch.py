@@ -45,15 +45,17 @@ def epoch_order(dataset_size: int, *, seed: int, epoch: int) -> NDArray[np.int64
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(dataset_size)
 
 
-def round_size(cursor: int, *, dataset_size: int, mega_batch: int) -> int:
+def round_size(cursor: int, *, dataset_size: int, mega_batch: int, unit: int = 1) -> int:
     """Returns how many samples the round that starts at ``cursor`` takes.
 
     What is left of the epoch is cut evenly into rounds of about ``mega_batch``, so no epoch ends with a stub that
-    costs a whole merge; a mega-batch larger than the epoch is one round an epoch.
+    costs a whole merge; a mega-batch larger than the epoch is one round an epoch. A round is a whole number of ``unit``
+    samples, except the last of an epoch.
     """
     remaining = dataset_size - cursor
-    num_rounds = max(1, round(remaining / mega_batch))
-    return -(-remaining // num_rounds)
+    num_units = -(-remaining // unit)
+    num_rounds = min(num_units, max(1, round(remaining / mega_batch)))
+    return min(remaining, -(-num_units // num_rounds) * unit)
 
 
 class MegaBatch:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.config import Config
-from hvd_adaptive.train.batches import Batch, BatchSource, Rows, prefetched
-from hvd_adaptive.train.emulation import compute_seconds
+from hvd_adaptive.train.batches import Batch, BatchSource, Rows
 from hvd_adaptive.train.records import Array, GatheredStats, RoundStats
+from hvd_adaptive.train.synchronous import SynchronousClock, batches_in_order
 from hvd_adaptive.transport.base import Transport
 
 
@@ -27,21 +27,18 @@ class HorovodStrategy:
     Attributes:
         optimizer: Horovod's wrapper of the user's optimizer.
         batch_sizes: the batch size, for every rank, shape (world_size,).
+        round_unit: 1, as in strategy ``local``.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
         self._config = config
         self._transport = transport
-        self._device = next(model.parameters()).device
         transport.broadcast_([*(p.detach() for p in model.parameters()), *model.buffers()])
         self.optimizer = transport.distributed_optimizer(optimizer, model)
         self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
-        self._clock: list[tuple[float, float]] = []
-        self._foreign_s = 0.0
-        self._wait_s = 0.0
-        if self.optimizer is not optimizer:
-            # Runs first when the wrapper's step begins, and again inside it when the gradients have arrived.
-            self.optimizer.register_step_pre_hook(self._mark)
+        self.round_unit = 1
+        self._clock = SynchronousClock(self.optimizer, next(model.parameters()).device, transport)
+        self._reduced = ExitStack()
 
     def warm_up(self, active: bool) -> None:
         """The baseline keeps its batch size; only the learning rate warms up."""
@@ -52,9 +49,20 @@ class HorovodStrategy:
 
     def take_foreign_seconds(self) -> float:
         """Returns compute seconds of this step spent polling for gradients, which an emulated slowdown must not stretch."""
-        seconds, self._foreign_s = self._foreign_s, 0.0
-        self._clock.clear()
-        return seconds
+        return self._clock.take_foreign_seconds()
+
+    def synchronize(self) -> bool:
+        """Waits for Horovod's exchange of this step's gradients, once. COLLECTIVE."""
+        optimizer: Any = self.optimizer
+        if hasattr(optimizer, "synchronize"):
+            self._reduced.close()
+            optimizer.synchronize()
+            # Until this step is over, so that it does not exchange them again.
+            self._reduced.enter_context(optimizer.skip_synchronize())
+        return True
+
+    def close(self) -> None:
+        """Nothing of ours is on the model."""
 
     def round_batches(
         self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats
@@ -64,32 +72,13 @@ class HorovodStrategy:
         num_steps = -(-len(rows) // (size * self._transport.world_size))
         padded = np.resize(rows, num_steps * size * self._transport.world_size)
         shares = padded.reshape(num_steps, self._transport.world_size, size)[:, self._transport.rank]
-        steps = iter(shares)
-
-        def fetch(_: int) -> Batch | None:
-            share = next(steps, None)
-            return None if share is None else source.load(share, len(share))
-
-        @contextmanager
-        def timed() -> Iterator[None]:
-            start = time.perf_counter()
-            yield
-            stats.claim_s += time.perf_counter() - start
-
-        self._wait_s = 0.0
-        yield from prefetched(fetch, timed)
+        loads = (functools.partial(source.load, share, len(share)) for share in shares)
+        for batch in batches_in_order(loads, stats):
+            self._reduced.close()
+            yield batch
 
     def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
         """Gathers the statistics. COLLECTIVE. Waiting is the time in Horovod's synchronize, the exchange included."""
-        stats.wait_s = self._wait_s
-        stats.busy_s -= self._wait_s
+        self._clock.end_round(stats)
         gathered = GatheredStats(self._transport.allgather_stats(stats.vector()))
         return gathered, np.full(self._transport.world_size, 1.0 / self._transport.world_size), 0
-
-    def _mark(self, *_: Any) -> None:
-        self._clock.append((time.perf_counter(), compute_seconds(self._device)))
-        if len(self._clock) == 2:
-            (wall_start, compute_start), (wall, compute) = self._clock
-            self._wait_s += wall - wall_start
-            self._foreign_s += compute - compute_start
-            self._clock.clear()

@@ -37,12 +37,52 @@ class _Group:
         return [part.view(t.shape) for part, t in zip(flat.split(sizes), self.tensors, strict=True)]
 
 
+class FlatBuffers:
+    """A model's buffers, which forward passes change on each rank by itself: float ones meet as a weighted mean, since a
+    momentum could make a variance negative; integer ones as their maximum.
+
+    Args:
+        model: any module; the ranks' buffers are equal now.
+        transport: the world.
+    """
+
+    def __init__(self, model: nn.Module, transport: Transport) -> None:
+        self._transport = transport
+        buffers = list(model.buffers())
+        self.groups = _group("buffers", [b for b in buffers if b.is_floating_point()])
+        self._integers = [b for b in buffers if not b.is_floating_point()]
+        self.payload_bytes = sum(g.delta.numel() * g.delta.element_size() for g in self.groups)
+
+    @torch.no_grad()
+    def compute_delta(self) -> bool:
+        """Fills the delta with the float buffers minus what they were after the last merge; returns whether it is finite."""
+        return _fill_deltas(self.groups)
+
+    @torch.no_grad()
+    def merge_(self, weight: float) -> None:
+        """Replaces the buffers by the ranks' weighted mean or maximum. COLLECTIVE.
+
+        Args:
+            weight: this rank's; they sum to 1 over ranks. 0 contributes zeros, whatever the delta holds.
+        """
+        _reduce_deltas(self.groups, weight, self._transport)
+        for group in self.groups:
+            group.weights.add_(group.delta)
+        _load(self.groups)
+        if self._integers:
+            flat = torch.cat([b.reshape(-1).to(torch.int64) for b in self._integers])
+            self._transport.allreduce_max_(flat, name="integer_buffers")
+            for buffer, value in zip(
+                self._integers, flat.split([b.numel() for b in self._integers]), strict=True
+            ):
+                buffer.copy_(value.view(buffer.shape))
+
+
 class FlatModel:
     """A model whose replicas differ between merges and agree after them.
 
-    Trainable parameters take the outer step. Float buffers (BatchNorm's running statistics) take the weighted mean, since a
-    momentum could make a variance negative; integer buffers take the maximum. Frozen parameters are broadcast once
-    and stay. A tied parameter counts once.
+    Trainable parameters take the outer step, buffers (BatchNorm's running statistics) do as :class:`FlatBuffers` says. Frozen
+    parameters are broadcast once and stay. A tied parameter counts once.
 
     Construction is COLLECTIVE: all ranks start from rank 0's parameters and buffers.
 
@@ -72,16 +112,14 @@ class FlatModel:
             )
         transport.broadcast_([*(p.detach() for p in parameters), *buffers])
 
-        floats = [b for b in buffers if b.is_floating_point()]
-        self._integers = [b for b in buffers if not b.is_floating_point()]
         self.parameter_groups = _group("parameters", trainable)
-        self.buffer_groups = _group("buffers", floats)
+        self._buffers = FlatBuffers(model, transport)
         self.num_parameters = sum(p.numel() for p in trainable)
         self.payload_bytes = sum(g.delta.numel() * g.delta.element_size() for g in self._groups)
 
     @property
     def _groups(self) -> list[_Group]:
-        return [*self.parameter_groups, *self.buffer_groups]
+        return [*self.parameter_groups, *self._buffers.groups]
 
     @torch.no_grad()
     def compute_delta(self) -> bool:
@@ -95,17 +133,7 @@ class FlatModel:
                 "requires_grad of a parameter changed during the session; close it and make a new Session after freezing "
                 "or unfreezing, so that the ranks exchange the right parameters"
             )
-        finite = True
-        for group in self._groups:
-            for tensor, weights, delta in zip(
-                group.tensors, group.slices(group.weights), group.slices(group.delta), strict=True
-            ):
-                # Half-precision parameters hold the rounded global model: that is what they started from.
-                torch.sub(tensor.to(delta.dtype), weights.to(tensor.dtype).to(delta.dtype), out=delta)
-            # A finite sum of squares proves all elements finite; an overflow does not prove the contrary.
-            if group.delta.numel() and not torch.isfinite(torch.dot(group.delta, group.delta)):
-                finite = finite and bool(torch.isfinite(group.delta).all())
-        return finite
+        return _fill_deltas(self._groups)
 
     @torch.no_grad()
     def norm_per_parameter(self) -> float:
@@ -122,32 +150,16 @@ class FlatModel:
             weight: this rank's merge weight; 0 contributes zeros, whatever the delta holds.
             buffer_weight: this rank's weight for float buffers; those sum to 1 over ranks.
         """
-        for groups, factor in ((self.parameter_groups, weight), (self.buffer_groups, buffer_weight)):
-            for group in groups:
-                # Not delta * 0: NaN times 0 is NaN.
-                group.delta.mul_(factor) if factor else group.delta.zero_()
-                self._transport.allreduce_sum_(group.delta, name=group.name)
+        _reduce_deltas(self.parameter_groups, weight, self._transport)
         for group in self.parameter_groups:
             outer.apply_(group.weights, group.delta)
-        for group in self.buffer_groups:
-            group.weights.add_(group.delta)
-        for group in self._groups:
-            for tensor, weights in zip(group.tensors, group.slices(group.weights), strict=True):
-                tensor.copy_(weights)
-        if self._integers:
-            flat = torch.cat([b.reshape(-1).to(torch.int64) for b in self._integers])
-            self._transport.allreduce_max_(flat, name="integer_buffers")
-            for buffer, value in zip(
-                self._integers, flat.split([b.numel() for b in self._integers]), strict=True
-            ):
-                buffer.copy_(value.view(buffer.shape))
+        _load(self.parameter_groups)
+        self._buffers.merge_(buffer_weight)
 
     @torch.no_grad()
     def restore_(self) -> None:
         """Loads the global model back into the model, undoing local steps."""
-        for group in self._groups:
-            for tensor, weights in zip(group.tensors, group.slices(group.weights), strict=True):
-                tensor.copy_(weights)
+        _load(self._groups)
 
 
 @torch.no_grad()
@@ -168,3 +180,30 @@ def _group(kind: str, tensors: list[Tensor]) -> list[_Group]:
             name = f"{kind}.{str(dtype).removeprefix('torch.')}"
             groups.append(_Group(name=name, tensors=members, weights=flat, delta=torch.zeros_like(flat)))
     return groups
+
+
+def _fill_deltas(groups: list[_Group]) -> bool:
+    finite = True
+    for group in groups:
+        for tensor, weights, delta in zip(
+            group.tensors, group.slices(group.weights), group.slices(group.delta), strict=True
+        ):
+            # Half-precision parameters hold the rounded global model: that is what they started from.
+            torch.sub(tensor.to(delta.dtype), weights.to(tensor.dtype).to(delta.dtype), out=delta)
+        # A finite sum of squares proves all elements finite; an overflow does not prove the contrary.
+        if group.delta.numel() and not torch.isfinite(torch.dot(group.delta, group.delta)):
+            finite = finite and bool(torch.isfinite(group.delta).all())
+    return finite
+
+
+def _reduce_deltas(groups: list[_Group], factor: float, transport: Transport) -> None:
+    for group in groups:
+        # Not delta * 0: NaN times 0 is NaN.
+        group.delta.mul_(factor) if factor else group.delta.zero_()
+        transport.allreduce_sum_(group.delta, name=group.name)
+
+
+def _load(groups: list[_Group]) -> None:
+    for group in groups:
+        for tensor, weights in zip(group.tensors, group.slices(group.weights), strict=True):
+            tensor.copy_(weights)

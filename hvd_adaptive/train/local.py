@@ -32,7 +32,10 @@ class LocalStrategy:
     Attributes:
         optimizer: the user's own.
         batch_sizes: the ranks' batch sizes, samples, shape (world_size,), equal on every rank.
+        round_unit: 1, rounds may have any number of samples.
     """
+
+    round_unit = 1
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
         self.optimizer = optimizer
@@ -66,6 +69,13 @@ class LocalStrategy:
     def take_foreign_seconds(self) -> float:
         """Returns compute seconds of this step that are not the rank's own work: none."""
         return 0.0
+
+    def synchronize(self) -> bool:
+        """Returns True at once: a step uses the rank's own gradients."""
+        return True
+
+    def close(self) -> None:
+        """Nothing is left on the model."""
 
     def round_batches(
         self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats
@@ -187,7 +197,7 @@ class LocalStrategy:
         if not self._warming_up:
             low, high = config.batch_size_bounds
             self.batch_sizes = next_batch_sizes(
-                config.batch_size_rule,
+                config.size_rule,
                 self.batch_sizes,
                 gathered["num_updates"],
                 min_batch_size=low,

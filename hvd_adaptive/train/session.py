@@ -34,6 +34,7 @@ from hvd_adaptive.train.learning_rate import LearningRateMultiplier
 from hvd_adaptive.train.local import LocalStrategy
 from hvd_adaptive.train.records import GatheredStats, RoundRecord, RoundStats
 from hvd_adaptive.train.strategy import Strategy
+from hvd_adaptive.train.sync import SyncStrategy
 from hvd_adaptive.transport import connect
 from hvd_adaptive.transport.base import Transport, agree, agree_equal
 
@@ -41,6 +42,7 @@ __all__ = ["Batch", "Session"]
 
 STRATEGIES: dict[str, Callable[[nn.Module, Optimizer, Config, Transport], Strategy]] = {
     "local": LocalStrategy,
+    "sync": SyncStrategy,
     "horovod": HorovodStrategy,
 }
 
@@ -56,7 +58,7 @@ class Session:
         transport: the world of ranks; found from the launcher's environment by default.
 
     Attributes:
-        optimizer: the optimizer to call: the given one, or for strategy ``horovod`` Horovod's wrapper of it.
+        optimizer: the optimizer to call: the given one, or for strategies ``sync`` and ``horovod`` a wrapper of it.
         ledger: what has been consumed, by completed merges.
         round: number of rounds completed.
         train_s: seconds of training so far, without pauses.
@@ -161,7 +163,10 @@ class Session:
                     epoch_order(len(source), seed=self.config.seed, epoch=self.ledger.epoch),
                 )
             size = round_size(
-                self.ledger.cursor, dataset_size=len(source), mega_batch=self.config.mega_batch_samples
+                self.ledger.cursor,
+                dataset_size=len(source),
+                mega_batch=self.config.mega_batch_samples,
+                unit=self._strategy.round_unit,
             )
             rows = order[self.ledger.cursor : self.ledger.cursor + size]
             schedule = lr_schedule(
@@ -210,6 +215,16 @@ class Session:
             stats.loss_samples += batch.num_samples
         self.transport.progress(f"step {int(stats.num_steps)} of round {self.round}")
 
+    def synchronize(self) -> bool:
+        """Waits, inside :meth:`step`, until the gradients are those that ``optimizer.step`` will use: clip or unscale them
+        after it. Not needed otherwise. COLLECTIVE for strategies ``sync`` and ``horovod``, at once for ``local``.
+
+        Returns:
+            Whether a step is due; False between the micro-batches of a step (``accumulation_steps``), whose gradients are
+            neither complete nor reduced.
+        """
+        return self._strategy.synchronize()
+
     def stop(self, *, agreed: bool = False) -> None:
         """Asks all ranks to end.
 
@@ -243,6 +258,7 @@ class Session:
         """Checks that all ranks hold the same model and leaves the world. COLLECTIVE."""
         self._check_hash()
         self._lr.remove()
+        self._strategy.close()
         self.transport.close()
 
     def _progress(self, dataset_size: int) -> float:

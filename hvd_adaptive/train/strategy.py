@@ -17,12 +17,14 @@ class Strategy(Protocol):
     """One way of training over all ranks. Construction is COLLECTIVE.
 
     Attributes:
-        optimizer: what the user's loop calls: the user's own optimizer, or Horovod's wrapper of it.
+        optimizer: what the user's loop calls: the user's own optimizer, or a wrapper of it.
         batch_sizes: the ranks' batch sizes, samples, shape (world_size,), equal on every rank.
+        round_unit: a round is a whole number of so many samples, except at the end of an epoch.
     """
 
     optimizer: Optimizer
     batch_sizes: Array
+    round_unit: int
 
     def warm_up(self, active: bool) -> None:
         """Switches the warm-up of ``Config.warmup_epochs`` on or off; called before every round."""
@@ -33,6 +35,13 @@ class Strategy(Protocol):
     def take_foreign_seconds(self) -> float:
         """Returns compute seconds of this step that are not the rank's own work, which an emulated slowdown must not
         stretch."""
+
+    def synchronize(self) -> bool:
+        """Waits until the gradients are those that ``optimizer.step`` will use. COLLECTIVE where ranks exchange gradients.
+
+        Returns:
+            Whether a step is due: False between the micro-batches of a step.
+        """
 
     def round_batches(
         self, rows: Rows, *, work: NDArray[np.int64] | None, source: BatchSource, round_id: int, stats: RoundStats
@@ -59,3 +68,6 @@ class Strategy(Protocol):
         Raises:
             AgreedError: on all ranks, if no rank's parameters are finite.
         """
+
+    def close(self) -> None:
+        """Takes off the model what construction put on it."""

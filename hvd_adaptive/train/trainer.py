@@ -128,7 +128,8 @@ class Trainer:
         return loss.detach()
 
     def _calibrate(self, config: Config, optimizer: Optimizer, device: torch.device) -> Speeds:
-        size = config.batch_size if config.batch_size_rule == "fixed" else config.batch_size_bounds[1]
+        moving = config.size_rule in ("paper", "heterogpu")
+        size = config.batch_size_bounds[1] if moving else config.batch_size
         return measure_speeds(
             self._model,
             optimizer,

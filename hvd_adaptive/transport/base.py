@@ -69,8 +69,18 @@ class Transport(Protocol):
     def take_turns(self, name: str, action: Callable[[], Any]) -> Any:
         """Runs ``action`` on one rank of the whole world after the other, the others asleep. COLLECTIVE."""
 
-    def distributed_optimizer(self, optimizer: Optimizer, model: nn.Module) -> Optimizer:
-        """Wraps the optimizer in Horovod's own DistributedOptimizer. COLLECTIVE in every step."""
+    def distributed_optimizer(
+        self, optimizer: Optimizer, model: nn.Module, *, average: bool = True, backward_passes_per_step: int = 1
+    ) -> Optimizer:
+        """Wraps the optimizer in Horovod's own DistributedOptimizer, or returns it as it is where there is no other rank and no
+        Horovod. COLLECTIVE in every step.
+
+        Args:
+            optimizer: over the model's parameters.
+            model: names the parameters.
+            average: whether gradients meet as their mean; else as their sum.
+            backward_passes_per_step: backward passes whose gradients are added up before they are exchanged.
+        """
 
     def close(self) -> None:
         """Leaves the world in good order. COLLECTIVE."""

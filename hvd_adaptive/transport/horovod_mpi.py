@@ -182,9 +182,14 @@ class HorovodMpiTransport:
             self.rendezvous(f"{name}.{turn}")
         return result
 
-    def distributed_optimizer(self, optimizer: Optimizer, model: nn.Module) -> Optimizer:
+    def distributed_optimizer(
+        self, optimizer: Optimizer, model: nn.Module, *, average: bool = True, backward_passes_per_step: int = 1
+    ) -> Optimizer:
         wrapped: Optimizer = self._hvd.DistributedOptimizer(
-            optimizer, named_parameters=model.named_parameters()
+            optimizer,
+            named_parameters=model.named_parameters(),
+            op=self._hvd.Average if average else self._hvd.Sum,
+            backward_passes_per_step=backward_passes_per_step,
         )
         return wrapped
 

@@ -131,10 +131,12 @@ class LocalTransport:
             self.rendezvous(name)
         return result
 
-    def distributed_optimizer(self, optimizer: Optimizer, model: nn.Module) -> Optimizer:
+    def distributed_optimizer(
+        self, optimizer: Optimizer, model: nn.Module, *, average: bool = True, backward_passes_per_step: int = 1
+    ) -> Optimizer:
         if self.world_size > 1:
             raise RuntimeError(
-                "simulated ranks have no Horovod: strategy 'horovod' needs real ranks (mpirun)"
+                "simulated ranks have no Horovod: strategies 'sync' and 'horovod' need real ranks (mpirun)"
             )
         return optimizer
 

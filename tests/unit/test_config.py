@@ -31,7 +31,19 @@ from hvd_adaptive.config import (
         ({"batch_size": "64"}, "batch_size must be a int, got '64'"),
         ({"batch_size": True}, "batch_size must be a int, got True"),
         ({"lr_decay": float("nan")}, "lr_decay must be finite"),
-        ({"strategy": "locale"}, "strategy must be one of local, horovod, got 'locale'"),
+        ({"strategy": "locale"}, "strategy must be one of local, sync, horovod, got 'locale'"),
+        (
+            {"accumulation_steps": 2},
+            "accumulation_steps must be 1 with strategy 'local', got 2",
+        ),
+        ({"strategy": "horovod", "global_batch_size": 64}, "global_batch_size must be None with strategy 'horovod'"),
+        ({"strategy": "sync", "accumulation_steps": 0}, "accumulation_steps must be > 0"),
+        ({"strategy": "sync", "work": "nonzeros"}, "work must be 'samples' with strategy 'sync'"),
+        (
+            {"strategy": "sync", "batch_size_rule": "paper"},
+            "batch_size_rule must be one of proportional, fixed, static for strategy 'sync', got 'paper'",
+        ),
+        ({"batch_size_rule": "static"}, "batch_size_rule must be one of fixed, paper, heterogpu for strategy 'local'"),
         ({"outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\), got 1.0"),
         ({"perturbation": True}, "perturbation needs merge_weights"),
         ({"stall_limit_s": 0.5}, "stall_limit_s must be >= 1"),
@@ -64,6 +76,11 @@ def test_defaults_are_the_papers() -> None:
     assert config.mega_batch_samples == 12_800
     assert config.batch_size_step_samples == 8
     assert Config(batch_size_rule="heterogpu").batch_size_step_samples == 32
+    assert [Config(strategy=name).size_rule for name in ("local", "sync", "horovod")] == [
+        "fixed",
+        "proportional",
+        "fixed",
+    ]
 
 
 def test_arguments_beat_the_file_and_that_beats_the_environment(tmp_path: Path) -> None:

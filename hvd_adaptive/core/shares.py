@@ -1,0 +1,142 @@
+"""Shares of a fixed global batch: how many samples each rank computes in a synchronous step, and which.
+
+Every rank calls these with the same numbers and must get the same integers, on any processor: a difference would lose
+samples. So sums are exact (``math.fsum``) and run over plain floats, not over arrays whose order of summation varies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+def integer_shares(
+    targets: Sequence[float], total: int, *, lower: int = 1, upper: Sequence[int] | None = None
+) -> list[int]:
+    """Splits ``total`` samples into whole shares in proportion to ``targets``, within bounds.
+
+    Where no bound binds, a share is its exact proportion rounded up or down; which ones go up is by the largest
+    remainder, and by rank where remainders are equal. What a bound takes away is spread over the others in proportion.
+
+    Args:
+        targets: one number >= 0 a rank, of any scale: fractions, speeds or sizes; all zero means equal.
+        total: samples to split, >= 0.
+        lower: fewest samples of a rank, >= 0.
+        upper: most samples of each rank; None: no bound.
+
+    Returns:
+        Samples of each rank; their sum is ``total``.
+
+    Raises:
+        ValueError: for targets that are negative or not finite, or bounds that ``total`` cannot meet.
+    """
+    num_ranks = len(targets)
+    most = [total] * num_ranks if upper is None else list(upper)
+    if not num_ranks or any(not math.isfinite(t) or t < 0 for t in targets):
+        raise ValueError(f"targets must be finite numbers >= 0, one a rank, got {list(targets)}")
+    if total < num_ranks * lower or total > sum(most) or min(most) < lower:
+        bound = f"at least {lower}" + ("" if upper is None else f" and at most {most}")
+        raise ValueError(f"{total} samples cannot be split over {num_ranks} ranks with {bound} samples each")
+    exact = [0.0] * num_ranks
+    free, remaining = list(range(num_ranks)), total
+    while free:
+        weight = math.fsum(targets[r] for r in free)
+        for r in free:
+            exact[r] = remaining * targets[r] / weight if weight else remaining / len(free)
+        low, high = [r for r in free if exact[r] < lower], [r for r in free if exact[r] > most[r]]
+        missing = math.fsum(lower - exact[r] for r in low)
+        over = math.fsum(exact[r] - most[r] for r in high)
+        # The larger violation pushes the other ranks further the other way, so that side is settled.
+        settled = low if missing >= over else high
+        for r in settled:
+            exact[r] = lower if missing >= over else most[r]
+        free = [r for r in free if r not in settled]
+        remaining = total - round(math.fsum(exact[r] for r in range(num_ranks) if r not in free))
+        if not settled:
+            break
+    shares = [math.floor(x) for x in exact]
+    by_remainder = sorted(
+        (r for r in range(num_ranks) if shares[r] < most[r]), key=lambda r: (shares[r] - exact[r], r)
+    )
+    for r in by_remainder[: total - sum(shares)]:
+        shares[r] += 1
+    return shares
+
+
+def stub_shares(shares: Sequence[int], total: int, *, lower: int) -> list[int]:
+    """Splits a global batch that is smaller than the others by their shares.
+
+    Where it does not hold ``lower`` samples for every rank, the ranks with the largest shares take it and the others
+    get none.
+
+    Args:
+        shares: the ranks' shares of a whole global batch.
+        total: samples to split, >= 1.
+        lower: fewest samples of a rank that gets any, >= 1.
+    """
+    num_active = min(len(shares), max(1, total // lower))
+    active = sorted(sorted(range(len(shares)), key=lambda r: (-shares[r], r))[:num_active])
+    parts = integer_shares([shares[r] for r in active], total, lower=min(lower, total // num_active))
+    result = [0] * len(shares)
+    for r, part in zip(active, parts, strict=True):
+        result[r] = part
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's micro-batch of a global batch.
+
+    Attributes:
+        start: first of its rows, counted from the round's first.
+        stop: the row after its last; equal to ``start`` for an empty part.
+        batch_start: first row of the global batch.
+        batch_stop: the row after the global batch's last.
+        ends_step: the last micro-batch before the optimizer's step.
+    """
+
+    start: int
+    stop: int
+    batch_start: int
+    batch_stop: int
+    ends_step: bool
+
+    @property
+    def weight(self) -> float:
+        """Share of the global batch, b / B, in [0, 1]."""
+        return (self.stop - self.start) / (self.batch_stop - self.batch_start)
+
+
+def cut_round(
+    num_rows: int, *, shares: Sequence[int], rank: int, num_micro_batches: int = 1, smallest: int = 1
+) -> list[Part]:
+    """Returns a rank's micro-batches of a round: the same number on every rank, together every row exactly once.
+
+    The rows are cut into global batches of ``sum(shares)``, the last one smaller, whatever the number of ranks; a rank takes
+    a contiguous part of each and cuts it as evenly as it can. Only in the smaller one can parts be empty.
+
+    Args:
+        num_rows: rows of the round, >= 0.
+        shares: the ranks' samples of a global batch, each >= ``num_micro_batches * smallest``.
+        rank: whose micro-batches.
+        num_micro_batches: micro-batches a step.
+        smallest: fewest samples in a micro-batch that has any, where there are so many.
+    """
+    parts = []
+    size = sum(shares)
+    for first in range(0, num_rows, size):
+        last = min(first + size, num_rows)
+        mine = (
+            shares
+            if last - first == size
+            else stub_shares(shares, last - first, lower=smallest * num_micro_batches)
+        )
+        position = first + sum(mine[:rank])
+        pieces = min(num_micro_batches, max(1, mine[rank] // smallest))
+        sizes = integer_shares([1.0] * pieces, mine[rank], lower=0) + [0] * (num_micro_batches - pieces)
+        for number, count in enumerate(sizes):
+            ends = number == num_micro_batches - 1
+            parts.append(Part(position, position + count, first, last, ends))
+            position += count
+    return parts

@@ -1,0 +1,44 @@
+"""What in a model makes N ranks differ from one rank at the same global batch."""
+
+from __future__ import annotations
+
+from torch import nn
+
+_LISTED = 3
+
+
+def what_breaks_equality(model: nn.Module, *, loss_reduction: str) -> list[str]:
+    """Returns one sentence a kind of layer that makes a step over N ranks differ from one rank's with the same global batch.
+
+    Found by the layers' types: a functional dropout, a random augmentation or a loss with class weights is not seen.
+
+    Args:
+        model: its layers are looked at as they are now.
+        loss_reduction: ``mean`` or ``sum``.
+    """
+    found: dict[str, list[str]] = {}
+    for name, layer in model.named_modules():
+        kind = _kind(layer, loss_reduction)
+        if kind:
+            found.setdefault(kind, []).append(name or type(layer).__name__)
+    sentences = []
+    for kind, names in found.items():
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        sentences.append(f"{kind} ({', '.join(names[:_LISTED])}{more})")
+    return sentences
+
+
+def _kind(layer: nn.Module, loss_reduction: str) -> str | None:
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        # Horovod's class has torch's name.
+        if type(layer).__name__ != "SyncBatchNorm":
+            return "BatchNorm normalizes over a rank's own samples, not over the global batch"
+        if loss_reduction == "mean":
+            return "SyncBatchNorm mixes the ranks' gradients before their weights; with unequal shares use loss_reduction 'sum'"
+        return None
+    rate = getattr(layer, "p", 0.0) if isinstance(layer, nn.modules.dropout._DropoutNd) else 0.0
+    if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)):
+        rate = layer.dropout
+    if rate > 0 or isinstance(layer, nn.RReLU):
+        return "dropout draws other random numbers on every rank"
+    return None

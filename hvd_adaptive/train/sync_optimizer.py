@@ -1,0 +1,131 @@
+"""The optimizer of strategy ``sync``: one loop for any number of ranks and micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class SyncOptimizer(Optimizer):
+    """Horovod's DistributedOptimizer, or a plain one where there is one rank, behind one face.
+
+    Within a window of micro-batches ``zero_grad`` acts only before the first and ``step`` only after the last, so that the loop
+    is the same with and without accumulation. A step whose reduced gradients hold NaN or Inf is left out; as the reduced
+    gradients are the same on every rank, all leave it out. Everything else is the wrapped optimizer's.
+
+    Args:
+        inner: the wrapped optimizer.
+
+    Attributes:
+        step_due: whether the micro-batch in work is the last before a step.
+        num_skipped: steps left out so far.
+    """
+
+    # GradScaler would else leave the unscaling to the wrapped optimizer, which cannot see its scale.
+    _step_supports_amp_scaling = False
+
+    def __init__(self, inner: Any) -> None:
+        # Not Optimizer.__init__: parameters, state and hooks are the wrapped optimizer's.
+        self._inner = inner
+        self._opens_window = True
+        self._synchronized = False
+        self.step_due = True
+        self.num_skipped = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def begin(self, *, opens_window: bool, step_due: bool) -> None:
+        """Begins a micro-batch.
+
+        Args:
+            opens_window: it is the first after a step.
+            step_due: it is the last before one.
+        """
+        self._opens_window = opens_window
+        self.step_due = step_due
+        self._synchronized = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients before the first micro-batch of a window; does nothing before the others."""
+        if not self._opens_window:
+            return
+        kept = [] if set_to_none else [p for p in self._parameters() if p.grad is not None]
+        # Horovod's takes no argument.
+        self._inner.zero_grad()
+        for p in kept:
+            p.grad = torch.zeros_like(p)
+
+    def synchronize(self) -> None:
+        """Waits for the reduced gradients, after the last micro-batch of a window. COLLECTIVE."""
+        if self.step_due and not self._synchronized:
+            if hasattr(self._inner, "synchronize"):
+                self._inner.synchronize()
+            self._synchronized = True
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """As with Horovod's optimizer; ``step`` knows by itself whether the gradients are reduced."""
+        return nullcontext()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Steps after the last micro-batch of a window, unless the gradients hold NaN or Inf. COLLECTIVE.
+
+        Raises:
+            ValueError: for a closure, which would compute gradients that no other rank waits for.
+        """
+        if closure is not None:
+            raise ValueError("step() takes no closure with strategy 'sync', got one: call backward() before step()")
+        if not self.step_due:
+            return
+        self.synchronize()
+        if not all_finite(p.grad for p in self._parameters() if p.grad is not None):
+            self.num_skipped += 1
+            return
+        skip = getattr(self._inner, "skip_synchronize", nullcontext)
+        with skip():
+            self._inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the wrapped optimizer's state."""
+        state: dict[str, Any] = self._inner.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the wrapped optimizer's state."""
+        self._inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Is refused: a new parameter's gradient would be neither weighted nor exchanged.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("add_param_group must come before the Session, got one with strategy 'sync' running")
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (p for group in self._inner.param_groups for p in group["params"])
+
+
+@torch.no_grad()
+def all_finite(tensors: Iterator[Tensor]) -> bool:
+    """Returns whether all elements are finite, at the cost of reading them once and of one wait for a GPU.
+
+    Args:
+        tensors: dense or sparse.
+    """
+    values = [t._values() if t.is_sparse else t for t in tensors]
+    # A finite sum proves all elements finite; an overflow does not prove the contrary.
+    if any(v.is_cuda for v in values):
+        norms = torch._foreach_norm([v for v in values if v.numel()])
+        finite = not norms or bool(torch.stack([n.double() for n in norms]).isfinite().all())
+    else:
+        finite = all(math.isfinite(v.sum()) for v in values)
+    return finite or all(bool(v.isfinite().all()) for v in values)
