@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
 import os
 import sys
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from hvd_adaptive.validation import check_not_negative, check_positive, check_types_and_choices, field_type
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -113,10 +112,20 @@ class Config:
         "emulate unequal ranks: stretch each rank's compute by a factor, 4,4,2,1; as a schedule over training seconds: "
         "0:4,4,2,1;30:1,2,4,4",
     )
+    logical_ranks: int | None = _option(
+        None,
+        "train as this many logical ranks, which the ranks play in turn: the result is bit-identical for any number of ranks "
+        "up to this on equal hardware; no adaptivity",
+    )
+    num_threads: int | None = _option(
+        None,
+        "torch's threads of each rank on a CPU; with logical_ranks part of the result (default: OMP_NUM_THREADS, else its "
+        "share of the host's cores; 1 with logical_ranks)",
+    )
 
     def __post_init__(self) -> None:
-        _check_types_and_choices(self)
-        _check_positive(
+        check_types_and_choices(self)
+        check_positive(
             self,
             "batch_size",
             "min_batch_size",
@@ -127,8 +136,10 @@ class Config:
             "outer_lr",
             "stall_limit_s",
             "perturbation_threshold",
+            "logical_ranks",
+            "num_threads",
         )
-        _check_not_negative(self, "warmup_epochs", "lr_decay", "hash_interval", "seed")
+        check_not_negative(self, "warmup_epochs", "lr_decay", "hash_interval", "seed")
         for name in ("outer_momentum", "perturbation_delta"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
@@ -149,6 +160,14 @@ class Config:
             )
         if self.slowdown is not None:
             parse_slowdown(self.slowdown)
+        if self.logical_ranks is not None:
+            needed = {"strategy": ("local",), "batch_size_rule": ("fixed",), "optimizer_state": ("keep", "reset")}
+            for name, values in needed.items():
+                if getattr(self, name) not in values:
+                    raise ValueError(
+                        f"logical_ranks needs {name} {' or '.join(values)}, got {getattr(self, name)!r}: "
+                        "nothing may follow the ranks' speeds or their number"
+                    )
 
     @property
     def batch_size_bounds(self) -> tuple[int, int]:
@@ -156,6 +175,11 @@ class Config:
         low = self.min_batch_size if self.min_batch_size is not None else max(1, self.batch_size // 8)
         high = self.max_batch_size if self.max_batch_size is not None else max(self.batch_size, low)
         return low, high
+
+    @property
+    def compute_threads(self) -> int | None:
+        """Threads that torch computes with, None where the launcher's environment decides."""
+        return self.num_threads or (1 if self.logical_ranks else None)
 
     @property
     def mega_batch_samples(self) -> int:
@@ -212,9 +236,9 @@ class TrainConfig:
     calibration: bool = _option(True, "measure each rank's own speed before the run, for the utilisation")
 
     def __post_init__(self) -> None:
-        _check_types_and_choices(self)
-        _check_positive(self, "epochs", "time_limit", "hidden_size", "lr", "eval_samples")
-        _check_not_negative(self, "momentum", "weight_decay", "eval_rounds")
+        check_types_and_choices(self)
+        check_positive(self, "epochs", "time_limit", "hidden_size", "lr", "eval_samples")
+        check_not_negative(self, "momentum", "weight_decay", "eval_rounds")
         if self.target_p1 is not None and not 0 < self.target_p1 <= 1:
             raise ValueError(f"target_p1 must be in (0, 1], got {self.target_p1}")
         if self.test_data is not None and self.data is None:
@@ -257,17 +281,6 @@ def parse_slowdown(text: str) -> list[tuple[float, tuple[float, ...]]]:
             f"slowdown: a schedule starts at 0, its times rise and every entry has as many factors, got {text!r}; {remedy}"
         )
     return schedule
-
-
-ConfigClass = typing.TypeVar("ConfigClass", Config, TrainConfig)
-
-
-def field_type(cls: type, name: str) -> type:
-    """Returns the plain type of a field, with ``| None`` removed."""
-    hint = typing.get_type_hints(cls)[name]
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return next(arg for arg in typing.get_args(hint) if arg is not type(None))
-    return typing.cast(type, hint)
 
 
 def read_config_file(path: str) -> dict[str, Any]:
@@ -352,32 +365,3 @@ def build_configs(*sources: Mapping[str, Any]) -> tuple[Config, TrainConfig]:
         Config(**{k: v for k, v in merged.items() if k in Config.__dataclass_fields__}),
         TrainConfig(**{k: v for k, v in merged.items() if k in TrainConfig.__dataclass_fields__}),
     )
-
-
-def _check_types_and_choices(config: Config | TrainConfig) -> None:
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        kind = field_type(type(config), item.name)
-        if value is None and item.default is None:
-            continue
-        fits = isinstance(value, (int, float)) if kind is float else isinstance(value, kind)
-        if not fits or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"{item.name} must be a {kind.__name__}, got {value!r}")
-        if kind is float and not abs(value) < float("inf"):
-            raise ValueError(f"{item.name} must be finite, got {value}")
-        choices = item.metadata["choices"]
-        if choices and value not in choices:
-            raise ValueError(f"{item.name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def _check_positive(config: Config | TrainConfig, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{name} must be > 0, got {value}")
-
-
-def _check_not_negative(config: Config | TrainConfig, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < 0:
-            raise ValueError(f"{name} must be >= 0, got {getattr(config, name)}")

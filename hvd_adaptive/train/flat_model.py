@@ -73,14 +73,15 @@ class FlatModel:
         transport.broadcast_([*(p.detach() for p in parameters), *buffers])
 
         floats = [b for b in buffers if b.is_floating_point()]
-        self._integers = [b for b in buffers if not b.is_floating_point()]
+        self.integer_buffers = [b for b in buffers if not b.is_floating_point()]
         self.parameter_groups = _group("parameters", trainable)
         self.buffer_groups = _group("buffers", floats)
         self.num_parameters = sum(p.numel() for p in trainable)
-        self.payload_bytes = sum(g.delta.numel() * g.delta.element_size() for g in self._groups)
+        self.payload_bytes = sum(g.delta.numel() * g.delta.element_size() for g in self.groups)
 
     @property
-    def _groups(self) -> list[_Group]:
+    def groups(self) -> list[_Group]:
+        """All groups: those of parameters first."""
         return [*self.parameter_groups, *self.buffer_groups]
 
     @torch.no_grad()
@@ -96,7 +97,7 @@ class FlatModel:
                 "or unfreezing, so that the ranks exchange the right parameters"
             )
         finite = True
-        for group in self._groups:
+        for group in self.groups:
             for tensor, weights, delta in zip(
                 group.tensors, group.slices(group.weights), group.slices(group.delta), strict=True
             ):
@@ -127,25 +128,35 @@ class FlatModel:
                 # Not delta * 0: NaN times 0 is NaN.
                 group.delta.mul_(factor) if factor else group.delta.zero_()
                 self._transport.allreduce_sum_(group.delta, name=group.name)
+        self.apply_(outer)
+
+    @torch.no_grad()
+    def apply_(self, outer: OuterStep) -> None:
+        """Moves the global model by the summed deltas and loads it into the model; integer buffers take the ranks' maximum.
+        COLLECTIVE.
+
+        Args:
+            outer: the outer step, for trainable parameters.
+        """
         for group in self.parameter_groups:
             outer.apply_(group.weights, group.delta)
         for group in self.buffer_groups:
             group.weights.add_(group.delta)
-        for group in self._groups:
+        for group in self.groups:
             for tensor, weights in zip(group.tensors, group.slices(group.weights), strict=True):
                 tensor.copy_(weights)
-        if self._integers:
-            flat = torch.cat([b.reshape(-1).to(torch.int64) for b in self._integers])
+        if self.integer_buffers:
+            flat = torch.cat([b.reshape(-1).to(torch.int64) for b in self.integer_buffers])
             self._transport.allreduce_max_(flat, name="integer_buffers")
             for buffer, value in zip(
-                self._integers, flat.split([b.numel() for b in self._integers]), strict=True
+                self.integer_buffers, flat.split([b.numel() for b in self.integer_buffers]), strict=True
             ):
                 buffer.copy_(value.view(buffer.shape))
 
     @torch.no_grad()
     def restore_(self) -> None:
         """Loads the global model back into the model, undoing local steps."""
-        for group in self._groups:
+        for group in self.groups:
             for tensor, weights in zip(group.tensors, group.slices(group.weights), strict=True):
                 tensor.copy_(weights)
 
