@@ -132,6 +132,16 @@ class Config:
     loss_reduction: str = _option(
         "mean", "whether the loss is a mean or a sum over the samples of a batch, for 'sync'", "mean", "sum"
     )
+    logical_ranks: int | None = _option(
+        None,
+        "train as this many logical ranks, which the ranks play in turn: the result is bit-identical for any number of ranks "
+        "up to this on equal hardware; no adaptivity",
+    )
+    num_threads: int | None = _option(
+        None,
+        "torch's threads of each rank on a CPU; with logical_ranks part of the result (default: OMP_NUM_THREADS, else its "
+        "share of the host's cores; 1 with logical_ranks)",
+    )
 
     def __post_init__(self) -> None:
         check_types_and_choices(self)
@@ -148,6 +158,8 @@ class Config:
             "perturbation_threshold",
             "global_batch_size",
             "accumulation_steps",
+            "logical_ranks",
+            "num_threads",
         )
         check_not_negative(self, "warmup_epochs", "lr_decay", "hash_interval", "seed")
         for name in ("outer_momentum", "perturbation_delta"):
@@ -171,6 +183,14 @@ class Config:
         if self.slowdown is not None:
             parse_slowdown(self.slowdown)
         _check_strategy(self)
+        if self.logical_ranks is not None:
+            needed = {"strategy": ("local",), "size_rule": ("fixed",), "optimizer_state": ("keep", "reset")}
+            for name, values in needed.items():
+                if getattr(self, name) not in values:
+                    raise ValueError(
+                        f"logical_ranks needs {name} {' or '.join(values)}, got {getattr(self, name)!r}: "
+                        "nothing may follow the ranks' speeds or their number"
+                    )
 
     @property
     def size_rule(self) -> str:
@@ -183,6 +203,11 @@ class Config:
         low = self.min_batch_size if self.min_batch_size is not None else max(1, self.batch_size // 8)
         high = self.max_batch_size if self.max_batch_size is not None else max(self.batch_size, low)
         return low, high
+
+    @property
+    def compute_threads(self) -> int | None:
+        """Threads that torch computes with, None where the launcher's environment decides."""
+        return self.num_threads or (1 if self.logical_ranks else None)
 
     @property
     def mega_batch_samples(self) -> int:

@@ -43,7 +43,11 @@ def train(config: Config, options: TrainConfig, *, transport: Transport, termina
         {**dataclasses.asdict(options), **dataclasses.asdict(config)},
         "Start every rank with the same options and the same HVD_ADAPTIVE_* variables.",
     )
-    device = use_device(options.device, transport)
+    device = use_device(options.device, transport, threads=config.compute_threads)
+    if config.logical_ranks and device.type == "cuda":
+        # Before the first use of cuBLAS, which reads the variable then.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     splits = open_data(options.data, options.test_data, options.cache_dir, transport)
     attempt(transport, lambda: _check_slowdown(config, transport.world_size))
     directory = attempt(
@@ -83,8 +87,13 @@ def attempt(transport: Transport, action: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
-def use_device(option: str, transport: Transport) -> torch.device:
+def use_device(option: str, transport: Transport, *, threads: int | None = None) -> torch.device:
     """Chooses this rank's device and computing threads. COLLECTIVE.
+
+    Args:
+        option: as for :func:`bind_device`.
+        transport: the world.
+        threads: None: OMP_NUM_THREADS, else this rank's share of its host's cores.
 
     Raises:
         AgreedError: on all ranks, if one has no such device.
@@ -97,7 +106,8 @@ def use_device(option: str, transport: Transport) -> torch.device:
     neighbours = [
         where for host, where in transport.allgather_object((transport.host, cores)) if host == transport.host
     ]
-    torch.set_num_threads(requested_threads(os.environ) or num_threads(neighbours, transport.local_rank))
+    threads = threads or requested_threads(os.environ) or num_threads(neighbours, transport.local_rank)
+    torch.set_num_threads(threads)
     return device
 
 

@@ -44,13 +44,18 @@ class FlatBuffers:
     Args:
         model: any module; the ranks' buffers are equal now.
         transport: the world.
+
+    Attributes:
+        groups: the float buffers.
+        integers: the integer ones.
+        payload_bytes: bytes of the deltas.
     """
 
     def __init__(self, model: nn.Module, transport: Transport) -> None:
         self._transport = transport
         buffers = list(model.buffers())
         self.groups = _group("buffers", [b for b in buffers if b.is_floating_point()])
-        self._integers = [b for b in buffers if not b.is_floating_point()]
+        self.integers = [b for b in buffers if not b.is_floating_point()]
         self.payload_bytes = sum(g.delta.numel() * g.delta.element_size() for g in self.groups)
 
     @torch.no_grad()
@@ -66,14 +71,19 @@ class FlatBuffers:
             weight: this rank's; they sum to 1 over ranks. 0 contributes zeros, whatever the delta holds.
         """
         _reduce_deltas(self.groups, weight, self._transport)
+        self.apply_()
+
+    @torch.no_grad()
+    def apply_(self) -> None:
+        """Moves the float buffers by the summed deltas; integer ones take the ranks' maximum. COLLECTIVE."""
         for group in self.groups:
             group.weights.add_(group.delta)
         _load(self.groups)
-        if self._integers:
-            flat = torch.cat([b.reshape(-1).to(torch.int64) for b in self._integers])
+        if self.integers:
+            flat = torch.cat([b.reshape(-1).to(torch.int64) for b in self.integers])
             self._transport.allreduce_max_(flat, name="integer_buffers")
             for buffer, value in zip(
-                self._integers, flat.split([b.numel() for b in self._integers]), strict=True
+                self.integers, flat.split([b.numel() for b in self.integers]), strict=True
             ):
                 buffer.copy_(value.view(buffer.shape))
 
@@ -113,13 +123,14 @@ class FlatModel:
         transport.broadcast_([*(p.detach() for p in parameters), *buffers])
 
         self.parameter_groups = _group("parameters", trainable)
-        self._buffers = FlatBuffers(model, transport)
+        self.buffers = FlatBuffers(model, transport)
         self.num_parameters = sum(p.numel() for p in trainable)
-        self.payload_bytes = sum(g.delta.numel() * g.delta.element_size() for g in self._groups)
+        self.payload_bytes = sum(g.delta.numel() * g.delta.element_size() for g in self.groups)
 
     @property
-    def _groups(self) -> list[_Group]:
-        return [*self.parameter_groups, *self._buffers.groups]
+    def groups(self) -> list[_Group]:
+        """All groups: those of parameters first."""
+        return [*self.parameter_groups, *self.buffers.groups]
 
     @torch.no_grad()
     def compute_delta(self) -> bool:
@@ -133,7 +144,7 @@ class FlatModel:
                 "requires_grad of a parameter changed during the session; close it and make a new Session after freezing "
                 "or unfreezing, so that the ranks exchange the right parameters"
             )
-        return _fill_deltas(self._groups)
+        return _fill_deltas(self.groups)
 
     @torch.no_grad()
     def norm_per_parameter(self) -> float:
@@ -151,15 +162,25 @@ class FlatModel:
             buffer_weight: this rank's weight for float buffers; those sum to 1 over ranks.
         """
         _reduce_deltas(self.parameter_groups, weight, self._transport)
+        _reduce_deltas(self.buffers.groups, buffer_weight, self._transport)
+        self.apply_(outer)
+
+    @torch.no_grad()
+    def apply_(self, outer: OuterStep) -> None:
+        """Moves the global model by the summed deltas and loads it into the model. COLLECTIVE.
+
+        Args:
+            outer: the outer step, for trainable parameters.
+        """
         for group in self.parameter_groups:
             outer.apply_(group.weights, group.delta)
         _load(self.parameter_groups)
-        self._buffers.merge_(buffer_weight)
+        self.buffers.apply_()
 
     @torch.no_grad()
     def restore_(self) -> None:
         """Loads the global model back into the model, undoing local steps."""
-        _load(self._groups)
+        _load(self.groups)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from typing import Any
 
@@ -16,7 +17,8 @@ def reset_(optimizer: Optimizer, initial: dict[str, Any]) -> None:
     """Puts the optimizer's state back to ``initial``, a copied ``state_dict()["state"]``; hyperparameters stay."""
     current = optimizer.state_dict()
     optimizer.state = defaultdict(dict)
-    optimizer.load_state_dict({"state": initial, "param_groups": current["param_groups"]})
+    # torch takes over the tensors themselves; steps must not change the copy that the next reset needs.
+    optimizer.load_state_dict({"state": copy.deepcopy(initial), "param_groups": current["param_groups"]})
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ from hvd_adaptive.train.emulation import Slowdown, compute_seconds
 from hvd_adaptive.train.flat_model import model_hash
 from hvd_adaptive.train.learning_rate import LearningRateMultiplier
 from hvd_adaptive.train.local import LocalStrategy
+from hvd_adaptive.train.logical import LogicalStrategy
 from hvd_adaptive.train.records import GatheredStats, RoundRecord, RoundStats
 from hvd_adaptive.train.strategy import Strategy
 from hvd_adaptive.train.sync import SyncStrategy
@@ -103,7 +104,10 @@ class Session:
             "Start every rank with the same options and the same model.",
         )
         self._slowdown = Slowdown(self.config.slowdown, world_size=self.world_size)
-        self._strategy = STRATEGIES[self.config.strategy](model, optimizer, self.config, self.transport)
+        if self.config.compute_threads is not None:
+            torch.set_num_threads(self.config.compute_threads)
+        make_strategy = LogicalStrategy if self.config.logical_ranks else STRATEGIES[self.config.strategy]
+        self._strategy = make_strategy(model, optimizer, self.config, self.transport)
         self.optimizer = self._strategy.optimizer
         self._lr = LearningRateMultiplier(self.optimizer)
         self._stats = RoundStats()

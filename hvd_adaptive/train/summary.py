@@ -102,6 +102,7 @@ class Totals:
             "world_size": self._transport.world_size,
             "hosts": [host for host, _ in places],
             "slowdown": self._config.slowdown,
+            "logical_ranks": self._config.logical_ranks,
             "best": self.best or final,
             "best_train_s": self._best_train_s,
             "final": final,

@@ -44,6 +44,10 @@ class Transport(Protocol):
     def allreduce_max_(self, tensor: Tensor, name: str) -> None:
         """Replaces an integer tensor by its maximum over ranks, in place. COLLECTIVE."""
 
+    def allgather_rows(self, rows: Tensor, name: str) -> Tensor:
+        """Gathers matrices, each of any number of rows >= 1 and of one width, fp32 or fp64; returns their rows in rank order.
+        COLLECTIVE."""
+
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """Replaces tensors by rank 0's, in place. COLLECTIVE."""
 

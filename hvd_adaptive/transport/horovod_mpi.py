@@ -145,6 +145,13 @@ class HorovodMpiTransport:
         self._hvd.allreduce_(host, name=name, op=self._hvd.Sum)
         tensor.copy_(host)
 
+    def allgather_rows(self, rows: Tensor, name: str) -> Tensor:
+        with self.waiting(f"allgather of {name}"):
+            # A CPU build of Horovod copies CUDA tensors without waiting for the stream that fills them.
+            staged = rows if self._gpu_built else rows.cpu()
+            gathered: Tensor = self._hvd.allgather(staged, name=name)
+        return gathered.to(rows.device)
+
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         with self.waiting("broadcast"), torch.no_grad():
             for index, tensor in enumerate(tensors):

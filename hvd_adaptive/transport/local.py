@@ -89,6 +89,9 @@ class LocalTransport:
     def allreduce_max_(self, tensor: Tensor, name: str) -> None:
         tensor.copy_(torch.stack(self.allgather_object(tensor.clone())).amax(0))
 
+    def allgather_rows(self, rows: Tensor, name: str) -> Tensor:
+        return torch.cat(self.allgather_object(rows.clone()))
+
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         source = self.allgather_object([t.detach().clone() for t in tensors] if self.rank == 0 else None)[0]
         with torch.no_grad():

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from hvd_adaptive.config import Config
 from hvd_adaptive.core.dispatch import epoch_order
 from hvd_adaptive.train.flat_model import model_hash
-from hvd_adaptive.train.optimizer_state import average_
+from hvd_adaptive.train.optimizer_state import average_, reset_
 from hvd_adaptive.train.session import Session
 from hvd_adaptive.transport.base import AgreedError
 from hvd_adaptive.transport.local import LocalTransport, LocalWorld
@@ -244,6 +244,18 @@ def test_optimizer_state_after_a_merge(state: str, kind: Any) -> None:
     fresh = not ours or all((v == 0).all() for v in ours)
     assert same == (state != "keep")
     assert fresh == (state == "reset")
+
+
+def test_every_reset_gives_the_initial_state() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.Adagrad([parameter], lr=0.1)
+    initial = copy.deepcopy(optimizer.state_dict()["state"])
+    for _ in range(3):
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        assert (optimizer.state[parameter]["sum"] == 1).all()
+        reset_(optimizer, initial)
+        assert (optimizer.state[parameter]["sum"] == 0).all()
 
 
 def test_different_configurations_are_named_on_all_ranks() -> None:
