@@ -12,17 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_adaptive import __version__
-from hvd_adaptive.config import (
-    Config,
-    TrainConfig,
-    build_configs,
-    field_type,
-    parse_value,
-    read_config_file,
-    read_environment,
-)
+from hvd_adaptive.config import Config, TrainConfig
 from hvd_adaptive.launch.binding import read_launcher
 from hvd_adaptive.launch.relaunch import relaunch
+from hvd_adaptive.option_sources import build_configs, parse_value, read_config_file, read_environment
+from hvd_adaptive.validation import field_type
 
 EXIT_BAD_INPUT = 2
 

@@ -19,7 +19,7 @@ ALLOWED = {
     "report": set(),
     "transport": {"launch"},
     "train": {"core", "data", "transport"},
-    "cli": {"core", "data", "launch", "report", "train", "transport"},
+    "cli": {"core", "data", "launch", "option_sources", "report", "train", "transport", "validation"},
 }
 
 

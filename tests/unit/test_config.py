@@ -9,14 +9,8 @@ from typing import Any
 
 import pytest
 
-from hvd_adaptive.config import (
-    Config,
-    TrainConfig,
-    build_configs,
-    parse_slowdown,
-    read_config_file,
-    read_environment,
-)
+from hvd_adaptive.config import Config, TrainConfig, parse_slowdown
+from hvd_adaptive.option_sources import build_configs, read_config_file, read_environment
 
 
 @pytest.mark.parametrize(
