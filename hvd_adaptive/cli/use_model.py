@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from hvd_adaptive.cli.train import attempt, open_data, use_device
-from hvd_adaptive.option_sources import read_config_file
 from hvd_adaptive.core.metrics import inverse_propensity, top_k_labels
 from hvd_adaptive.data import SparseDataset
+from hvd_adaptive.option_sources import read_config_file
 from hvd_adaptive.train.evaluation import BLOCK_SIZE, Evaluator
 from hvd_adaptive.train.model import SparseMLP
 from hvd_adaptive.train.run_directory import load_model
