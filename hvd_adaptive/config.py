@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
 import os
 import sys
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from hvd_adaptive.validation import check_not_negative, check_positive, check_types_and_choices, field_type
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -48,13 +47,19 @@ class Config:
         None, "lower bound of a rank's batch size (default: batch_size / 8, as in the paper)"
     )
     max_batch_size: int | None = _option(
-        None, "upper bound of a rank's batch size (default: batch_size, as in the paper)"
+        None,
+        "upper bound of a rank's batch size (default: batch_size, as in the paper; 8 x batch_size for 'proportional')",
     )
     mega_batch: int | None = _option(
         None, "samples between two merges, over all ranks (default: 100 x batch_size)"
     )
     batch_size_rule: str = _option(
-        "fixed", "how batch sizes follow the ranks' speeds", "fixed", "paper", "heterogpu"
+        "fixed",
+        "how batch sizes follow the ranks' speeds; proportional: steps of all ranks take equally long, the sum of sizes stays",
+        "fixed",
+        "paper",
+        "heterogpu",
+        "proportional",
     )
     batch_size_step: float | None = _option(
         None,
@@ -113,10 +118,28 @@ class Config:
         "emulate unequal ranks: stretch each rank's compute by a factor, 4,4,2,1; as a schedule over training seconds: "
         "0:4,4,2,1;30:1,2,4,4",
     )
+    dispatch: str = _option(
+        "dynamic",
+        "who computes what of a mega-batch; dynamic: whoever is free claims the next batch; equal: each rank has one Nth, "
+        "which with merge_weights uniform is plain local SGD; proportional: each rank has a part by its speed in the last round",
+        "dynamic",
+        "equal",
+        "proportional",
+    )
+    merge_period: str = _option(
+        "fixed",
+        "samples between two merges; fixed: mega_batch; auto: as many more as keep merges at merge_share of the time; qsr: more "
+        "as lr_decay lowers the learning rate (by its square); auto-qsr: the larger of both",
+        "fixed",
+        "auto",
+        "qsr",
+        "auto-qsr",
+    )
+    merge_share: float = _option(0.03, "part of the time that merges may take, for merge_period auto")
 
     def __post_init__(self) -> None:
-        _check_types_and_choices(self)
-        _check_positive(
+        check_types_and_choices(self)
+        check_positive(
             self,
             "batch_size",
             "min_batch_size",
@@ -128,7 +151,7 @@ class Config:
             "stall_limit_s",
             "perturbation_threshold",
         )
-        _check_not_negative(self, "warmup_epochs", "lr_decay", "hash_interval", "seed")
+        check_not_negative(self, "warmup_epochs", "lr_decay", "hash_interval", "seed")
         for name in ("outer_momentum", "perturbation_delta"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
@@ -149,12 +172,20 @@ class Config:
             )
         if self.slowdown is not None:
             parse_slowdown(self.slowdown)
+        if not 0 < self.merge_share < 1:
+            raise ValueError(f"merge_share must be in (0, 1), got {self.merge_share}")
+        if self.merge_period.endswith("qsr") and not self.lr_decay:
+            raise ValueError(
+                f"merge_period {self.merge_period!r} follows the learning rate's schedule: set lr_decay, got {self.lr_decay}"
+            )
 
     @property
     def batch_size_bounds(self) -> tuple[int, int]:
         """Smallest and largest batch size, samples."""
         low = self.min_batch_size if self.min_batch_size is not None else max(1, self.batch_size // 8)
-        high = self.max_batch_size if self.max_batch_size is not None else max(self.batch_size, low)
+        # The sum of sizes stays with 'proportional', so the fast ranks' must have room above the starting size.
+        room = 8 if self.batch_size_rule == "proportional" else 1
+        high = self.max_batch_size if self.max_batch_size is not None else max(room * self.batch_size, low)
         return low, high
 
     @property
@@ -212,9 +243,9 @@ class TrainConfig:
     calibration: bool = _option(True, "measure each rank's own speed before the run, for the utilisation")
 
     def __post_init__(self) -> None:
-        _check_types_and_choices(self)
-        _check_positive(self, "epochs", "time_limit", "hidden_size", "lr", "eval_samples")
-        _check_not_negative(self, "momentum", "weight_decay", "eval_rounds")
+        check_types_and_choices(self)
+        check_positive(self, "epochs", "time_limit", "hidden_size", "lr", "eval_samples")
+        check_not_negative(self, "momentum", "weight_decay", "eval_rounds")
         if self.target_p1 is not None and not 0 < self.target_p1 <= 1:
             raise ValueError(f"target_p1 must be in (0, 1], got {self.target_p1}")
         if self.test_data is not None and self.data is None:
@@ -257,17 +288,6 @@ def parse_slowdown(text: str) -> list[tuple[float, tuple[float, ...]]]:
             f"slowdown: a schedule starts at 0, its times rise and every entry has as many factors, got {text!r}; {remedy}"
         )
     return schedule
-
-
-ConfigClass = typing.TypeVar("ConfigClass", Config, TrainConfig)
-
-
-def field_type(cls: type, name: str) -> type:
-    """Returns the plain type of a field, with ``| None`` removed."""
-    hint = typing.get_type_hints(cls)[name]
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return next(arg for arg in typing.get_args(hint) if arg is not type(None))
-    return typing.cast(type, hint)
 
 
 def read_config_file(path: str) -> dict[str, Any]:
@@ -352,32 +372,3 @@ def build_configs(*sources: Mapping[str, Any]) -> tuple[Config, TrainConfig]:
         Config(**{k: v for k, v in merged.items() if k in Config.__dataclass_fields__}),
         TrainConfig(**{k: v for k, v in merged.items() if k in TrainConfig.__dataclass_fields__}),
     )
-
-
-def _check_types_and_choices(config: Config | TrainConfig) -> None:
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        kind = field_type(type(config), item.name)
-        if value is None and item.default is None:
-            continue
-        fits = isinstance(value, (int, float)) if kind is float else isinstance(value, kind)
-        if not fits or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"{item.name} must be a {kind.__name__}, got {value!r}")
-        if kind is float and not abs(value) < float("inf"):
-            raise ValueError(f"{item.name} must be finite, got {value}")
-        choices = item.metadata["choices"]
-        if choices and value not in choices:
-            raise ValueError(f"{item.name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def _check_positive(config: Config | TrainConfig, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{name} must be > 0, got {value}")
-
-
-def _check_not_negative(config: Config | TrainConfig, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < 0:
-            raise ValueError(f"{name} must be >= 0, got {getattr(config, name)}")

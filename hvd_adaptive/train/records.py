@@ -34,6 +34,7 @@ class RoundStats:
         norm_per_parameter: L2 norm of the model over its number of parameters; 0 where no rule needs it.
         train_s: seconds of training so far.
         stop: 1 if the rank wants the run to stop.
+        ceiling: largest batch size, samples, after a batch that did not fit into memory; 0: none failed.
     """
 
     batch_size: float = 0.0
@@ -53,6 +54,7 @@ class RoundStats:
     norm_per_parameter: float = 0.0
     train_s: float = 0.0
     stop: float = 0.0
+    ceiling: float = 0.0
 
     def vector(self) -> Array:
         """Returns the fields in order, shape (num_fields,)."""

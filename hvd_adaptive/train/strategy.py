@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch.optim import Optimizer
 
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows
-from hvd_adaptive.train.records import Array, GatheredStats, RoundStats
+from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
 
 
 class Strategy(Protocol):
@@ -19,10 +19,15 @@ class Strategy(Protocol):
     Attributes:
         optimizer: what the user's loop calls: the user's own optimizer, or Horovod's wrapper of it.
         batch_sizes: the ranks' batch sizes, samples, shape (world_size,), equal on every rank.
+        mega_batch: samples of the next round over all ranks, equal on every rank.
     """
 
     optimizer: Optimizer
     batch_sizes: Array
+
+    @property
+    def mega_batch(self) -> int:
+        """Samples of the next round."""
 
     def warm_up(self, active: bool) -> None:
         """Switches the warm-up of ``Config.warmup_epochs`` on or off; called before every round."""
@@ -33,6 +38,13 @@ class Strategy(Protocol):
     def take_foreign_seconds(self) -> float:
         """Returns compute seconds of this step that are not the rank's own work, which an emulated slowdown must not
         stretch."""
+
+    def take_back(self, batch: Batch) -> bool:
+        """Takes back a batch that did not fit into memory, to give its samples again in smaller batches.
+
+        Returns:
+            False if it cannot: the error then ends the job.
+        """
 
     def round_batches(
         self, rows: Rows, *, work: NDArray[np.int64] | None, source: BatchSource, round_id: int, stats: RoundStats
@@ -59,3 +71,6 @@ class Strategy(Protocol):
         Raises:
             AgreedError: on all ranks, if no rank's parameters are finite.
         """
+
+    def after_round(self, record: RoundRecord) -> None:
+        """Learns from a completed round, the seconds of its merge included; the same on every rank."""

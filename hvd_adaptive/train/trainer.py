@@ -128,7 +128,7 @@ class Trainer:
         return loss.detach()
 
     def _calibrate(self, config: Config, optimizer: Optimizer, device: torch.device) -> Speeds:
-        size = config.batch_size if config.batch_size_rule == "fixed" else config.batch_size_bounds[1]
+        size = config.batch_size if config.batch_size_rule in ("fixed", "proportional") else config.batch_size_bounds[1]
         return measure_speeds(
             self._model,
             optimizer,

@@ -1,0 +1,48 @@
+"""Checks that every configuration dataclass passes; imports neither torch nor MPI."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from typing import Any
+
+
+def field_type(cls: type, name: str) -> type:
+    """Returns the plain type of a field, with ``| None`` removed."""
+    hint = typing.get_type_hints(cls)[name]
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    return typing.cast(type, hint)
+
+
+def check_types_and_choices(config: Any) -> None:
+    """Raises ValueError for a field of the wrong type, a number that is not finite, or a value outside of its choices."""
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        kind = field_type(type(config), item.name)
+        if value is None and item.default is None:
+            continue
+        fits = isinstance(value, (int, float)) if kind is float else isinstance(value, kind)
+        if not fits or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{item.name} must be a {kind.__name__}, got {value!r}")
+        if kind is float and not abs(value) < float("inf"):
+            raise ValueError(f"{item.name} must be finite, got {value}")
+        choices = item.metadata["choices"]
+        if choices and value not in choices:
+            raise ValueError(f"{item.name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_positive(config: Any, *names: str) -> None:
+    """Raises ValueError if one of these fields is set and not > 0."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} must be > 0, got {value}")
+
+
+def check_not_negative(config: Any, *names: str) -> None:
+    """Raises ValueError if one of these fields is < 0."""
+    for name in names:
+        if getattr(config, name) < 0:
+            raise ValueError(f"{name} must be >= 0, got {getattr(config, name)}")
