@@ -9,7 +9,7 @@ from hvd_adaptive.validation import check_not_negative, check_positive, check_ty
 
 # The batch-size rules of each strategy, its default first.
 SIZE_RULES = {
-    "local": ("fixed", "paper", "heterogpu"),
+    "local": ("fixed", "paper", "heterogpu", "proportional"),
     "sync": ("proportional", "fixed", "static"),
     "horovod": ("fixed",),
 }
@@ -43,15 +43,17 @@ class Config:
         None, "lower bound of a rank's batch size (default: batch_size / 8, as in the paper)"
     )
     max_batch_size: int | None = _option(
-        None, "upper bound of a rank's batch size (default: batch_size, as in the paper)"
+        None,
+        "upper bound of a rank's batch size (default: batch_size, as in the paper; 8 x batch_size for 'proportional')",
     )
     mega_batch: int | None = _option(
         None, "samples between two merges, over all ranks (default: 100 x batch_size)"
     )
     batch_size_rule: str | None = _option(
         None,
-        "how batch sizes follow the ranks' speeds: fixed, paper or heterogpu for 'local' (default: fixed); fixed, static (by the "
-        "first round's speeds) or proportional for 'sync' (default: proportional)",
+        "how batch sizes follow the ranks' speeds; proportional: steps of all ranks take equally long, the sum of sizes stays; "
+        "local: fixed (default), paper, heterogpu, proportional; sync: proportional (default), static (by the first round's "
+        "speeds), fixed",
         *("fixed", "paper", "heterogpu", "static", "proportional"),
     )
     batch_size_step: float | None = _option(
@@ -130,6 +132,24 @@ class Config:
         "torch's threads of each rank on a CPU; with logical_ranks part of the result (default: OMP_NUM_THREADS, else its "
         "share of the host's cores; 1 with logical_ranks)",
     )
+    dispatch: str = _option(
+        "dynamic",
+        "who computes what of a mega-batch; dynamic: whoever is free claims the next batch; equal: each rank has one Nth, "
+        "which with merge_weights uniform is plain local SGD; proportional: each rank has a part by its speed in the last round",
+        "dynamic",
+        "equal",
+        "proportional",
+    )
+    merge_period: str = _option(
+        "fixed",
+        "samples between two merges; fixed: mega_batch; auto: as many more as keep merges at merge_share of the time; qsr: more "
+        "as lr_decay lowers the learning rate (by its square); auto-qsr: the larger of both",
+        "fixed",
+        "auto",
+        "qsr",
+        "auto-qsr",
+    )
+    merge_share: float = _option(0.03, "part of the time that merges may take, for merge_period auto")
 
     def __post_init__(self) -> None:
         check_types_and_choices(self)
@@ -170,6 +190,12 @@ class Config:
             )
         if self.slowdown is not None:
             parse_slowdown(self.slowdown)
+        if not 0 < self.merge_share < 1:
+            raise ValueError(f"merge_share must be in (0, 1), got {self.merge_share}")
+        if self.merge_period.endswith("qsr") and not self.lr_decay:
+            raise ValueError(
+                f"merge_period {self.merge_period!r} follows the learning rate's schedule: set lr_decay, got {self.lr_decay}"
+            )
         _check_strategy(self)
         if self.logical_ranks is not None:
             needed = {"strategy": ("local",), "size_rule": ("fixed",), "optimizer_state": ("keep", "reset")}
@@ -189,7 +215,9 @@ class Config:
     def batch_size_bounds(self) -> tuple[int, int]:
         """Smallest and largest batch size, samples."""
         low = self.min_batch_size if self.min_batch_size is not None else max(1, self.batch_size // 8)
-        high = self.max_batch_size if self.max_batch_size is not None else max(self.batch_size, low)
+        # The sum of sizes stays with 'proportional', so the fast ranks' must have room above the starting size.
+        room = 8 if self.size_rule == "proportional" else 1
+        high = self.max_batch_size if self.max_batch_size is not None else max(room * self.batch_size, low)
         return low, high
 
     @property

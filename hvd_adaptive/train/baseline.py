@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hvd_adaptive.config import Config
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows
-from hvd_adaptive.train.records import Array, GatheredStats, RoundStats
+from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
 from hvd_adaptive.train.synchronous import SynchronousClock, batches_in_order
 from hvd_adaptive.transport.base import Transport
 
@@ -46,6 +46,18 @@ class HorovodStrategy:
     def lr_multiplier(self, batch: Batch) -> float:
         """Returns 1: all batches have the same size."""
         return 1.0
+
+    @property
+    def mega_batch(self) -> int:
+        """Samples of a round over all ranks."""
+        return self._config.mega_batch_samples
+
+    def take_back(self, batch: Batch) -> bool:
+        """Returns False: the others' gradients of this step wait for this rank's."""
+        return False
+
+    def after_round(self, record: RoundRecord) -> None:
+        """The baseline does not adapt."""
 
     def take_foreign_seconds(self) -> float:
         """Returns compute seconds of this step spent polling for gradients, which an emulated slowdown must not stretch."""

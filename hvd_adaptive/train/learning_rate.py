@@ -16,11 +16,13 @@ class LearningRateMultiplier:
     Attributes:
         value: the factor on the next step's learning rate.
         applied_lr: the first group's learning rate in the last step, 0 before any.
+        num_begun: steps that have begun, finished or not.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.value = 1.0
         self.applied_lr = 0.0
+        self.num_begun = 0
         self._saved: list[Any] | None = None
         self._optimizer = optimizer
         self._handles = [
@@ -29,6 +31,7 @@ class LearningRateMultiplier:
         ]
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        self.num_begun += 1
         # A wrapping optimizer (Horovod's) runs the hooks again for the step inside its own.
         if self._saved is None:
             self._saved = [group["lr"] for group in optimizer.param_groups]

@@ -5,22 +5,25 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.config import Config
-from hvd_adaptive.core.balance import lr_multiplier, next_batch_sizes, speed_shares
+from hvd_adaptive.core.balance import lr_multiplier, speed_shares
 from hvd_adaptive.core.dispatch import MegaBatch, claim_size
 from hvd_adaptive.core.outer import OuterStep
 from hvd_adaptive.core.weights import Perturbation, merge_weights
 from hvd_adaptive.train import optimizer_state
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows, prefetched
+from hvd_adaptive.train.claims import Claims, OwnPart, SharedCursor
+from hvd_adaptive.train.control import RoundControl
 from hvd_adaptive.train.flat_model import FlatModel
-from hvd_adaptive.train.records import Array, GatheredStats, RoundStats
+from hvd_adaptive.train.memory import cut, free_cached
+from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
 from hvd_adaptive.transport.base import AgreedError, Transport
 
 log = logging.getLogger(__name__)
@@ -50,12 +53,23 @@ class LocalStrategy:
         self._shares = np.full(transport.world_size, 1.0 / transport.world_size)
         self._warming_up = False
         self._cursor_key = ""
+        self._control = RoundControl(config, transport.world_size, speaks=transport.rank == 0)
+        # This rank's, known to the others after the round.
+        self._ceiling = np.inf
+        self._device = next(model.parameters()).device
+        self._returned: list[tuple[Rows, int]] = []
+        self._dataset_size = 0
+
+    @property
+    def mega_batch(self) -> int:
+        """Samples of the next round over all ranks."""
+        return self._control.mega_batch
 
     def warm_up(self, active: bool) -> None:
         """Switches the warm-up's smallest batch size on, or back to the starting size after it."""
         if active != self._warming_up:
             size = self._config.batch_size_bounds[0] if active else self._config.batch_size
-            self.batch_sizes = np.full(len(self.batch_sizes), float(size))
+            self.batch_sizes = np.minimum(np.full(len(self.batch_sizes), float(size)), self._control.ceilings)
             self._warming_up = active
 
     def lr_multiplier(self, batch: Batch) -> float:
@@ -77,6 +91,12 @@ class LocalStrategy:
     def close(self) -> None:
         """Nothing is left on the model."""
 
+    def take_back(self, batch: Batch) -> bool:
+        """Gives the batch's samples to this rank again, as halves, and half its size is this rank's ceiling from now on."""
+        self._ceiling = min(self._ceiling, batch.num_samples // 2)
+        self._returned.append((batch.rows, batch.work))
+        return True
+
     def round_batches(
         self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats
     ) -> Iterator[Batch]:
@@ -89,34 +109,31 @@ class LocalStrategy:
             round_id: names the cursor; never used twice.
             stats: gets the seconds spent waiting for batches.
         """
+        self._dataset_size = len(source)
         mega_batch = MegaBatch(rows, work)
         rank = self._transport.rank
-        key = self._cursor_key = f"claim.{round_id}"
+        self._cursor_key = f"claim.{round_id}"
         # A batch size is in samples, a claim in work.
         work_per_sample = mega_batch.total_work / max(1, len(rows))
         full_claims = self.batch_sizes * work_per_sample
-
-        seen = ""
+        dynamic = self._config.dispatch == "dynamic"
+        claims = self._claims(mega_batch.total_work)
 
         def fetch(pending: int) -> Batch | None:
-            # A compare-and-set: a claim's size depends on the cursor, and only then can no claim be cut to a sliver.
-            nonlocal seen
-            while (position := int(seen.partition(":")[0] or 0)) < mega_batch.total_work:
-                size = claim_size(
-                    remaining=mega_batch.total_work - position,
-                    full_claim=full_claims[rank],
+            def size(remaining: int) -> int:
+                return claim_size(
+                    remaining=remaining,
+                    full_claim=min(full_claims[rank], self._ceiling * work_per_sample),
                     own_pending=pending,
-                    others_full_claims=full_claims.sum() - full_claims[rank],
-                    speed_share=self._shares[rank],
+                    others_full_claims=full_claims.sum() - full_claims[rank] if dynamic else 0.0,
+                    speed_share=self._shares[rank] if dynamic else 1.0,
                     smallest=2 * work_per_sample,
                 )
-                # The rank makes the value unique: two ranks may want to move the cursor to the same place.
-                wanted = f"{position + size}:{rank}"
-                seen = self._transport.compare_set(key, seen, wanted)
-                if seen == wanted:
-                    claimed = mega_batch.claimed(position, position + size)
-                    if len(claimed):
-                        return source.load(claimed, size)
+
+            while (claim := claims.claim(size)) is not None:
+                claimed = mega_batch.claimed(*claim)
+                if len(claimed):
+                    return source.load(claimed, claim[1] - claim[0])
             return None
 
         @contextmanager
@@ -125,7 +142,35 @@ class LocalStrategy:
             yield
             stats.claim_s += time.perf_counter() - start
 
-        yield from prefetched(fetch, timed)
+        for batch in prefetched(fetch, timed):
+            if batch.num_samples <= self._ceiling:
+                yield batch
+            else:
+                # Claimed before the ceiling was known.
+                self._returned.append((batch.rows, batch.work))
+            yield from self._repeated(source, timed)
+
+    def _repeated(self, source: BatchSource, timed: Callable[[], AbstractContextManager[None]]) -> Iterator[Batch]:
+        """Yields the samples of batches that were too large, until all have been computed."""
+        if self._returned:
+            free_cached(self._device)
+        while self._returned:
+            rows, work = self._returned.pop()
+            parts = cut(rows, work, most=int(min(self._ceiling, len(rows))))
+            if len(parts) > 1:
+                self._returned += reversed(parts)
+                continue
+            with timed():
+                batch = source.load(rows, work)
+            yield batch
+
+    def _claims(self, total_work: int) -> Claims:
+        world_size, rank = self._transport.world_size, self._transport.rank
+        if self._config.dispatch == "dynamic":
+            return SharedCursor(self._transport, self._cursor_key, total_work=total_work)
+        shares = self._shares if self._config.dispatch == "proportional" else np.ones(world_size)
+        edges = np.rint(np.concatenate(([0.0], np.cumsum(shares))) / shares.sum() * total_work)
+        return OwnPart(int(edges[rank]), int(edges[rank + 1]))
 
     def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
         """Merges the ranks' models and rebalances. COLLECTIVE.
@@ -142,6 +187,7 @@ class LocalStrategy:
         start = time.perf_counter()
         finite = self.flat_model.compute_delta()
         stats.finite = float(finite)
+        stats.ceiling = self._ceiling if np.isfinite(self._ceiling) else 0.0
         if self._config.perturbation:
             stats.norm_per_parameter = self.flat_model.norm_per_parameter()
         delta_s = time.perf_counter() - start
@@ -192,18 +238,14 @@ class LocalStrategy:
             raise AgreedError(str(error)) from None
 
     def _rebalance(self, gathered: GatheredStats) -> None:
-        config = self._config
         self._shares = speed_shares(gathered["work"], gathered["busy_s"])
-        if not self._warming_up:
-            low, high = config.batch_size_bounds
-            self.batch_sizes = next_batch_sizes(
-                config.size_rule,
-                self.batch_sizes,
-                gathered["num_updates"],
-                min_batch_size=low,
-                max_batch_size=high,
-                step=config.batch_size_step_samples,
-            )
+        self.batch_sizes = self._control.next_batch_sizes(
+            self.batch_sizes, gathered, warming_up=self._warming_up
+        )
+
+    def after_round(self, record: RoundRecord) -> None:
+        """Chooses the next merge period."""
+        self._control.after_round(record, self._dataset_size)
 
     def _merge_optimizer_state(self, *, finite: bool, weight: float) -> None:
         if self._config.optimizer_state == "average":

@@ -35,6 +35,7 @@ class RoundStats:
         train_s: seconds of training so far.
         stop: 1 if the rank wants the run to stop.
         skipped_steps: steps left out because the ranks' reduced gradients held NaN or Inf.
+        ceiling: largest batch size, samples, after a batch that did not fit into memory; 0: none failed.
     """
 
     batch_size: float = 0.0
@@ -55,6 +56,7 @@ class RoundStats:
     train_s: float = 0.0
     stop: float = 0.0
     skipped_steps: float = 0.0
+    ceiling: float = 0.0
 
     def vector(self) -> Array:
         """Returns the fields in order, shape (num_fields,)."""

@@ -33,6 +33,7 @@ from hvd_adaptive.train.flat_model import model_hash
 from hvd_adaptive.train.learning_rate import LearningRateMultiplier
 from hvd_adaptive.train.local import LocalStrategy
 from hvd_adaptive.train.logical import LogicalStrategy
+from hvd_adaptive.train.memory import is_out_of_memory
 from hvd_adaptive.train.records import GatheredStats, RoundRecord, RoundStats
 from hvd_adaptive.train.strategy import Strategy
 from hvd_adaptive.train.sync import SyncStrategy
@@ -169,7 +170,7 @@ class Session:
             size = round_size(
                 self.ledger.cursor,
                 dataset_size=len(source),
-                mega_batch=self.config.mega_batch_samples,
+                mega_batch=self._strategy.mega_batch,
                 unit=self._strategy.round_unit,
             )
             rows = order[self.ledger.cursor : self.ledger.cursor + size]
@@ -194,17 +195,32 @@ class Session:
     def step(self, batch: Batch) -> Iterator[Batch]:
         """Wraps one local step: its timing, its learning rate, and the emulated slowdown.
 
+        With strategy ``local`` an out-of-memory error inside the block is caught if ``optimizer.step`` had not begun: the
+        gradients are dropped, and the batch's samples come again in smaller batches.
+
         Args:
             batch: the batch in work. Set ``batch.loss`` inside to have the loss in the round's record.
+
+        Raises:
+            RuntimeError: if memory ran out after ``optimizer.step`` had begun, when parameters may have been changed.
         """
         start = time.perf_counter()
         factor = self._slowdown.factors(self.train_s + start - self._round_start)[self.rank]
         # Reading this clock waits for a GPU, which only an emulated slowdown needs.
         compute_start = compute_seconds(self.device) if factor > 1 else 0.0
+        num_begun, fits = self._lr.num_begun, True
         try:
             yield batch
+        except Exception as error:
+            if not is_out_of_memory(error) or not self._can_repeat(batch, num_begun, error):
+                raise
+            fits = False
         finally:
             self._lr.restore()
+        if not fits:
+            self.optimizer.zero_grad(set_to_none=True)
+            self._stats.busy_s += time.perf_counter() - start
+            return
         if factor > 1:
             spent = compute_seconds(self.device) - compute_start - self._strategy.take_foreign_seconds()
             time.sleep(max(0.0, (factor - 1) * spent))
@@ -228,6 +244,19 @@ class Session:
             neither complete nor reduced.
         """
         return self._strategy.synchronize()
+
+    def _can_repeat(self, batch: Batch, num_begun: int, error: Exception) -> bool:
+        if batch.num_samples < 2 or not self._strategy.take_back(batch):
+            return False
+        if self._lr.num_begun > num_begun:
+            raise RuntimeError(
+                f"rank {self.rank} ran out of memory with a batch of {batch.num_samples} samples after optimizer.step had begun: "
+                f"parameters may have been changed, so the batch cannot be computed again. Set max_batch_size below "
+                f"{batch.num_samples}, or use an optimizer with less state."
+            ) from error
+        # A loss or an input that is kept alive keeps the failed step's memory.
+        batch.x = batch.y = batch.loss = None
+        return True
 
     def stop(self, *, agreed: bool = False) -> None:
         """Asks all ranks to end.
@@ -309,6 +338,7 @@ class Session:
             stats=final,
         )
         self.round += 1
+        self._strategy.after_round(record)
         for receive in self.records:
             receive(record)
 

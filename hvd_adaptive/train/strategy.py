@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch.optim import Optimizer
 
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows
-from hvd_adaptive.train.records import Array, GatheredStats, RoundStats
+from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
 
 
 class Strategy(Protocol):
@@ -20,11 +20,16 @@ class Strategy(Protocol):
         optimizer: what the user's loop calls: the user's own optimizer, or a wrapper of it.
         batch_sizes: the ranks' batch sizes, samples, shape (world_size,), equal on every rank.
         round_unit: a round is a whole number of so many samples, except at the end of an epoch.
+        mega_batch: samples of the next round over all ranks, equal on every rank.
     """
 
     optimizer: Optimizer
     batch_sizes: Array
     round_unit: int
+
+    @property
+    def mega_batch(self) -> int:
+        """Samples of the next round."""
 
     def warm_up(self, active: bool) -> None:
         """Switches the warm-up of ``Config.warmup_epochs`` on or off; called before every round."""
@@ -41,6 +46,13 @@ class Strategy(Protocol):
 
         Returns:
             Whether a step is due: False between the micro-batches of a step.
+        """
+
+    def take_back(self, batch: Batch) -> bool:
+        """Takes back a batch that did not fit into memory, to give its samples again in smaller batches.
+
+        Returns:
+            False if it cannot: the error then ends the job.
         """
 
     def round_batches(
@@ -71,3 +83,6 @@ class Strategy(Protocol):
 
     def close(self) -> None:
         """Takes off the model what construction put on it."""
+
+    def after_round(self, record: RoundRecord) -> None:
+        """Learns from a completed round, the seconds of its merge included; the same on every rank."""

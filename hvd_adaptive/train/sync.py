@@ -21,7 +21,7 @@ from hvd_adaptive.core.speed_model import Damping, SpeedModel
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows
 from hvd_adaptive.train.exactness import what_breaks_equality
 from hvd_adaptive.train.flat_model import FlatBuffers
-from hvd_adaptive.train.records import Array, GatheredStats, RoundStats
+from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
 from hvd_adaptive.train.sync_optimizer import SyncOptimizer
 from hvd_adaptive.train.synchronous import SynchronousClock, batches_in_order
 from hvd_adaptive.transport.base import AgreedError, Transport
@@ -115,6 +115,18 @@ class SyncStrategy:
     def lr_multiplier(self, batch: Batch) -> float:
         """Returns 1: the global batch stays."""
         return 1.0
+
+    @property
+    def mega_batch(self) -> int:
+        """Samples of a round over all ranks."""
+        return self._config.mega_batch_samples
+
+    def take_back(self, batch: Batch) -> bool:
+        """Returns False: the others' gradients of this step wait for this rank's."""
+        return False
+
+    def after_round(self, record: RoundRecord) -> None:
+        """Shares were chosen when the round ended."""
 
     def take_foreign_seconds(self) -> float:
         """Returns compute seconds of this step spent polling for gradients, which an emulated slowdown must not stretch."""

@@ -1,0 +1,85 @@
+"""How much is computed between two merges: a fixed amount, or what keeps communication a small part, or more as lr falls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+MERGE_PERIODS = ("fixed", "auto", "qsr", "auto-qsr")
+# A hiccup of one merge must not double the rounds: the median of so many counts.
+_NUM_MEASURED = 3
+# A period changes at most by this factor from one round to the next.
+_MAX_FACTOR = 2.0
+
+
+class MergePeriod:
+    """The mega-batch of the next round. Every rank feeds it the same gathered numbers and gets the same answer.
+
+    ``fixed``: the starting one. ``auto``: the least for which communication takes at most ``share`` of a round:
+    with C seconds of communication a round and c of everything else a sample, C (1 - share) / (share c) samples.
+    ``qsr`` (the Quadratic Synchronization Rule, arXiv 2310.14423): H = max(H_base, (alpha / lr)^2) local steps, here with alpha
+    such that both are equal at the starting learning rate: the starting mega-batch over the square of the learning
+    rate's factor. ``auto-qsr``: the larger of the two, H_base being what ``auto`` says.
+
+    No period is shorter than the starting one, nor longer than ``largest``, and it at most doubles or halves at a time.
+
+    Args:
+        rule: one of ``MERGE_PERIODS``.
+        start: samples between two merges over all ranks, > 0.
+        share: the part of a round that communication may take, in (0, 1).
+
+    Attributes:
+        mega_batch: samples of the next round over all ranks.
+        communication_share: the part that communication took, by the median of the last three rounds; 0 before any.
+
+    Raises:
+        ValueError: for an unknown rule or a share outside (0, 1).
+    """
+
+    def __init__(self, rule: str, *, start: int, share: float) -> None:
+        if rule not in MERGE_PERIODS:
+            raise ValueError(f"merge period must be one of {', '.join(MERGE_PERIODS)}, got {rule!r}")
+        if not 0 < share < 1:
+            raise ValueError(f"share must be in (0, 1), got {share}")
+        self._rule = rule
+        self._start = start
+        self._share = share
+        self.mega_batch = start
+        self.communication_share = 0.0
+        # Rows of (communication seconds, other seconds a sample), the latest last.
+        self._measured = np.zeros((0, 2))
+
+    def observe(
+        self, *, num_samples: int, round_s: float, communication_s: float, lr_factor: float, largest: int
+    ) -> None:
+        """Sets the next mega-batch from the round that is over.
+
+        Args:
+            num_samples: samples of the round over all ranks, > 0.
+            round_s: seconds of the round, > 0.
+            communication_s: seconds of it that the merge and its control took, waiting for slower ranks excluded.
+            lr_factor: learning rate now over that at the start, in (0, 1].
+            largest: samples that no period may pass, unless it starts there.
+        """
+        rest_s = max(round_s - communication_s, 1e-9) / num_samples
+        self._measured = np.vstack((self._measured, (communication_s, rest_s)))[-_NUM_MEASURED:]
+        communication_s, rest_s = np.median(self._measured, axis=0)
+        self.communication_share = float(communication_s / (communication_s + rest_s * num_samples))
+        wanted = float(self._start)
+        if self._rule.startswith("auto"):
+            wanted = max(wanted, communication_s * (1 - self._share) / (self._share * rest_s))
+        if self._rule.endswith("qsr"):
+            wanted = max(wanted, self._start / lr_factor**2)
+        wanted = min(wanted, max(largest, self._start))
+        low, high = self.mega_batch / _MAX_FACTOR, self.mega_batch * _MAX_FACTOR
+        self.mega_batch = round(min(max(wanted, low), high))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what :meth:`load_state_dict` takes."""
+        return {"mega_batch": self.mega_batch, "measured": self._measured.copy()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from the state of another one; its seconds are those of the ranks that measured them."""
+        self.mega_batch = int(state["mega_batch"])
+        self._measured = np.array(state["measured"], dtype=np.float64).reshape(-1, 2)

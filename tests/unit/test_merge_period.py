@@ -1,0 +1,120 @@
+"""The merge period: communication gets its share and no more, changes are bounded, a falling learning rate makes it longer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_adaptive.core.merge_period import MERGE_PERIODS, MergePeriod
+
+
+def run(
+    period: MergePeriod,
+    *,
+    merge_s: Any,
+    sample_s: float,
+    num_rounds: int,
+    lr: Any = 1.0,
+    largest: int = 10**9,
+) -> list[int]:
+    """Rounds of a job whose merge takes so long; merge_s and lr may be functions of the round."""
+    sizes = []
+    for number in range(num_rounds):
+        merge = merge_s(number) if callable(merge_s) else merge_s
+        period.observe(
+            num_samples=period.mega_batch,
+            round_s=merge + sample_s * period.mega_batch,
+            communication_s=merge,
+            lr_factor=lr(number) if callable(lr) else lr,
+            largest=largest,
+        )
+        sizes.append(period.mega_batch)
+    return sizes
+
+
+@given(
+    merge_s=st.floats(1e-4, 1),
+    sample_s=st.floats(1e-6, 1e-3),
+    share=st.floats(0.01, 0.3),
+    start=st.integers(10, 10_000),
+)
+def test_communication_takes_its_share_or_less(
+    merge_s: float, sample_s: float, share: float, start: int
+) -> None:
+    sizes = run(MergePeriod("auto", start=start, share=share), merge_s=merge_s, sample_s=sample_s, num_rounds=30)
+    taken = merge_s / (merge_s + sizes[-1] * sample_s)
+    assert taken <= share * 1.06
+    assert sizes[-1] == start or taken >= share * 0.94
+    assert sizes[-1] == sizes[-2]
+    for before, after in zip([start, *sizes], sizes, strict=False):
+        assert before / 2 - 1 <= after <= before * 2 and after >= start
+
+
+def test_a_period_returns_when_the_link_gets_faster() -> None:
+    sizes = run(
+        MergePeriod("auto", start=100, share=0.03),
+        merge_s=lambda n: 1.0 if n < 20 else 0.01,
+        sample_s=0.001,
+        num_rounds=40,
+    )
+    assert sizes[19] == pytest.approx(32_333, abs=1) and sizes[-1] == pytest.approx(323, abs=1)
+
+
+def test_one_slow_merge_changes_nothing() -> None:
+    sizes = run(
+        MergePeriod("auto", start=100, share=0.03),
+        merge_s=lambda n: 5.0 if n == 10 else 0.01,
+        sample_s=0.001,
+        num_rounds=20,
+    )
+    assert len(set(sizes[4:])) == 1
+
+
+@pytest.mark.parametrize("rule", MERGE_PERIODS)
+def test_no_period_passes_the_largest_unless_it_starts_there(rule: str) -> None:
+    slow: dict[str, Any] = {"merge_s": 100.0, "sample_s": 0.001, "num_rounds": 20, "lr": 0.01}
+    assert max(run(MergePeriod(rule, start=100, share=0.03), **slow, largest=1000)) <= 1000
+    assert set(run(MergePeriod(rule, start=5000, share=0.03), **slow, largest=1000)) == {5000}
+
+
+def test_a_falling_learning_rate_makes_rounds_longer_by_its_square() -> None:
+    lr = lambda number: 1 / (1 + 0.1 * number)  # noqa: E731
+    job: dict[str, Any] = {"merge_s": 0.001, "sample_s": 0.001, "num_rounds": 20, "lr": lr}
+    sizes = run(MergePeriod("qsr", start=1000, share=0.03), **job)
+    assert sizes == pytest.approx([1000 / lr(n) ** 2 for n in range(20)], abs=0.5)
+    assert set(run(MergePeriod("fixed", start=1000, share=0.03), **job)) == {1000}
+    assert set(run(MergePeriod("auto", start=1000, share=0.03), **job)) == {1000}
+    job["merge_s"] = 0.05
+    both = run(MergePeriod("auto-qsr", start=1000, share=0.03), **job)
+    auto = run(MergePeriod("auto", start=1000, share=0.03), **job)
+    assert both == np.maximum(auto, sizes).tolist()
+
+
+def test_the_share_is_told() -> None:
+    period = MergePeriod("fixed", start=100, share=0.03)
+    run(period, merge_s=1.0, sample_s=0.01, num_rounds=3)
+    assert period.communication_share == pytest.approx(0.5)
+
+
+def test_the_state_survives_a_restart() -> None:
+    job: dict[str, Any] = {"merge_s": lambda n: 0.1 + 0.05 * (n % 2), "sample_s": 0.001, "num_rounds": 4}
+    one, two = MergePeriod("auto", start=100, share=0.03), MergePeriod("auto", start=100, share=0.03)
+    run(one, **job)
+    two.load_state_dict(one.state_dict())
+    assert run(one, **job) == run(two, **job)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rule": "often", "start": 1, "share": 0.1}, "one of fixed, auto, qsr, auto-qsr, got 'often'"),
+        ({"rule": "auto", "start": 1, "share": 1.0}, r"share must be in \(0, 1\), got 1.0"),
+    ],
+)
+def test_impossible_periods_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MergePeriod(**values)
