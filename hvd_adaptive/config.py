@@ -197,14 +197,6 @@ class Config:
                 f"merge_period {self.merge_period!r} follows the learning rate's schedule: set lr_decay, got {self.lr_decay}"
             )
         _check_strategy(self)
-        if self.logical_ranks is not None:
-            needed = {"strategy": ("local",), "size_rule": ("fixed",), "optimizer_state": ("keep", "reset")}
-            for name, values in needed.items():
-                if getattr(self, name) not in values:
-                    raise ValueError(
-                        f"logical_ranks needs {name} {' or '.join(values)}, got {getattr(self, name)!r}: "
-                        "nothing may follow the ranks' speeds or their number"
-                    )
 
     @property
     def size_rule(self) -> str:
@@ -341,3 +333,16 @@ def _check_strategy(config: Config) -> None:
             raise ValueError(
                 f"{name} must be {value!r} with strategy {config.strategy!r}, got {getattr(config, name)!r}"
             )
+    if config.logical_ranks is not None:
+        needed = {
+            "strategy": (config.strategy, ("local",)),
+            "batch_size_rule": (config.size_rule, ("fixed",)),
+            "merge_period": (config.merge_period, ("fixed", "qsr")),
+            "optimizer_state": (config.optimizer_state, ("keep", "reset")),
+        }
+        for name, (value, values) in needed.items():
+            if value not in values:
+                raise ValueError(
+                    f"logical_ranks needs {name} {' or '.join(values)}, got {value!r}: nothing may follow the ranks' speeds or "
+                    "their number"
+                )

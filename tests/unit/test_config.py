@@ -37,7 +37,7 @@ from hvd_adaptive.option_sources import build_configs, read_config_file, read_en
             {"strategy": "sync", "batch_size_rule": "paper"},
             "batch_size_rule must be one of proportional, fixed, static for strategy 'sync', got 'paper'",
         ),
-        ({"batch_size_rule": "static"}, "batch_size_rule must be one of fixed, paper, heterogpu for strategy 'local'"),
+        ({"batch_size_rule": "static"}, "heterogpu, proportional for strategy 'local', got 'static'"),
         ({"outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\), got 1.0"),
         ({"perturbation": True}, "perturbation needs merge_weights"),
         ({"stall_limit_s": 0.5}, "stall_limit_s must be >= 1"),
