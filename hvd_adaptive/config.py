@@ -113,6 +113,17 @@ class Config:
         "emulate unequal ranks: stretch each rank's compute by a factor, 4,4,2,1; as a schedule over training seconds: "
         "0:4,4,2,1;30:1,2,4,4",
     )
+    sparse_merge: str = _option(
+        "auto",
+        "rows of parameters with sparse gradients that cross the wire in a merge; auto: only those that some rank touched, "
+        "where that takes less time than all",
+        "auto",
+        "always",
+        "never",
+    )
+    row_weights: bool = _option(
+        False, "average each row of a parameter with sparse gradients only over the ranks that touched it"
+    )
 
     def __post_init__(self) -> None:
         _check_types_and_choices(self)

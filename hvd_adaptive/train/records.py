@@ -34,6 +34,7 @@ class RoundStats:
         norm_per_parameter: L2 norm of the model over its number of parameters; 0 where no rule needs it.
         train_s: seconds of training so far.
         stop: 1 if the rank wants the run to stop.
+        merge_rows: rows of sparse parameters that the merge exchanged; 0 where none are told apart.
     """
 
     batch_size: float = 0.0
@@ -53,6 +54,7 @@ class RoundStats:
     norm_per_parameter: float = 0.0
     train_s: float = 0.0
     stop: float = 0.0
+    merge_rows: float = 0.0
 
     def vector(self) -> Array:
         """Returns the fields in order, shape (num_fields,)."""
