@@ -150,6 +150,17 @@ class Config:
         "auto-qsr",
     )
     merge_share: float = _option(0.03, "part of the time that merges may take, for merge_period auto")
+    sparse_merge: str = _option(
+        "auto",
+        "rows of parameters with sparse gradients that cross the wire in a merge; auto: only those that some rank touched, "
+        "where that takes less time than all",
+        "auto",
+        "always",
+        "never",
+    )
+    row_weights: bool = _option(
+        False, "average each row of a parameter with sparse gradients only over the ranks that touched it"
+    )
 
     def __post_init__(self) -> None:
         check_types_and_choices(self)
@@ -334,15 +345,17 @@ def _check_strategy(config: Config) -> None:
                 f"{name} must be {value!r} with strategy {config.strategy!r}, got {getattr(config, name)!r}"
             )
     if config.logical_ranks is not None:
-        needed = {
+        needed: dict[str, tuple[Any, tuple[Any, ...]]] = {
             "strategy": (config.strategy, ("local",)),
             "batch_size_rule": (config.size_rule, ("fixed",)),
             "merge_period": (config.merge_period, ("fixed", "qsr")),
             "optimizer_state": (config.optimizer_state, ("keep", "reset")),
+            "sparse_merge": (config.sparse_merge, ("auto", "never")),
+            "row_weights": (config.row_weights, (False,)),
         }
-        for name, (value, values) in needed.items():
-            if value not in values:
+        for option, (given, allowed) in needed.items():
+            if given not in allowed:
                 raise ValueError(
-                    f"logical_ranks needs {name} {' or '.join(values)}, got {value!r}: nothing may follow the ranks' speeds or "
-                    "their number"
+                    f"logical_ranks needs {option} {' or '.join(map(str, allowed))}, got {given!r}: nothing may follow the "
+                    "ranks' speeds or their number"
                 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -37,30 +39,45 @@ class OuterStep:
         self.momentum = momentum
         self.velocity: dict[torch.dtype, Tensor] = {}
 
+    def velocity_of(self, weights: Tensor) -> Tensor | None:
+        """Returns the velocity of a flat model, zeros at first; None for ``none``."""
+        if self.kind == "none":
+            return None
+        velocity = self.velocity.get(weights.dtype)
+        if velocity is None:
+            velocity = self.velocity[weights.dtype] = torch.zeros_like(weights)
+        return velocity
+
     @torch.no_grad()
-    def apply_(self, weights: Tensor, delta: Tensor) -> None:
+    def apply_(self, weights: Tensor, delta: Tensor, parts: Iterable[slice] | None = None) -> None:
         """Moves ``weights`` by ``delta`` in place and overwrites ``delta``.
 
         Args:
             weights: the flat global model, shape (num_elements,), fp32 or fp64; one tensor a dtype.
             delta: the sum of weighted deltas, same shape and dtype.
+            parts: the elements to move, the others stay as they are; None: all.
         """
-        velocity = None
-        if self.kind != "none":
-            velocity = self.velocity.get(weights.dtype)
-            if velocity is None:
-                velocity = self.velocity[weights.dtype] = torch.zeros_like(weights)
+        velocity = self.velocity_of(weights)
         chunk = _CPU_CHUNK if weights.device.type == "cpu" else max(1, weights.numel())
-        for start in range(0, weights.numel(), chunk):
-            part = slice(start, start + chunk)
-            w, d = weights[part], delta[part]
-            if velocity is not None:
-                v = velocity[part]
-                v.mul_(self.momentum).add_(d)
-                if self.kind == "momentum":
-                    d = v if self.lr == 1.0 else d.copy_(v)
-                else:
-                    d.add_(v * self.momentum)
-            if self.lr != 1.0:
-                d.mul_(self.lr)
-            w.add_(d)
+        for whole in parts if parts is not None else (slice(0, weights.numel()),):
+            for start in range(whole.start, whole.stop, chunk):
+                part = slice(start, min(start + chunk, whole.stop))
+                self.move_(weights[part], delta[part], None if velocity is None else velocity[part])
+
+    def move_(self, w: Tensor, d: Tensor, v: Tensor | None) -> None:
+        """Moves any elements of the model by their deltas, in place; overwrites the deltas.
+
+        Args:
+            w: the elements.
+            d: the sum of their weighted deltas, same shape and dtype.
+            v: their velocity, None for ``none``.
+        """
+        if v is not None:
+            v.mul_(self.momentum).add_(d)
+            if self.kind == "momentum":
+                d = v if self.lr == 1.0 else d.copy_(v)
+            else:
+                d.add_(v * self.momentum)
+        if self.lr != 1.0:
+            d.mul_(self.lr)
+        w.add_(d)

@@ -7,12 +7,15 @@ outer step's velocity is a third, where it is on.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from hvd_adaptive.core.outer import OuterStep
+from hvd_adaptive.train.row_merge import RowMerge, RowRange, all_finite
+from hvd_adaptive.train.touched_rows import TouchedRows
 from hvd_adaptive.transport.base import Transport
 
 
@@ -25,12 +28,19 @@ class _Group:
         tensors: the model's own tensors, in the model's order, each once.
         weights: the flat global model, fp64 for fp64 tensors, else fp32, shape (num_elements,).
         delta: same shape and dtype.
+        row_ranges: the sparse parameters among ``tensors``, by position there.
     """
 
     name: str
     tensors: list[Tensor]
     weights: Tensor
     delta: Tensor
+    row_ranges: dict[int, RowRange] = field(default_factory=dict)
+
+    def rest(self) -> list[slice]:
+        """The elements outside the row ranges, where there are any, ascending."""
+        bounds = [0, *(b for r in self.row_ranges.values() for b in (r.part.start, r.part.stop)), self.delta.numel()]
+        return [slice(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if a < b]
 
     def slices(self, flat: Tensor) -> list[Tensor]:
         sizes = [t.numel() for t in self.tensors]
@@ -70,7 +80,9 @@ class FlatBuffers:
         Args:
             weight: this rank's; they sum to 1 over ranks. 0 contributes zeros, whatever the delta holds.
         """
-        _reduce_deltas(self.groups, weight, self._transport)
+        for group in self.groups:
+            _scale_(group, weight)
+            self._transport.allreduce_sum_(group.delta, name=group.name)
         self.apply_()
 
     @torch.no_grad()
@@ -78,7 +90,7 @@ class FlatBuffers:
         """Moves the float buffers by the summed deltas; integer ones take the ranks' maximum. COLLECTIVE."""
         for group in self.groups:
             group.weights.add_(group.delta)
-        _load(self.groups)
+            _load_(group, range(len(group.tensors)))
         if self.integers:
             flat = torch.cat([b.reshape(-1).to(torch.int64) for b in self.integers])
             self._transport.allreduce_max_(flat, name="integer_buffers")
@@ -99,12 +111,15 @@ class FlatModel:
     Args:
         model: any module; floating-point parameters on one device.
         transport: the world.
+        touched: the sparse parameters whose touched rows are known, by ``id`` of the parameter.
 
     Raises:
         ValueError: for a model without trainable parameters, with complex ones, or on several devices.
     """
 
-    def __init__(self, model: nn.Module, transport: Transport) -> None:
+    def __init__(
+        self, model: nn.Module, transport: Transport, touched: Mapping[int, TouchedRows] | None = None
+    ) -> None:
         self._model = model
         self._transport = transport
         parameters = list(model.parameters())
@@ -122,10 +137,20 @@ class FlatModel:
             )
         transport.broadcast_([*(p.detach() for p in parameters), *buffers])
 
-        self.parameter_groups = _group("parameters", trainable)
+        marks = {
+            id(t): touched[id(p)]
+            for p, t in zip((p for p in parameters if p.requires_grad), trainable, strict=True)
+            if touched and id(p) in touched
+        }
+        self.parameter_groups = _group("parameters", trainable, marks)
         self.buffers = FlatBuffers(model, transport)
         self.num_parameters = sum(p.numel() for p in trainable)
-        self.payload_bytes = sum(g.delta.numel() * g.delta.element_size() for g in self.groups)
+        self.payload_bytes = self._dense_bytes = sum(
+            g.delta.numel() * g.delta.element_size() for g in self.groups
+        )
+        self.row_ranges = [r for g in self.parameter_groups for r in g.row_ranges.values()]
+        for row_range in self.row_ranges:
+            row_range.touched.clear()
 
     @property
     def groups(self) -> list[_Group]:
@@ -133,8 +158,11 @@ class FlatModel:
         return [*self.parameter_groups, *self.buffers.groups]
 
     @torch.no_grad()
-    def compute_delta(self) -> bool:
+    def compute_delta(self, *, verify: bool = False) -> bool:
         """Fills the delta with model minus global model; returns whether it is finite.
+
+        Args:
+            verify: look for changes in rows of sparse parameters that no step touched.
 
         Raises:
             RuntimeError: if a parameter was frozen or unfrozen since construction.
@@ -144,7 +172,7 @@ class FlatModel:
                 "requires_grad of a parameter changed during the session; close it and make a new Session after freezing "
                 "or unfreezing, so that the ranks exchange the right parameters"
             )
-        return _fill_deltas(self.groups)
+        return _fill_deltas(self.groups, verify=verify)
 
     @torch.no_grad()
     def norm_per_parameter(self) -> float:
@@ -153,34 +181,67 @@ class FlatModel:
         return float(squares) ** 0.5 / self.num_parameters
 
     @torch.no_grad()
-    def merge_(self, outer: OuterStep, *, weight: float, buffer_weight: float) -> None:
+    def merge_(
+        self, outer: OuterStep, *, weight: float, buffer_weight: float, rows: RowMerge | None = None
+    ) -> None:
         """Sums the ranks' weighted deltas, moves the global model, and loads it into the model. COLLECTIVE.
 
         Args:
             outer: the outer step, for trainable parameters.
             weight: this rank's merge weight; 0 contributes zeros, whatever the delta holds.
             buffer_weight: this rank's weight for float buffers; those sum to 1 over ranks.
+            rows: what the ranks decided about the rows of sparse parameters, after its exchange.
         """
-        _reduce_deltas(self.parameter_groups, weight, self._transport)
-        _reduce_deltas(self.buffers.groups, buffer_weight, self._transport)
-        self.apply_(outer)
+        self.payload_bytes = self._dense_bytes + (rows.message_bytes if rows else 0)
+        sparse = rows is not None and rows.sparse
+        for group in self.parameter_groups:
+            if sparse and group.row_ranges:
+                self._sum_rows_(group, weight)
+            else:
+                _scale_(group, weight)
+                self._transport.allreduce_sum_(group.delta, name=group.name)
+        self.apply_(outer, sparse=sparse)
+        self.buffers.merge_(buffer_weight)
 
     @torch.no_grad()
-    def apply_(self, outer: OuterStep) -> None:
-        """Moves the global model by the summed deltas and loads it into the model. COLLECTIVE.
+    def apply_(self, outer: OuterStep, *, sparse: bool = False) -> None:
+        """Moves the global parameters by the summed deltas and loads them into the model.
 
         Args:
-            outer: the outer step, for trainable parameters.
+            outer: the outer step.
+            sparse: whether row ranges hold sums of their union's rows only.
         """
         for group in self.parameter_groups:
-            outer.apply_(group.weights, group.delta)
-        _load(self.parameter_groups)
-        self.buffers.apply_()
+            if sparse:
+                outer.apply_(group.weights, group.delta, group.rest())
+                for part in group.row_ranges.values():
+                    part.apply_(outer, group.weights, group.delta)
+                _load_(group, [i for i in range(len(group.tensors)) if i not in group.row_ranges])
+            else:
+                outer.apply_(group.weights, group.delta)
+                _load_(group, range(len(group.tensors)))
+        for part in self.row_ranges:
+            part.touched.clear()
 
     @torch.no_grad()
     def restore_(self) -> None:
         """Loads the global model back into the model, undoing local steps."""
-        _load(self.groups)
+        for group in self.groups:
+            _load_(group, range(len(group.tensors)))
+        for part in self.row_ranges:
+            part.touched.clear()
+
+    def _sum_rows_(self, group: _Group, factor: float) -> None:
+        for part in group.rest():
+            rest = group.delta[part]
+            rest.mul_(factor) if factor else rest.zero_()
+            self._transport.allreduce_sum_(rest, name=f"{group.name}.{part.start}")
+        for row_range in group.row_ranges.values():
+            packed = row_range.pack_(factor)
+            self.payload_bytes -= (row_range.num_rows * row_range.row_bytes) - packed.nbytes
+            if packed.numel():
+                self._transport.allreduce_sum_(packed, name=f"{group.name}.rows.{row_range.part.start}")
+            row_range.unpack_()
 
 
 @torch.no_grad()
@@ -192,39 +253,52 @@ def model_hash(model: nn.Module, *, buffers: bool = True) -> str:
     return digest.hexdigest()
 
 
-def _group(kind: str, tensors: list[Tensor]) -> list[_Group]:
+def _group(kind: str, tensors: list[Tensor], touched: Mapping[int, TouchedRows] | None = None) -> list[_Group]:
     groups = []
     for dtype in (torch.float32, torch.float64):
         members = [t for t in tensors if (t.dtype == torch.float64) == (dtype == torch.float64)]
         if members:
             flat = torch.cat([t.reshape(-1).to(dtype) for t in members])
             name = f"{kind}.{str(dtype).removeprefix('torch.')}"
-            groups.append(_Group(name=name, tensors=members, weights=flat, delta=torch.zeros_like(flat)))
+            group = _Group(name=name, tensors=members, weights=flat, delta=torch.zeros_like(flat))
+            start = 0
+            for index, tensor in enumerate(members):
+                if touched and id(tensor) in touched:
+                    group.row_ranges[index] = RowRange(
+                        touched[id(tensor)], tensor, group.weights, group.delta, start
+                    )
+                start += tensor.numel()
+            groups.append(group)
     return groups
 
 
-def _fill_deltas(groups: list[_Group]) -> bool:
+def _fill_deltas(groups: list[_Group], *, verify: bool = False) -> bool:
     finite = True
     for group in groups:
-        for tensor, weights, delta in zip(
-            group.tensors, group.slices(group.weights), group.slices(group.delta), strict=True
+        for index, (tensor, weights, delta) in enumerate(
+            zip(group.tensors, group.slices(group.weights), group.slices(group.delta), strict=True)
         ):
-            # Half-precision parameters hold the rounded global model: that is what they started from.
-            torch.sub(tensor.to(delta.dtype), weights.to(tensor.dtype).to(delta.dtype), out=delta)
-        # A finite sum of squares proves all elements finite; an overflow does not prove the contrary.
-        if group.delta.numel() and not torch.isfinite(torch.dot(group.delta, group.delta)):
-            finite = finite and bool(torch.isfinite(group.delta).all())
+            if index in group.row_ranges:
+                finite &= group.row_ranges[index].compute_delta_(verify=verify)
+            else:
+                # Half-precision parameters hold the rounded global model: that is what they started from.
+                torch.sub(tensor.to(delta.dtype), weights.to(tensor.dtype).to(delta.dtype), out=delta)
+        finite &= all(all_finite(group.delta[part]) for part in group.rest())
     return finite
 
 
-def _reduce_deltas(groups: list[_Group], factor: float, transport: Transport) -> None:
-    for group in groups:
-        # Not delta * 0: NaN times 0 is NaN.
-        group.delta.mul_(factor) if factor else group.delta.zero_()
-        transport.allreduce_sum_(group.delta, name=group.name)
+def _load_(group: _Group, indices: Iterable[int]) -> None:
+    slices = group.slices(group.weights)
+    for index in indices:
+        group.tensors[index].copy_(slices[index])
 
 
-def _load(groups: list[_Group]) -> None:
-    for group in groups:
-        for tensor, weights in zip(group.tensors, group.slices(group.weights), strict=True):
-            tensor.copy_(weights)
+def _scale_(group: _Group, factor: float) -> None:
+    # Not delta * 0: NaN times 0 is NaN.
+    if not factor:
+        group.delta.zero_()
+        return
+    for part in group.rest():
+        group.delta[part].mul_(factor)
+    for row_range in group.row_ranges.values():
+        row_range.scale_(factor)

@@ -24,7 +24,9 @@ from hvd_adaptive.train.control import RoundControl
 from hvd_adaptive.train.flat_model import FlatModel
 from hvd_adaptive.train.memory import cut, free_cached
 from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
-from hvd_adaptive.transport.base import AgreedError, Transport
+from hvd_adaptive.train.row_merge import RowMerge
+from hvd_adaptive.train.touched_rows import TouchedRows, sparse_parameters, why_dense
+from hvd_adaptive.transport.base import AgreedError, Transport, agree_equal
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +46,10 @@ class LocalStrategy:
         self.optimizer = optimizer
         self._config = config
         self._transport = transport
-        self.flat_model = FlatModel(model, transport)
+        touched = self._mark_rows(model)
+        self.flat_model = FlatModel(model, transport, touched)
+        self._rows = self._row_merge()
+        self._round = 0
         self._outer = OuterStep(
             config.outer_step, lr=config.outer_learning_rate, momentum=config.outer_momentum
         )
@@ -113,6 +118,7 @@ class LocalStrategy:
         mega_batch = MegaBatch(rows, work)
         rank = self._transport.rank
         self._cursor_key = f"claim.{round_id}"
+        self._round = round_id
         # A batch size is in samples, a claim in work.
         work_per_sample = mega_batch.total_work / max(1, len(rows))
         full_claims = self.batch_sizes * work_per_sample
@@ -185,7 +191,9 @@ class LocalStrategy:
             AgreedError: on all ranks, if no rank's parameters are finite.
         """
         start = time.perf_counter()
-        finite = self.flat_model.compute_delta()
+        interval = self._config.hash_interval
+        # With the session's check of hashes, so that a write which it would find is found here first, and merged.
+        finite = self.flat_model.compute_delta(verify=interval > 0 and (self._round + 1) % interval == 0)
         stats.finite = float(finite)
         stats.ceiling = self._ceiling if np.isfinite(self._ceiling) else 0.0
         if self._config.perturbation:
@@ -203,7 +211,14 @@ class LocalStrategy:
         start = time.perf_counter()
         rank = self._transport.rank
         convex = weight / weight.sum()
-        self.flat_model.merge_(self._outer, weight=float(weight[rank]), buffer_weight=float(convex[rank]))
+        if self._rows is not None:
+            self._rows.exchange(weight)
+        self.flat_model.merge_(
+            self._outer, weight=float(weight[rank]), buffer_weight=float(convex[rank]), rows=self._rows
+        )
+        if self._rows is not None:
+            stats.merge_rows = self._rows.num_rows
+            self._rows.observe(time.perf_counter() - start, self.flat_model.payload_bytes)
         self._merge_optimizer_state(finite=finite, weight=float(convex[rank]))
         if not all_finite.all() and rank == 0:
             log.warning(
@@ -215,6 +230,44 @@ class LocalStrategy:
             self._transport.forget(self._cursor_key)
         stats.merge_s = delta_s + time.perf_counter() - start
         return gathered, weight, self.flat_model.payload_bytes
+
+    def _mark_rows(self, model: nn.Module) -> dict[int, TouchedRows]:
+        config = self._config
+        if config.sparse_merge == "never" and not config.row_weights:
+            return {}
+        touched, refused = {}, []
+        for name, parameter in sparse_parameters(model).items():
+            if (reason := why_dense(self.optimizer, parameter)) is None:
+                touched[id(parameter)] = TouchedRows(name, parameter, self.optimizer)
+            else:
+                refused.append(f"{name} is stepped by {reason}")
+        agree_equal(
+            self._transport,
+            {"sparse parameters": [t.name for t in touched.values()]},
+            "Give every rank the same model with the same sparse=True.",
+        )
+        if not touched and (config.sparse_merge == "always" or config.row_weights):
+            option = "sparse_merge 'always'" if config.sparse_merge == "always" else "row_weights"
+            raise ValueError(
+                f"{option} needs an nn.Embedding or nn.EmbeddingBag with sparse=True and SGD without momentum and weight "
+                f"decay, Adagrad or SparseAdam, got {'; '.join(refused) or 'a model without sparse gradients'}"
+            )
+        if refused and self._transport.rank == 0:
+            log.warning("all rows of sparse parameters are merged: %s", "; ".join(refused))
+        return touched
+
+    def _row_merge(self) -> RowMerge | None:
+        ranges = self.flat_model.row_ranges
+        if not ranges:
+            return None
+        rows_bytes = sum(r.num_rows * r.row_bytes for r in ranges)
+        return RowMerge(
+            ranges,
+            self._transport,
+            mode=self._config.sparse_merge,
+            row_weights=self._config.row_weights,
+            rest_bytes=self.flat_model.payload_bytes - rows_bytes,
+        )
 
     def _weights(self, gathered: GatheredStats) -> Array:
         config = self._config

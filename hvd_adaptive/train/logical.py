@@ -26,6 +26,7 @@ from hvd_adaptive.train.batches import Batch, BatchSource, Rows
 from hvd_adaptive.train.local import LocalStrategy
 from hvd_adaptive.train.random_state import random_state, seeded_random_state, set_random_state
 from hvd_adaptive.train.records import FIELDS, Array, GatheredStats, RoundStats
+from hvd_adaptive.train.touched_rows import TouchedRows
 from hvd_adaptive.transport.base import AgreedError, Transport
 
 log = logging.getLogger(__name__)
@@ -123,6 +124,10 @@ class LogicalStrategy(LocalStrategy):
         for buffer, value in zip(integers, highest, strict=True):
             buffer.copy_(value)
 
+    def _mark_rows(self, model: nn.Module) -> dict[int, TouchedRows]:
+        # Deltas of all rows are kept until the merge.
+        return {}
+
     def _share(
         self, number: int, mega_batch: MegaBatch, source: BatchSource, stats: RoundStats
     ) -> Iterator[Batch]:
@@ -187,6 +192,7 @@ class LogicalStrategy(LocalStrategy):
                 logical.optimizer = self._fresh_state()
         self._sum_in_logical_order()
         self.flat_model.apply_(self._outer)
+        self.flat_model.buffers.apply_()
         if not finite.all() and self._transport.rank == 0:
             log.warning(
                 "logical ranks %s had NaN or Inf in their parameters: they contributed nothing and start again from the "

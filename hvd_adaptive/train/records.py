@@ -36,6 +36,7 @@ class RoundStats:
         stop: 1 if the rank wants the run to stop.
         skipped_steps: steps left out because the ranks' reduced gradients held NaN or Inf.
         ceiling: largest batch size, samples, after a batch that did not fit into memory; 0: none failed.
+        merge_rows: rows of sparse parameters that the merge exchanged; 0 where none are told apart.
     """
 
     batch_size: float = 0.0
@@ -57,6 +58,7 @@ class RoundStats:
     stop: float = 0.0
     skipped_steps: float = 0.0
     ceiling: float = 0.0
+    merge_rows: float = 0.0
 
     def vector(self) -> Array:
         """Returns the fields in order, shape (num_fields,)."""

@@ -35,6 +35,9 @@ class Transport(Protocol):
     def allgather_stats(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Gathers a small vector, shape (k,), from every rank: shape (world_size, k), float64. COLLECTIVE."""
 
+    def allgather_array(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Gathers an array of one shape and dtype from every rank: shape (world_size, *shape). COLLECTIVE."""
+
     def allgather_object(self, value: Any) -> list[Any]:
         """Gathers a small Python object from every rank, in rank order. COLLECTIVE."""
 

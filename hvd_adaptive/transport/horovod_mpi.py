@@ -111,6 +111,13 @@ class HorovodMpiTransport:
             self._comm.Allgather(np.ascontiguousarray(values, dtype=np.float64), gathered)
         return gathered
 
+    def allgather_array(self, values: NDArray[Any]) -> NDArray[Any]:
+        values = np.ascontiguousarray(values)
+        gathered = np.empty((self.world_size, *values.shape), dtype=values.dtype)
+        with self.waiting("gathering"):
+            self._comm.Allgather(values, gathered)
+        return gathered
+
     def allgather_object(self, value: Any) -> list[Any]:
         with self.waiting("agreement"):
             gathered: list[Any] = self._comm.allgather(value)

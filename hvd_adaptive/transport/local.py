@@ -77,6 +77,9 @@ class LocalTransport:
     def allgather_stats(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.stack(self.allgather_object(values.copy()))
 
+    def allgather_array(self, values: NDArray[Any]) -> NDArray[Any]:
+        return np.stack(self.allgather_object(values.copy()))
+
     def allreduce_sum_(self, tensor: Tensor, name: str) -> None:
         if self.world_size == 1:
             return
