@@ -20,11 +20,13 @@ class Strategy(Protocol):
         optimizer: what the user's loop calls: the user's own optimizer, or a wrapper of it.
         batch_sizes: the ranks' batch sizes, samples, shape (world_size,), equal on every rank.
         round_unit: a round is a whole number of so many samples, except at the end of an epoch.
+        inexact: what breaks the equality with one rank that the strategy promises, as sentences; empty where it promises none.
     """
 
     optimizer: Optimizer
     batch_sizes: Array
     round_unit: int
+    inexact: list[str]
 
     def warm_up(self, active: bool) -> None:
         """Switches the warm-up of ``Config.warmup_epochs`` on or off; called before every round."""
