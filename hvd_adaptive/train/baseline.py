@@ -28,6 +28,7 @@ class HorovodStrategy:
         optimizer: Horovod's wrapper of the user's optimizer.
         batch_sizes: the batch size, for every rank, shape (world_size,).
         round_unit: 1, as in strategy ``local``.
+        inexact: empty.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
@@ -37,6 +38,7 @@ class HorovodStrategy:
         self.optimizer = transport.distributed_optimizer(optimizer, model)
         self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
         self.round_unit = 1
+        self.inexact: list[str] = []
         self._clock = SynchronousClock(self.optimizer, next(model.parameters()).device, transport)
         self._reduced = ExitStack()
 

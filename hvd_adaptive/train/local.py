@@ -38,9 +38,8 @@ class LocalStrategy:
         optimizer: the user's own.
         batch_sizes: the ranks' batch sizes, samples, shape (world_size,), equal on every rank.
         round_unit: 1, rounds may have any number of samples.
+        inexact: empty.
     """
-
-    round_unit = 1
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
         self.optimizer = optimizer
@@ -56,6 +55,8 @@ class LocalStrategy:
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
         self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
         self._shares = np.full(transport.world_size, 1.0 / transport.world_size)
+        self.round_unit = 1
+        self.inexact: list[str] = []
         self._warming_up = False
         self._cursor_key = ""
         self._control = RoundControl(config, transport.world_size, speaks=transport.rank == 0)

@@ -131,6 +131,12 @@ class Session:
         """The ranks' batch sizes for the next round, samples, shape (world_size,)."""
         return self._strategy.batch_sizes
 
+    @property
+    def inexact(self) -> list[str]:
+        """What keeps a step over N ranks from being one rank's at the same global batch, as sentences; empty if nothing that
+        can be seen, and for strategies that do not promise it."""
+        return self._strategy.inexact
+
     def batches(
         self,
         dataset: Any,

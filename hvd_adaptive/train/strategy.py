@@ -21,11 +21,13 @@ class Strategy(Protocol):
         batch_sizes: the ranks' batch sizes, samples, shape (world_size,), equal on every rank.
         round_unit: a round is a whole number of so many samples, except at the end of an epoch.
         mega_batch: samples of the next round over all ranks, equal on every rank.
+        inexact: what breaks the equality with one rank that the strategy promises, as sentences; empty where it promises none.
     """
 
     optimizer: Optimizer
     batch_sizes: Array
     round_unit: int
+    inexact: list[str]
 
     @property
     def mega_batch(self) -> int:

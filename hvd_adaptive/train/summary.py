@@ -124,6 +124,7 @@ class Totals:
             "payload_bytes": self._payload_bytes,
             "model_hash": model_hash,
             "ranks_agreed": ranks_agreed,
+            "inexact": session.inexact,
             "seed": self._config.seed,
             "versions": {
                 "hvd_adaptive": __version__,

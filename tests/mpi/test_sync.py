@@ -1,0 +1,350 @@
+"""Strategy ``sync`` over real ranks equals one rank at the same global batch, whatever the shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from hvd_adaptive import Config, Session
+from hvd_adaptive.core.dispatch import epoch_order
+from hvd_adaptive.core.shares import integer_shares
+from hvd_adaptive.train.flat_model import model_hash
+from hvd_adaptive.transport import connect
+from hvd_adaptive.transport.base import AgreedError, Transport
+
+GLOBAL_BATCH = 26
+# The last global batch of an epoch has two samples: fewer than ranks.
+NUM_SAMPLES = 10 * GLOBAL_BATCH + 2
+_generator = torch.Generator().manual_seed(3)
+X = torch.randint(0, 50, (NUM_SAMPLES, 5), generator=_generator)
+Y = torch.randint(0, 3, (NUM_SAMPLES,), generator=_generator)
+
+
+class Bag(nn.Module):
+    """Sparse or dense embeddings, a frozen layer, a tied one, and a parameter without gradient."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(50, 6, mode="sum", sparse=sparse, dtype=torch.float64)
+        self.frozen = nn.Linear(6, 6).double().requires_grad_(False)
+        self.inner = nn.Linear(6, 6, bias=False).double()
+        self.again = nn.Linear(6, 6, bias=False).double()
+        self.again.weight = self.inner.weight
+        self.out = nn.Linear(6, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.again(torch.tanh(self.inner(self.frozen(self.bag(x)))))))
+
+
+def make_session(
+    *, make: Callable[[Any], Any], sparse: bool = False, transport: Transport | None = None, **options: Any
+) -> Session:
+    torch.manual_seed(0)
+    model = Bag(sparse=sparse)
+    config = Config(
+        strategy="sync", global_batch_size=GLOBAL_BATCH, mega_batch=3 * GLOBAL_BATCH, hash_interval=1, seed=7, **options
+    )
+    session = Session(model, make(model.parameters()), config, transport=transport)
+    force_odd_shares(session)
+    return session
+
+
+def force_odd_shares(session: Session) -> None:
+    """Other shares in every round, as uneven as they can be, the same on every rank."""
+    strategy: Any = session._strategy
+    generator = np.random.default_rng(1)
+    lower = int(strategy._bounds[0][0])
+
+    def rebalance(*_: Any) -> None:
+        targets = generator.exponential(size=session.world_size) ** 2
+        strategy.batch_sizes = np.array(integer_shares(targets.tolist(), GLOBAL_BATCH, lower=lower), dtype=float)
+
+    rebalance()
+    strategy._rebalance = rebalance
+
+
+def reference(
+    step: Callable[[nn.Module, Any, Tensor, Tensor], None], make: Callable[[Any], Any], *, sparse: bool, num_epochs: int,
+    data: tuple[Tensor, Tensor] = (X, Y),
+) -> nn.Module:  # fmt: skip
+    """One rank's plain loop over the same global batches."""
+    torch.manual_seed(0)
+    model = Bag(sparse=sparse)
+    optimizer = make(model.parameters())
+    for epoch in range(num_epochs):
+        order = epoch_order(NUM_SAMPLES, seed=7, epoch=epoch)
+        for first in range(0, NUM_SAMPLES, GLOBAL_BATCH):
+            rows = order[first : first + GLOBAL_BATCH]
+            step(model, optimizer, data[0][rows], data[1][rows])
+    return model
+
+
+def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12), name
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.3)
+
+
+def sgd_momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-2)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+CASES = {
+    "momentum": (sgd_momentum, False, 1, None, "mean"),
+    "accumulated, clipped": (sgd_momentum, False, 3, 0.05, "mean"),
+    "sparse": (sgd, True, 1, None, "mean"),
+    "sparse, accumulated, sum": (sgd, True, 2, None, "sum"),
+    "adam, accumulated, clipped, sum": (adam, False, 2, 0.05, "sum"),
+}
+
+
+@pytest.mark.mpi(1, 2, 3, 4)
+def test_any_number_of_ranks_equals_one(num_ranks: int) -> None:
+    # All in one job: starting one takes longer than a case.
+    transport = connect(stall_limit_s=60)
+    for name, case in CASES.items():
+        check_equality(name, *case, transport=transport)
+
+
+def check_equality(
+    name: str, make: Any, sparse: bool, steps: int, clip: float | None, reduction: str, *, transport: Transport
+) -> None:
+    def scaled(parameters: Any) -> Any:
+        optimizer = make(parameters)
+        if reduction == "sum" and make is not adam:
+            optimizer.param_groups[0]["lr"] /= GLOBAL_BATCH
+        return optimizer
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y, reduction=reduction).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+
+    session = make_session(
+        sparse=sparse, make=scaled, accumulation_steps=steps, loss_reduction=reduction, transport=transport
+    )
+    records: list[Any] = []
+    session.records.append(records.append)
+    rows, sizes = [], []
+    for batch in session.batches(TensorDataset(X, Y), num_epochs=3):
+        rows.append(batch.rows)
+        sizes.append(len(batch.x))
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(session.model(batch.x), batch.y, reduction=reduction)
+            loss.backward()
+            if clip and session.synchronize():
+                nn.utils.clip_grad_norm_(session.model.parameters(), clip)
+            session.optimizer.step()
+    session._strategy.close()
+
+    one = reference(step, scaled, sparse=sparse, num_epochs=3)
+    for (parameter, ours), theirs in zip(session.model.named_parameters(), one.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12), (name, parameter)
+    consumed = np.concatenate([part for other in transport.allgather_object(rows) for part in other])
+    assert np.array_equal(np.bincount(consumed, minlength=NUM_SAMPLES), np.full(NUM_SAMPLES, 3)), name
+    # A collective a step: all ranks make as many, and none of them is without samples to compute.
+    assert set(transport.allgather_object(len(rows))) == {3 * 11 * steps} and min(sizes) >= 1, name
+    assert len({model_hash(session.model), *transport.allgather_object(model_hash(session.model))}) == 1, name
+    assert all(record.weight.sum() == pytest.approx(1) for record in records), name
+    assert all(record.stats["batch_size"].sum() == GLOBAL_BATCH for record in records), name
+    if transport.world_size > 1:
+        assert len({tuple(record.stats["batch_size"]) for record in records}) > 3, name
+
+
+@pytest.mark.mpi(1, 3)
+def test_amp_in_one_loop_for_any_number_of_ranks(num_ranks: int) -> None:
+    """Loss scaling with accumulation, and a sample that overflows on one rank: all leave out the steps that one rank does."""
+    weights = torch.ones(NUM_SAMPLES, dtype=torch.float64)
+    weights[17] = float("inf")
+    scales: dict[str, list[float]] = {"ours": [], "theirs": []}
+
+    def new_scaler() -> Any:
+        return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+
+    def finish(who: str, scaler: Any, model: nn.Module, optimizer: Any) -> None:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        scales[who].append(scaler.get_scale())
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return (w * nn.functional.cross_entropy(model(x), y, reduction="none")).mean()
+
+    scaler = new_scaler()
+    session = make_session(make=sgd_momentum, accumulation_steps=2)
+    for batch in session.batches(TensorDataset(X, torch.arange(NUM_SAMPLES)), num_epochs=2):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            loss = loss_of(session.model, batch.x, Y[batch.y], weights[batch.y])
+            scaler.scale(loss).backward()
+            if session.synchronize():
+                finish("ours", scaler, session.model, session.optimizer)
+    session.close()
+
+    plain_scaler = new_scaler()
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        plain_scaler.scale(loss_of(model, x, Y[y], weights[y])).backward()
+        finish("theirs", plain_scaler, model, optimizer)
+
+    one = reference(step, sgd_momentum, sparse=False, num_epochs=2, data=(X, torch.arange(NUM_SAMPLES)))
+    assert scales["ours"] == scales["theirs"] and len(set(scales["ours"])) > 2
+    assert_equal(session.model, one)
+
+
+@pytest.mark.mpi(1, 3)
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(sparse: bool, num_ranks: int) -> None:
+    weights = torch.ones(NUM_SAMPLES, dtype=torch.float64)
+    weights[17] = float("nan")
+
+    def loss_of(model: nn.Module, x: Tensor, rows: Tensor) -> Tensor:
+        return (weights[rows] * nn.functional.cross_entropy(model(x), Y[rows], reduction="none")).mean()
+
+    make = sgd if sparse else sgd_momentum
+    session = make_session(make=make, sparse=sparse)
+    records: list[Any] = []
+    session.records.append(records.append)
+    for batch in session.batches(TensorDataset(X, torch.arange(NUM_SAMPLES)), num_epochs=2):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            loss_of(session.model, batch.x, batch.y).backward()
+            session.optimizer.step()
+    session.close()
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor, rows: Tensor) -> None:
+        optimizer.zero_grad()
+        loss = loss_of(model, x, rows)
+        if loss.isfinite():
+            loss.backward()
+            optimizer.step()
+
+    one = reference(step, make, sparse=sparse, num_epochs=2, data=(X, torch.arange(NUM_SAMPLES)))
+    assert_equal(session.model, one)
+    assert sum(record.stats["skipped_steps"] for record in records).tolist() == [2.0] * num_ranks
+
+
+@pytest.mark.mpi(2)
+def test_a_round_without_a_finite_step_stops_the_run_on_all_ranks(num_ranks: int) -> None:
+    session = make_session(make=sgd)
+    with pytest.raises(AgreedError, match="all 4 steps of a round held NaN or Inf"):  # noqa: PT012
+        for batch in session.batches(TensorDataset(X, Y), num_epochs=1):
+            with session.step(batch):
+                loss = nn.functional.cross_entropy(session.model(batch.x), batch.y)
+                # On one rank only.
+                (loss * (float("inf") if session.rank == 1 else 1.0)).backward()
+                session.optimizer.step()
+    session.close()
+
+
+@pytest.mark.mpi(3)
+def test_buffers_agree_after_every_round(num_ranks: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(), nn.BatchNorm1d(20), nn.Linear(20, 3)).double()
+    session = Session(
+        model,
+        sgd(model.parameters()),
+        Config(strategy="sync", global_batch_size=GLOBAL_BATCH, mega_batch=3 * GLOBAL_BATCH, hash_interval=1),
+    )
+    assert len(session.inexact) == 1
+    norm = model[2]
+    merged = []
+    session.records.append(lambda record: merged.append((norm.running_mean.clone(), int(norm.num_batches_tracked))))
+    for batch in session.batches(TensorDataset(X, Y), num_epochs=2):
+        assert len(batch.x) >= 2
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            x = model(batch.x)
+            if session.rank == 1 and session.round == 2:
+                norm.running_mean.fill_(float("nan"))
+            nn.functional.cross_entropy(x, batch.y).backward()
+            session.optimizer.step()
+    # The hash across ranks includes the buffers.
+    session.close()
+    assert all(mean.isfinite().all() and mean.abs().sum() > 0 for mean, _ in merged)
+    assert merged[-1][1] == 22
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("rule", ["proportional", "static"])
+def test_shares_follow_the_ranks_speeds(rule: str, num_ranks: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(400, 800), nn.ReLU(), nn.Linear(800, 3))
+    x = torch.randn(3000, 400)
+    session = Session(
+        model,
+        sgd(model.parameters()),
+        Config(
+            strategy="sync", global_batch_size=200, mega_batch=1000, batch_size_rule=rule, slowdown="0:12,1;4:1,12"
+        ),
+    )
+    records: list[Any] = []
+    session.records.append(records.append)
+    for batch in session.batches(TensorDataset(x, (x.sum(1) > 0).long()), num_epochs=None):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+            session.optimizer.step()
+        if session.train_s > 12:
+            session.stop()
+    session.close()
+    sizes = np.array([record.stats["batch_size"] for record in records])
+    assert (sizes.sum(axis=1) == 200).all() and sizes[0].tolist() == [100, 100]
+    before = sizes[max(i for i, record in enumerate(records) if record.train_s < 4)]
+    if rule == "static":
+        assert (sizes[1:] == sizes[1]).all() and sizes[1][0] < 70
+    else:
+        assert before[0] < 70 and sizes[-1][0] > 130, sizes.tolist()
+
+
+@pytest.mark.mpi(2)
+def test_too_small_a_global_batch_is_refused_on_all_ranks(num_ranks: int) -> None:
+    model = nn.Linear(2, 2)
+    config = Config(strategy="sync", global_batch_size=5, accumulation_steps=3)
+    with pytest.raises(AgreedError, match="5 samples cannot be split over 2 ranks with at least 3 samples each"):
+        Session(model, sgd(model.parameters()), config)
+
+
+@pytest.mark.mpi(2)
+def test_the_baseline_takes_the_same_loop_and_exchanges_gradients_once(num_ranks: int) -> None:
+    """``session.synchronize`` before the step, as for clipping: still plain Horovod."""
+    torch.manual_seed(0)
+    model = Bag(sparse=False)
+    session = Session(model, sgd_momentum(model.parameters()), Config(strategy="horovod", batch_size=8))
+    num_exchanges = 0
+    exchange = session.optimizer._allreduce_grad_async  # type: ignore[attr-defined]
+
+    def counted(p: Any) -> Any:
+        nonlocal num_exchanges
+        num_exchanges += 1
+        return exchange(p)
+
+    session.optimizer._allreduce_grad_async = counted  # type: ignore[attr-defined]
+    for number, batch in enumerate(session.batches(TensorDataset(X, Y), num_epochs=1), 1):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+            if number % 2:
+                assert session.synchronize()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            session.optimizer.step()
+        assert num_exchanges == 4 * number
+    session.close()
