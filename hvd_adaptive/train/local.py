@@ -63,6 +63,7 @@ class LocalStrategy:
         # This rank's, known to the others after the round.
         self._ceiling = np.inf
         self._device = next(model.parameters()).device
+        self._failed = False
         self._returned: list[tuple[Rows, int]] = []
         self._dataset_size = 0
 
@@ -101,6 +102,7 @@ class LocalStrategy:
         """Gives the batch's samples to this rank again, as halves, and half its size is this rank's ceiling from now on."""
         self._ceiling = min(self._ceiling, batch.num_samples // 2)
         self._returned.append((batch.rows, batch.work))
+        self._failed = True
         return True
 
     def round_batches(
@@ -159,8 +161,9 @@ class LocalStrategy:
 
     def _repeated(self, source: BatchSource, timed: Callable[[], AbstractContextManager[None]]) -> Iterator[Batch]:
         """Yields the samples of batches that were too large, until all have been computed."""
-        if self._returned:
+        if self._failed:
             free_cached(self._device)
+            self._failed = False
         while self._returned:
             rows, work = self._returned.pop()
             parts = cut(rows, work, most=int(min(self._ceiling, len(rows))))
