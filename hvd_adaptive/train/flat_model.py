@@ -73,15 +73,14 @@ class FlatModel:
         transport.broadcast_([*(p.detach() for p in parameters), *buffers])
 
         floats = [b for b in buffers if b.is_floating_point()]
-        self.integer_buffers = [b for b in buffers if not b.is_floating_point()]
+        self._integers = [b for b in buffers if not b.is_floating_point()]
         self.parameter_groups = _group("parameters", trainable)
         self.buffer_groups = _group("buffers", floats)
         self.num_parameters = sum(p.numel() for p in trainable)
-        self.payload_bytes = sum(g.delta.numel() * g.delta.element_size() for g in self.groups)
+        self.payload_bytes = sum(g.delta.numel() * g.delta.element_size() for g in self._groups)
 
     @property
-    def groups(self) -> list[_Group]:
-        """All groups: those of parameters first."""
+    def _groups(self) -> list[_Group]:
         return [*self.parameter_groups, *self.buffer_groups]
 
     @torch.no_grad()
@@ -97,7 +96,7 @@ class FlatModel:
                 "or unfreezing, so that the ranks exchange the right parameters"
             )
         finite = True
-        for group in self.groups:
+        for group in self._groups:
             for tensor, weights, delta in zip(
                 group.tensors, group.slices(group.weights), group.slices(group.delta), strict=True
             ):
@@ -142,21 +141,21 @@ class FlatModel:
             outer.apply_(group.weights, group.delta)
         for group in self.buffer_groups:
             group.weights.add_(group.delta)
-        for group in self.groups:
+        for group in self._groups:
             for tensor, weights in zip(group.tensors, group.slices(group.weights), strict=True):
                 tensor.copy_(weights)
-        if self.integer_buffers:
-            flat = torch.cat([b.reshape(-1).to(torch.int64) for b in self.integer_buffers])
+        if self._integers:
+            flat = torch.cat([b.reshape(-1).to(torch.int64) for b in self._integers])
             self._transport.allreduce_max_(flat, name="integer_buffers")
             for buffer, value in zip(
-                self.integer_buffers, flat.split([b.numel() for b in self.integer_buffers]), strict=True
+                self._integers, flat.split([b.numel() for b in self._integers]), strict=True
             ):
                 buffer.copy_(value.view(buffer.shape))
 
     @torch.no_grad()
     def restore_(self) -> None:
         """Loads the global model back into the model, undoing local steps."""
-        for group in self.groups:
+        for group in self._groups:
             for tensor, weights in zip(group.tensors, group.slices(group.weights), strict=True):
                 tensor.copy_(weights)
 

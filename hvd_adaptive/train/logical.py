@@ -73,6 +73,7 @@ class LogicalStrategy(LocalStrategy):
             )
         super().__init__(model, optimizer, config, transport)
         self._model = model
+        self._groups = [*self.flat_model.parameter_groups, *self.flat_model.buffer_groups]
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._device = next(model.parameters()).device
         # Contiguous, so that rows gathered in rank order are in logical order.
@@ -97,7 +98,7 @@ class LogicalStrategy(LocalStrategy):
         """Yields the batches of this rank's logical ranks in turn; each starts from the global model."""
         mega_batch = MegaBatch(rows, work)
         outside = random_state(self._device)
-        integers = self.flat_model.integer_buffers
+        integers = [b for b in self._model.buffers() if not b.is_floating_point()]
         start = [b.clone() for b in integers]
         highest = [b.clone() for b in integers]
         self._delta_s = 0.0
@@ -154,7 +155,7 @@ class LogicalStrategy(LocalStrategy):
         stats.finite = float(self.flat_model.compute_delta())
         if self._config.perturbation:
             stats.norm_per_parameter = self.flat_model.norm_per_parameter()
-        logical.deltas = [group.delta.clone() for group in self.flat_model.groups]
+        logical.deltas = [group.delta.clone() for group in self._groups]
         self._delta_s += time.perf_counter() - start
 
     def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
@@ -213,7 +214,7 @@ class LogicalStrategy(LocalStrategy):
         Not an allreduce: its order of additions, and so its bits, would follow the number of ranks.
         """
         chunk = max(1, _CHUNK // self._num_logical)
-        for index, group in enumerate(self.flat_model.groups):
+        for index, group in enumerate(self._groups):
             for start in range(0, group.delta.numel(), chunk):
                 part = slice(start, start + chunk)
                 own = torch.stack([logical.deltas[index][part] for logical in self._own.values()])
