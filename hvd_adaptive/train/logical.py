@@ -74,6 +74,7 @@ class LogicalStrategy(LocalStrategy):
             )
         super().__init__(model, optimizer, config, transport)
         self._model = model
+        self._groups = self.flat_model.groups
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._device = next(model.parameters()).device
         # Contiguous, so that rows gathered in rank order are in logical order.
@@ -159,7 +160,7 @@ class LogicalStrategy(LocalStrategy):
         stats.finite = float(self.flat_model.compute_delta())
         if self._config.perturbation:
             stats.norm_per_parameter = self.flat_model.norm_per_parameter()
-        logical.deltas = [group.delta.clone() for group in self.flat_model.groups]
+        logical.deltas = [group.delta.clone() for group in self._groups]
         self._delta_s += time.perf_counter() - start
 
     def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
@@ -219,7 +220,7 @@ class LogicalStrategy(LocalStrategy):
         Not an allreduce: its order of additions, and so its bits, would follow the number of ranks.
         """
         chunk = max(1, _CHUNK // self._num_logical)
-        for index, group in enumerate(self.flat_model.groups):
+        for index, group in enumerate(self._groups):
             for start in range(0, group.delta.numel(), chunk):
                 part = slice(start, start + chunk)
                 own = torch.stack([logical.deltas[index][part] for logical in self._own.values()])

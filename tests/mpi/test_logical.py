@@ -51,11 +51,11 @@ def test_random_states_buffers_and_optimizers_are_a_logical_ranks_own(run_job: A
     path = tmp_path / "own_loop.py"
     path.write_text(SCRIPT)
     answers = []
-    for world_size in (None, 1, 2, 3, 4):
+    for world_size in (1, 2, 3, 4):
         job = run_job([sys.executable, str(path)], np=world_size)
         assert job.returncode == 0, job.describe()
         answers += [line for line in job.stdout.splitlines() if line.startswith("hashes")]
-    assert len(answers) == 5 and len(set(answers)) == 1, answers
+    assert len(answers) == 4 and len(set(answers)) == 1, answers
     assert len(set(answers[0].split())) == 7
 
 
@@ -75,7 +75,7 @@ def test_the_command_gives_one_model_at_any_number_of_ranks(
         out = tmp_path / str(world_size)
         command = [sys.executable, "-m", "hvd_adaptive", "train", "--logical-ranks", "4", "--out", str(out)]
         limits = ["--epochs", "0.3", "--hidden-size", "32", "--batch-size", "32", "--mega-batch", "1500"]
-        job = run_job([*command, *limits, *options, "--no-calibration"], np=world_size)
+        job = run_job([*command, *limits, *options, "--no-calibration", "--eval-rounds", "0"], np=world_size)
         assert job.returncode == 0, job.describe()
         assert "4 logical ranks" in job.stderr and "adaptivity is off" in job.stderr, job.describe()
         summaries.append(json.loads((out / "summary.json").read_text()))
