@@ -224,13 +224,21 @@ class LogicalStrategy(LocalStrategy):
             for start in range(0, group.delta.numel(), chunk):
                 part = slice(start, start + chunk)
                 own = torch.stack([logical.deltas[index][part] for logical in self._own.values()])
-                rows = self._transport.allgather_rows(own, name=f"logical.{group.name}")
+                rows = self._gather_rows(own, f"logical.{group.name}")
                 total = torch.zeros_like(rows[0], dtype=torch.float64)
                 for row in rows:
                     total += row
                 group.delta[part] = total
         for logical in self._own.values():
             logical.deltas = []
+
+    def _gather_rows(self, own: Tensor, name: str) -> Tensor:
+        """Gathers this rank's rows, one a logical rank: shape (logical ranks, row length). COLLECTIVE."""
+        row_bytes = own.shape[1] * own.element_size()
+        pending = self._transport.allgather_bytes_async(
+            own.view(torch.uint8).view(-1), receive_bytes=(np.diff(self._first) * row_bytes).tolist(), name=name
+        )
+        return pending.wait().view(own.dtype).view(self._num_logical, -1)
 
     def _fresh_state(self) -> defaultdict[Any, Any]:
         return defaultdict(dict, {p: copy.deepcopy(state) for p, state in self._fresh.items()})

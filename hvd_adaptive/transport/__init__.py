@@ -13,11 +13,12 @@ from hvd_adaptive.transport.base import Transport
 _UNKNOWN_LAUNCHERS = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
 
 
-def connect(*, stall_limit_s: float) -> Transport:
+def connect(*, stall_limit_s: float, groups: bool = False) -> Transport:
     """Joins the world that a launcher started, or makes one of this process alone. COLLECTIVE.
 
     Args:
         stall_limit_s: seconds after which a dead, frozen or stuck rank ends the job.
+        groups: whether the ranks will be split into groups (for the hierarchical exchange).
 
     Raises:
         RuntimeError: if the launcher's world, MPI's and Horovod's are not one.
@@ -47,4 +48,4 @@ def connect(*, stall_limit_s: float) -> Transport:
         )
     from hvd_adaptive.transport.horovod_mpi import HorovodMpiTransport
 
-    return HorovodMpiTransport(info, stall_limit_s=stall_limit_s)
+    return HorovodMpiTransport(info, stall_limit_s=stall_limit_s, groups=groups)

@@ -13,21 +13,70 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
-class Transport(Protocol):
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Tensor:
+        """Returns its result once it is there. To be called once; every rank must get here in the end.
+
+        Raises:
+            RuntimeError: if the ranks' parts are not of the sizes that this rank was told.
+        """
+
+
+class Collectives(Protocol):
+    """What the exchange of compressed tensors needs of the world, or of a group of ranks.
+
+    Methods marked COLLECTIVE must be called by every rank of the group in the same order, from the main thread. Names
+    are equal on all ranks and differ between collectives that are under way together.
+
+    Attributes:
+        rank: this rank, in [0, world_size).
+        world_size: number of ranks in the world or group.
+    """
+
+    rank: int
+    world_size: int
+
+    def allreduce_sum_(self, tensor: Tensor, name: str) -> None:
+        """Replaces a contiguous tensor by its sum over ranks, in place, with the same bits on every rank. COLLECTIVE."""
+
+    def allreduce_sum_async_(self, tensor: Tensor, name: str) -> Pending:
+        """Starts `allreduce_sum_`; leave the tensor alone until ``wait()`` has returned it. COLLECTIVE."""
+
+    def alltoall_bytes_async(
+        self, tensor: Tensor, *, send_bytes: Sequence[int], receive_bytes: Sequence[int], name: str
+    ) -> Pending:
+        """Starts sending one part to each rank; ``wait()`` returns the parts for this rank, in rank order. COLLECTIVE.
+
+        Args:
+            tensor: uint8, contiguous, shape (sum(send_bytes),), not empty; leave it alone until the wait is over.
+            send_bytes: size of the part for each rank.
+            receive_bytes: size of the part from each rank.
+            name: of the collective.
+        """
+
+    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int], name: str) -> Pending:
+        """Starts gathering a part from every rank; ``wait()`` returns them in rank order. COLLECTIVE.
+
+        Args:
+            tensor: uint8, contiguous, one dimension, may be empty; leave it alone until the wait is over.
+            receive_bytes: size of the part from each rank; their sum is not 0.
+            name: of the collective.
+        """
+
+
+class Transport(Collectives, Protocol):
     """What the engine needs of a world of ranks.
 
     Methods marked COLLECTIVE must be called by every rank in the same order, from the main thread.
 
     Attributes:
-        rank: this rank, in [0, world_size).
-        world_size: number of ranks.
         local_rank: this rank among those of its host.
         local_size: ranks on its host.
         host: name of this rank's host.
     """
 
-    rank: int
-    world_size: int
     local_rank: int
     local_size: int
     host: str
@@ -41,15 +90,15 @@ class Transport(Protocol):
     def allgather_object(self, value: Any) -> list[Any]:
         """Gathers a small Python object from every rank, in rank order. COLLECTIVE."""
 
-    def allreduce_sum_(self, tensor: Tensor, name: str) -> None:
-        """Replaces a contiguous tensor by its sum over ranks, in place, with the same bits on every rank. COLLECTIVE."""
+    def split(self, color: int) -> Collectives:
+        """Returns the group of the ranks that give the same color, in rank order. COLLECTIVE over the whole world.
+
+        Raises:
+            RuntimeError: if the transport was not asked for groups when it was made.
+        """
 
     def allreduce_max_(self, tensor: Tensor, name: str) -> None:
         """Replaces an integer tensor by its maximum over ranks, in place. COLLECTIVE."""
-
-    def allgather_rows(self, rows: Tensor, name: str) -> Tensor:
-        """Gathers matrices, each of any number of rows >= 1 and of one width, fp32 or fp64; returns their rows in rank order.
-        COLLECTIVE."""
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """Replaces tensors by rank 0's, in place. COLLECTIVE."""

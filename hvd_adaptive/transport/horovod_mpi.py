@@ -6,7 +6,6 @@ mpi4py comes first: MPI then belongs to it, and Horovod neither initializes nor 
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import re
 import socket
@@ -26,11 +25,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.launch.binding import LauncherInfo, check_world
-from hvd_adaptive.transport.base import AgreedError
+from hvd_adaptive.transport.base import AgreedError, Pending
 from hvd_adaptive.transport.heartbeat import Heartbeat
+from hvd_adaptive.transport.horovod_collectives import HorovodCollectives
 from hvd_adaptive.transport.side_channel import SideChannel
-
-log = logging.getLogger(__name__)
 
 _ABORT_PATIENCE_S = 5.0
 
@@ -49,12 +47,13 @@ class HorovodMpiTransport:
     Args:
         info: what the launcher's environment says.
         stall_limit_s: seconds after which a dead, frozen or stuck rank ends the job.
+        groups: whether `split` will be called.
 
     Raises:
         RuntimeError: if Horovod and mpi4py use different MPI libraries, or the launcher's world is not MPI's.
     """
 
-    def __init__(self, info: LauncherInfo, *, stall_limit_s: float) -> None:
+    def __init__(self, info: LauncherInfo, *, stall_limit_s: float, groups: bool = False) -> None:
         mpi4py.rc.initialize = False
         mpi4py.rc.finalize = True
         import horovod.torch as hvd
@@ -73,7 +72,7 @@ class HorovodMpiTransport:
                 "this MPI library gives no MPI_THREAD_MULTIPLE, which Horovod's thread and mpi4py need to share it; "
                 "use another build of it, or scripts/setup.sh --mpi pypi"
             )
-        hvd.init()
+        hvd.init(process_sets="dynamic" if groups else None)
         if hvd.size() != self.world_size:
             raise RuntimeError(
                 f"Horovod has {hvd.size()} ranks and MPI has {self.world_size}: Horovod is not using MPI. "
@@ -84,8 +83,9 @@ class HorovodMpiTransport:
         hosts: list[str] = self._comm.allgather(self.host)
         self.local_rank = hosts[: self.rank].count(self.host)
         self.local_size = hosts.count(self.host)
-        self._staging: Tensor | None = None
-        self._gpu_built = bool(hvd.nccl_built() or hvd.cuda_built())
+        self._world = HorovodCollectives(hvd, hvd.global_process_set, self.waiting)
+        self._groups = groups
+        self._process_sets: dict[tuple[int, ...], Any] = {}
         self._closed = False
         self.side = SideChannel(
             rank=self.rank,
@@ -124,40 +124,44 @@ class HorovodMpiTransport:
         return gathered
 
     def allreduce_sum_(self, tensor: Tensor, name: str) -> None:
-        with self.waiting(f"allreduce of {name}"):
-            if tensor.is_cuda and not self._gpu_built:
-                self._allreduce_staged_(tensor, name)
-            else:
-                self._hvd.allreduce_(tensor, name=name, op=self._hvd.Sum)
+        self._world.allreduce_sum_(tensor, name)
+
+    def allreduce_sum_async_(self, tensor: Tensor, name: str) -> Pending:
+        return self._world.allreduce_sum_async_(tensor, name)
+
+    def alltoall_bytes_async(
+        self, tensor: Tensor, *, send_bytes: Sequence[int], receive_bytes: Sequence[int], name: str
+    ) -> Pending:
+        return self._world.alltoall_bytes_async(
+            tensor, send_bytes=send_bytes, receive_bytes=receive_bytes, name=name
+        )
+
+    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int], name: str) -> Pending:
+        return self._world.allgather_bytes_async(tensor, receive_bytes=receive_bytes, name=name)
+
+    def split(self, color: int) -> HorovodCollectives:
+        if not self._groups:
+            raise RuntimeError(
+                "groups of ranks need Horovod's dynamic process sets, which cost a message a cycle: connect with groups=True"
+            )
+        colors: list[int] = self.allgather_object(color)
+        mine = None
+        for other in sorted(set(colors)):
+            # Every rank adds every set, in the same order, also those that it is not in; equal sets are one.
+            members = tuple(rank for rank, value in enumerate(colors) if value == other)
+            if members not in self._process_sets:
+                everyone = len(members) == self.world_size
+                with self.waiting("process sets"):
+                    self._process_sets[members] = (
+                        self._hvd.global_process_set if everyone else self._hvd.add_process_set(list(members))
+                    )
+            if other == color:
+                mine = self._process_sets[members]
+        return HorovodCollectives(self._hvd, mine, self.waiting)
 
     def allreduce_max_(self, tensor: Tensor, name: str) -> None:
         with self.waiting(f"allreduce of {name}"):
             tensor.copy_(self._hvd.allreduce(tensor.cpu(), name=name, op=self._hvd.Max))
-
-    def _allreduce_staged_(self, tensor: Tensor, name: str) -> None:
-        # A CPU build of Horovod copies CUDA tensors without waiting for the stream that fills them: stage them here.
-        if self._staging is None:
-            log.warning(
-                "this Horovod was built without GPU operations: merges go through host memory. "
-                "Run scripts/setup.sh with the CUDA toolkit and NCCL installed for the direct way."
-            )
-        if (
-            self._staging is None
-            or self._staging.numel() < tensor.numel()
-            or self._staging.dtype != tensor.dtype
-        ):
-            self._staging = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
-        host = self._staging[: tensor.numel()].view(tensor.shape)
-        host.copy_(tensor)
-        self._hvd.allreduce_(host, name=name, op=self._hvd.Sum)
-        tensor.copy_(host)
-
-    def allgather_rows(self, rows: Tensor, name: str) -> Tensor:
-        with self.waiting(f"allgather of {name}"):
-            # A CPU build of Horovod copies CUDA tensors without waiting for the stream that fills them.
-            staged = rows if self._gpu_built else rows.cpu()
-            gathered: Tensor = self._hvd.allgather(staged, name=name)
-        return gathered.to(rows.device)
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         with self.waiting("broadcast"), torch.no_grad():

@@ -16,6 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
+def joined(parts: Sequence[Tensor], receive_bytes: Sequence[int], name: str) -> Tensor:
+    """Returns the parts as one tensor, after a check of their sizes; for `LocalTransport`."""
+    sizes = [part.numel() for part in parts]
+    if sizes != list(receive_bytes):
+        raise RuntimeError(f"{name}: the ranks sent {sizes} bytes, but {list(receive_bytes)} were expected")
+    return torch.cat(list(parts))
+
+
 class LocalWorld:
     """The state that the ranks of one process share."""
 
@@ -26,6 +34,7 @@ class LocalWorld:
         self.counters: dict[str, int] = {}
         self.values: dict[str, str] = {}
         self.slots: list[Any] = [None] * world_size
+        self.groups: dict[tuple[int, ...], LocalWorld] = {}
 
     def run(self, function: Callable[[LocalTransport], Any], timeout_s: float = 120.0) -> list[Any]:
         """Runs ``function`` on one thread a rank; returns the results in rank order.
@@ -56,6 +65,16 @@ class LocalWorld:
         if any(thread.is_alive() for thread in threads):
             raise TimeoutError(f"a simulated rank did not end within {timeout_s} s")
         return results
+
+
+class _Done:
+    """A collective that is over when it is started; see :class:`hvd_adaptive.transport.base.Pending`."""
+
+    def __init__(self, result: Tensor) -> None:
+        self._result = result
+
+    def wait(self) -> Tensor:
+        return self._result
 
 
 class LocalTransport:
@@ -89,11 +108,28 @@ class LocalTransport:
             total += other
         tensor.copy_(total)
 
+    def allreduce_sum_async_(self, tensor: Tensor, name: str) -> _Done:
+        self.allreduce_sum_(tensor, name)
+        return _Done(tensor)
+
+    def alltoall_bytes_async(
+        self, tensor: Tensor, *, send_bytes: Sequence[int], receive_bytes: Sequence[int], name: str
+    ) -> _Done:
+        gathered = self.allgather_object([part.clone() for part in tensor.split(list(send_bytes))])
+        return _Done(joined([parts[self.rank] for parts in gathered], receive_bytes, name))
+
+    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int], name: str) -> _Done:
+        return _Done(joined(self.allgather_object(tensor.clone()), receive_bytes, name))
+
+    def split(self, color: int) -> LocalTransport:
+        colors = self.allgather_object(color)
+        ranks = tuple(rank for rank, other in enumerate(colors) if other == color)
+        with self._world.lock:
+            group = self._world.groups.setdefault(ranks, LocalWorld(len(ranks)))
+        return LocalTransport(group, ranks.index(self.rank))
+
     def allreduce_max_(self, tensor: Tensor, name: str) -> None:
         tensor.copy_(torch.stack(self.allgather_object(tensor.clone())).amax(0))
-
-    def allgather_rows(self, rows: Tensor, name: str) -> Tensor:
-        return torch.cat(self.allgather_object(rows.clone()))
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         source = self.allgather_object([t.detach().clone() for t in tensors] if self.rank == 0 else None)[0]

@@ -1,0 +1,170 @@
+"""What a codec is, and the plain ones that only change the number format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Codec(Protocol):
+    """Turns values into a payload of known size and back. Never communicates.
+
+    Values and results are of any floating-point type, shape and stride, on CPU or CUDA; codecs compute in fp32. Values
+    that are not finite (or overflow fp32, or fp16 in ``fp16``) come back as values that are not finite, at least in
+    their bucket: a check of the result finds them.
+
+    Attributes:
+        spec: the codec as text, which `parse_codec` reads.
+        wire_dtype: for a linear code, the type as which payloads may be summed element by element; None for others.
+        exact: whether nothing is lost, in any type: the tensor itself may as well be summed.
+        granularity: shards of a tensor that begin at multiples of this lose nothing.
+    """
+
+    @property
+    def spec(self) -> str: ...  # noqa: D102
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None: ...  # noqa: D102
+
+    @property
+    def exact(self) -> bool: ...  # noqa: D102
+
+    @property
+    def granularity(self) -> int: ...  # noqa: D102
+
+    def payload_bytes(self, num_elements: int) -> int:
+        """Returns the size of a payload for that many values, a multiple of 4; 0 for 0 values."""
+
+    def encode_(self, values: Tensor, payload: Tensor, *, key: int) -> None:
+        """Overwrites ``payload`` with the code of ``values``, which stay as they are.
+
+        Args:
+            values: any shape, num_elements values.
+            payload: uint8, contiguous, shape (payload_bytes(num_elements),), on the values' device.
+            key: of the random numbers, 64 bits (`hvd_adaptive.kernels.reference.mix_key`): equal keys and values give
+                equal payloads.
+        """
+
+    def decode_(self, payload: Tensor, out: Tensor, *, add: int = 0) -> None:
+        """Decodes into ``out``, with the same bits on every device.
+
+        Args:
+            payload: as `encode_` wrote it.
+            out: any shape, num_elements values.
+            add: 0 replaces ``out``, 1 adds to it, -1 subtracts from it.
+        """
+
+
+class Fp32Codec:
+    """Base of codecs whose `_encode` and `_decode` take contiguous fp32 tensors of one dimension."""
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """See :class:`Codec`."""
+        return None
+
+    @property
+    def exact(self) -> bool:
+        """See :class:`Codec`."""
+        return False
+
+    def encode_(self, values: Tensor, payload: Tensor, *, key: int) -> None:
+        """See :class:`Codec`."""
+        if values.numel():
+            flat = values.detach().reshape(-1).to(torch.float32).contiguous()
+            self._encode(flat, payload, key)
+
+    def decode_(self, payload: Tensor, out: Tensor, *, add: int = 0) -> None:
+        """See :class:`Codec`."""
+        if not out.numel():
+            return
+        out = out.detach()
+        if out.dtype == torch.float32 and out.is_contiguous():
+            self._decode(payload, out.view(-1), add)
+            return
+        values = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
+        self._decode(payload, values, 0)
+        store_(values.view(out.shape), out, add)
+
+    def _encode(self, values: Tensor, payload: Tensor, key: int) -> None:
+        raise NotImplementedError
+
+    def _decode(self, payload: Tensor, out: Tensor, add: int) -> None:
+        raise NotImplementedError
+
+
+def store_(values: Tensor, out: Tensor, add: int) -> None:
+    """Replaces ``out`` (add = 0), adds to it (1), or subtracts from it (-1), in its own type."""
+    if add == 0:
+        out.copy_(values)
+    else:
+        out.add_(values.to(out.dtype), alpha=add)
+
+
+@dataclass(frozen=True, slots=True)
+class Cast(Fp32Codec):
+    """Sends values as another number format.
+
+    Attributes:
+        spec: none, fp16 or bf16.
+    """
+
+    spec: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format."""
+        return {"none": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[self.spec]
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """See :class:`Codec`. Horovod sums fp32 and fp16, but not bf16."""
+        return None if self.spec == "bf16" else self.dtype
+
+    @property
+    def exact(self) -> bool:
+        """See :class:`Codec`."""
+        return self.spec == "none"
+
+    @property
+    def granularity(self) -> int:
+        """See :class:`Codec`."""
+        return 1
+
+    def payload_bytes(self, num_elements: int) -> int:
+        """See :class:`Codec`."""
+        return -(-num_elements * self.dtype.itemsize // 4) * 4
+
+    def _encode(self, values: Tensor, payload: Tensor, key: int) -> None:
+        numbers = payload.view(self.dtype)
+        numbers[: values.numel()].copy_(values)
+        numbers[values.numel() :] = 0
+
+    def _decode(self, payload: Tensor, out: Tensor, add: int) -> None:
+        store_(payload.view(self.dtype)[: out.numel()], out, add)
+
+
+def encode(codec: Codec, values: Tensor, *, key: int = 0) -> Tensor:
+    """Returns the payload of a tensor, uint8, shape (payload_bytes(values.numel()),)."""
+    payload = torch.empty(codec.payload_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+    codec.encode_(values, payload, key=key)
+    return payload
+
+
+def decode(codec: Codec, payload: Tensor, num_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns the values of a payload, shape (num_elements,).
+
+    Raises:
+        ValueError: if the payload is not of the size for that many values.
+    """
+    if payload.numel() != codec.payload_bytes(num_elements):
+        raise ValueError(
+            f"a payload of {codec.spec} for {num_elements} values has {codec.payload_bytes(num_elements)} bytes, "
+            f"got {payload.numel()}"
+        )
+    out = torch.empty(num_elements, dtype=dtype, device=payload.device)
+    codec.decode_(payload, out)
+    return out

@@ -1,0 +1,90 @@
+"""Codecs by name: ``none``, ``fp16``, ``bf16``, ``maxmin:4,bucket=1024,nearest``, ``sign``, ``topk:0.01,sampled``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from hvd_adaptive.compress.codec import Cast, Codec
+from hvd_adaptive.compress.quantize import MaxMin, Sign
+from hvd_adaptive.compress.sparsify import TopK
+
+KNOWN = {
+    "none": "none",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "maxmin": "maxmin:BITS[,bucket=N][,nearest|stochastic]",
+    "sign": "sign[:bucket=N]",
+    "topk": "topk:FRACTION[,exact|sampled]",
+}
+
+
+def parse_codec(text: str) -> Codec:
+    """Returns the codec that a text names.
+
+    Raises:
+        ValueError: for an unknown name or option, or a value out of range; the message lists what is known.
+    """
+    kind, _, rest = text.strip().partition(":")
+    words = [word.strip() for word in rest.split(",")] if rest else []
+    if kind not in KNOWN:
+        close = difflib.get_close_matches(kind, KNOWN, 1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(f"unknown codec {text!r}: {hint}known are {', '.join(KNOWN.values())}")
+    if kind in ("none", "fp16", "bf16"):
+        if words:
+            raise ValueError(f"codec {kind!r} takes no options, got {text!r}")
+        return Cast(kind)
+    try:
+        return _BUILDERS[kind](words)
+    except ValueError as error:
+        raise ValueError(f"codec {text!r}: {error}; the form is {KNOWN[kind]}") from None
+
+
+def _maxmin(words: list[str]) -> Codec:
+    if not words:
+        raise ValueError("the number of bits is missing")
+    options: dict[str, Any] = {"bits": _integer("bits", words[0])}
+    for word in words[1:]:
+        if word in ("nearest", "stochastic"):
+            options["rounding"] = word
+        else:
+            options["bucket"] = _bucket(word)
+    return MaxMin(**options)
+
+
+def _sign(words: list[str]) -> Codec:
+    if len(words) > 1:
+        raise ValueError(f"unknown option {words[1]!r}")
+    return Sign(_bucket(words[0])) if words else Sign()
+
+
+def _topk(words: list[str]) -> Codec:
+    if not words:
+        raise ValueError("the fraction is missing")
+    try:
+        fraction = float(words[0])
+    except ValueError:
+        raise ValueError(f"fraction must be a number, got {words[0]!r}") from None
+    unknown = [word for word in words[1:] if word not in ("exact", "sampled")]
+    if unknown:
+        raise ValueError(f"unknown option {unknown[0]!r}")
+    return TopK(fraction, sampled="sampled" in words[1:])
+
+
+_BUILDERS: dict[str, Callable[[list[str]], Codec]] = {"maxmin": _maxmin, "sign": _sign, "topk": _topk}
+
+
+def _bucket(word: str) -> int:
+    name, equals, value = word.partition("=")
+    if name != "bucket" or not equals:
+        raise ValueError(f"unknown option {word!r}")
+    return _integer("bucket", value)
+
+
+def _integer(name: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{name} must be a whole number, got {value!r}") from None

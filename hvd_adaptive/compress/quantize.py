@@ -1,0 +1,107 @@
+"""Codes of few bits a value with a scale per bucket: max-min (CGX, arXiv 2111.08617) and sign x mean (EF-signSGD, 1901.09847)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hvd_adaptive.compress.codec import Fp32Codec
+from hvd_adaptive.kernels import dispatch
+from hvd_adaptive.kernels.reference import maxmin_bytes, sign_bytes
+
+MAX_BUCKET = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class MaxMin(Fp32Codec):
+    """2^bits equally spaced levels from a bucket's minimum to its maximum.
+
+    The error of a value is below a unit, (max - min) / (2^bits - 1), or half of one with nearest rounding, both to
+    fp32's own rounding; a constant bucket is exact. Stochastic rounding is unbiased.
+
+    Attributes:
+        bits: of a code, 1 to 8.
+        bucket: values that share a unit, a multiple of 8 up to 65536.
+        rounding: "stochastic" or "nearest".
+
+    Raises:
+        ValueError: naming the requirement.
+    """
+
+    bits: int = 4
+    bucket: int = 512
+    rounding: str = "stochastic"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits <= 8:
+            raise ValueError(f"maxmin: bits must be in [1, 8], got {self.bits}")
+        check_bucket("maxmin", self.bucket)
+        if self.rounding not in ("stochastic", "nearest"):
+            raise ValueError(f"maxmin: rounding must be stochastic or nearest, got {self.rounding!r}")
+
+    @property
+    def spec(self) -> str:
+        """See :class:`~hvd_adaptive.compress.codec.Codec`."""
+        return f"maxmin:{self.bits},bucket={self.bucket},{self.rounding}"
+
+    @property
+    def granularity(self) -> int:
+        """See :class:`~hvd_adaptive.compress.codec.Codec`."""
+        return self.bucket
+
+    def payload_bytes(self, num_elements: int) -> int:
+        """See :class:`~hvd_adaptive.compress.codec.Codec`."""
+        return maxmin_bytes(num_elements, self.bits, self.bucket)
+
+    def _encode(self, values: Tensor, payload: Tensor, key: int) -> None:
+        random = key if self.rounding == "stochastic" else None
+        dispatch.maxmin_encode(values, payload, bits=self.bits, bucket=self.bucket, key=random)
+
+    def _decode(self, payload: Tensor, out: Tensor, add: int) -> None:
+        dispatch.maxmin_decode(payload, out, bits=self.bits, bucket=self.bucket, add=add)
+
+
+@dataclass(frozen=True, slots=True)
+class Sign(Fp32Codec):
+    """One bit a value: its sign, times the mean of |x| of its bucket. Biased: use it with error feedback.
+
+    A bucket of one constant is exact; zero counts as positive.
+
+    Attributes:
+        bucket: values that share a mean, a multiple of 8 up to 65536.
+
+    Raises:
+        ValueError: naming the requirement.
+    """
+
+    bucket: int = 512
+
+    def __post_init__(self) -> None:
+        check_bucket("sign", self.bucket)
+
+    @property
+    def spec(self) -> str:
+        """See :class:`~hvd_adaptive.compress.codec.Codec`."""
+        return f"sign:bucket={self.bucket}"
+
+    @property
+    def granularity(self) -> int:
+        """See :class:`~hvd_adaptive.compress.codec.Codec`."""
+        return self.bucket
+
+    def payload_bytes(self, num_elements: int) -> int:
+        """See :class:`~hvd_adaptive.compress.codec.Codec`."""
+        return sign_bytes(num_elements, self.bucket)
+
+    def _encode(self, values: Tensor, payload: Tensor, key: int) -> None:
+        dispatch.sign_encode(values, payload, bucket=self.bucket)
+
+    def _decode(self, payload: Tensor, out: Tensor, add: int) -> None:
+        dispatch.sign_decode(payload, out, bucket=self.bucket, add=add)
+
+
+def check_bucket(kind: str, bucket: int) -> None:
+    """Raises ValueError unless the bucket is a multiple of 8 in range."""
+    if not 8 <= bucket <= MAX_BUCKET or bucket % 8:
+        raise ValueError(f"{kind}: bucket must be a multiple of 8 in [8, {MAX_BUCKET}], got {bucket}")

@@ -1,0 +1,107 @@
+"""The kernels give the reference's bits, and the reference is the published formula."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_adaptive.kernels import dispatch, reference
+from hvd_adaptive.kernels.reference import maxmin_bytes, mix_key, sign_bytes, uniform
+
+SIZES = (1, 7, 8, 9, 511, 512, 513, 5000)
+
+
+def awkward(num: int, seed: int) -> torch.Tensor:
+    """Values of all magnitudes, with constant, tiny, mixed-zero and broken buckets where there is room."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num, generator=generator) * 10.0 ** float(torch.randint(-44, 38, (), generator=generator))
+    if num == 5000:
+        x[512:1024] = 0.3
+        x[1024:1536] = torch.tensor([0.0, -0.0]).repeat(256)
+        x[1600], x[2100], x[2600] = float("nan"), float("inf"), -float("inf")
+        x[3072:3584] = torch.tensor([3e38, -3e38]).repeat(256)
+        x[3584:4096] = torch.randn(512, generator=generator) * 1e-42
+    return x
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_numba_gives_the_references_bits(bits: int) -> None:
+    for num in SIZES:
+        for seed in range(6):
+            x = awkward(num, seed)
+            key = None if seed % 2 else mix_key(seed, num)
+            expected = torch.full((maxmin_bytes(num, bits, 512),), 170, dtype=torch.uint8)
+            payload = expected.clone()
+            reference.maxmin_encode(x, expected, bits, 512, key)
+            dispatch.maxmin_encode(x, payload, bits=bits, bucket=512, key=key)
+            assert torch.equal(payload, expected)
+            for add in (0, 1, -1):
+                a = torch.randn(num, generator=torch.Generator().manual_seed(9))
+                b = a.clone()
+                reference.maxmin_decode(expected, a, bits, 512, add)
+                dispatch.maxmin_decode(payload, b, bits=bits, bucket=512, add=add)
+                # Two NaN may differ in bits that mean nothing.
+                a, b = a.nan_to_num(nan=7e33), b.nan_to_num(nan=7e33)
+                assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def test_decoding_is_not_fused() -> None:
+    """With units and minima of full precision a fused multiply-add would differ on about a third of the values."""
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    payload = torch.empty(maxmin_bytes(len(x), 8, 512), dtype=torch.uint8)
+    dispatch.maxmin_encode(x, payload, bits=8, bucket=512, key=None)
+    out = torch.empty_like(x)
+    dispatch.maxmin_decode(payload, out, bits=8, bucket=512, add=0)
+    num_buckets = -(-len(x) // 512)
+    unit, low = payload[: 8 * num_buckets].view(torch.float32).view(-1, 2).double().unbind(1)
+    product = payload[8 * num_buckets :][: len(x)].double() * unit.repeat_interleave(512)[: len(x)]
+    low = low.repeat_interleave(512)[: len(x)]
+    assert torch.equal(out, (product.float() + low.float()))
+    assert float(((product + low).float() != out).double().mean()) > 0.2
+
+
+def test_sign_matches_the_reference() -> None:
+    for num in SIZES:
+        x = awkward(num, 1).nan_to_num(0.5, 0.5, 0.5).clamp(-1e37, 1e37)
+        expected = torch.full((sign_bytes(num, 512),), 170, dtype=torch.uint8)
+        payload = expected.clone()
+        reference.sign_encode(x, expected, 512)
+        dispatch.sign_encode(x, payload, bucket=512)
+        meta = 4 * -(-num // 512)
+        assert torch.equal(payload[meta:], expected[meta:])
+        # The order of the sum behind a mean is nobody's promise; the owner's bytes are what counts.
+        assert torch.allclose(payload[:meta].view(torch.float32), expected[:meta].view(torch.float32), rtol=2e-7)
+        for add in (0, 1, -1):
+            a = torch.randn(num, generator=torch.Generator().manual_seed(9))
+            b = a.clone()
+            reference.sign_decode(payload, a, 512, add)
+            dispatch.sign_decode(payload, b, bucket=512, add=add)
+            assert torch.equal(a, b)
+
+
+def test_the_code_is_cgxs_formula() -> None:
+    x = torch.tensor([-1.0, 0.0, 0.24, 0.26, 2.0, 0.5, 0.51, 1.0])
+    payload = torch.empty(maxmin_bytes(8, 2, 8), dtype=torch.uint8)
+    reference.maxmin_encode(x, payload, 2, 8, None)
+    assert payload[:8].view(torch.float32).tolist() == [1.0, -1.0]
+    codes = [0, 1, 1, 1, 3, 2, 2, 2]
+    packed = sum(code << 2 * place for place, code in enumerate(codes))
+    assert payload[8:].tolist() == [packed & 255, packed >> 8, 0, 0]
+
+
+def test_random_numbers_are_uniform_and_follow_the_key() -> None:
+    num = 200_000
+    r = uniform(num, mix_key(1, 2, 3))
+    assert torch.equal(r, uniform(num, mix_key(1, 2, 3)))
+    assert float(r.min()) >= 0 and float(r.max()) < 1
+    counts = np.histogram(r.numpy(), bins=100, range=(0, 1))[0]
+    # Chi-square of 99 degrees of freedom: mean 99, standard deviation 14.
+    assert 50 < float(((counts - num / 100) ** 2 / (num / 100)).sum()) < 170
+    for other in (uniform(num, mix_key(1, 2, 4)), uniform(num, mix_key(2, 2, 3)), r.roll(1), r.roll(512)):
+        assert abs(float(torch.corrcoef(torch.stack([r, other]))[0, 1])) < 5 / num**0.5
+
+
+def test_keys_differ_where_their_parts_do() -> None:
+    keys = {mix_key(a, b, c) for a in range(20) for b in range(20) for c in (-1, 0, 2**63)}
+    assert len(keys) == 1200 and all(0 <= key < 2**64 for key in keys)
