@@ -159,5 +159,8 @@ def _describe_silence(state: str | None, otherwise: str) -> tuple[str, str]:
     if state in ("T", "t"):
         return "is frozen", "Its process is stopped (SIGSTOP, Ctrl-Z or a debugger): find out who stopped it"
     if state is None:
-        return "is dead or frozen", f"Look whether its process still runs; {otherwise}"
+        return (
+            "is dead, frozen or cut off",
+            f"Look whether its host can be reached and its process still runs; {otherwise}",
+        )
     return "is frozen", f"Its process exists (state {state}), but Python does not run in it; {otherwise}"

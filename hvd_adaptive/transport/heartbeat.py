@@ -21,6 +21,7 @@ from typing import NamedTuple
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined,unused-ignore]
 
 from hvd_adaptive.transport.faults import Beat, Fault, Phase, Sighting, describe, find_fault, process_state
+from hvd_adaptive.transport.launcher_end import GRACE_S, end_later, find_launcher_process
 from hvd_adaptive.transport.side_channel import SideChannel
 
 # When rank 0 fails, each other rank reports it later than the rank before: the first to do so ends the job.
@@ -246,6 +247,12 @@ class Heartbeat:
         if self._cut_s is not None:
             state = ""  # the connection ended, so the process has
         text = describe(fault, reporter=self._rank, host=self._host, limit_s=self._limit_s, state=state)
+        if fault.kind == "silent" and fault.beat is not None and not same_host:
+            # If the network between the hosts is down, the launcher cannot end the job either.
+            launcher = find_launcher_process(self._pid)
+            if launcher is not None:
+                end_later(launcher)
+                text += f" If {launcher.name} (pid {launcher.pid}) still runs {GRACE_S} s later, it is ended, too."
         # Two ways to end in time: MPI_Abort may hang, and may hold Python's lock while it does.
         threading.Timer(_ABORT_PATIENCE_S, os._exit, (13,)).start()
         with open(os.devnull, "w") as nowhere:

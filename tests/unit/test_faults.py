@@ -68,7 +68,7 @@ def test_a_rank_that_never_beat():
         ("Z", "is dead:"),
         ("T", "is frozen:"),
         ("R", "Python does not run"),
-        (None, "dead or frozen"),
+        (None, "dead, frozen or cut off"),
     ],
 )
 def test_the_message_names_rank_host_pid_and_what_to_do(state, kind):
