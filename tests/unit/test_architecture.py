@@ -19,7 +19,8 @@ ALLOWED = {
     "report": set(),
     "transport": {"launch"},
     "train": {"core", "data", "transport"},
-    "cli": {"core", "data", "launch", "report", "train", "transport"},
+    "wrap": {"core", "launch", "transport"},
+    "cli": {"core", "data", "launch", "report", "train", "transport", "wrap"},
 }
 
 
