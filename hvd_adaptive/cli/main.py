@@ -17,6 +17,7 @@ from hvd_adaptive.launch.binding import read_launcher
 from hvd_adaptive.launch.relaunch import relaunch
 from hvd_adaptive.option_sources import build_configs, parse_value, read_config_file, read_environment
 from hvd_adaptive.validation import field_type
+from hvd_adaptive.wrap.options import RunConfig
 
 EXIT_BAD_INPUT = 2
 
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 read_config_file(options.config) if options.config else {},
                 _given(options),
             )
+        if options.command == "run":
+            return _run_script(options, arguments)
         if options.num_ranks is not None:
             return relaunch(options.num_ranks, [*_without_num_ranks(arguments), *_terminal_flag()])
     except (ValueError, RuntimeError) as error:
@@ -83,6 +86,17 @@ def _run(options: argparse.Namespace, configs: tuple[Config, TrainConfig] | None
     return 0
 
 
+def _run_script(options: argparse.Namespace, arguments: list[str]) -> int:
+    from hvd_adaptive.cli.run import run, run_config
+
+    config = run_config(options)
+    if options.num_ranks is not None:
+        # What follows the script is the script's.
+        own = len(arguments) - len(options.arguments)
+        return relaunch(options.num_ranks, [*_without_num_ranks(arguments[:own]), *arguments[own:]])
+    return run(options, config)
+
+
 def _fail(error: Exception, rank: int) -> int:
     if rank == 0:
         print(f"hvd-adaptive: error: {error}", file=sys.stderr, flush=True)
@@ -118,6 +132,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     for title, cls in (("what to train", TrainConfig), ("how ranks share the work", Config)):
         _add_fields(train.add_argument_group(title), cls)
+
+    run = commands.add_parser(
+        "run", parents=[launch], help="run an existing Horovod script for PyTorch, unedited, with shares that follow the speeds"
+    )
+    _add_fields(run.add_argument_group("how ranks share the script's batches"), RunConfig)
+    run.add_argument("script", help="the script; all that follows it is its own")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
 
     using = argparse.ArgumentParser(add_help=False)
     using.add_argument(

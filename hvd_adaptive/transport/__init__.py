@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from hvd_adaptive.launch.binding import check_world, mpi_environment, read_launcher
+from hvd_adaptive.launch.binding import LauncherInfo, check_world, mpi_environment, read_launcher
 from hvd_adaptive.transport.base import Transport
 
 # Ranks of these launchers carry no variable that read_launcher knows.
@@ -37,6 +37,18 @@ def connect(*, stall_limit_s: float, groups: bool = False) -> Transport:
     if info.name == "horovodrun-gloo":
         # MPI is not set up there, and Open MPI may end a process that tries without a word that helps.
         check_world(info, 1)
+    set_mpi_environment(info)
+    from hvd_adaptive.transport.horovod_mpi import HorovodMpiTransport
+
+    return HorovodMpiTransport(info, stall_limit_s=stall_limit_s, groups=groups)
+
+
+def set_mpi_environment(info: LauncherInfo) -> None:
+    """Sets the variables that MPI reads when it starts, where nobody has set them.
+
+    Args:
+        info: what the launcher's environment says.
+    """
     num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     for name, value in mpi_environment(info, num_cores).items():
         os.environ.setdefault(name, value)
@@ -46,6 +58,3 @@ def connect(*, stall_limit_s: float, groups: bool = False) -> Transport:
         os.environ["PATH"] = os.pathsep.join(
             [os.path.join(sys.prefix, "bin"), os.environ.get("PATH", os.defpath)]
         )
-    from hvd_adaptive.transport.horovod_mpi import HorovodMpiTransport
-
-    return HorovodMpiTransport(info, stall_limit_s=stall_limit_s, groups=groups)

@@ -39,6 +39,37 @@ def loaded_mpi_libraries(maps: str) -> list[str]:
     return sorted({os.path.realpath(path) for path in paths})
 
 
+def start_mpi(info: LauncherInfo) -> Any:
+    """Starts MPI through mpi4py, before Horovod could; returns a communicator of all ranks. COLLECTIVE.
+
+    An uncaught exception on any rank then prints its traceback and ends the job.
+
+    Args:
+        info: what the launcher's environment says.
+
+    Raises:
+        RuntimeError: if Horovod and mpi4py use different MPI libraries, the launcher's world is not MPI's, or MPI gives no
+            MPI_THREAD_MULTIPLE.
+    """
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = True
+    import horovod.torch  # noqa: F401  # loads its MPI library, for the check
+    from mpi4py import MPI
+
+    _check_one_mpi()
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    check_world(info, MPI.COMM_WORLD.Get_size())
+    comm = MPI.COMM_WORLD.Dup()
+    _install_abort(comm, comm.Get_rank())
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise RuntimeError(
+            "this MPI library gives no MPI_THREAD_MULTIPLE, which Horovod's thread and mpi4py need to share it; "
+            "use another build of it, or scripts/setup.sh --mpi pypi"
+        )
+    return comm
+
+
 class HorovodMpiTransport:
     """One real rank; see :class:`hvd_adaptive.transport.base.Transport`.
 
@@ -54,24 +85,11 @@ class HorovodMpiTransport:
     """
 
     def __init__(self, info: LauncherInfo, *, stall_limit_s: float, groups: bool = False) -> None:
-        mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = True
-        import horovod.torch as hvd
-        from mpi4py import MPI
-
-        _check_one_mpi()
-        if not MPI.Is_initialized():
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        check_world(info, MPI.COMM_WORLD.Get_size())
-        self._comm = MPI.COMM_WORLD.Dup()
+        self._comm = start_mpi(info)
         self.rank = self._comm.Get_rank()
         self.world_size = self._comm.Get_size()
-        _install_abort(self._comm, self.rank)
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            raise RuntimeError(
-                "this MPI library gives no MPI_THREAD_MULTIPLE, which Horovod's thread and mpi4py need to share it; "
-                "use another build of it, or scripts/setup.sh --mpi pypi"
-            )
+        import horovod.torch as hvd
+
         hvd.init(process_sets="dynamic" if groups else None)
         if hvd.size() != self.world_size:
             raise RuntimeError(

@@ -22,7 +22,8 @@ ALLOWED = {
     "report": set(),
     "transport": {"launch"},
     "train": {"core", "data", "exchange", "transport"},
-    "cli": {"core", "data", "launch", "option_sources", "report", "train", "transport", "validation"},
+    "wrap": {"core", "launch", "transport"},
+    "cli": {"core", "data", "launch", "option_sources", "report", "train", "transport", "validation", "wrap"},
 }
 
 

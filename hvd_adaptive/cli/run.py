@@ -1,0 +1,55 @@
+"""``hvd-adaptive run``: an existing Horovod script, unedited."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from hvd_adaptive.config import ENVIRONMENT_PREFIX, parse_slowdown, parse_value
+from hvd_adaptive.wrap.options import RunConfig
+
+
+def run_config(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> RunConfig:
+    """Returns the options, those of the command line before HVD_ADAPTIVE_* variables.
+
+    Raises:
+        ValueError: for a bad value, or a script that is not there.
+    """
+    values: dict[str, Any] = {}
+    for name in RunConfig.__dataclass_fields__:
+        text = environment.get(ENVIRONMENT_PREFIX + name.upper())
+        value = getattr(options, name, text)
+        if value is not None:
+            values[name] = parse_value(RunConfig, name, value) if isinstance(value, str) else value
+    config = RunConfig(**values)
+    if config.slowdown is not None:
+        parse_slowdown(config.slowdown)
+    script = getattr(options, "script", None)
+    if script is not None and not os.path.isfile(script):
+        raise ValueError(f"script {script!r} is not there (looked in {os.getcwd()})")
+    return config
+
+
+def run(options: argparse.Namespace, config: RunConfig) -> int:
+    """Runs the script as this rank; returns its exit code.
+
+    Raises:
+        RuntimeError: if the world cannot be joined.
+    """
+    import time
+
+    import torch
+
+    from hvd_adaptive.train.emulation import Slowdown, compute_seconds
+    from hvd_adaptive.wrap.script import run_script
+
+    slowdown = config.slowdown
+    return run_script(
+        options.script,
+        options.arguments,
+        config,
+        make_emulation=None if slowdown is None else lambda size: Slowdown(slowdown, world_size=size),
+        clock=time.perf_counter if slowdown is None else lambda: compute_seconds(torch.device("cpu")),
+    )

@@ -1,0 +1,134 @@
+"""What the ranks tell each other about a loader, and the shares that follow: pure functions of gathered numbers.
+
+All goes in one vector that Horovod sums: a row a rank, zeros elsewhere, so that the sum holds every row. Other than an
+allgather this works beside ranks that have called hvd.join() (their rows stay zero) and under Gloo. Behind the rows stands
+rank 0's proposal, derived from the exchange before: ranks that derived it each for themselves could differ in the last bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_adaptive.core.speed_model import Damping, SpeedModel
+from hvd_adaptive.wrap.reasons import Reason, unmask
+
+Array = NDArray[np.float64]
+
+FIELDS = (
+    "present",
+    "reasons",
+    "num_delivered",
+    "num_handed",
+    "checksum",
+    "num_samples",
+    "global_samples",
+    "num_steps",
+    "timed_steps",
+    "timed_samples",
+    "timed_global_samples",
+    "compute_s",
+    "wait_s",
+    "smallest",
+)
+
+
+@dataclass
+class Window:
+    """One rank's numbers since the last exchange; the fields are those of :data:`FIELDS`."""
+
+    reasons: int = 0
+    num_delivered: int = 0
+    num_handed: int = 0
+    checksum: int = 0
+    num_samples: int = 0
+    global_samples: int = 0
+    num_steps: int = 0
+    timed_steps: int = 0
+    timed_samples: int = 0
+    timed_global_samples: int = 0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    smallest: int = 1
+
+    def row(self) -> Array:
+        """Returns the numbers in the order of :data:`FIELDS`."""
+        return np.array([1.0, *(float(getattr(self, name)) for name in FIELDS[1:])])
+
+
+def pack(window: Window, proposal: Array, *, world_size: int, rank: int) -> Array:
+    """Returns this rank's addend to the exchanged vector, shape (world_size * len(FIELDS) + world_size,)."""
+    rows = np.zeros((world_size, len(FIELDS)))
+    rows[rank] = window.row()
+    return np.concatenate([rows.ravel(), proposal if rank == 0 else np.zeros(world_size)])
+
+
+def unpack(summed: Array, *, world_size: int) -> tuple[dict[str, Array], Array]:
+    """Returns the ranks' numbers by field, each of shape (world_size,), and rank 0's proposal, shape (world_size,)."""
+    rows = summed[: world_size * len(FIELDS)].reshape(world_size, len(FIELDS))
+    return dict(zip(FIELDS, rows.T, strict=True)), summed[world_size * len(FIELDS) :]
+
+
+def judge(gathered: dict[str, Array]) -> set[Reason]:
+    """Returns why shares must be equal; the same on every rank.
+
+    Raises:
+        RuntimeError: if the shares of the last batches did not add up to the global batches: samples were lost or counted twice.
+    """
+    if not gathered["present"].all():
+        return {Reason.JOIN}
+    reasons = unmask(int(np.bitwise_or.reduce(gathered["reasons"].astype(np.int64))))
+    if len(set(gathered["num_delivered"])) > 1:
+        reasons.add(Reason.OUT_OF_STEP)
+    elif len(set(gathered["checksum"])) > 1 or not gathered["checksum"].all():
+        reasons.add(Reason.UNION)
+    expected = gathered["global_samples"]
+    if not reasons and (gathered["num_samples"].sum() != expected[0] or (expected != expected[0]).any()):
+        raise RuntimeError(
+            f"the ranks computed {gathered['num_samples'].astype(int).tolist()} samples of global batches of "
+            f"{expected.astype(int).tolist()}: shares did not add up. This is a fault in hvd_adaptive or in the "
+            "script's sampler; run with --shares 1,1,... (one number a rank) and report it"
+        )
+    return reasons
+
+
+class Controller:
+    """Rank 0's: turns gathered numbers into the next proposal.
+
+    Args:
+        world_size: number of ranks.
+        pinned: fixed proportions; None: by measured speeds.
+
+    Attributes:
+        proposal: each rank's part of the global batch, shape (world_size,); zeros stand for equal shares.
+    """
+
+    def __init__(self, world_size: int, *, pinned: tuple[float, ...] | None) -> None:
+        self._pinned = None if pinned is None else np.array(pinned) / sum(pinned)
+        self._model = SpeedModel(world_size)
+        self._damping = Damping(world_size)
+        self._sizes: Array | None = None
+        self.world_size = world_size
+        self.proposal = np.zeros(world_size) if self._pinned is None else self._pinned
+
+    def propose(self, gathered: dict[str, Array], upper: int | None) -> None:
+        """Takes in a window and changes the proposal.
+
+        Args:
+            gathered: the ranks' numbers by field.
+            upper: most samples in a batch of any rank; None: no bound.
+        """
+        steps = gathered["timed_steps"]
+        self._model.observe(steps, gathered["timed_samples"], gathered["compute_s"])
+        if self._pinned is not None or not self._model.observed.all() or not steps.all():
+            return
+        total = float(gathered["timed_global_samples"][0] / steps[0])
+        low = np.full(self.world_size, min(float(gathered["smallest"].max()), total / self.world_size))
+        high = np.full(self.world_size, np.inf if upper is None else max(upper, total / self.world_size))
+        target = self._model.equalize(total, low, high)
+        sizes = np.full(self.world_size, total / self.world_size) if self._sizes is None else self._sizes
+        sizes = sizes * (total / sizes.sum())
+        self._sizes = self._damping.next(sizes, target, lower=low, upper=high)
+        self.proposal = self._sizes / self._sizes.sum()

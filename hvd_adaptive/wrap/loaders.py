@@ -1,0 +1,217 @@
+"""DataLoader, intercepted in place: its index lists change size, everything else of it stays as it is.
+
+All that a loader does with a batch (workers, prefetching, pinning, collating) follows from the list of indices that its batch
+sampler hands out. So only that list is replaced, in this process; workers see nothing of it. A list is fixed when it is
+handed out, which with workers is some batches before its batch is delivered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from hvd_adaptive.core.shares import integer_shares
+from hvd_adaptive.wrap.control import Controller
+from hvd_adaptive.wrap.reasons import Reason
+from hvd_adaptive.wrap.sampling import OneOrder, Union, checksum, find_union, take_share
+
+
+@dataclass(frozen=True)
+class Handed:
+    """One list of indices: its samples, those of the global batch, and the factor on its gradients."""
+
+    num_samples: int
+    global_samples: int
+    weight: float
+
+
+class Loader:
+    """What is known of one DataLoader; alive while it is.
+
+    Attributes:
+        label: how the report names it.
+        reasons: why its shares stay equal; empty: nothing known against it.
+        fractions: each rank's part of its global batches from the next pass on; None: as the script has it.
+        smallest: fewest samples of a rank's share.
+        num_steps: optimizer steps that its batches led to.
+        controller: what proposes its shares.
+    """
+
+    def __init__(self, loader: DataLoader[Any], number: int) -> None:
+        sampler = loader.sampler if loader.batch_size is not None else loader.batch_sampler
+        self.label = f"DataLoader {number} ({type(loader.dataset).__name__}, {type(sampler).__name__}, " + (
+            f"batch_size={loader.batch_size})" if loader.batch_size is not None else "own batches)"
+        )
+        self.reasons: set[Reason] = set()
+        self.fractions: tuple[float, ...] | None = None
+        self.smallest = 1
+        self.num_steps = 0
+        self.controller: Controller | None = None
+        if isinstance(loader.dataset, IterableDataset):
+            self.reasons.add(Reason.ITERABLE)
+        elif loader.batch_sampler is None:
+            self.reasons.add(Reason.NO_BATCHING)
+        if loader.num_workers > 0 and not getattr(loader, "in_order", True):
+            self.reasons.add(Reason.OUT_OF_ORDER)
+
+
+class IndexStream:
+    """One pass: hands out this rank's lists of indices, and remembers them until their batches are delivered.
+
+    Attributes:
+        loader: whose pass it is.
+        num_handed: lists handed out.
+        num_delivered: batches that the script has got.
+        owner: the loader's iterator, once it has asked for a batch.
+        pending: batches delivered since the last backward.
+        passed_backward: some backward has followed a batch.
+    """
+
+    def __init__(
+        self, loader: Loader, index_sampler: Any, *, world_size: int, rank: int, upper: int | None
+    ) -> None:
+        self.loader = loader
+        self.num_handed = 0
+        self.num_delivered = 0
+        self.owner: weakref.ref[Any] = lambda: None  # type: ignore[assignment]
+        self.pending = 0
+        self.passed_backward = False
+        self.delivered_at = 0
+        self._index_sampler = index_sampler
+        self._own = iter(index_sampler)
+        self._world_size = world_size
+        self._rank = rank
+        self._upper = upper
+        self._union: Union | None = None
+        self._fractions: tuple[float, ...] | None = None
+        self._next_fractions: tuple[int, tuple[float, ...] | None] | None = None
+        self._queue: deque[tuple[Handed, Any]] = deque()
+        self._last_own: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.num_handed == 0 and not self.loader.reasons:
+            found = find_union(self._index_sampler, world_size=self._world_size, rank=self._rank)
+            if isinstance(found, Reason):
+                self.loader.reasons.add(found)
+            else:
+                self._union = found
+                # Any other sampler than torch's must first show in this pass that its batches were foreseen.
+                self._fractions = self.loader.fractions if isinstance(found, OneOrder) else None
+        own = indices = next(self._own)
+        if self._next_fractions is not None and self.num_handed >= self._next_fractions[0]:
+            self._fractions, self._next_fractions = self._next_fractions[1], None
+        handed = Handed(len(indices), len(indices) * self._world_size, 1.0) if isinstance(indices, list) else None
+        if self._fractions is not None and handed is not None and self._union is not None:
+            indices, handed = self._share(indices, handed)
+        self._queue.append((handed or Handed(0, 0, 1.0), own))
+        self.num_handed += 1
+        return indices
+
+    def deliver(self) -> Handed:
+        """Takes note that the next batch has come to the script; returns what is known of it."""
+        self.num_delivered += 1
+        self.pending += 1
+        handed, self._last_own = self._queue.popleft()
+        return handed
+
+    def change_fractions(self, fractions: tuple[float, ...] | None, *, first: int) -> None:
+        """Changes the shares from a batch on, the same one on all ranks, that no rank has handed out yet."""
+        self._next_fractions = (first, fractions)
+
+    def last_checksum(self) -> int | None:
+        """Returns a checksum of the last delivered global batch; None if this rank's own part of it is not as expected."""
+        if self._union is None:
+            return None
+        lists = self._union.batch(self.num_delivered - 1)
+        return checksum(lists) if lists[self._rank] == list(self._last_own) else None
+
+    def _share(self, own: list[Any], handed: Handed) -> tuple[list[Any], Handed]:
+        assert self._union is not None
+        assert self._fractions is not None
+        lists = self._union.batch(self.num_handed)
+        if lists[self._rank] != list(own):
+            raise RuntimeError(
+                f"{self.loader.label}: {Reason.UNION.value}. This was not so at first, so some batches have been pooled already; "
+                "run the script with --shares 1,1,... (one number a rank) or make its sampler repeatable"
+            )
+        if {len(part) for part in lists} != {len(own)}:
+            # All ranks see these lists and leave this batch alone.
+            return own, handed
+        total = handed.global_samples
+        sizes = integer_shares(
+            self._fractions,
+            total,
+            lower=min(self.loader.smallest, len(own)),
+            upper=None if self._upper is None else [max(self._upper, len(own))] * self._world_size,
+        )
+        size = sizes[self._rank]
+        share = take_share(lists, sizes, self._rank)
+        return share, Handed(size, total, self._world_size * size / total)
+
+
+class Listener(Protocol):
+    """What is told of loaders while the script runs."""
+
+    def open_stream(self, loader: DataLoader[Any], index_sampler: Any) -> IndexStream | None:
+        """A pass of a loader begins; returns what hands out its indices, or None to leave it alone."""
+
+    def fetching(self, stream: IndexStream) -> None:
+        """The script asks for a batch."""
+
+    def delivered(self, stream: IndexStream, batch: Any) -> None:
+        """The script gets a batch."""
+
+    def exhausted(self, stream: IndexStream) -> None:
+        """A pass is over."""
+
+
+class _IndexSampler:
+    """Stands where the loader's batch sampler stood."""
+
+    def __init__(self, listener: Listener, loader: DataLoader[Any], original: Any) -> None:
+        self._listener = listener
+        self._loader = loader
+        self._original = original
+
+    def __iter__(self) -> Iterator[Any]:
+        stream = self._listener.open_stream(self._loader, self._original)
+        return iter(self._original) if stream is None else stream
+
+    def __len__(self) -> int:
+        return len(self._original)
+
+
+def intercept_loaders(listener: Listener) -> None:
+    """Replaces the two methods of torch's loader classes through which every batch goes."""
+    index_sampler = DataLoader._index_sampler.fget  # type: ignore[attr-defined]
+    advance = _BaseDataLoaderIter.__next__
+
+    def _index_sampler(self: DataLoader[Any]) -> Any:
+        return _IndexSampler(listener, self, index_sampler(self))
+
+    def __next__(self: Any) -> Any:
+        stream = self._sampler_iter
+        if not isinstance(stream, IndexStream):
+            return advance(self)
+        if stream.owner() is not self:
+            stream.owner = weakref.ref(self)
+        listener.fetching(stream)
+        try:
+            batch = advance(self)
+        except StopIteration:
+            listener.exhausted(stream)
+            raise
+        listener.delivered(stream, batch)
+        return batch
+
+    DataLoader._index_sampler = property(_index_sampler)  # type: ignore[assignment,method-assign]
+    _BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign]

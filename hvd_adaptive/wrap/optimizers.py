@@ -1,0 +1,106 @@
+"""Horovod's optimizer and collectives, intercepted in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from hvd_adaptive.wrap.reasons import Reason
+
+
+class Listener(Protocol):
+    """What is told of Horovod while the script runs."""
+
+    def started(self, world_size: int, rank: int) -> None:
+        """Horovod has been initialized."""
+
+    def refuse(self, reason: Reason) -> None:
+        """Something that the script uses does not go with unequal shares."""
+
+    def registered(self, optimizer: Any, parameters: list[Tensor]) -> None:
+        """The script has wrapped an optimizer."""
+
+    def synchronize(self, action: Callable[[], None]) -> None:
+        """The optimizer waits for its gradients; `action` does it."""
+
+    def stepped(self) -> None:
+        """The optimizer has moved its parameters."""
+
+    def waited(self, action: Callable[[], Any]) -> Any:
+        """Runs what waits for other ranks."""
+
+
+def intercept_horovod(listener: Listener) -> None:
+    """Replaces methods of Horovod's optimizer classes, and what waits for a collective, in place."""
+    import horovod.torch as hvd
+    from horovod.torch import elastic, mpi_ops, optimizer
+
+    basics = mpi_ops._basics
+    initialize = basics.init
+
+    @functools.wraps(initialize)
+    def init(*args: Any, **options: Any) -> None:
+        initialize(*args, **options)
+        listener.started(hvd.size(), hvd.rank())
+
+    basics.init = init
+    _intercept_optimizer(listener, optimizer._DistributedOptimizer, hvd.global_process_set)
+    adasum = optimizer._DistributedAdasumOptimizer.__init__
+
+    def adasum_init(self: Any, *args: Any, **options: Any) -> None:
+        listener.refuse(Reason.ADASUM)
+        adasum(self, *args, **options)
+
+    optimizer._DistributedAdasumOptimizer.__init__ = adasum_init
+    elastic_run = elastic.run
+
+    @functools.wraps(elastic_run)
+    def run(*args: Any, **options: Any) -> Any:
+        listener.refuse(Reason.ELASTIC)
+        return elastic_run(*args, **options)
+
+    elastic.run = run
+    wait = mpi_ops.mpi_lib.horovod_torch_wait_and_clear
+
+    def wait_and_clear(*args: Any) -> Any:
+        return listener.waited(lambda: wait(*args))
+
+    # The one place where a rank waits for others; all of Horovod's functions look it up in its module.
+    mpi_ops.mpi_lib.horovod_torch_wait_and_clear = wait_and_clear
+
+
+def _intercept_optimizer(listener: Listener, cls: Any, all_ranks: Any) -> None:
+    construct, synchronize, step = cls.__init__, cls.synchronize, cls.step
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        construct(self, *args, **options)
+        if self.process_set is not all_ranks:
+            listener.refuse(Reason.PROCESS_SET)
+        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        listener.registered(self, parameters)
+
+    @functools.wraps(synchronize)
+    def synchronize_(self: Any) -> None:
+        listener.synchronize(lambda: synchronize(self))
+
+    @functools.wraps(step)
+    def step_(self: Any, closure: Any = None) -> Any:
+        result = step(self, closure)
+        listener.stepped()
+        return result
+
+    @functools.wraps(cls.zero_grad)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        # Horovod's takes no argument, though torch's does.
+        if self._handles:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
+        super(self.__class__, self).zero_grad(set_to_none=set_to_none)
+
+    cls.__init__, cls.synchronize, cls.step, cls.zero_grad = __init__, synchronize_, step_, zero_grad

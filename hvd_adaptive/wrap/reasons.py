@@ -1,0 +1,54 @@
+"""Why shares stay equal: a closed list, so that ranks can tell each other in bits."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Reason(enum.Enum):
+    """One reason each; the value is what the report says."""
+
+    ADASUM = "op=Adasum combines the ranks' updates by their geometry, which has no weights; the script runs as it is"
+    ELASTIC = "hvd.elastic runs the script with a number of ranks that changes; the script runs as it is"
+    PROCESS_SET = "the optimizer reduces over a process set, not over all ranks"
+    SYNC_BATCH_NORM = "SyncBatchNorm mixes the ranks' gradients before they can be weighted"
+    NO_LOADER = "no DataLoader gave the batches of these steps: there is nothing whose share could change"
+    JOIN = "a rank has called hvd.join(): the ranks' numbers of batches differ"
+    ITERABLE = "an IterableDataset makes its own batches: there is no index that another rank could take over"
+    NO_BATCHING = "batch_size=None: the dataset makes its own batches"
+    NO_SAMPLER = (
+        "its sampler does not split the data by rank (num_replicas and rank, as DistributedSampler has them), so which "
+        "samples belong to other ranks cannot be known"
+    )
+    NOT_COPYABLE = "its sampler cannot be copied to find out which samples the other ranks draw"
+    OUT_OF_ORDER = "in_order=False delivers batches in another order than they were asked for"
+    UNION = (
+        "the ranks do not draw from one order of one dataset (other lengths, seeds or epochs, or random numbers of their "
+        "own), so their batches cannot be pooled"
+    )
+    UNEQUAL = "the script's own batches have different sizes on different ranks"
+    FETCHED_AHEAD = "the script fetches batches ahead of computing on them, or several for one backward"
+    INTERLEAVED = "batches of several loaders go into one step"
+    OUT_OF_STEP = "the ranks are at different batches of their loaders"
+    SUB_BATCHES = "the script cuts its batches into pieces before the forward, whose number would differ between ranks"
+    OTHER_INPUT = "a forward gets a tensor as long as the batch that was not made from it; it may have a fixed size"
+    UNSEEN = "the size of the batch cannot be seen in the forward's arguments"
+    NO_FORWARD = "no forward of a module that has the optimizer's parameters was seen between batch and backward"
+    SUM_LOSS = "a loss with reduction='sum' is not a mean over samples, as the weights of unequal shares need"
+    NONE_LOSS = "a loss with reduction='none' is reduced by the script, which may not be a mean over samples"
+    WEIGHTED_LOSS = "a loss with class weights or a used ignore_index is not a plain mean over samples"
+
+    @property
+    def bit(self) -> int:
+        """Its bit in a mask of reasons."""
+        return 1 << list(Reason).index(self)
+
+
+def mask(reasons: set[Reason]) -> int:
+    """Returns a set of reasons as bits; fits a float64 exactly."""
+    return sum(reason.bit for reason in reasons)
+
+
+def unmask(bits: int) -> set[Reason]:
+    """Returns the reasons behind bits."""
+    return {reason for reason in Reason if bits & reason.bit}

@@ -1,0 +1,121 @@
+"""What the person is told: what was intercepted, what not and why, and what it brought."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_adaptive.wrap.loaders import Loader
+
+Array = NDArray[np.float64]
+
+
+@dataclass
+class _Windows:
+    """Of one loader: the first and the newest window with equal shares and with others, sums over windows not kept."""
+
+    equal: dict[str, Array] | None = None
+    newest: dict[str, Array] | None = None
+    fractions: tuple[float, ...] | None = None
+    num_changes: int = 0
+
+
+@dataclass
+class Report:
+    """Collects what happens on this rank; rank 0 prints it.
+
+    Attributes:
+        loaders: every loader that the script iterated.
+        is_started: Horovod was initialized.
+    """
+
+    loaders: list[Loader] = field(default_factory=list)
+    is_started: bool = False
+    _world_size: int = 1
+    _optimizers: list[str] = field(default_factory=list)
+    _notes: list[str] = field(default_factory=list)
+    _windows: dict[int, _Windows] = field(default_factory=dict)
+
+    def started(self, world_size: int) -> None:
+        """Horovod runs."""
+        self.is_started, self._world_size = True, world_size
+
+    def note(self, text: str) -> None:
+        """Adds a line on the script as a whole, once."""
+        if text not in self._notes:
+            self._notes.append(text)
+
+    def optimizer(self, optimizer: Any) -> None:
+        """The script has wrapped an optimizer."""
+        op = {0: "Average", 1: "Sum", 2: "Adasum"}.get(int(optimizer.op), str(optimizer.op))
+        passes = optimizer.backward_passes_per_step
+        self._optimizers.append(
+            f"DistributedOptimizer ({type(optimizer).__name__}, op={op}"
+            + (f", backward_passes_per_step={passes})" if passes > 1 else ")")
+        )
+
+    def window(self, loader: Loader, gathered: dict[str, Array]) -> None:
+        """Takes in the ranks' numbers of a loader since the last exchange, and the shares from now on."""
+        windows = self._windows.setdefault(id(loader), _Windows())
+        if gathered["timed_steps"].all():
+            if windows.fractions is None:
+                windows.equal = gathered
+            windows.newest = gathered
+        if loader.fractions != windows.fractions:
+            windows.num_changes += 1
+        windows.fractions = loader.fractions
+
+    def lines(self) -> list[str]:
+        """Returns the report, line by line."""
+        lines = ["compatibility report"]
+        lines += [f"  intercepted: {text}" for text in dict.fromkeys(self._optimizers)]
+        lines += [f"  note: {text}" for text in self._notes]
+        if self._world_size == 1:
+            lines.append("  note: there is one rank, so there is nothing to share out")
+        for loader in self.loaders:
+            lines += self._loader_lines(loader)
+        if not self._optimizers:
+            lines.append("  not intercepted: the script wrapped no optimizer in hvd.DistributedOptimizer")
+        return lines
+
+    def _loader_lines(self, loader: Loader) -> list[str]:
+        if not loader.num_steps:
+            return [f"  left alone: {loader.label}: no optimizer step followed its batches (validation)"]
+        if loader.reasons:
+            return [
+                f"  not adaptive: {loader.label}, {loader.num_steps} steps with equal shares as in plain Horovod, because",
+                *(f"    - {reason.value}" for reason in sorted(loader.reasons, key=lambda reason: reason.bit)),
+            ]
+        lines = [f"  adaptive: {loader.label}, {loader.num_steps} steps"]
+        return lines + self._summary(self._windows.get(id(loader), _Windows()))
+
+    def _summary(self, windows: _Windows) -> list[str]:
+        if windows.newest is None:
+            return ["    too few steps to measure speeds"]
+        newest = windows.newest
+        speeds = newest["timed_samples"] / newest["compute_s"]
+        equal = np.full(len(speeds), 1 / len(speeds))
+        shares = np.array(windows.fractions) if windows.fractions is not None else equal
+        ceiling = speeds.mean() / speeds.min()
+        gain = (equal / speeds).max() / (shares / speeds).max()
+        lines = [
+            f"    speeds: {_numbers(speeds, '.4g')} samples/s",
+            f"    shares: {_numbers(100 * shares, '.1f')} % of each global batch, changed {windows.num_changes} times",
+        ]
+        if windows.equal is not None and windows.equal is not newest:
+            before, after = (w["wait_s"] / np.maximum(w["num_steps"], 1) for w in (windows.equal, newest))
+            lines.append(
+                f"    waiting in a step: {_numbers(1e3 * before, '.1f')} ms with equal shares, "
+                f"{_numbers(1e3 * after, '.1f')} ms now"
+            )
+        lines.append(
+            f"    gain in computing time against equal shares: {gain:.2f}x; its ceiling, mean / least speed: {ceiling:.2f}x"
+        )
+        return lines
+
+
+def _numbers(values: Array, form: str) -> str:
+    return ", ".join(format(float(value), form) for value in values)

@@ -1,0 +1,126 @@
+"""Runs a person's script in this process as one rank, with its loaders and optimizers intercepted."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hvd_adaptive.launch.binding import read_launcher
+from hvd_adaptive.wrap.engine import DryRunOver, Emulation, Engine
+from hvd_adaptive.wrap.loaders import intercept_loaders
+from hvd_adaptive.wrap.optimizers import intercept_horovod
+from hvd_adaptive.wrap.options import RunConfig
+
+EmulationMaker = Callable[[int], Emulation]
+
+
+def start_world() -> None:
+    """Starts MPI before the script's hvd.init() could, where a launcher of MPI ranks started this process. COLLECTIVE.
+
+    An uncaught exception on any rank then ends the job. Under Gloo, or without a launcher, Horovod starts by itself.
+
+    Raises:
+        RuntimeError: if the launcher's world and MPI's are not one.
+    """
+    info = read_launcher(os.environ)
+    if info.name not in ("none", "horovodrun-gloo"):
+        from hvd_adaptive.transport import set_mpi_environment
+
+        set_mpi_environment(info)
+        from hvd_adaptive.transport.horovod_mpi import start_mpi
+
+        start_mpi(info)
+
+
+def intercept(
+    config: RunConfig, *, make_emulation: EmulationMaker | None, clock: Callable[[], float]
+) -> Engine:
+    """Intercepts torch's loaders and Horovod's optimizers in this process, for good.
+
+    Args:
+        config: the options.
+        make_emulation: makes the emulated slowness for a number of ranks; None: ranks are as fast as they are.
+        clock: seconds of this process, see :class:`Engine`.
+    """
+    engine = Engine(config, make_emulation=make_emulation, clock=clock)
+    intercept_loaders(engine)
+    intercept_horovod(engine)
+    return engine
+
+
+def run_script(
+    path: str,
+    arguments: Sequence[str],
+    config: RunConfig,
+    *,
+    make_emulation: EmulationMaker | None,
+    clock: Callable[[], float],
+) -> int:
+    """Runs a script as ``python path arguments`` would, as this rank. COLLECTIVE as far as the script is.
+
+    Args:
+        path: the script.
+        arguments: its arguments.
+        config: the options.
+        make_emulation: see :func:`intercept`.
+        clock: see :func:`intercept`.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        RuntimeError: if the world cannot be joined.
+    """
+    start_world()
+    engine = intercept(config, make_emulation=make_emulation, clock=clock)
+    sys.argv = [path, *arguments]
+    # As python does; workers that are spawned or served by a fork server find the script's classes through it.
+    sys.path[0] = str(Path(path).resolve().parent)
+    code = 0
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except DryRunOver:
+        pass
+    except SystemExit as leave:
+        code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
+        if isinstance(leave.code, str):
+            print(leave.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, _from_script(error, path))
+        return 1
+    if not engine.report.is_started and code == 0:
+        print(
+            f"hvd-adaptive: error: {path} never called hvd.init() of horovod.torch, so nothing was shared between ranks: "
+            "is it a Horovod script for PyTorch?",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 2
+    print_report(engine)
+    return code
+
+
+def print_report(engine: Engine) -> None:
+    """Writes the report on standard error, on rank 0."""
+    if engine.report.is_started and engine.rank == 0:
+        sys.stdout.flush()
+        sys.stderr.write("".join(f"hvd-adaptive: {line}\n" for line in engine.report.lines()))
+        sys.stderr.flush()
+
+
+def print_report_at_exit(engine: Engine) -> None:
+    """As :func:`print_report`, when the process ends."""
+    atexit.register(print_report, engine)
+
+
+def _from_script(error: BaseException, path: str) -> traceback.types.TracebackType | None:  # type: ignore[name-defined]
+    """The traceback from the script's own first frame on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != path:
+        trace = trace.tb_next
+    return trace if trace is not None else error.__traceback__
