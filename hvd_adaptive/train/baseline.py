@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -32,6 +33,7 @@ class HorovodStrategy:
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
         self._config = config
         self._transport = transport
+        self._model = model
         self._device = next(model.parameters()).device
         transport.broadcast_([*(p.detach() for p in model.parameters()), *model.buffers()])
         self.optimizer = transport.distributed_optimizer(optimizer, model)
@@ -85,6 +87,29 @@ class HorovodStrategy:
         stats.busy_s -= self._wait_s
         gathered = GatheredStats(self._transport.allgather_stats(stats.vector()))
         return gathered, np.full(self._transport.world_size, 1.0 / self._transport.world_size), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the model's parameters and rank 0's optimizer state (shared: the ranks' are equal), and this rank's
+        buffers, which plain Horovod leaves each rank its own."""
+        return {
+            "shared": {
+                "parameters": [p.detach() for p in self._model.parameters()],
+                "optimizer": self.optimizer.state_dict(),
+            },
+            "own": {"buffers": list(self._model.buffers())},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any], *, world_size: int) -> None:
+        """Takes over a state of any number of ranks."""
+        shared = state["shared"]
+        for own, values in (
+            (self._model.parameters(), shared["parameters"]),
+            (self._model.buffers(), state["own"]["buffers"]),
+        ):
+            for tensor, value in zip(own, values, strict=True):
+                tensor.copy_(value)
+        self.optimizer.load_state_dict(shared["optimizer"])
 
     def _mark(self, *_: Any) -> None:
         self._clock.append((time.perf_counter(), compute_seconds(self._device)))

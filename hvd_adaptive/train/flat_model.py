@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,9 @@ class FlatModel:
 
     Construction is COLLECTIVE: all ranks start from rank 0's parameters and buffers.
 
+    Attributes:
+        device: where the model is.
+
     Args:
         model: any module; floating-point parameters on one device.
         transport: the world.
@@ -71,6 +75,7 @@ class FlatModel:
                 "model must have real parameters and buffers: view complex ones as real (torch.view_as_real)"
             )
         transport.broadcast_([*(p.detach() for p in parameters), *buffers])
+        self.device = trainable[0].device
 
         floats = [b for b in buffers if b.is_floating_point()]
         self._integers = [b for b in buffers if not b.is_floating_point()]
@@ -141,6 +146,25 @@ class FlatModel:
                 self._integers, flat.split([b.numel() for b in self._integers]), strict=True
             ):
                 buffer.copy_(value.view(buffer.shape))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the global model: flat weights by name of their group, integer buffers, frozen parameters."""
+        return {
+            "weights": {group.name: group.weights for group in self._groups},
+            "integers": list(self._integers),
+            "frozen": [p.detach() for p in self._model.parameters() if not p.requires_grad],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads a global model of the same shapes, into the model as well."""
+        for group in self._groups:
+            group.weights.copy_(state["weights"][group.name])
+        frozen = [p for p in self._model.parameters() if not p.requires_grad]
+        for own, values in ((self._integers, state["integers"]), (frozen, state["frozen"])):
+            for tensor, value in zip(own, values, strict=True):
+                tensor.copy_(value)
+        self.restore_()
 
     @torch.no_grad()
     def restore_(self) -> None:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -159,6 +160,29 @@ class LocalStrategy:
             self._transport.forget(self._cursor_key)
         stats.merge_s = delta_s + time.perf_counter() - start
         return gathered, weight, self.flat_model.payload_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the global model, the outer step's velocity and the balance (shared), and this rank's optimizer state."""
+        return {
+            "shared": {
+                "model": self.flat_model.state_dict(),
+                "outer": self._outer.state_dict(),
+                "batch_sizes": self.batch_sizes,
+                "shares": self._shares,
+                "warming_up": self._warming_up,
+            },
+            "own": {"optimizer": self.optimizer.state_dict()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, world_size: int) -> None:
+        """Takes over a state; the balance only where the number of ranks is the same, else it starts anew."""
+        shared = state["shared"]
+        self.flat_model.load_state_dict(shared["model"])
+        self._outer.load_state_dict(shared["outer"], device=self.flat_model.device)
+        if world_size == self._transport.world_size:
+            self.batch_sizes, self._shares = shared["batch_sizes"].copy(), shared["shares"].copy()
+            self._warming_up = shared["warming_up"]
+        self.optimizer.load_state_dict(state["own"]["optimizer"])
 
     def _weights(self, gathered: GatheredStats) -> Array:
         config = self._config

@@ -34,6 +34,9 @@ class RoundStats:
         norm_per_parameter: L2 norm of the model over its number of parameters; 0 where no rule needs it.
         train_s: seconds of training so far.
         stop: 1 if the rank wants the run to stop.
+        checkpoint_s: seconds that training stood still for a checkpoint before the round; part of ``train_s``.
+        checkpoint_write_s: seconds of writing a checkpoint beside the training, where a write ended in the round.
+        checkpoint_busy: 1 while the rank's last checkpoint is being written.
     """
 
     batch_size: float = 0.0
@@ -53,6 +56,9 @@ class RoundStats:
     norm_per_parameter: float = 0.0
     train_s: float = 0.0
     stop: float = 0.0
+    checkpoint_s: float = 0.0
+    checkpoint_write_s: float = 0.0
+    checkpoint_busy: float = 0.0
 
     def vector(self) -> Array:
         """Returns the fields in order, shape (num_fields,)."""
@@ -101,7 +107,7 @@ class RoundRecord:
         ranks: dict[str, Any] = {
             {"num_samples": "samples"}.get(name, name): self.stats[name].round(6).tolist()
             for name in FIELDS
-            if name not in ("loss_sum", "loss_samples", "train_s", "stop")
+            if name not in ("loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy")
         }
         ranks["weight"] = self.weight.tolist()
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,4 +58,26 @@ class Strategy(Protocol):
 
         Raises:
             AgreedError: on all ranks, if no rank's parameters are finite.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint needs to go on from here, between two rounds; not copied.
+
+        Returns:
+            Two entries, each of what :func:`hvd_adaptive.train.state.flatten_state` takes. ``shared``: what all ranks hold
+            alike, of which rank 0's is saved: the model, velocities, speed models, batch sizes. ``own``: what this rank
+            holds alone: optimizer state, residuals. A part such as a codec gives a ``state_dict()`` of its own, which the
+            strategy puts where it belongs.
+        """
+
+    def load_state_dict(self, state: dict[str, Any], *, world_size: int) -> None:
+        """Takes over a saved state, copying what it keeps.
+
+        Args:
+            state: as from :meth:`state_dict`; ``own`` is that of the saved rank ``rank % world_size``.
+            world_size: number of ranks that saved it. With another number now, ``own`` may be that of another rank, or be
+                given to several: what must not be counted twice, such as residuals, is dropped then.
+
+        Raises:
+            ValueError, KeyError: if it does not fit.
         """
