@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "Config", "Session", "bind_device", "__version__"]
+__all__ = ["Batch", "Checkpointer", "Config", "Session", "bind_device", "__version__"]
 
 if TYPE_CHECKING:
     from hvd_adaptive.config import Config
     from hvd_adaptive.launch.device import bind_device
+    from hvd_adaptive.train.checkpointer import Checkpointer
     from hvd_adaptive.train.session import Batch, Session
 
 
@@ -23,6 +24,10 @@ def __getattr__(name: str) -> Any:
         from hvd_adaptive.train import session
 
         return getattr(session, name)
+    if name == "Checkpointer":
+        from hvd_adaptive.train.checkpointer import Checkpointer
+
+        return Checkpointer
     if name == "bind_device":
         from hvd_adaptive.launch.device import bind_device
 

@@ -281,11 +281,27 @@ class TrainConfig:
         None, "test samples of the evaluations on the way, the same ones each time (default: all)"
     )
     calibration: bool = _option(True, "measure each rank's own speed before the run, for the utilisation")
+    resume: str | None = _option(
+        None,
+        "go on from a checkpoint: auto takes the newest valid one of --out, and starts fresh where there is none; or name a "
+        "checkpoint or a run directory",
+    )
+    checkpoint_interval: int | None = _option(
+        None,
+        "rounds between checkpoints; 0: none (default: as often as they take less than 5% of the training time, at least 30 s "
+        "apart)",
+    )
+    keep_checkpoints: int = _option(3, "newest checkpoints to keep")
 
     def __post_init__(self) -> None:
         check_types_and_choices(self)
         check_positive(self, "epochs", "time_limit", "hidden_size", "lr", "eval_samples")
         check_not_negative(self, "momentum", "weight_decay", "eval_rounds")
+        check_positive(self, "keep_checkpoints")
+        if self.checkpoint_interval is not None:
+            check_not_negative(self, "checkpoint_interval")
+        if self.resume == "auto" and self.out is None:
+            raise ValueError("resume 'auto' needs out: name the run directory with --out")
         if self.target_p1 is not None and not 0 < self.target_p1 <= 1:
             raise ValueError(f"target_p1 must be in (0, 1], got {self.target_p1}")
         if self.test_data is not None and self.data is None:

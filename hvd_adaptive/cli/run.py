@@ -7,7 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hvd_adaptive.config import ENVIRONMENT_PREFIX, parse_slowdown, parse_value
+from hvd_adaptive.config import parse_slowdown
+from hvd_adaptive.option_sources import ENVIRONMENT_PREFIX, parse_value
 from hvd_adaptive.wrap.options import RunConfig
 
 

@@ -67,6 +67,9 @@ def train(config: Config, options: TrainConfig, *, transport: Transport, termina
         run_directory=directory,
         show_progress=progress.show if progress else None,
     )
+    if options.resume is not None:
+        # Only now: a refused resume leaves the run as it was.
+        attempt(transport, lambda: directory.write_config(config, recorded(options)) if directory else None)
     summary = trainer.run()
     if progress and directory:
         progress.finish(summary, directory.path)
@@ -144,10 +147,21 @@ def _check_slowdown(config: Config, world_size: int) -> None:
 def _make_run_directory(config: Config, options: TrainConfig) -> RunDirectory:
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     path = Path(options.out) if options.out else Path("runs") / f"{options.name or config.strategy}-{stamp}"
-    directory = RunDirectory(path)
+    if options.resume is None:
+        directory = RunDirectory(path)
+        directory.write_config(config, recorded(options))
+        return directory
+    return RunDirectory(path, resume=options.resume == "auto" or _is_run_of(Path(options.resume), path))
+
+
+def _is_run_of(source: Path, path: Path) -> bool:
+    """Whether a checkpoint, a folder of them or a run directory belongs to the run in ``path``."""
+    return path.resolve() in (source.resolve(), *source.resolve().parents)
+
+
+def recorded(options: TrainConfig) -> TrainConfig:
+    """Returns the options as config.json records them, so that evaluate and predict find the data from any folder."""
     if options.data and not resolve(options.data, options.test_data).is_embedded:
-        # So that evaluate and predict find the data from any folder.
         test_data = os.path.abspath(options.test_data) if options.test_data else None
         options = dataclasses.replace(options, data=os.path.abspath(options.data), test_data=test_data)
-    directory.write_config(config, options)
-    return directory
+    return options

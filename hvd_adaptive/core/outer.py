@@ -48,6 +48,14 @@ class OuterStep:
             velocity = self.velocity[weights.dtype] = torch.zeros_like(weights)
         return velocity
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns the velocity by name of its dtype; empty before the first step that has one."""
+        return {str(dtype).removeprefix("torch."): v for dtype, v in self.velocity.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor], *, device: torch.device) -> None:
+        """Takes over a velocity, copied to the weights' device."""
+        self.velocity = {getattr(torch, name): v.to(device, copy=True) for name, v in state.items()}
+
     @torch.no_grad()
     def apply_(self, weights: Tensor, delta: Tensor, parts: Iterable[slice] | None = None) -> None:
         """Moves ``weights`` by ``delta`` in place and overwrites ``delta``.

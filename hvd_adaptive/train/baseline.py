@@ -8,12 +8,14 @@ from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.config import Config
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows
 from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
+from hvd_adaptive.train.strategy import OwnState
 from hvd_adaptive.train.synchronous import SynchronousClock, batches_in_order
 from hvd_adaptive.transport.base import Transport
 
@@ -34,6 +36,7 @@ class HorovodStrategy:
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
         self._config = config
         self._transport = transport
+        self._model = model
         transport.broadcast_([*(p.detach() for p in model.parameters()), *model.buffers()])
         self.optimizer = transport.distributed_optimizer(optimizer, model)
         self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
@@ -96,3 +99,26 @@ class HorovodStrategy:
         self._clock.end_round(stats)
         gathered = GatheredStats(self._transport.allgather_stats(stats.vector()))
         return gathered, np.full(self._transport.world_size, 1.0 / self._transport.world_size), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the model's parameters and rank 0's optimizer state (shared: the ranks' are equal), and this rank's
+        buffers, which plain Horovod leaves each rank its own."""
+        return {
+            "shared": {
+                "parameters": [p.detach() for p in self._model.parameters()],
+                "optimizer": self.optimizer.state_dict(),
+            },
+            "own": {"buffers": list(self._model.buffers())},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, shared: dict[str, Any], own_of: OwnState, *, world_size: int) -> None:
+        """Takes over a state of any number of ranks."""
+        buffers = own_of(self._transport.rank % world_size)["buffers"]
+        for own, values in (
+            (self._model.parameters(), shared["parameters"]),
+            (self._model.buffers(), buffers),
+        ):
+            for tensor, value in zip(own, values, strict=True):
+                tensor.copy_(value)
+        self.optimizer.load_state_dict(shared["optimizer"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +100,22 @@ class FlatBuffers:
             ):
                 buffer.copy_(value.view(buffer.shape))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the float buffers, flat, by name of their group, and the integer ones."""
+        return {
+            "weights": {group.name: group.weights for group in self.groups},
+            "integers": list(self.integers),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads buffers of the same shapes, into the model as well."""
+        for group in self.groups:
+            group.weights.copy_(state["weights"][group.name])
+            _load_(group, range(len(group.tensors)))
+        for tensor, value in zip(self.integers, state["integers"], strict=True):
+            tensor.copy_(value)
+
 
 class FlatModel:
     """A model whose replicas differ between merges and agree after them.
@@ -107,6 +124,9 @@ class FlatModel:
     parameters are broadcast once and stay. A tied parameter counts once.
 
     Construction is COLLECTIVE: all ranks start from rank 0's parameters and buffers.
+
+    Attributes:
+        device: where the model is.
 
     Args:
         model: any module; floating-point parameters on one device.
@@ -136,6 +156,7 @@ class FlatModel:
                 "model must have real parameters and buffers: view complex ones as real (torch.view_as_real)"
             )
         transport.broadcast_([*(p.detach() for p in parameters), *buffers])
+        self.device = trainable[0].device
 
         marks = {
             id(t): touched[id(p)]
@@ -222,6 +243,25 @@ class FlatModel:
                 _load_(group, range(len(group.tensors)))
         for part in self.row_ranges:
             part.touched.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the global model: flat weights by name of their group, buffers, frozen parameters."""
+        return {
+            "weights": {group.name: group.weights for group in self.parameter_groups},
+            "buffers": self.buffers.state_dict(),
+            "frozen": [p.detach() for p in self._model.parameters() if not p.requires_grad],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads a global model of the same shapes, into the model as well."""
+        for group in self.parameter_groups:
+            group.weights.copy_(state["weights"][group.name])
+        self.buffers.load_state_dict(state["buffers"])
+        frozen = [p for p in self._model.parameters() if not p.requires_grad]
+        for tensor, value in zip(frozen, state["frozen"], strict=True):
+            tensor.copy_(value)
+        self.restore_()
 
     @torch.no_grad()
     def restore_(self) -> None:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -25,6 +26,7 @@ from hvd_adaptive.train.flat_model import FlatModel
 from hvd_adaptive.train.memory import cut, free_cached
 from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
 from hvd_adaptive.train.row_merge import RowMerge
+from hvd_adaptive.train.strategy import OwnState
 from hvd_adaptive.train.touched_rows import TouchedRows, sparse_parameters, why_dense
 from hvd_adaptive.transport.base import AgreedError, Transport, agree_equal
 
@@ -272,6 +274,34 @@ class LocalStrategy:
             row_weights=self._config.row_weights,
             rest_bytes=self.flat_model.payload_bytes - rows_bytes,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the global model, the outer step's velocity and the balance (shared), and this rank's optimizer state."""
+        return {
+            "shared": {
+                "model": self.flat_model.state_dict(),
+                "outer": self._outer.state_dict(),
+                "batch_sizes": self.batch_sizes,
+                "shares": self._shares,
+                "warming_up": self._warming_up,
+                "control": self._control.state_dict(),
+            },
+            "own": {"optimizer": self.optimizer.state_dict()},
+        }
+
+    def load_state_dict(self, shared: dict[str, Any], own_of: OwnState, *, world_size: int) -> None:
+        """Takes over a state; the balance only where the number of ranks is the same, else it starts anew."""
+        self._load_shared(shared, world_size=world_size)
+        self.optimizer.load_state_dict(own_of(self._transport.rank % world_size)["optimizer"])
+
+    def _load_shared(self, shared: dict[str, Any], *, world_size: int) -> None:
+        self.flat_model.load_state_dict(shared["model"])
+        self._outer.load_state_dict(shared["outer"], device=self.flat_model.device)
+        if world_size == self._transport.world_size:
+            self.batch_sizes, self._shares = shared["batch_sizes"].copy(), shared["shares"].copy()
+            self._warming_up = shared["warming_up"]
+        self._control.load_state_dict(shared["control"])
+        self._ceiling = float(self._control.ceilings[self._transport.rank])
 
     def _weights(self, gathered: GatheredStats) -> Array:
         config = self._config

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,6 +27,7 @@ from hvd_adaptive.train.batches import Batch, BatchSource, Rows
 from hvd_adaptive.train.local import LocalStrategy
 from hvd_adaptive.train.random_state import random_state, seeded_random_state, set_random_state
 from hvd_adaptive.train.records import FIELDS, Array, GatheredStats, RoundStats
+from hvd_adaptive.train.strategy import OwnState
 from hvd_adaptive.train.touched_rows import TouchedRows
 from hvd_adaptive.transport.base import AgreedError, Transport
 
@@ -78,11 +80,11 @@ class LogicalStrategy(LocalStrategy):
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._device = next(model.parameters()).device
         # Contiguous, so that rows gathered in rank order are in logical order.
-        self._first = np.arange(transport.world_size + 1) * self._num_logical // transport.world_size
+        self._first = self._first_of(transport.world_size)
         self._fresh = {p: copy.deepcopy(state) for p, state in optimizer.state.items()}
         self._own = {
             number: _LogicalRank(
-                random=seeded_random_state(config.seed, number, self._device), optimizer=self._fresh_state()
+                random=seeded_random_state((config.seed, number), self._device), optimizer=self._fresh_state()
             )
             for number in range(self._first[transport.rank], self._first[transport.rank + 1])
         }
@@ -240,6 +242,10 @@ class LogicalStrategy(LocalStrategy):
         )
         return pending.wait().view(own.dtype).view(self._num_logical, -1)
 
+    def _first_of(self, world_size: int) -> NDArray[np.int64]:
+        """The first logical rank of each of so many ranks, and the number of logical ranks at last."""
+        return np.arange(world_size + 1) * self._num_logical // world_size
+
     def _fresh_state(self) -> defaultdict[Any, Any]:
         return defaultdict(dict, {p: copy.deepcopy(state) for p, state in self._fresh.items()})
 
@@ -260,6 +266,20 @@ class LogicalStrategy(LocalStrategy):
             if p in logical.optimizer
         }
         return {"random": logical.random, "optimizer": optimizer}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the shared state of strategy ``local``, and the logical ranks' that this rank plays."""
+        return {**super().state_dict(), "own": {"logical": self.logical_states()}}
+
+    def load_state_dict(self, shared: dict[str, Any], own_of: OwnState, *, world_size: int) -> None:
+        """Takes over a state of any number of ranks: each logical rank goes on as it was."""
+        self._load_shared(shared, world_size=world_size)
+        first = self._first_of(world_size)
+        states: dict[str, Any] = {}
+        for saved in range(world_size):
+            if any(first[saved] <= number < first[saved + 1] for number in self._own):
+                states |= own_of(saved)["logical"]
+        self.load_logical_states(states)
 
     def logical_states(self) -> dict[str, Any]:
         """Returns the states of the logical ranks that this rank plays, by number, as text."""

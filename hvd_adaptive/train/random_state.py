@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,15 +38,14 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def seeded_random_state(seed: int, number: int, device: torch.device) -> dict[str, Any]:
+def seeded_random_state(seed: Sequence[int], device: torch.device) -> dict[str, Any]:
     """Returns the state of generators that were seeded together; touches none.
 
     Args:
-        seed: of the run, >= 0.
-        number: which of the run's states, >= 0; states of different numbers are independent.
+        seed: numbers >= 0, such as the run's seed and a rank; states of different ones are independent.
         device: as for :func:`random_state`.
     """
-    words = np.random.SeedSequence([seed, number]).generate_state(4)
+    words = np.random.SeedSequence(seed).generate_state(4)
     whole = int(words[0]) << 32 | int(words[1])
     version, python, gauss = random.Random(whole).getstate()
     name, keys, position, has_gauss, cached = np.random.RandomState(words).get_state(legacy=True)

@@ -37,6 +37,9 @@ class RoundStats:
         skipped_steps: steps left out because the ranks' reduced gradients held NaN or Inf.
         ceiling: largest batch size, samples, after a batch that did not fit into memory; 0: none failed.
         merge_rows: rows of sparse parameters that the merge exchanged; 0 where none are told apart.
+        checkpoint_s: seconds that training stood still for a checkpoint before the round; part of ``train_s``.
+        checkpoint_write_s: seconds of writing a checkpoint beside the training, where a write ended in the round.
+        checkpoint_busy: 1 while the rank's last checkpoint is being written.
     """
 
     batch_size: float = 0.0
@@ -59,6 +62,9 @@ class RoundStats:
     skipped_steps: float = 0.0
     ceiling: float = 0.0
     merge_rows: float = 0.0
+    checkpoint_s: float = 0.0
+    checkpoint_write_s: float = 0.0
+    checkpoint_busy: float = 0.0
 
     def vector(self) -> Array:
         """Returns the fields in order, shape (num_fields,)."""
@@ -107,7 +113,7 @@ class RoundRecord:
         ranks: dict[str, Any] = {
             {"num_samples": "samples"}.get(name, name): self.stats[name].round(6).tolist()
             for name in FIELDS
-            if name not in ("loss_sum", "loss_samples", "train_s", "stop")
+            if name not in ("loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy")
         }
         ranks["weight"] = self.weight.tolist()
         return {

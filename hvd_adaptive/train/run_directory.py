@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
+import shutil
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 from hvd_adaptive import __version__
 from hvd_adaptive.config import Config, TrainConfig
 
+log = logging.getLogger(__name__)
+
 BEST_MODEL = "model.safetensors"
 LAST_MODEL = "model-last.safetensors"
 
@@ -25,28 +29,61 @@ class RunDirectory:
 
     Args:
         path: the folder; made if it is not there.
+        resume: it may hold a run, which goes on; call :meth:`go_on` before the first round.
 
     Raises:
         ValueError: if the folder cannot be written, or holds a run already.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if (path / "rounds.jsonl").exists():
+            if (path / "rounds.jsonl").exists() and not resume:
                 raise ValueError(
-                    f"run directory {path} holds a run already: name another with --out, or remove it"
+                    f"run directory {path} holds a run already: go on with it with --resume auto, name another with --out, or "
+                    "remove it"
                 )
-            self._rounds: IO[str] = (path / "rounds.jsonl").open("x", encoding="utf-8")
+            self._rounds: IO[str] = (path / "rounds.jsonl").open("a" if resume else "x", encoding="utf-8")
         except OSError as error:
             raise ValueError(
                 f"run directory {path} cannot be written: {error}; name another with --out"
             ) from None
 
+    def go_on(self, num_rounds: int, checkpoint: Path | None) -> None:
+        """Makes the folder what it was after this many rounds; later ones were lost and will be run again.
+
+        Args:
+            num_rounds: rounds to keep in rounds.jsonl.
+            checkpoint: where the run goes on from, None for nowhere. It holds the best model of then; where it is another
+                run's, that run's rounds are taken over.
+
+        Raises:
+            OSError: if it cannot be written.
+            ValueError: if it holds a finished run and there is no checkpoint to go on from.
+        """
+        if checkpoint is None and (self.path / "summary.json").exists():
+            raise ValueError(
+                f"run directory {self.path} holds a finished run without checkpoints: name another with --out, or remove it"
+            )
+        self._rounds.close()
+        source = self.path / "rounds.jsonl"
+        if checkpoint is not None and checkpoint.parent.parent != self.path.resolve():
+            source = checkpoint.parent.parent / "rounds.jsonl"
+        kept = _first_rounds(source, num_rounds)
+        if len(kept) < num_rounds:
+            log.warning("%s holds %d of the %d rounds before the resume", source, len(kept), num_rounds)
+        self._write("rounds.jsonl", "".join(kept))
+        self._rounds = (self.path / "rounds.jsonl").open("a", encoding="utf-8")
+        (self.path / "summary.json").unlink(missing_ok=True)
+        if checkpoint is not None and (checkpoint / BEST_MODEL).exists():
+            temporary = self.path / (BEST_MODEL + ".part")
+            shutil.copyfile(checkpoint / BEST_MODEL, temporary)
+            os.replace(temporary, self.path / BEST_MODEL)
+
     def write_config(self, config: Config, train: TrainConfig) -> None:
         """Writes config.json, which ``--config`` reads."""
-        values = {**dataclasses.asdict(train), **dataclasses.asdict(config)}
+        values = {**dataclasses.asdict(train), **dataclasses.asdict(config), "resume": None}
         self._write_json("config.json", {name: value for name, value in values.items() if value is not None})
 
     def add_round(self, record: dict[str, Any]) -> None:
@@ -76,9 +113,25 @@ class RunDirectory:
         self._rounds.close()
 
     def _write_json(self, name: str, value: Any) -> None:
+        self._write(name, json.dumps(value, indent=2) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
         temporary = self.path / (name + ".part")
-        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, self.path / name)
+
+
+def _first_rounds(path: Path, num_rounds: int) -> list[str]:
+    """The lines of a rounds.jsonl of the rounds before ``num_rounds``, as far as they are whole."""
+    kept: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
+        try:
+            number = json.loads(line)["round"]
+        except (ValueError, KeyError, TypeError):
+            break
+        if number < num_rounds and line.endswith("\n"):
+            kept.append(line)
+    return kept
 
 
 def load_model(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Path]:

@@ -35,7 +35,8 @@ from hvd_adaptive.train.local import LocalStrategy
 from hvd_adaptive.train.logical import LogicalStrategy
 from hvd_adaptive.train.memory import is_out_of_memory
 from hvd_adaptive.train.records import GatheredStats, RoundRecord, RoundStats
-from hvd_adaptive.train.strategy import Strategy
+from hvd_adaptive.train.session_state import SessionState, Stateful
+from hvd_adaptive.train.strategy import OwnState, Strategy
 from hvd_adaptive.train.sync import SyncStrategy
 from hvd_adaptive.transport import connect
 from hvd_adaptive.transport.base import Transport, agree, agree_equal
@@ -65,6 +66,7 @@ class Session:
         round: number of rounds completed.
         train_s: seconds of training so far, without pauses.
         records: callables that get each :class:`RoundRecord`, on every rank.
+        before_gather: callables that may add to this rank's statistics of a round just before they are gathered.
 
     Raises:
         ValueError: for a model that cannot be trained this way, or a slowdown for another number of ranks.
@@ -88,6 +90,7 @@ class Session:
         self.train_s = 0.0
         self.num_samples = 0
         self.records: list[Callable[[RoundRecord], None]] = []
+        self.before_gather: list[Callable[[RoundStats], None]] = []
         agree_equal(
             self.transport,
             {
@@ -111,6 +114,7 @@ class Session:
         self._strategy = make_strategy(model, optimizer, self.config, self.transport)
         self.optimizer = self._strategy.optimizer
         self._lr = LearningRateMultiplier(self.optimizer)
+        self._state = SessionState(self, self._strategy, self._lr)
         self._stats = RoundStats()
         self._stop = False
         self._round_start = 0.0
@@ -166,6 +170,7 @@ class Session:
                 f"batches(work=...) goes with config.work='nonzeros', got work={given} with {self.config.work!r}"
             )
         agree_equal(self.transport, {"number of samples": len(source)}, "Give every rank the same data.")
+        self._state.check_dataset(len(source))
         order_epoch, order = -1, np.empty(0, dtype=np.int64)
         while not self._stop and (num_epochs is None or self._progress(len(source)) < num_epochs - 1e-9):
             if self.ledger.epoch != order_epoch:
@@ -293,6 +298,39 @@ class Session:
         """
         return float(samples_per_s @ self._slowdown.capacity_s(start_s, stop_s))
 
+    def register_state(self, name: str, value: Stateful, *, shared: bool = False) -> None:
+        """Makes an object of your own part of the checkpoints: a scheduler, a moving average. Before any is loaded.
+
+        Args:
+            name: the same on every rank, and at a resume.
+            value: has ``state_dict()`` and ``load_state_dict(state)``; see
+                :func:`hvd_adaptive.train.state.flatten_state` for what a state may hold.
+            shared: it is equal on all ranks, so that rank 0's is saved once; else each rank's own is.
+
+        Raises:
+            ValueError: if the name is taken.
+        """
+        self._state.register(name, value, shared=shared)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all that is needed to go on from here, between two rounds: ``shared`` by all ranks, and this rank's
+        ``own``. Tensors are not copied. :class:`hvd_adaptive.Checkpointer` saves it."""
+        return self._state.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], own_of: OwnState | None = None) -> None:
+        """Goes on from a state of :meth:`state_dict`, between two rounds; every rank loads the same ``shared``.
+
+        Args:
+            state: of any number of ranks. A rank that the saved run did not have seeds its random generators from seed,
+                rank and round.
+            own_of: gives the ``own`` of a saved rank; by default that of ``state``, which must then be of the saved rank
+                ``rank % state["world_size"]``.
+
+        Raises:
+            ValueError, KeyError: if it does not fit.
+        """
+        self._state.load_state_dict(state, own_of or (lambda _: state["own"]))
+
     def close(self) -> None:
         """Checks that all ranks hold the same model and leaves the world. COLLECTIVE."""
         self._check_hash()
@@ -327,6 +365,8 @@ class Session:
             self._check_hash()
         # The merge's seconds are known only now; all ranks just met, so this costs microseconds.
         stats.train_s = self.train_s + time.perf_counter() - self._round_start
+        for add_to in self.before_gather:
+            add_to(stats)
         final = GatheredStats(self.transport.allgather_stats(stats.vector()))
         self.train_s = float(final["train_s"].max())
         self._round_start = 0.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,9 @@ from torch.optim import Optimizer
 
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows
 from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
+
+# What a saved rank held alone.
+OwnState = Callable[[int], dict[str, Any]]
 
 
 class Strategy(Protocol):
@@ -88,3 +91,26 @@ class Strategy(Protocol):
 
     def after_round(self, record: RoundRecord) -> None:
         """Learns from a completed round, the seconds of its merge included; the same on every rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint needs to go on from here, between two rounds; not copied.
+
+        Returns:
+            Two entries, each of what :func:`hvd_adaptive.train.state.flatten_state` takes. ``shared``: what all ranks hold
+            alike, of which rank 0's is saved: the model, velocities, speed models, batch sizes. ``own``: what this rank
+            holds alone: optimizer state, residuals. A part such as a codec gives a ``state_dict()`` of its own, which the
+            strategy puts where it belongs.
+        """
+
+    def load_state_dict(self, shared: dict[str, Any], own_of: OwnState, *, world_size: int) -> None:
+        """Takes over a saved state, copying what it keeps.
+
+        Args:
+            shared: as from :meth:`state_dict`.
+            own_of: gives the ``own`` of a saved rank, in [0, world_size).
+            world_size: number of ranks that saved it. Where it is another one now, a saved rank's ``own`` may go to several
+                ranks or to none (``rank % world_size``): what must not be counted twice, such as residuals, is dropped then.
+
+        Raises:
+            ValueError, KeyError: if it does not fit.
+        """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import resource
+import time
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,11 @@ class Totals:
         self._transport = transport
         self._speeds = speeds
         self._sums = {name: np.zeros(transport.world_size) for name in _SUMMED}
+        # Means over ranks of the sums before the number of ranks changed.
+        self._earlier = dict.fromkeys(_SUMMED, 0.0)
+        self._capacity = {"compute": 0.0, "wall": 0.0}
+        self._start = time.perf_counter()
+        self._earlier_wall_s = 0.0
         self._payload_bytes = 0
         self._rounds = 0
         self._round_start_s = 0.0
@@ -76,13 +82,54 @@ class Totals:
             self._target_train_s = record.train_s
         line = {**record.to_json(), "eval": scores, "utilisation": None}
         if self._speeds is not None:
-            capacity = session.capacity_samples(self._speeds.compute, self._round_start_s, record.train_s)
+            span = (self._round_start_s, record.train_s)
+            capacity = session.capacity_samples(self._speeds.compute, *span)
+            self._capacity["compute"] += capacity
+            self._capacity["wall"] += session.capacity_samples(self._speeds.wall, *span)
             line["utilisation"] = round((record.num_samples - self._samples_before) / capacity, 4)
         self._round_start_s, self._samples_before = record.train_s, record.num_samples
         return line
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the summary of a resumed run needs of the part before."""
+        return {
+            "sums": self._sums,
+            "earlier": self._earlier,
+            "capacity": self._capacity,
+            "payload_bytes": self._payload_bytes,
+            "rounds": self._rounds,
+            "round_start_s": self._round_start_s,
+            "samples_before": self._samples_before,
+            "best": self.best,
+            "best_train_s": self._best_train_s,
+            "target_train_s": self._target_train_s,
+            "wall_s": self._wall_s(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from the totals of any number of ranks; with another number, sums by rank begin anew."""
+        self._earlier = dict(state["earlier"])
+        sums = {name: np.array(values) for name, values in state["sums"].items()}
+        if len(sums["busy_s"]) == self._transport.world_size:
+            self._sums = sums
+        else:
+            self._earlier = {name: self._earlier[name] + float(sums[name].mean()) for name in _SUMMED}
+            self._sums = {name: np.zeros(self._transport.world_size) for name in _SUMMED}
+        self._capacity = dict(state["capacity"])
+        self._payload_bytes, self._rounds = state["payload_bytes"], state["rounds"]
+        self._round_start_s, self._samples_before = state["round_start_s"], state["samples_before"]
+        self.best, self._best_train_s = state["best"], state["best_train_s"]
+        self._target_train_s = state["target_train_s"]
+        self._earlier_wall_s, self._start = state["wall_s"], time.perf_counter()
+
+    def _wall_s(self) -> float:
+        return self._earlier_wall_s + time.perf_counter() - self._start
+
+    def _share(self, name: str, total_s: float) -> float:
+        return (self._earlier[name] + float(self._sums[name].mean())) / total_s
+
     def summary(
-        self, session: Session, *, final: dict[str, float], model_hash: str, ranks_agreed: bool, wall_s: float
+        self, session: Session, *, final: dict[str, float], model_hash: str, ranks_agreed: bool
     ) -> dict[str, Any]:
         """Returns what summary.json holds. COLLECTIVE.
 
@@ -91,7 +138,6 @@ class Totals:
             final: scores of the last model on the whole test split.
             model_hash: SHA-256 of this rank's last model.
             ranks_agreed: whether all ranks have that hash.
-            wall_s: seconds of the whole run.
         """
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         places = self._transport.allgather_object((self._transport.host, peak_bytes))
@@ -109,15 +155,15 @@ class Totals:
             "target_p1": self._train.target_p1,
             "target_train_s": self._target_train_s,
             "train_s": session.train_s,
-            "wall_s": wall_s,
+            "wall_s": self._wall_s(),
             "rounds": self._rounds,
             "epochs": session.ledger.epoch,
             "samples": session.num_samples,
             "samples_per_s": session.num_samples / total_s,
-            "wait_share": float(self._sums["wait_s"].mean() / total_s),
-            "merge_share": float(self._sums["merge_s"].mean() / total_s),
-            "control_share": float(self._sums["control_s"].mean() / total_s),
-            "claim_share": float(self._sums["claim_s"].mean() / total_s),
+            "wait_share": self._share("wait_s", total_s),
+            "merge_share": self._share("merge_s", total_s),
+            "control_share": self._share("control_s", total_s),
+            "claim_share": self._share("claim_s", total_s),
             **self._utilisation(session),
             "ranks": {name: values.round(6).tolist() for name, values in self._sums.items()},
             "peak_memory_bytes": [peak for _, peak in places],
@@ -138,8 +184,8 @@ class Totals:
         if self._speeds is None:
             return {"utilisation": None, "utilisation_wall": None, "own_speeds": None}
         values = {}
-        for name, speeds in (("utilisation", self._speeds.compute), ("utilisation_wall", self._speeds.wall)):
-            capacity = session.capacity_samples(speeds, 0.0, session.train_s)
+        for name, clock in (("utilisation", "compute"), ("utilisation_wall", "wall")):
+            capacity = self._capacity[clock]
             values[name] = session.num_samples / capacity if capacity else None
         used = values["utilisation"]
         error = None

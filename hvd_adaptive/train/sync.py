@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,6 +23,7 @@ from hvd_adaptive.train.batches import Batch, BatchSource, Rows
 from hvd_adaptive.train.exactness import what_breaks_equality
 from hvd_adaptive.train.flat_model import FlatBuffers
 from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
+from hvd_adaptive.train.strategy import OwnState
 from hvd_adaptive.train.sync_optimizer import SyncOptimizer
 from hvd_adaptive.train.synchronous import SynchronousClock, batches_in_order
 from hvd_adaptive.transport.base import AgreedError, Transport
@@ -198,19 +200,30 @@ class SyncStrategy:
         self._weight.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the shares, and what was learnt of the ranks' speeds; the same on every rank."""
+        """Returns the model, the optimizer's state, the shares, and what was learnt of the ranks' speeds: all ranks' alike."""
         return {
-            "sizes": self._sizes.copy(),
-            "speed_model": self._speed_model.state_dict(),
-            "damping": self._damping.state_dict(),
+            "shared": {
+                "parameters": [p.detach() for p in self._model.parameters()],
+                "buffers": self._buffers.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "sizes": self._sizes,
+                "speed_model": self._speed_model.state_dict(),
+                "damping": self._damping.state_dict(),
+            },
+            "own": {},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on with the shares of :meth:`state_dict`; with another number of ranks they start equal again."""
-        if len(state["sizes"]) == self._transport.world_size:
-            self._sizes = np.array(state["sizes"]) * (self.round_unit / sum(state["sizes"]))
-            self._speed_model.load_state_dict(state["speed_model"])
-            self._damping.load_state_dict(state["damping"])
+    @torch.no_grad()
+    def load_state_dict(self, shared: dict[str, Any], own_of: OwnState, *, world_size: int) -> None:
+        """Takes over a state; with another number of ranks the shares start equal again."""
+        for tensor, value in zip(self._model.parameters(), shared["parameters"], strict=True):
+            tensor.copy_(value)
+        self._buffers.load_state_dict(shared["buffers"])
+        self.optimizer.load_state_dict(shared["optimizer"])
+        if world_size == self._transport.world_size:
+            self._sizes = np.array(shared["sizes"]) * (self.round_unit / sum(shared["sizes"]))
+            self._speed_model.load_state_dict(shared["speed_model"])
+            self._damping.load_state_dict(shared["damping"])
             self.batch_sizes = self._whole()
 
     def _load(self, part: Part, rows: Rows, source: BatchSource) -> Batch:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hvd_adaptive.core.metrics import inverse_propensity
 from hvd_adaptive.data import SparseDataset
 from hvd_adaptive.train.batches import Batch, BatchSource
 from hvd_adaptive.train.calibration import Speeds, measure_speeds
+from hvd_adaptive.train.checkpointer import Checkpointer, Counts
 from hvd_adaptive.train.evaluation import Evaluator
 from hvd_adaptive.train.flat_model import model_hash
 from hvd_adaptive.train.model import SparseMLP, multilabel_softmax_loss
@@ -23,9 +25,15 @@ from hvd_adaptive.train.records import RoundRecord
 from hvd_adaptive.train.run_directory import BEST_MODEL, LAST_MODEL, RunDirectory
 from hvd_adaptive.train.session import Session
 from hvd_adaptive.train.summary import Totals
-from hvd_adaptive.transport.base import Transport
+from hvd_adaptive.transport.base import Transport, agree
 
 log = logging.getLogger(__name__)
+
+# Fields of TrainConfig that may change at a resume. Where the data lie may: their fingerprint counts.
+_MAY_CHANGE = frozenset({
+    "data", "test_data", "cache_dir", "out", "name", "epochs", "time_limit", "target_p1", "device", "eval_rounds",
+    "eval_samples", "resume", "checkpoint_interval", "keep_checkpoints",
+})  # fmt: skip
 
 ShowProgress = Callable[[RoundRecord, dict[str, float] | None, float | None], None]
 
@@ -50,6 +58,9 @@ class Trainer:
         transport: the world.
         run_directory: on rank 0 the run's folder, on others None.
         show_progress: on rank 0 called after each round with the record, its evaluation and the seconds left, if known.
+
+    Raises:
+        AgreedError: on all ranks, if there is no checkpoint that ``train.resume`` can go on from, or none can be written.
     """
 
     def __init__(
@@ -83,6 +94,8 @@ class Trainer:
         self._evaluator = Evaluator(test, propensity, transport)
         self._totals = Totals(config, train, transport, speeds)
         self._last_scores: dict[str, float] | None = None
+        self._session.register_state("totals", self._totals, shared=True)
+        self._checkpoints = self._make_checkpointer()
         self._metadata = {
             "num_features": str(self._data.num_features),
             "num_labels": str(self._data.num_labels),
@@ -95,7 +108,6 @@ class Trainer:
         Raises:
             RuntimeError: if all ranks' parameters stop being finite, or the ranks' models differ.
         """
-        start = time.perf_counter()
         train, session, optimizer = self._train, self._session, self._session.optimizer
         work = self._data.num_nonzeros() if session.config.work == "nonzeros" else None
         for batch in session.batches(self._data, num_epochs=train.max_epochs, work=work):
@@ -108,17 +120,44 @@ class Trainer:
             self._directory.save_model(LAST_MODEL, self._model, self._metadata)
             if self._totals.best is None:
                 self._directory.save_model(BEST_MODEL, self._model, self._metadata)
+        counts = self._checkpoints.close() if self._checkpoints else Counts()
         self._transport.rendezvous("saved")
         digest = model_hash(self._model)
         agreed = len(set(self._transport.allgather_object(digest))) == 1
-        summary = self._totals.summary(
-            session, final=final, model_hash=digest, ranks_agreed=agreed, wall_s=time.perf_counter() - start
-        )
+        summary = self._totals.summary(session, final=final, model_hash=digest, ranks_agreed=agreed)
+        summary["checkpoints"] = dataclasses.asdict(counts)
         if self._directory:
             self._directory.write_summary(summary)
             self._directory.close()
         session.close()
         return summary
+
+    def _make_checkpointer(self) -> Checkpointer | None:
+        """Sets up the run's checkpoints and goes on from one, if that is asked for. COLLECTIVE."""
+        train, directory = self._train, self._directory
+        folder = self._transport.allgather_object(directory and directory.path.resolve() / "checkpoints")[0]
+        if folder is None or (train.checkpoint_interval == 0 and train.resume is None):
+            return None
+        checkpoints = Checkpointer(
+            self._session,
+            folder,
+            interval=train.checkpoint_interval,
+            keep=train.keep_checkpoints,
+            data={"training data": self._data.fingerprint},
+            options=dataclasses.asdict(train),
+            may_change=_MAY_CHANGE,
+            files=lambda: [folder.parent / BEST_MODEL] if self._totals.best else [],
+        )
+        if train.resume is not None:
+            path = checkpoints.resume(None if train.resume == "auto" else Path(train.resume).resolve())
+            error = None
+            if directory:
+                try:
+                    directory.go_on(self._session.round, path)
+                except (OSError, ValueError) as failure:
+                    error = f"resume: {failure}"
+            agree(self._transport, error)
+        return checkpoints
 
     def _step(self, optimizer: Optimizer, batch: Batch) -> torch.Tensor:
         optimizer.zero_grad()

@@ -21,28 +21,6 @@ from hvd_adaptive.transport.horovod_mpi import loaded_mpi_libraries
 COMMAND = [sys.executable, "-m", "hvd_adaptive"]
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small learnable data set in the XMC format: a label's words are its own."""
-    folder = tmp_path_factory.mktemp("data")
-    generator = np.random.default_rng(0)
-    for split, count in (("train", 2000), ("test", 700)):
-        lines = [f"{count} 300 40"]
-        for _ in range(count):
-            labels = np.unique(generator.integers(0, 40, generator.integers(1, 4)))
-            words = np.unique(
-                np.concatenate([generator.integers(label * 7, label * 7 + 7, 3) for label in labels])
-            )
-            lines.append(
-                ",".join(map(str, labels))
-                + " "
-                + " ".join(f"{w}:{generator.random() + 0.5:.3f}" for w in words)
-            )
-        with gzip.open(folder / f"toy_{split}.txt.gz", "wt") as file:
-            file.write("\n".join(lines) + "\n")
-    return folder
-
-
 def train_arguments(data: Path, out: Path) -> list[str]:
     return ["train", "--data", str(data), "--cache-dir", str(data / "cache"), "--out", str(out)]
 

@@ -226,8 +226,8 @@ def test_a_global_batch_that_does_not_fit_the_ranks_is_refused(options: dict[str
 
 def test_shares_survive_a_restart_with_as_many_ranks() -> None:
     strategy: Any = make_session(make_model(), torch.optim.SGD(make_model().parameters(), lr=1))._strategy
-    state = copy.deepcopy(strategy.state_dict())
-    strategy.load_state_dict(state)
+    shared = copy.deepcopy(strategy.state_dict()["shared"])
+    strategy.load_state_dict(shared, dict, world_size=1)
     assert strategy.batch_sizes.tolist() == [20]
-    strategy.load_state_dict({**state, "sizes": np.array([10.0, 30.0])})
+    strategy.load_state_dict({**shared, "sizes": np.array([10.0, 30.0])}, dict, world_size=2)
     assert strategy.batch_sizes.tolist() == [20]

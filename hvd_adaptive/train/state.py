@@ -1,0 +1,103 @@
+"""State as people nest it, split into JSON and named tensors, and put together again; never pickled.
+
+A leaf that JSON has no form for, and a dict whose keys are not all strings, becomes ``{"$": kind, ...}``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_KIND = "$"
+
+
+def flatten_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Splits nested state into a skeleton for JSON and its tensors. COPIES every tensor and array.
+
+    Args:
+        state: dicts (keys: str, int, float, bool, None), lists, tuples, str, int, float, bool, None, NumPy arrays and
+            scalars, dense tensors on any device.
+
+    Returns:
+        The skeleton, and the tensors by name: contiguous, on the CPU, sharing no memory with ``state``.
+
+    Raises:
+        TypeError: for anything else, naming where it stands.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def keep(value: Tensor, where: str) -> str:
+        name = first = where[1:]
+        number = 1
+        # safetensors keeps its metadata under that name.
+        while name in tensors or name == "__metadata__":
+            number += 1
+            name = f"{first}#{number}"
+        tensors[name] = value
+        return name
+
+    def split(value: Any, where: str) -> Any:
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is None or isinstance(value, (str, bool, int)):
+            return value
+        if isinstance(value, float):
+            # JSON has no NaN and no infinity.
+            return value if math.isfinite(value) else {_KIND: "float", "value": repr(value)}
+        if isinstance(value, dict):
+            if all(isinstance(key, str) for key in value) and _KIND not in value:
+                return {key: split(item, f"{where}.{key}") for key, item in value.items()}
+            return {
+                _KIND: "dict",
+                "items": [[split(k, where), split(v, f"{where}.{k}")] for k, v in value.items()],
+            }
+        if isinstance(value, (list, tuple)):
+            items = [split(item, f"{where}.{index}") for index, item in enumerate(value)]
+            return items if isinstance(value, list) else {_KIND: "tuple", "items": items}
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            # from_numpy refuses foreign byte order and read-only memory.
+            native = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
+            return {_KIND: "array", "name": keep(torch.from_numpy(native), where)}
+        if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
+            copied = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
+            return {_KIND: "tensor", "name": keep(copied, where)}
+        raise TypeError(
+            f"state {where[1:]} cannot be saved, got {type(value).__name__}: use numbers, strings, None, "
+            "lists, tuples, dicts, NumPy arrays of numbers and dense tensors"
+        )
+
+    return split(state, ""), tensors
+
+
+def unflatten_state(skeleton: Any, tensors: dict[str, Tensor]) -> Any:
+    """Puts together what :func:`flatten_state` split. Tensors come back on the CPU and are not copied.
+
+    Raises:
+        ValueError: if a tensor is missing or the skeleton is none of :func:`flatten_state`'s.
+    """
+    if isinstance(skeleton, list):
+        return [unflatten_state(item, tensors) for item in skeleton]
+    if not isinstance(skeleton, dict):
+        return skeleton
+    kind = skeleton.get(_KIND)
+    try:
+        if kind is None:
+            return {key: unflatten_state(item, tensors) for key, item in skeleton.items()}
+        if kind == "float":
+            return float(skeleton["value"])
+        if kind == "dict":
+            return {
+                unflatten_state(k, tensors): unflatten_state(v, tensors) for k, v in skeleton["items"]
+            }
+        if kind == "tuple":
+            return tuple(unflatten_state(item, tensors) for item in skeleton["items"])
+        if kind in ("tensor", "array"):
+            tensor = tensors[skeleton["name"]]
+            return tensor if kind == "tensor" else tensor.numpy()
+    except KeyError as error:
+        raise ValueError(f"state names {error.args[0]!r}, which is not there") from None
+    raise ValueError(f"state holds a {_KIND!r} of unknown kind {kind!r}")

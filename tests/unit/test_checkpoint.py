@@ -1,0 +1,459 @@
+"""Checkpoints over simulated ranks: complete, whole or refused by name, and never in the way of training."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import random
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hvd_adaptive.config import Config
+from hvd_adaptive.train import checkpoint, checkpointer, session_state
+from hvd_adaptive.train.checkpointer import Checkpointer, Counts
+from hvd_adaptive.train.flat_model import model_hash
+from hvd_adaptive.train.session import Session
+from hvd_adaptive.train.state import flatten_state
+from hvd_adaptive.transport.base import AgreedError
+from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+
+NUM_SAMPLES = 300
+X = torch.randn(NUM_SAMPLES, 6, generator=torch.Generator().manual_seed(0))
+Y = (X.sum(dim=1) > 0).long()
+# Three rounds an epoch.
+CONFIG = Config(batch_size=16, mega_batch=100)
+
+
+def make_model() -> nn.Module:
+    # Float and integer buffers, random numbers in every step, a frozen layer.
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)
+    )
+    model[3].requires_grad_(False)
+    return model
+
+
+def make_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def train(
+    transport: LocalTransport,
+    folder: Path,
+    *,
+    num_epochs: float = 1,
+    config: Config = CONFIG,
+    resume: bool | Path = False,
+    model: Callable[[], nn.Module] = make_model,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = make_adam,
+    on_start: Callable[[Session], None] = lambda session: None,
+    on_round: Callable[[Session, Any], None] = lambda session, record: None,
+    settle: bool = True,
+    **options: Any,
+) -> dict[str, Any]:
+    net = model()
+    session = Session(net, optimizer(net), config, transport=transport)
+    records: list[Any] = []
+    session.records += [records.append, lambda record: on_round(session, record)]
+    on_start(session)
+    if settle:
+        # So that none is skipped.
+        session.before_gather.append(lambda stats: checkpoints._thread and checkpoints._thread.join())
+    options.setdefault("interval", 1)
+    checkpoints = Checkpointer(session, folder, **options)
+    source = None
+    if resume:
+        source = checkpoints.resume(None if resume is True else resume)
+    resumed = flatten_state(session.state_dict())
+    rows = []
+    for batch in session.batches(TensorDataset(X, Y), num_epochs=num_epochs):
+        rows.append(batch.rows)
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            nn.functional.cross_entropy(net(batch.x), batch.y).backward()
+            session.optimizer.step()
+    counts = checkpoints.close()
+    state = flatten_state(session.state_dict())
+    session.close()
+    return {
+        "rows": rows, "counts": counts, "state": state, "resumed": resumed, "source": source, "records": records,
+        "session": session, "hash": model_hash(net),
+    }  # fmt: skip
+
+
+def run(world_size: int, folder: Path, **options: Any) -> list[dict[str, Any]]:
+    return LocalWorld(world_size).run(lambda transport: train(transport, folder, **options))
+
+
+def differences(a: tuple[Any, Any], b: tuple[Any, Any], ignore: tuple[str, ...] = ()) -> list[str]:
+    (skeleton, tensors), (other, others) = a, b
+    found = [name for name in tensors.keys() | others.keys() if name not in tensors or name not in others]
+    found += [name for name in tensors.keys() & others.keys() if not torch.equal(tensors[name], others[name])]
+    for part in ("shared", "own"):
+        for name, value in skeleton[part].items():
+            if name not in ignore and value != other[part][name]:
+                found.append(name)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def leave_the_process_as_it_was() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        Config(batch_size=16, mega_batch=100, outer_step="momentum", optimizer_state="average", warmup_epochs=1.8),
+        Config(
+            batch_size=16, mega_batch=100, batch_size_rule="heterogpu", min_batch_size=4, batch_size_step=3, lr_decay=0.1
+        ),
+        Config(batch_size=16, mega_batch=100, strategy="horovod"),
+        Config(batch_size=16, mega_batch=100, strategy="sync"),
+        Config(batch_size=16, mega_batch=100, logical_ranks=3),
+    ],
+    ids=["local", "average", "heterogpu", "horovod", "sync", "logical"],
+)
+def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path, config: Config) -> None:
+    torch.manual_seed(1)
+    whole = run(1, tmp_path / "whole", num_epochs=4, config=config, interval=0)[0]
+    torch.manual_seed(1)
+    # In the middle of an epoch; the first part's weights must not be those of the second's fresh model.
+    first = run(1, tmp_path / "parts", num_epochs=1.5, config=config)[0]
+    assert first["session"].ledger.cursor == 200
+    torch.manual_seed(2)
+    second = run(1, tmp_path / "parts", num_epochs=4, config=config, resume=True)[0]
+    assert second["source"].name == "round-00000005"
+    assert differences(whole["state"], second["state"], ignore=("train_s",)) == []
+    rows = [row for part in (first, second) for batch in part["rows"] for row in batch]
+    assert rows == [row for batch in whole["rows"] for row in batch]
+    assert whole["hash"] == second["hash"]
+
+
+def test_every_rank_gets_back_what_it_had(tmp_path: Path) -> None:
+    first = run(3, tmp_path, num_epochs=1, config=Config(batch_size=16, mega_batch=100, batch_size_rule="paper"))
+    torch.manual_seed(2)
+    config = Config(batch_size=16, mega_batch=100, batch_size_rule="paper", hash_interval=1)
+    second = run(3, tmp_path, num_epochs=1, resume=True, config=config)
+    for before, after in zip(first, second, strict=True):
+        assert differences(before["state"], after["resumed"]) == []
+    own = [name for name in first[0]["state"][1] if name.startswith("own.strategy.optimizer") and "exp_avg" in name]
+    assert own and not all(torch.equal(first[0]["state"][1][n], first[1]["state"][1].get(n)) for n in own)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 3), (3, 1)])
+def test_another_number_of_ranks_consumes_every_sample_once(
+    tmp_path: Path, before: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeded: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        session_state, "seed_random_state", lambda seed, rank, round_number: seeded.append((rank, round_number))
+    )
+    first = run(before, tmp_path, num_epochs=1.5)
+    second = run(after, tmp_path, num_epochs=3, resume=True)
+    consumed = np.concatenate([rows for result in first + second for rows in result["rows"]])
+    assert np.array_equal(np.bincount(consumed, minlength=NUM_SAMPLES), np.full(NUM_SAMPLES, 3))
+    assert len({result["hash"] for result in second}) == 1
+    assert second[0]["session"].num_samples == 3 * NUM_SAMPLES and second[0]["session"].round == 9
+    for rank, result in enumerate(second):
+        theirs = first[rank % before]["state"]
+        changed = differences(theirs, result["resumed"], ignore=("world_size",))
+        optimizer = [name for name in changed if "optimizer" in name or "model" in name or "outer" in name]
+        assert optimizer == []
+    # A rank that was not there draws numbers of its own.
+    assert sorted(seeded) == [(rank, 5) for rank in range(before, after)]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def edit_manifest(folder: Path, **values: Any) -> None:
+    path = folder / checkpoint.MANIFEST
+    manifest = {**json.loads(path.read_text()), **values}
+    del manifest["sha256"]
+    path.write_text(json.dumps({**manifest, "sha256": checkpoint._digest(manifest)}))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "byte of the model": (lambda f: flip(f / "global.safetensors"), r"global\.safetensors is damaged"),
+    "byte of a rank": (lambda f: flip(f / "rank-0001.safetensors"), r"rank-0001\.safetensors is damaged"),
+    "byte of the manifest": (
+        lambda f: (f / "MANIFEST.json").write_text((f / "MANIFEST.json").read_text().replace('"cursor": ', '"cursor": 1')),
+        r"MANIFEST\.json is damaged: its checksum",
+    ),
+    "half a manifest": (lambda f: os.truncate(f / "MANIFEST.json", 100), r"MANIFEST\.json is damaged"),
+    "truncated": (lambda f: os.truncate(f / "global.safetensors", 1000), r"global\.safetensors has 1000 bytes instead of"),
+    "missing": (lambda f: (f / "rank-0000.safetensors").unlink(), r"rank-0000\.safetensors cannot be read"),
+    "no manifest": (lambda f: (f / "MANIFEST.json").unlink(), r"MANIFEST\.json cannot be read"),
+    "newer": (lambda f: edit_manifest(f, version=99), r"checkpoint format 99, newer than 1"),
+    "foreign format": (lambda f: edit_manifest(f, format="x"), r"is no checkpoint of hvd_adaptive"),
+    "foreign data": (lambda f: edit_manifest(f, data={"d": "2"}), r"of other data: d is 2 there and 1 here"),
+    "foreign model": (
+        lambda f: edit_manifest(f, model=[["0.weight", [9, 9], "torch.float32", True]]),
+        r"of another model: \['0.weight', \[9, 9\], 'torch.float32', True\] there",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_is_not_valid_is_refused_by_name_and_the_older_is_taken(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(2, tmp_path, num_epochs=1, data={"d": "1"})
+    act, reason = DAMAGE[damage]
+    act(tmp_path / "round-00000003")
+    results = run(2, tmp_path, num_epochs=1, resume=True, data={"d": "1"})
+    assert {result["source"].name for result in results} == {"round-00000002"}
+    assert sum(len(rows) for result in results for rows in result["rows"]) == 100
+    refusals = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(refusals) == 1 and "trying the next older one" in refusals[0]
+    caplog.clear()
+    # Not lost, but no longer the newest of this run.
+    assert (tmp_path / "set-aside-1-round-00000003").is_dir()
+    assert checkpoint.find_checkpoints(tmp_path)[0].name == "round-00000003"
+    for path in checkpoint.find_checkpoints(tmp_path):
+        act(path)
+    with pytest.raises(AgreedError, match=reason) as error:
+        run(2, tmp_path, resume=True, data={"d": "1"})
+    assert str(error.value).count("checkpoint refused") == 3 and "no valid checkpoint is left" in str(error.value)
+
+
+def test_a_rank_that_cannot_load_makes_all_take_the_older(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(2, tmp_path, num_epochs=1)
+    read = checkpoint.read_state
+
+    def fail(path: Path) -> Any:
+        if path.parent.name == "round-00000003" and path.name == "rank-0001.safetensors":
+            raise checkpoint.RefusedError("a stale file handle")
+        return read(path)
+
+    monkeypatch.setattr(checkpoint, "read_state", fail)
+    results = run(2, tmp_path, num_epochs=1, resume=True)
+    assert {result["source"].name for result in results} == {"round-00000002"}
+    assert "rank 1: " in caplog.text and "a stale file handle" in caplog.text
+
+
+def test_changed_options_are_an_error_that_names_both_values(tmp_path: Path) -> None:
+    run(2, tmp_path, options={"lr": 1.0, "epochs": 1})
+    with pytest.raises(AgreedError, match=r"batch_size was 16 and is 32; .*seed was 0 and is 1; lr was 1.0 and is 2.0"):
+        run(2, tmp_path, resume=True, config=Config(batch_size=32, mega_batch=100, seed=1), options={"lr": 2.0})
+    config = Config(batch_size=16, mega_batch=100, stall_limit_s=99, slowdown="1,1,1", hash_interval=1)
+    options: dict[str, Any] = {"options": {"lr": 1.0, "epochs": 2}, "may_change": frozenset({"epochs"})}
+    assert run(3, tmp_path, num_epochs=2, resume=True, config=config, **options)[0]["session"].ledger.epoch == 2
+
+
+def test_the_newest_are_kept_and_leftovers_removed(tmp_path: Path) -> None:
+    (tmp_path / ".part-7-round-00000009").mkdir()
+    results = run(2, tmp_path, num_epochs=3, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["round-00000008", "round-00000009"]
+    assert results[0]["counts"] == results[1]["counts"] == Counts(written=9)
+
+
+def test_resume_from_an_older_one_by_name(tmp_path: Path) -> None:
+    first = run(1, tmp_path / "a", num_epochs=1)[0]
+    older = tmp_path / "a" / "round-00000002"
+    fork = run(1, tmp_path / "b", num_epochs=1, resume=older)[0]
+    assert fork["source"] == older and fork["hash"] == first["hash"]
+    assert len(checkpoint.find_checkpoints(tmp_path / "a")) == 3
+    with pytest.raises(AgreedError, match="there is no checkpoint in"):
+        run(1, tmp_path / "b", resume=tmp_path / "nothing")
+
+
+def test_nothing_to_resume_from_starts_fresh_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    result = run(2, tmp_path, resume=True)[0]
+    assert result["source"] is None and result["session"].round == 3
+    assert f"no checkpoint in {tmp_path}: starting fresh" in caplog.text
+
+
+def test_a_failed_write_is_an_error_in_the_log_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, write = os.fsync, checkpoint.write_state
+
+    def fail(path: Path, *arguments: Any) -> Any:
+        full = "round-00000002" in str(path) and path.name == "rank-0001.safetensors"
+
+        def full_disk(descriptor: int) -> None:
+            if full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            fsync(descriptor)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fsync", full_disk)
+            return write(path, *arguments)
+
+    monkeypatch.setattr(checkpoint, "write_state", fail)
+    results = run(2, tmp_path, num_epochs=1)
+    assert [path.name for path in checkpoint.find_checkpoints(tmp_path)] == ["round-00000003", "round-00000001"]
+    assert not list(tmp_path.glob(".part*"))
+    assert results[0]["counts"].failed == 1 and results[0]["session"].round == 3
+    errors = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+    assert len(errors) == 1
+    assert "rank 1: " in errors[0] and "rank-0001.safetensors" in errors[0] and "No space left" in errors[0]
+    assert f"the newest checkpoint is {tmp_path / 'round-00000001'}" in errors[0]
+
+
+@pytest.mark.root
+def test_a_disk_that_is_really_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root rights")
+    try:
+        # One checkpoint of two ranks is some 40 KiB.
+        results = run(2, disk, num_epochs=2, keep=1)
+        assert results[0]["counts"].written >= 1 and results[0]["counts"].failed >= 1
+        (newest,) = checkpoint.find_checkpoints(disk)
+        checkpoint.check_files(newest, checkpoint.read_manifest(newest))
+        assert not list(disk.glob(".part*"))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert "No space left on device" in caplog.text and f"{disk}/.part-" in caplog.text
+
+
+def test_training_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, released = checkpoint.write_state, threading.Event()
+
+    def slow(path: Path, *arguments: Any) -> Any:
+        # Rank 1's disk; rank 0 must not begin another while it waits for the report.
+        if path.name == "rank-0001.safetensors":
+            assert released.wait(60)
+        return write(path, *arguments)
+
+    monkeypatch.setattr(checkpoint, "write_state", slow)
+
+    def release(session: Session, record: Any) -> None:
+        if not released.is_set():
+            assert not checkpoint.find_checkpoints(tmp_path)
+        if session.round == 8:
+            released.set()
+
+    results = run(2, tmp_path, num_epochs=3, on_round=release, settle=False)
+    assert results[0]["counts"].skipped >= 6
+    assert checkpoint.find_checkpoints(tmp_path)[0].name == "round-00000009"
+    spent = [record.stats["checkpoint_s"] for record in results[0]["records"]]
+    assert (spent[1] > 0).all() and not spent[0].any() and not spent[5].any()
+
+
+def test_by_default_writing_takes_a_twentieth_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = checkpoint.write_state
+    monkeypatch.setattr(checkpoint, "write_state", lambda *arguments: time.sleep(0.2) or write(*arguments))
+    written = []
+
+    def watch(session: Session, record: Any) -> None:
+        written.append((record.train_s, len(checkpoint.find_checkpoints(tmp_path))))
+        time.sleep(0.05)
+
+    monkeypatch.setattr(checkpointer, "MIN_SECONDS", 0.0)
+    run(1, tmp_path, num_epochs=10, interval=None, keep=99, on_round=watch, settle=False)
+    assert 1 <= written[-1][1] <= 1 + written[-1][0] / (0.2 / checkpointer.MAX_SHARE)
+    shutil.rmtree(tmp_path)
+    monkeypatch.setattr(checkpointer, "MIN_SECONDS", 3600.0)
+    # Only the one at the end.
+    assert run(1, tmp_path, num_epochs=1, interval=None)[0]["counts"].written == 1
+
+
+def test_own_objects_are_part_of_it(tmp_path: Path) -> None:
+    class Count:
+        def __init__(self) -> None:
+            self.values: dict[Any, Any] = {"rank": None, (1, 2): torch.zeros(2)}
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.values
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.values = state
+
+    counts: dict[tuple[str, int], Count] = {}
+
+    def register(session: Session, names: tuple[str, ...] = ("own", "all")) -> None:
+        for name in names:
+            counts[name, session.rank] = Count()
+            session.register_state(name, counts[name, session.rank], shared=name == "all")
+        with pytest.raises(ValueError, match="'own' is taken"):
+            session.register_state("own", Count())
+
+    def change(session: Session, record: Any) -> None:
+        counts["own", session.rank].values["rank"] = session.rank
+        counts["all", session.rank].values["rank"] = "all"
+
+    run(2, tmp_path, on_start=register, on_round=change)
+    run(4, tmp_path, on_start=register, resume=True)
+    assert [counts["own", rank].values["rank"] for rank in range(4)] == [0, 1, 0, 1]
+    assert [counts["all", rank].values["rank"] for rank in range(4)] == ["all"] * 4
+    with pytest.raises(AgreedError, match="it has no state of 'more'"):
+        run(2, tmp_path, on_start=lambda session: register(session, ("own", "more")), resume=True)
+
+
+def test_another_number_of_samples_in_mid_epoch_is_refused(tmp_path: Path) -> None:
+    run(1, tmp_path, num_epochs=0.5)
+    model = make_model()
+    session = Session(model, make_adam(model), CONFIG, transport=LocalTransport())
+    Checkpointer(session, tmp_path).resume()
+    with pytest.raises(ValueError, match="as many samples as in the first part of this epoch, 300, got 200"):
+        next(session.batches(TensorDataset(X[:200], Y[:200])))
+
+
+def test_a_folder_that_not_all_ranks_see_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AgreedError, match=r"rank 1: checkpoint folder .* cannot write where rank 0 can"):
+        LocalWorld(2).run(lambda t: train(t, tmp_path / str(t.rank)))
+    (tmp_path / "file").touch()
+    with pytest.raises(AgreedError, match="cannot be written"):
+        run(2, tmp_path / "file")
+
+
+def test_files_added_are_part_of_it_and_stay_as_they_were(tmp_path: Path) -> None:
+    best = tmp_path / "best"
+
+    def improve(session: Session, record: Any) -> None:
+        if session.rank == 0:
+            part = tmp_path / "best.part"
+            part.write_text(f"model of round {session.round}")
+            os.replace(part, best)
+
+    run(2, tmp_path / "c", on_round=improve, files=lambda: [best])
+    for path in checkpoint.find_checkpoints(tmp_path / "c"):
+        checkpoint.check_files(path, checkpoint.read_manifest(path))
+        assert (path / "best").read_text() == f"model of round {int(path.name[-8:])}"
+    flip(tmp_path / "c" / "round-00000003" / "best")
+    assert run(2, tmp_path / "c", resume=True)[0]["source"].name == "round-00000002"
+
+
+def test_saving_on_demand(tmp_path: Path) -> None:
+    model = make_model()
+    session = Session(model, make_adam(model), CONFIG, transport=LocalTransport())
+    checkpoints = Checkpointer(session, tmp_path, interval=100)
+    assert checkpoints.save() and checkpoints.save()
+    assert [path.name for path in checkpoint.find_checkpoints(tmp_path)] == ["round-00000000"]
+    shutil.rmtree(tmp_path)
+    assert not checkpoints.save() and checkpoints.counts.failed == 1
+    with pytest.raises(ValueError, match="interval must be >= 0"):
+        Checkpointer(session, tmp_path, interval=-1)
+    with pytest.raises(ValueError, match="keep must be >= 1"):
+        Checkpointer(session, tmp_path, keep=0)

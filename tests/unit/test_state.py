@@ -1,0 +1,116 @@
+"""Nested state survives flattening, a file, and unflattening; what cannot be saved is named."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hvd_adaptive.train import checkpoint
+from hvd_adaptive.train.random_state import random_state, seed_random_state, set_random_state
+from hvd_adaptive.train.state import flatten_state, unflatten_state
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+CPU = torch.device("cpu")
+
+
+def make_state(generator: random.Random, depth: int = 0) -> Any:
+    kind = generator.randrange(9 if depth < 4 else 6)
+    if kind == 0:
+        return generator.choice([None, True, False, 0, -3, 1 << 70, "", "a.b", "\ud800 $", "näher"])
+    if kind == 1:
+        return generator.choice([0.1, -0.0, 5e-324, math.inf, -math.inf, math.nan, 1e300])
+    if kind in (2, 3):
+        shape = [generator.randrange(4) for _ in range(generator.randrange(4))]
+        tensor = torch.randint(0, 2, shape).to(generator.choice(DTYPES))
+        return tensor.t() if tensor.dim() == 2 else tensor
+    if kind in (4, 5):
+        dtype = generator.choice(["<f8", ">f4", "u4", "i2", "?", "f2"])
+        return np.arange(12).astype(dtype).reshape(3, 4)[:: generator.choice([1, 2]), 1:]
+    children = [make_state(generator, depth + 1) for _ in range(generator.randrange(4))]
+    if kind == 6:
+        return children
+    if kind == 7:
+        return tuple(children)
+    keys = generator.sample(["a", "b", "a.b", "$", "kind", "__metadata__", 0, 7, (1, 2), None, 0.5], len(children))
+    return dict(zip(keys, children, strict=True))
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype.newbyteorder("=") == b.dtype.newbyteorder("=") and np.array_equal(a, b)
+    if isinstance(a, float):
+        return isinstance(b, float) and (
+            (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+        )
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and a == b
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_state_comes_back_as_it_was(seed: int, tmp_path: Path) -> None:
+    generator = random.Random(seed)
+    for number in range(5):
+        # At the top a dict, as every state is; "__metadata__" there is a name that the file format has taken.
+        state = {"__metadata__": torch.ones(2), "state": make_state(generator)}
+        path = tmp_path / f"{number}.safetensors"
+        skeleton, tensors = flatten_state(state)
+        assert equal(unflatten_state(skeleton, tensors), state)
+        written = checkpoint.write_state(path, skeleton, tensors)
+        assert equal(checkpoint.read_state(path), state)
+        assert written == checkpoint.measure_file(path) and written.num_bytes == path.stat().st_size
+        # Any reader of the format can read it.
+        assert load_file(path).keys() == tensors.keys()
+
+
+def test_flattening_copies() -> None:
+    state = {"tensor": torch.zeros(3), "array": np.zeros(3)}
+    saved = unflatten_state(*flatten_state(state))
+    state["tensor"] += 1
+    state["array"] += 1
+    assert not saved["tensor"].any() and not saved["array"].any()
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (object(), "object"),
+        ({1, 2}, "set"),
+        (torch.eye(2).to_sparse(), "Tensor"),
+        (np.array(["x"]), "ndarray"),
+        (lambda: 0, "function"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(value: Any, kind: str) -> None:
+    with pytest.raises(TypeError, match=rf"state scheduler\.0\.x cannot be saved, got {kind}: use numbers"):
+        flatten_state({"scheduler": [{"x": value}]})
+
+
+def test_random_states_repeat_and_new_ranks_differ(tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(())), random.gauss(0, 1)]
+
+    before = random_state(CPU)
+    draw()
+    checkpoint.write_state(tmp_path / "x", *flatten_state(random_state(CPU)))
+    expected = [draw(), draw()]
+    set_random_state(checkpoint.read_state(tmp_path / "x"), CPU)
+    assert [draw(), draw()] == expected
+    seen = set()
+    for rank in range(3):
+        for round_number in range(3):
+            seed_random_state(seed=0, rank=rank, round_number=round_number)
+            seen |= set(draw())
+    assert len(seen) == 36
+    set_random_state(before, CPU)
