@@ -203,16 +203,16 @@ def test_random_states_are_independent_and_come_back() -> None:
 
     outside = random_state(cpu)
     before = draw()
-    set_random_state(seeded_random_state(0, 1, cpu), cpu)
+    set_random_state(seeded_random_state((0, 1), cpu), cpu)
     ours = draw()
     kept = random_state(cpu)
     later = draw()
     for seed, number in ((0, 2), (1, 1)):
-        set_random_state(seeded_random_state(seed, number, cpu), cpu)
+        set_random_state(seeded_random_state((seed, number), cpu), cpu)
         assert all(a != b for a, b in zip(draw(), ours, strict=True))
     set_random_state(kept, cpu)
     assert draw() == later
-    set_random_state(seeded_random_state(0, 1, cpu), cpu)
+    set_random_state(seeded_random_state((0, 1), cpu), cpu)
     assert draw() == ours
     set_random_state(outside, cpu)
     assert draw() == before
