@@ -48,6 +48,8 @@ from hvd_adaptive.option_sources import build_configs, read_config_file, read_en
         ({"target_p1": 0.5, "eval_rounds": 0}, "target_p1 needs evaluations"),
         ({"lr": float("inf")}, "lr must be finite"),
         ({"seed": -1}, "seed must be >= 0"),
+        ({"merge_share": 1.0}, r"merge_share must be in \(0, 1\), got 1.0"),
+        ({"merge_period": "qsr"}, "merge_period 'qsr' follows the learning rate's schedule: set lr_decay"),
         ({"slowdown": "1,a"}, "slowdown: '1,a' is not a list of numbers"),
         ({"slowdown": "1,0.5"}, "factors must be finite and >= 1"),
         ({"slowdown": "5:1,2"}, "a schedule starts at 0"),
@@ -75,6 +77,7 @@ def test_defaults_are_the_papers() -> None:
         "proportional",
         "fixed",
     ]
+    assert Config(batch_size_rule="proportional").batch_size_bounds == (8, 512)
 
 
 def test_arguments_beat_the_file_and_that_beats_the_environment(tmp_path: Path) -> None:
