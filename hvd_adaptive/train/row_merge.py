@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 
 # Elements that rows are moved by at a time, so that they stay in the cache of a core. A GPU takes all at once.
 _CPU_CHUNK = 1 << 16
-# Share of rows from which on one pass over all rows is cheaper than collecting them.
-_MOST = 0.5
+# Share of rows from which on one pass over all rows is cheaper than collecting them, and than zeroing them one by one.
+_MOST = 0.25
+_MOST_ZEROS = 0.1
 
 
 class RowRange:
@@ -60,7 +61,8 @@ class RowRange:
         self._delta = self._rows_of(flat_delta)
         on_cpu = tensor.device.type == "cpu"
         self._chunk = max(1, _CPU_CHUNK // max(1, self._tensor.shape[1])) if on_cpu else max(1, self.num_rows)
-        self._delta_is_zero = True
+        # Whether the delta is zero everywhere, and outside this rank's touched rows.
+        self._is_zero = self._is_zero_outside = True
         self._velocity: tuple[Tensor, int] | None = None
         self._live = torch.zeros_like(touched.mask)
         self.trusted = True
@@ -82,25 +84,30 @@ class RowRange:
         if not self.trusted:
             mask.fill_(True)
         rows = mask.nonzero().view(-1)
-        if verify or len(rows) > _MOST * self.num_rows:
-            # Half-precision parameters hold the rounded global model: that is what they started from.
-            start = self._weights.to(self._tensor.dtype).to(self._delta.dtype)
-            torch.sub(self._tensor.to(self._delta.dtype), start, out=self._delta)
-            if len(rows) < self.num_rows and ((self._delta != 0).any(1) & ~mask).any():
+        self._is_zero_outside = not verify and len(rows) <= _MOST * self.num_rows
+        if self._is_zero_outside:
+            if not self._is_zero:
+                self._delta.zero_()
+            self._is_zero = False
+            finite = True
+            for some in rows.split(self._chunk):
+                own = self._tensor.index_select(0, some)
+                delta = own.to(self._delta.dtype).sub_(self._start(self._weights.index_select(0, some)))
+                finite = finite and all_finite(delta.view(-1))
+                self._delta[some] = delta
+            return finite
+        self._is_zero = False
+        torch.sub(self._tensor.to(self._delta.dtype), self._start(self._weights), out=self._delta)
+        if verify:
+            changed = torch.cat([(some != 0).any(1) for some in self._delta.split(self._chunk)])
+            if (changed & ~mask).any():
                 self.trusted = False
                 mask.fill_(True)
-            self._delta_is_zero = False
-            return all_finite(self._delta.view(-1))
-        if not self._delta_is_zero:
-            self._delta.zero_()
-        self._delta_is_zero = False
-        finite = True
-        for some in rows.split(self._chunk):
-            own = self._tensor[some]
-            delta = own.to(self._delta.dtype) - self._weights[some].to(own.dtype).to(self._delta.dtype)
-            finite = finite and all_finite(delta.view(-1))
-            self._delta[some] = delta
-        return finite
+        return all_finite(self._delta.view(-1))
+
+    def _start(self, weights: Tensor) -> Tensor:
+        # Half-precision parameters hold the rounded global model: that is what they started from.
+        return weights.to(self._tensor.dtype).to(self._delta.dtype)
 
     def scale_(self, factor: float) -> None:
         """Multiplies this rank's delta by its weight > 0, or by the rows' own weights."""
@@ -121,12 +128,14 @@ class RowRange:
             if not factor:
                 target.zero_()
                 continue
-            some = self._delta[rows]
+            some = self._delta.index_select(0, rows)
             target.copy_(some.mul_(factor if self.factor is None else self.factor[rows].unsqueeze(1)))
         return packed.view(-1)
 
     def unpack_(self) -> None:
-        """Moves the rows at the front of the delta's memory back to their places, with zeros between them."""
+        """Moves the rows at the front of the delta's memory back to their places, with zeros everywhere else."""
+        if not self._is_zero_outside:
+            self._delta[len(self.union) :].zero_()
         targets = self.union.split(self._chunk)
         packed = self._delta[: len(self.union)].split(self._chunk)
         for rows, source in zip(reversed(targets), reversed(packed), strict=True):
@@ -160,16 +169,18 @@ class RowRange:
 
     def _apply_rows_(self, outer: OuterStep, live: Tensor, velocity: Tensor | None) -> None:
         for rows in live.split(self._chunk):
-            weights, delta = self._weights[rows], self._delta[rows]
-            some = None if velocity is None else velocity[rows]
+            weights, delta = self._weights.index_select(0, rows), self._delta.index_select(0, rows)
+            some = None if velocity is None else velocity.index_select(0, rows)
             outer.move_(weights, delta, some)
             self._weights[rows] = weights
             self._tensor[rows] = weights.to(self._tensor.dtype)
             if velocity is not None and some is not None:
                 velocity[rows] = some
-        for rows in self.union.split(self._chunk):
-            self._delta[rows] = 0
-        self._delta_is_zero = True
+        if len(self.union) > _MOST_ZEROS * self.num_rows:
+            self._delta.zero_()
+        else:
+            self._delta.index_fill_(0, self.union, 0)
+        self._is_zero = True
 
 
 class RowMerge:
