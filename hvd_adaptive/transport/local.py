@@ -25,10 +25,11 @@ def joined(parts: Sequence[Tensor], receive_bytes: Sequence[int], name: str) -> 
 
 
 class LocalWorld:
-    """The state that the ranks of one process share."""
+    """The state that the ranks of one process share; ranks follow each other on pretended hosts."""
 
-    def __init__(self, world_size: int = 1) -> None:
+    def __init__(self, world_size: int = 1, *, num_hosts: int = 1) -> None:
         self.world_size = world_size
+        self.num_hosts = num_hosts
         self.barrier = threading.Barrier(world_size)
         self.lock = threading.Lock()
         self.counters: dict[str, int] = {}
@@ -82,9 +83,13 @@ class LocalTransport:
 
     def __init__(self, world: LocalWorld | None = None, rank: int = 0) -> None:
         self._world = world or LocalWorld()
-        self.rank = self.local_rank = rank
-        self.world_size = self.local_size = self._world.world_size
-        self.host = socket.gethostname()
+        self.rank = rank
+        self.world_size = self._world.world_size
+        num_hosts = self._world.num_hosts
+        hosts = [other * num_hosts // self.world_size for other in range(self.world_size)]
+        self.local_rank = hosts[:rank].count(hosts[rank])
+        self.local_size = hosts.count(hosts[rank])
+        self.host = socket.gethostname() if num_hosts == 1 else f"host{hosts[rank]}"
 
     def allgather_object(self, value: Any) -> list[Any]:
         self._world.slots[self.rank] = value

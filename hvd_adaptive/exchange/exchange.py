@@ -1,0 +1,226 @@
+"""The exchange's front: one call that sums a flat tensor of many layers, each by the codec that the policy gives it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from hvd_adaptive.compress.codec import Codec
+from hvd_adaptive.compress.feedback import ErrorFeedback
+from hvd_adaptive.compress.parse import parse_codec
+from hvd_adaptive.compress.policy import Policy, TensorInfo
+from hvd_adaptive.exchange.plan import Span
+from hvd_adaptive.exchange.reducers import Job, allreduce, hierarchical, scatter_reduce_allgather
+from hvd_adaptive.kernels.reference import mix_key
+from hvd_adaptive.transport.base import Collectives, Transport, agree, agree_equal
+
+log = logging.getLogger(__name__)
+
+REDUCERS = ("allreduce", "sra", "hierarchical")
+CHUNK_ELEMENTS = 1 << 21
+# Uncompressed tensors smaller than this travel together: a collective each would cost more than copying them.
+_PACKED_ELEMENTS = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Neighbouring tensors of one codec."""
+
+    codec: Codec
+    span: Span
+
+
+class Exchange:
+    """Sums weighted values over ranks, in place of `Transport.allreduce_sum_`.
+
+    Construction is COLLECTIVE, and so is each method that says so. Every rank ends with the same bits.
+
+    Args:
+        transport: the world; for ``hierarchical`` connected with ``groups=True``.
+        policy: the codec of each tensor.
+        reducer: for tensors whose codec loses something: "allreduce" (linear codes), "sra", or "hierarchical".
+            Uncompressed tensors always take allreduce.
+        error_feedback: whether what a code loses is sent in the next step.
+        seed: of stochastic rounding.
+        chunk_elements: the most elements of a chunk, about; the next chunk is encoded while one is on the wire.
+
+    Raises:
+        AgreedError: on every rank, if the ranks' arguments differ, or hierarchical finds hosts of different sizes.
+        ValueError: for an unknown reducer.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        policy: Policy,
+        *,
+        reducer: str = "sra",
+        error_feedback: bool = False,
+        seed: int = 0,
+        chunk_elements: int = CHUNK_ELEMENTS,
+    ) -> None:
+        if reducer not in REDUCERS:
+            raise ValueError(f"reducer must be one of {', '.join(REDUCERS)}, got {reducer!r}")
+        self._transport = transport
+        self._reducer = reducer
+        self._seed = seed
+        self._chunk_elements = chunk_elements
+        self._one_host = False
+        self._feedback = ErrorFeedback() if error_feedback else None
+        self._layouts: dict[str, list[_Run]] = {}
+        agree_equal(
+            transport,
+            {"reducer": reducer, "seed": seed, "error_feedback": error_feedback, "chunk_elements": chunk_elements},
+            "Start all ranks with the same configuration.",
+        )
+        self._groups = self._make_groups() if reducer == "hierarchical" else None
+        self.set_policy(policy)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force."""
+        return self._policy
+
+    def set_policy(self, policy: Policy) -> None:
+        """Changes the codecs from the next `sum_` on, and forgets residuals. COLLECTIVE.
+
+        Raises:
+            AgreedError: on every rank, if the policies differ.
+        """
+        agree_equal(self._transport, {"policy": policy.spec}, "Give all ranks the same policy.")
+        self._policy = policy
+        self._layouts.clear()
+        if self._feedback is not None:
+            self._feedback.reset()
+
+    @torch.no_grad()
+    def sum_(self, flat: Tensor, name: str, *, step: int, tensors: Sequence[TensorInfo]) -> None:
+        """Replaces weighted values by their sum over ranks, with the same bits on every rank. COLLECTIVE.
+
+        Values that are not finite on any rank make sums that are not finite on all; give zeros in their place.
+
+        Args:
+            flat: contiguous, one dimension; changed in place.
+            name: of this group of tensors, equal on all ranks.
+            step: the round, for the random numbers; equal on all ranks.
+            tensors: name and shape of each tensor in ``flat``, in order.
+
+        Raises:
+            AgreedError: on every rank, at the first call with this name, if the layouts differ, a codec cannot go with the
+                reducer, or the shapes do not fill ``flat``.
+        """
+        if name not in self._layouts:
+            self._layouts[name] = self._lay_out(name, flat, tensors)
+        if self._transport.world_size == 1:
+            return
+        exact = [run for run in self._layouts[name] if run.codec.exact]
+        self._sum_exact(flat, name, [run.span for run in exact])
+        for run in self._layouts[name]:
+            if not run.codec.exact:
+                job = Job(
+                    flat=flat[run.span.start : run.span.stop],
+                    name=f"{name}.{run.span.start}",
+                    codec=run.codec,
+                    key=mix_key(self._seed, step, crc32(name.encode()), run.span.start),
+                    chunk_elements=self._chunk_elements,
+                    feedback=self._feedback,
+                )
+                self._reduce(job)
+
+    def payload_bytes(self, name: str) -> int:
+        """Returns the size of one encoded copy of that group of tensors, after its first `sum_`."""
+        return sum(run.codec.payload_bytes(run.span.size) for run in self._layouts[name])
+
+    def reset(self) -> None:
+        """Forgets residuals: when the number of ranks or the model changes."""
+        if self._feedback is not None:
+            self._feedback.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns this rank's residuals and the policy; residuals differ from rank to rank."""
+        residuals = self._feedback.state_dict() if self._feedback is not None else {}
+        return {"policy": self._policy.spec, "world_size": self._transport.world_size, "residuals": residuals}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes residuals over if policy and number of ranks are those that they were made with; else forgets them."""
+        self.reset()
+        fits = (state["policy"], state["world_size"]) == (self._policy.spec, self._transport.world_size)
+        if self._feedback is not None and fits:
+            self._feedback.load_state_dict(state["residuals"])
+        elif state["residuals"]:
+            log.warning("error feedback starts anew: codecs or the number of ranks have changed since the checkpoint")
+
+    def _reduce(self, job: Job) -> None:
+        if self._reducer == "allreduce":
+            allreduce(self._transport, job)
+        elif self._groups is not None:
+            hierarchical(*self._groups, job)
+        elif self._one_host:
+            # All is full precision inside a host.
+            self._sum_whole(job.flat, job.name)
+        else:
+            scatter_reduce_allgather(self._transport, job)
+
+    def _sum_exact(self, flat: Tensor, name: str, spans: list[Span]) -> None:
+        for span in spans:
+            if span.size >= _PACKED_ELEMENTS or len(spans) == 1:
+                self._sum_whole(flat[span.start : span.stop], f"{name}.{span.start}")
+        small = [span for span in spans if span.size < _PACKED_ELEMENTS]
+        if small and len(spans) > 1:
+            packed = torch.cat([flat[span.start : span.stop] for span in small])
+            self._sum_whole(packed, f"{name}.packed")
+            for span, part in zip(small, packed.split([span.size for span in small]), strict=True):
+                flat[span.start : span.stop].copy_(part)
+
+    def _sum_whole(self, values: Tensor, name: str) -> None:
+        codec = parse_codec("none")
+        allreduce(
+            self._transport,
+            Job(flat=values, name=name, codec=codec, key=0, chunk_elements=self._chunk_elements),
+        )
+
+    def _lay_out(self, name: str, flat: Tensor, tensors: Sequence[TensorInfo]) -> list[_Run]:
+        runs: list[_Run] = []
+        start, error = 0, None
+        for tensor in tensors:
+            codec, span = self._policy.codec(tensor), Span(start, start + tensor.size)
+            start = span.stop
+            if self._reducer == "allreduce" and codec.wire_dtype is None:
+                error = (
+                    f"{tensor.name}: codec {codec.spec} is not linear and cannot go with reducer 'allreduce'; use 'sra' or "
+                    "'hierarchical', or a linear codec (none, fp16)"
+                )
+            if runs and runs[-1].codec == codec:
+                runs[-1] = _Run(codec, Span(runs[-1].span.start, span.stop))
+            elif span.size:
+                runs.append(_Run(codec, span))
+        if start != flat.numel():
+            error = f"{name}: the tensors' shapes have {start} elements, but the flat tensor has {flat.numel()}"
+        agree(self._transport, error)
+        layout = [(run.codec.spec, *run.span) for run in runs]
+        agree_equal(self._transport, {"layout": layout}, "All ranks must hold the same model.")
+        return runs
+
+    def _make_groups(self) -> tuple[Collectives, Collectives] | None:
+        transport = self._transport
+        hosts = transport.allgather_object((transport.host, transport.local_size))
+        sizes = {size for _, size in hosts}
+        names = sorted({host for host, _ in hosts})
+        agree(
+            transport,
+            None
+            if len(sizes) == 1
+            else f"reducer 'hierarchical' needs the same number of ranks on every host, got {sorted(sizes)}; use 'sra'",
+        )
+        self._one_host = len(names) == 1
+        if self._one_host or sizes == {1}:
+            return None
+        host = transport.split(names.index(transport.host))
+        cross = transport.split(len(names) + transport.local_rank)
+        return host, cross

@@ -1,0 +1,144 @@
+"""The exchange's front over simulated ranks: layers by policy, agreement, residuals over a restart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hvd_adaptive.compress.policy import TensorInfo, parse_policy
+from hvd_adaptive.exchange.exchange import Exchange
+from hvd_adaptive.transport.base import AgreedError
+from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+
+MODEL = [
+    TensorInfo("a.weight", (100, 64)),
+    TensorInfo("a.bias", (100,)),
+    TensorInfo("b.weight", (50, 100)),
+    TensorInfo("b.bias", (50,)),
+    TensorInfo("c.weight", (70, 50)),
+    TensorInfo("empty", (0, 5)),
+]
+NUM = sum(tensor.size for tensor in MODEL)
+
+
+def values(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(NUM, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def parts(flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    return dict(zip([t.name for t in MODEL], flat.split([t.size for t in MODEL]), strict=True))
+
+
+def summed(transport: LocalTransport, text: str, flat: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+    exchange = Exchange(transport, parse_policy(text), chunk_elements=2048, **options)
+    flat = values(transport.rank) if flat is None else flat
+    exchange.sum_(flat, "parameters", step=3, tensors=MODEL)
+    return flat
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("text", "reducer"), [
+    ("none", "sra"), ("fp16", "allreduce"), ("maxmin:4; b.weight=none", "sra"), ("maxmin:4; c*=sign", "hierarchical"),
+])  # fmt: skip
+def test_each_layer_is_summed_by_its_codec(text: str, reducer: str, world_size: int) -> None:
+    world = LocalWorld(world_size, num_hosts=2 if world_size == 4 else 1)
+    results = world.run(lambda t: summed(t, text, reducer=reducer))
+    exact = parts(sum(values(rank) for rank in range(world_size)))
+    for result in results:
+        assert torch.equal(result, results[0])
+        for name, value in parts(result).items():
+            lossless = parse_policy(text).codec(next(t for t in MODEL if t.name == name)).exact
+            if lossless or world_size == 1:
+                assert torch.allclose(value, exact[name], atol=1e-6)
+            else:
+                assert float((value - exact[name]).norm() / exact[name].norm()) < 1.5
+    if world_size == 4 and text != "none":
+        assert not torch.allclose(results[0], torch.cat(list(exact.values())), atol=1e-6)
+
+
+def test_one_host_needs_no_codes_inside() -> None:
+    results = LocalWorld(3).run(lambda t: summed(t, "maxmin:2", reducer="hierarchical"))
+    assert torch.allclose(results[0], sum(values(rank) for rank in range(3)), atol=1e-6)
+
+
+def test_hosts_of_different_sizes_are_refused_on_all_ranks() -> None:
+    with pytest.raises(AgreedError, match=r"same number of ranks on every host, got \[1, 2\]; use 'sra'"):
+        LocalWorld(3, num_hosts=2).run(lambda t: summed(t, "maxmin:2", reducer="hierarchical"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda rank: ("maxmin:4" if rank else "maxmin:5", {}), "policy is 'maxmin:5.* on rank 0 and 'maxmin:4.* on rank 1"),
+        (lambda rank: ("maxmin:4", {"seed": rank}), "seed is 0 on rank 0 and 1 on rank 1"),
+        (lambda rank: ("maxmin:4", {"reducer": "sra" if rank else "hierarchical"}), "reducer is 'hierarchical' on rank 0"),
+        (lambda rank: ("maxmin:4", {"reducer": "allreduce"}), r"a\.weight|c\.weight: codec maxmin:4.* is not linear"),
+    ],
+)
+def test_ranks_that_do_not_fit_together_all_fail(arguments: Any, message: str) -> None:
+    def body(transport: LocalTransport) -> str:
+        text, options = arguments(transport.rank)
+        with pytest.raises(AgreedError) as caught:
+            summed(transport, text, **options)
+        return str(caught.value)
+
+    errors = LocalWorld(2).run(body)
+    assert errors[0] == errors[1]
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(errors[0])
+
+
+def test_shapes_that_do_not_fill_the_tensor_are_refused() -> None:
+    with pytest.raises(AgreedError, match=rf"have {NUM} elements, but the flat tensor has 7"):
+        LocalWorld(2).run(lambda t: summed(t, "maxmin:4", flat=torch.zeros(7)))
+    with pytest.raises(ValueError, match="reducer must be one of allreduce, sra, hierarchical, got 'ring'"):
+        Exchange(LocalTransport(), parse_policy("none"), reducer="ring")
+
+
+def train(transport: LocalTransport, *, restart: bool, steps: int = 6) -> torch.Tensor:
+    make = lambda: Exchange(transport, parse_policy("maxmin:2; c*=sign"), error_feedback=True)  # noqa: E731
+    exchange, received = make(), torch.zeros(NUM)
+    for step in range(steps):
+        if restart and step == 3:
+            state = exchange.state_dict()
+            exchange = make()
+            exchange.load_state_dict(state)
+        flat = values(transport.rank, step)
+        exchange.sum_(flat, "parameters", step=step, tensors=MODEL)
+        received += flat
+    return received
+
+
+def test_a_restart_changes_nothing_and_residuals_help() -> None:
+    through = LocalWorld(2).run(lambda t: train(t, restart=False))
+    assert torch.equal(LocalWorld(2).run(lambda t: train(t, restart=True))[0], through[0])
+    inputs = sum(values(rank, step) for rank in range(2) for step in range(6))
+    without = torch.zeros(NUM)
+    for step in range(6):
+        without += LocalWorld(2).run(lambda t: summed(t, "maxmin:2; c*=sign", values(t.rank, step)))[0]  # noqa: B023
+    assert float((through[0] - inputs).norm()) < 0.7 * float((without - inputs).norm())
+
+
+def test_a_new_policy_takes_effect_and_forgets_residuals() -> None:
+    def body(transport: LocalTransport) -> list[Any]:
+        exchange = Exchange(transport, parse_policy("maxmin:2"), error_feedback=True)
+        sizes = []
+        for text in ("maxmin:2", "maxmin:8"):
+            exchange.set_policy(parse_policy(text))
+            assert exchange.state_dict()["residuals"] == {}
+            exchange.sum_(values(transport.rank), "x", step=0, tensors=MODEL)
+            assert exchange.state_dict()["residuals"]
+            sizes.append(exchange.payload_bytes("x"))
+        return sizes
+
+    small, large = LocalWorld(2).run(body)[0]
+    assert small < 0.35 * large < 0.35 * 4 * NUM
+
+
+def test_residuals_of_another_world_are_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    exchange = Exchange(LocalTransport(), parse_policy("maxmin:2"), error_feedback=True)
+    state = {"policy": exchange.policy.spec, "world_size": 2, "residuals": {"x.0.worker": torch.ones(3)}}
+    exchange.load_state_dict(state)
+    assert exchange.state_dict()["residuals"] == {} and "starts anew" in caplog.text
