@@ -38,18 +38,29 @@ def run(options: argparse.Namespace, config: RunConfig) -> int:
     Raises:
         RuntimeError: if the world cannot be joined.
     """
+    return _script_module().run_script(options.script, options.arguments, lambda: make_engine(config))
+
+
+def make_engine(config: RunConfig) -> Any:
+    """Intercepts as the options say; returns the engine."""
     import time
 
     import torch
 
     from hvd_adaptive.train.emulation import Slowdown, compute_seconds
-    from hvd_adaptive.wrap.script import run_script
+    from hvd_adaptive.train.exactness import what_breaks_equality
 
     slowdown = config.slowdown
-    return run_script(
-        options.script,
-        options.arguments,
+    return _script_module().intercept(
         config,
         make_emulation=None if slowdown is None else lambda size: Slowdown(slowdown, world_size=size),
         clock=time.perf_counter if slowdown is None else lambda: compute_seconds(torch.device("cpu")),
+        describe=lambda module: what_breaks_equality(module, loss_reduction="mean"),
     )
+
+
+def _script_module() -> Any:
+    # Only now: a bad option must not wait for torch to load.
+    from hvd_adaptive.wrap import script
+
+    return script

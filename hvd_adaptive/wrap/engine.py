@@ -14,11 +14,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_adaptive.wrap.control import Controller, Window, judge, pack, unpack
+from hvd_adaptive.wrap.forwards import Tracer, set_guard
 from hvd_adaptive.wrap.loaders import Handed, IndexStream, Loader
 from hvd_adaptive.wrap.options import RunConfig, parse_shares
 from hvd_adaptive.wrap.reasons import Reason, mask
@@ -26,6 +27,8 @@ from hvd_adaptive.wrap.report import Report
 
 # Looks at the speeds come early at first, as every equal step before them is slow.
 _FIRST_EXCHANGES = (3, 6, 9, 12)
+# Batches of a loader that are followed until one shows all of its way from loader to backward.
+_MOST_TRACES = 10
 
 
 class Emulation(Protocol):
@@ -46,6 +49,7 @@ class Engine:
         config: the options.
         make_emulation: makes the emulation for a number of ranks; None: ranks are as fast as they are.
         clock: seconds of this process, wall clock or, where ranks share cores and slowness is emulated, computing time.
+        describe: says what in a model makes unequal shares differ from equal ones.
     """
 
     def __init__(
@@ -54,11 +58,13 @@ class Engine:
         *,
         make_emulation: Callable[[int], Emulation] | None,
         clock: Callable[[], float] = time.perf_counter,
+        describe: Callable[[nn.Module], list[str]] = lambda module: [],
     ) -> None:
         self.config = config
         self.report = Report()
         self._make_emulation = make_emulation
         self._clock = clock
+        self._describe = describe
         self._pinned = None if config.shares is None else parse_shares(config.shares)
         self._loaders: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
         self._reasons: set[Reason] = set()
@@ -78,6 +84,10 @@ class Engine:
         self._tail_s = 0.0
         self._untimed = True
         self._since_step: list[Handed] = []
+        self._tracer = Tracer()
+        self._traced: IndexStream | None = None
+        self._mismatch: str | None = None
+        set_guard(self._check_forward)
         self._emulation: Emulation | None = None
         self._began_s: float | None = None
 
@@ -105,6 +115,7 @@ class Engine:
     def registered(self, optimizer: Any, parameters: list[Tensor]) -> None:
         """Hooks the parameters of a wrapped optimizer, each once."""
         self.report.optimizer(optimizer)
+        self._tracer.train(parameters)
         for parameter in parameters:
             if parameter not in self._weighted:
                 self._weighted[parameter] = True
@@ -174,6 +185,7 @@ class Engine:
 
     def fetching(self, stream: IndexStream) -> None:
         """Begins what counts as computing for a step."""
+        self._finish_trace()
         if stream.loader.num_steps and not self._since_step:
             self._begin_segment()
             self._untimed = stream.num_delivered == 0
@@ -184,10 +196,16 @@ class Engine:
         stream.delivered_at = self._num_steps
         self._since_step.append(handed)
         self._feeding, self._handed, self._weight = stream, handed, handed.weight
-        self._backward_seen = False
+        self._backward_seen, self._mismatch = False, None
+        loader = stream.loader
+        if not loader.is_traced and loader.num_traces < _MOST_TRACES and handed.num_samples:
+            loader.num_traces += 1
+            self._traced = stream
+            self._tracer.begin(batch, handed.num_samples)
 
     def exhausted(self, stream: IndexStream) -> None:
         """Forgets a pass that is over."""
+        self._finish_trace()
         stream.pending = 0
         self._segment = None
 
@@ -198,6 +216,8 @@ class Engine:
         stream = self._feeding
         if stream is None:
             return
+        if self._mismatch is not None and self._weight != 1.0 and stream.loader.num_steps:
+            raise RuntimeError(f"{stream.loader.label}: {self._mismatch}")
         if stream.pending != 1:
             stream.loader.reasons.add(Reason.FETCHED_AHEAD)
         for other in list(self._streams):
@@ -207,6 +227,49 @@ class Engine:
                 other.loader.reasons.add(Reason.INTERLEAVED)
                 stream.loader.reasons.add(Reason.INTERLEAVED)
         stream.pending = 0
+
+    def _finish_trace(self) -> None:
+        """Ends the tracing of a batch; what it showed counts if the batch was trained on."""
+        stream, self._traced = self._traced, None
+        if stream is None:
+            return
+        self._tracer.end()
+        if self._feeding is not stream or not self._backward_seen:
+            return
+        loader = stream.loader
+        if self._tracer.num_forwards and self._tracer.is_complete:
+            loader.is_traced = True
+            loader.reasons |= self._tracer.findings
+            for module in self._tracer.places:
+                self._look_at_layers(module, loader)
+        elif loader.num_traces == _MOST_TRACES:
+            loader.reasons.add(Reason.NO_FORWARD)
+
+    def _look_at_layers(self, module: nn.Module, loader: Loader) -> None:
+        for layer in module.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                # Normalizing one sample of a training batch is an error in torch.
+                loader.smallest = 2
+                if type(layer).__name__ == "SyncBatchNorm":
+                    loader.reasons.add(Reason.SYNC_BATCH_NORM)
+        for sentence in self._describe(module):
+            self.report.condition(sentence)
+
+    def _check_forward(self, module: nn.Module, tensors: list[Tensor]) -> None:
+        """Compares a forward's batch size with the loader's; a difference counts once backward follows."""
+        places, handed = self._tracer.places.get(module), self._handed
+        if not places or handed is None or self._feeding is None:
+            return
+        for number, dim, rows in places:
+            shape = tensors[number].shape if number < len(tensors) else ()
+            if dim < len(shape) and shape[dim] == rows * handed.num_samples:
+                return
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        self._mismatch = (
+            f"the loader gave {handed.num_samples} samples, but a forward of {type(module).__name__} got tensors of shape "
+            f"{shapes}: its weight would be wrong. The script cuts or repeats batches in a way that its first batches did "
+            "not show; run it with --shares 1,1,... (one number a rank)"
+        )
 
     def _end_segment(self) -> float:
         """Returns the seconds computed since the segment began, after stretching them by the emulated factor."""
@@ -249,7 +312,7 @@ class Engine:
             reasons.add(Reason.NO_LOADER)
         else:
             loader = stream.loader
-            reasons |= loader.reasons
+            reasons |= loader.reasons | (set() if loader.is_traced else {Reason.NO_FORWARD})
             window.num_delivered, window.num_handed = stream.num_delivered, stream.num_handed
             window.smallest = loader.smallest
             window.checksum = stream.last_checksum() or 0
@@ -278,12 +341,14 @@ class Engine:
             self.report.note(Reason.NO_LOADER.value)
             return
         loader = stream.loader
-        loader.reasons |= reasons
-        usable = not loader.reasons and not self._reasons and not self.config.dry_run and agreed.any()
+        loader.smallest = int(gathered["smallest"].max())
+        # A forward that was not seen yet may still be.
+        loader.reasons |= reasons - {Reason.NO_FORWARD}
+        usable = not reasons and not loader.reasons and not self._reasons and not self.config.dry_run and agreed.any()
         loader.fractions = tuple(float(part) for part in agreed) if usable else None
         stream.change_fractions(loader.fractions, first=int(gathered["num_handed"].max()))
         self.report.window(loader, gathered)
-        if not loader.reasons:
+        if not reasons:
             self._controller(loader).propose(gathered, self.config.max_batch_size)
         if self.config.dry_run and self._num_steps >= _FIRST_EXCHANGES[-1]:
             raise DryRunOver(0)

@@ -6,9 +6,12 @@ import atexit
 import os
 import runpy
 import sys
-import traceback
+import time
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from torch import nn
 
 from hvd_adaptive.launch.binding import read_launcher
 from hvd_adaptive.wrap.engine import DryRunOver, Emulation, Engine
@@ -38,7 +41,11 @@ def start_world() -> None:
 
 
 def intercept(
-    config: RunConfig, *, make_emulation: EmulationMaker | None, clock: Callable[[], float]
+    config: RunConfig,
+    *,
+    make_emulation: EmulationMaker | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    describe: Callable[[nn.Module], list[str]] = lambda module: [],
 ) -> Engine:
     """Intercepts torch's loaders and Horovod's optimizers in this process, for good.
 
@@ -46,29 +53,21 @@ def intercept(
         config: the options.
         make_emulation: makes the emulated slowness for a number of ranks; None: ranks are as fast as they are.
         clock: seconds of this process, see :class:`Engine`.
+        describe: see :class:`Engine`.
     """
-    engine = Engine(config, make_emulation=make_emulation, clock=clock)
+    engine = Engine(config, make_emulation=make_emulation, clock=clock, describe=describe)
     intercept_loaders(engine)
     intercept_horovod(engine)
     return engine
 
 
-def run_script(
-    path: str,
-    arguments: Sequence[str],
-    config: RunConfig,
-    *,
-    make_emulation: EmulationMaker | None,
-    clock: Callable[[], float],
-) -> int:
+def run_script(path: str, arguments: Sequence[str], make_engine: Callable[[], Engine]) -> int:
     """Runs a script as ``python path arguments`` would, as this rank. COLLECTIVE as far as the script is.
 
     Args:
         path: the script.
         arguments: its arguments.
-        config: the options.
-        make_emulation: see :func:`intercept`.
-        clock: see :func:`intercept`.
+        make_engine: intercepts, see :func:`intercept`; called when MPI has started.
 
     Returns:
         The exit code.
@@ -77,7 +76,7 @@ def run_script(
         RuntimeError: if the world cannot be joined.
     """
     start_world()
-    engine = intercept(config, make_emulation=make_emulation, clock=clock)
+    engine = make_engine()
     sys.argv = [path, *arguments]
     # As python does; workers that are spawned or served by a fork server find the script's classes through it.
     sys.path[0] = str(Path(path).resolve().parent)
@@ -118,7 +117,7 @@ def print_report_at_exit(engine: Engine) -> None:
     atexit.register(print_report, engine)
 
 
-def _from_script(error: BaseException, path: str) -> traceback.types.TracebackType | None:  # type: ignore[name-defined]
+def _from_script(error: BaseException, path: str) -> types.TracebackType | None:
     """The traceback from the script's own first frame on."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != path:
