@@ -7,17 +7,25 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hvd_adaptive.config import ENVIRONMENT_PREFIX, parse_slowdown, parse_value
+from hvd_adaptive.config import ENVIRONMENT_PREFIX, Config, TrainConfig, parse_slowdown, parse_value
 from hvd_adaptive.wrap.options import RunConfig
 
 
-def run_config(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> RunConfig:
-    """Returns the options, those of the command line before HVD_ADAPTIVE_* variables.
+def run_config(
+    options: argparse.Namespace | None = None, environment: Mapping[str, str] = os.environ
+) -> RunConfig:
+    """Returns the options, those of the command line (None: there is none) before HVD_ADAPTIVE_* variables.
 
     Raises:
         ValueError: for a bad value, or a script that is not there.
     """
     values: dict[str, Any] = {}
+    known = {name for cls in (RunConfig, Config, TrainConfig) for name in cls.__dataclass_fields__}
+    for variable in environment:
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable[len(ENVIRONMENT_PREFIX) :].lower() not in known:
+            raise ValueError(
+                f"environment variable {variable} names no option; those of run are {', '.join(RunConfig.__dataclass_fields__)}"
+            )
     for name in RunConfig.__dataclass_fields__:
         text = environment.get(ENVIRONMENT_PREFIX + name.upper())
         value = getattr(options, name, text)
@@ -38,10 +46,10 @@ def run(options: argparse.Namespace, config: RunConfig) -> int:
     Raises:
         RuntimeError: if the world cannot be joined.
     """
-    return _script_module().run_script(options.script, options.arguments, lambda: make_engine(config))
+    return _script_module().run_script(options.script, options.arguments, lambda comm: make_engine(config, comm))
 
 
-def make_engine(config: RunConfig) -> Any:
+def make_engine(config: RunConfig, comm: Any) -> Any:
     """Intercepts as the options say; returns the engine."""
     import time
 
@@ -53,6 +61,7 @@ def make_engine(config: RunConfig) -> Any:
     slowdown = config.slowdown
     return _script_module().intercept(
         config,
+        comm=comm,
         make_emulation=None if slowdown is None else lambda size: Slowdown(slowdown, world_size=size),
         clock=time.perf_counter if slowdown is None else lambda: compute_seconds(torch.device("cpu")),
         describe=lambda module: what_breaks_equality(module, loss_reduction="mean"),

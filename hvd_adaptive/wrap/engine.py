@@ -6,10 +6,9 @@ synchronizes. All that ranks tell each other goes within synchronize, where Horo
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,18 +23,12 @@ from hvd_adaptive.wrap.loaders import Handed, IndexStream, Loader
 from hvd_adaptive.wrap.options import RunConfig, parse_shares
 from hvd_adaptive.wrap.reasons import Reason, mask
 from hvd_adaptive.wrap.report import Report
+from hvd_adaptive.wrap.stopwatch import Emulation, Stopwatch
 
 # Looks at the speeds come early at first, as every equal step before them is slow.
 _FIRST_EXCHANGES = (3, 6, 9, 12)
 # Batches of a loader that are followed until one shows all of its way from loader to backward.
 _MOST_TRACES = 10
-
-
-class Emulation(Protocol):
-    """Emulated slowness: each rank's factor >= 1 on its compute, by seconds since the first step."""
-
-    def factors(self, train_s: float) -> NDArray[np.float64]:
-        """Returns the factors, shape (world_size,)."""
 
 
 class DryRunOver(SystemExit):
@@ -50,6 +43,11 @@ class Engine:
         make_emulation: makes the emulation for a number of ranks; None: ranks are as fast as they are.
         clock: seconds of this process, wall clock or, where ranks share cores and slowness is emulated, computing time.
         describe: says what in a model makes unequal shares differ from equal ones.
+
+    Attributes:
+        report: what is told at the end.
+        on_start: called when Horovod has been initialized, on every rank.
+        on_failure: called on a rank whose script ends with an exit code other than 0.
     """
 
     def __init__(
@@ -57,13 +55,14 @@ class Engine:
         config: RunConfig,
         *,
         make_emulation: Callable[[int], Emulation] | None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float],
         describe: Callable[[nn.Module], list[str]] = lambda module: [],
     ) -> None:
         self.config = config
         self.report = Report()
+        self.on_start: list[Callable[[], None]] = []
+        self.on_failure: list[Callable[[], None]] = []
         self._make_emulation = make_emulation
-        self._clock = clock
         self._describe = describe
         self._pinned = None if config.shares is None else parse_shares(config.shares)
         self._loaders: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
@@ -77,10 +76,7 @@ class Engine:
         self._num_steps = 0
         self._weight = 1.0
         self._window = Window()
-        self._waiting_s = 0.0
-        self._waiting_clock_s = 0.0
-        # Where the present stretch of computing began, by the clock, and what had been waited until then.
-        self._segment: tuple[float, float] | None = None
+        self._watch = Stopwatch(clock)
         self._tail_s = 0.0
         self._untimed = True
         self._since_step: list[Handed] = []
@@ -88,8 +84,6 @@ class Engine:
         self._traced: IndexStream | None = None
         self._mismatch: str | None = None
         set_guard(self._check_forward)
-        self._emulation: Emulation | None = None
-        self._began_s: float | None = None
 
     # -- of Horovod
 
@@ -104,8 +98,11 @@ class Engine:
             raise ValueError(
                 f"shares must have one number a rank: {world_size} ranks, got {len(self._pinned)} in {self.config.shares!r}"
             )
-        self._emulation = None if self._make_emulation is None else self._make_emulation(world_size)
+        if self._make_emulation is not None:
+            self._watch.emulate(self._make_emulation(world_size), rank)
         self.report.started(world_size)
+        for action in self.on_start:
+            action()
 
     def refuse(self, reason: Reason) -> None:
         """Takes note of something for which all shares must be equal."""
@@ -133,35 +130,30 @@ class Engine:
         if self.world_size == 1:
             action()
             return
-        seconds = self._end_segment()
+        seconds = self._watch.stop()
         stream = self._feeding if self._since_step else None
         if stream is not None and self._num_backwards:
             self._count_step(stream, seconds)
         self._num_steps += 1
         exchange = self._num_steps in _FIRST_EXCHANGES or self._num_steps % self.config.interval == 0
         finish = self._begin_exchange(stream) if exchange else None
-        before_s = self._waiting_s
+        before_s = self._watch.waiting_s
         action()
-        self._window.wait_s += self._waiting_s - before_s
+        self._window.wait_s += self._watch.waiting_s - before_s
         self._window.num_steps += 1
         self._since_step.clear()
         self._num_backwards, self._tail_s = 0, 0.0
         if finish is not None:
             finish()
-        self._begin_segment()
+        self._watch.start()
 
     def stepped(self) -> None:
         """Ends what counts as computing after the wait for the gradients."""
-        self._tail_s = self._end_segment()
+        self._tail_s = self._watch.stop()
 
     def waited(self, action: Callable[[], Any]) -> Any:
         """Runs an action that waits for other ranks; its seconds do not count as computing."""
-        begin_s, begin = time.perf_counter(), self._clock()
-        try:
-            return action()
-        finally:
-            self._waiting_s += time.perf_counter() - begin_s
-            self._waiting_clock_s += self._clock() - begin
+        return self._watch.waited(action)
 
     # -- of loaders
 
@@ -187,7 +179,7 @@ class Engine:
         """Begins what counts as computing for a step."""
         self._finish_trace()
         if stream.loader.num_steps and not self._since_step:
-            self._begin_segment()
+            self._watch.start()
             self._untimed = stream.num_delivered == 0
 
     def delivered(self, stream: IndexStream, batch: Any) -> None:
@@ -207,7 +199,7 @@ class Engine:
         """Forgets a pass that is over."""
         self._finish_trace()
         stream.pending = 0
-        self._segment = None
+        self._watch.drop()
 
     # -- inside
 
@@ -270,24 +262,6 @@ class Engine:
             f"{shapes}: its weight would be wrong. The script cuts or repeats batches in a way that its first batches did "
             "not show; run it with --shares 1,1,... (one number a rank)"
         )
-
-    def _end_segment(self) -> float:
-        """Returns the seconds computed since the segment began, after stretching them by the emulated factor."""
-        if self._segment is None:
-            return 0.0
-        began, waited_before = self._segment
-        self._segment = None
-        seconds = max(self._clock() - began - (self._waiting_clock_s - waited_before), 0.0)
-        if self._began_s is None:
-            self._began_s = time.monotonic()
-        if self._emulation is not None:
-            factor = float(self._emulation.factors(time.monotonic() - self._began_s)[self.rank])
-            time.sleep((factor - 1.0) * seconds)
-            seconds *= factor
-        return seconds
-
-    def _begin_segment(self) -> None:
-        self._segment = self._clock(), self._waiting_clock_s
 
     def _count_step(self, stream: IndexStream, seconds: float) -> None:
         window, loader = self._window, stream.loader
