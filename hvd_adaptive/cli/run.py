@@ -7,18 +7,26 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hvd_adaptive.config import parse_slowdown
+from hvd_adaptive.config import Config, TrainConfig, parse_slowdown
 from hvd_adaptive.option_sources import ENVIRONMENT_PREFIX, parse_value
 from hvd_adaptive.wrap.options import RunConfig
 
 
-def run_config(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> RunConfig:
-    """Returns the options, those of the command line before HVD_ADAPTIVE_* variables.
+def run_config(
+    options: argparse.Namespace | None = None, environment: Mapping[str, str] = os.environ
+) -> RunConfig:
+    """Returns the options, those of the command line (None: there is none) before HVD_ADAPTIVE_* variables.
 
     Raises:
         ValueError: for a bad value, or a script that is not there.
     """
     values: dict[str, Any] = {}
+    known = {name for cls in (RunConfig, Config, TrainConfig) for name in cls.__dataclass_fields__}
+    for variable in environment:
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable[len(ENVIRONMENT_PREFIX) :].lower() not in known:
+            raise ValueError(
+                f"environment variable {variable} names no option; those of run are {', '.join(RunConfig.__dataclass_fields__)}"
+            )
     for name in RunConfig.__dataclass_fields__:
         text = environment.get(ENVIRONMENT_PREFIX + name.upper())
         value = getattr(options, name, text)
@@ -39,18 +47,30 @@ def run(options: argparse.Namespace, config: RunConfig) -> int:
     Raises:
         RuntimeError: if the world cannot be joined.
     """
+    return _script_module().run_script(options.script, options.arguments, lambda comm: make_engine(config, comm))
+
+
+def make_engine(config: RunConfig, comm: Any) -> Any:
+    """Intercepts as the options say; returns the engine."""
     import time
 
     import torch
 
     from hvd_adaptive.train.emulation import Slowdown, compute_seconds
-    from hvd_adaptive.wrap.script import run_script
+    from hvd_adaptive.train.exactness import what_breaks_equality
 
     slowdown = config.slowdown
-    return run_script(
-        options.script,
-        options.arguments,
+    return _script_module().intercept(
         config,
+        comm=comm,
         make_emulation=None if slowdown is None else lambda size: Slowdown(slowdown, world_size=size),
         clock=time.perf_counter if slowdown is None else lambda: compute_seconds(torch.device("cpu")),
+        describe=lambda module: what_breaks_equality(module, loss_reduction="mean"),
     )
+
+
+def _script_module() -> Any:
+    # Only now: a bad option must not wait for torch to load.
+    from hvd_adaptive.wrap import script
+
+    return script

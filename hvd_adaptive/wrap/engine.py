@@ -6,33 +6,29 @@ synchronizes. All that ranks tell each other goes within synchronize, where Horo
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_adaptive.wrap.control import Controller, Window, judge, pack, unpack
+from hvd_adaptive.wrap.forwards import Tracer, set_guard
 from hvd_adaptive.wrap.loaders import Handed, IndexStream, Loader
 from hvd_adaptive.wrap.options import RunConfig, parse_shares
 from hvd_adaptive.wrap.reasons import Reason, mask
 from hvd_adaptive.wrap.report import Report
+from hvd_adaptive.wrap.stopwatch import Emulation, Stopwatch
 
 # Looks at the speeds come early at first, as every equal step before them is slow.
 _FIRST_EXCHANGES = (3, 6, 9, 12)
-
-
-class Emulation(Protocol):
-    """Emulated slowness: each rank's factor >= 1 on its compute, by seconds since the first step."""
-
-    def factors(self, train_s: float) -> NDArray[np.float64]:
-        """Returns the factors, shape (world_size,)."""
+# Batches of a loader that are followed until one shows all of its way from loader to backward.
+_MOST_TRACES = 10
 
 
 class DryRunOver(SystemExit):
@@ -46,6 +42,12 @@ class Engine:
         config: the options.
         make_emulation: makes the emulation for a number of ranks; None: ranks are as fast as they are.
         clock: seconds of this process, wall clock or, where ranks share cores and slowness is emulated, computing time.
+        describe: says what in a model makes unequal shares differ from equal ones.
+
+    Attributes:
+        report: what is told at the end.
+        on_start: called when Horovod has been initialized, on every rank.
+        on_failure: called on a rank whose script ends with an exit code other than 0.
     """
 
     def __init__(
@@ -53,12 +55,15 @@ class Engine:
         config: RunConfig,
         *,
         make_emulation: Callable[[int], Emulation] | None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float],
+        describe: Callable[[nn.Module], list[str]] = lambda module: [],
     ) -> None:
         self.config = config
         self.report = Report()
+        self.on_start: list[Callable[[], None]] = []
+        self.on_failure: list[Callable[[], None]] = []
         self._make_emulation = make_emulation
-        self._clock = clock
+        self._describe = describe
         self._pinned = None if config.shares is None else parse_shares(config.shares)
         self._loaders: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
         self._reasons: set[Reason] = set()
@@ -71,15 +76,14 @@ class Engine:
         self._num_steps = 0
         self._weight = 1.0
         self._window = Window()
-        self._waiting_s = 0.0
-        self._waiting_clock_s = 0.0
-        # Where the present stretch of computing began, by the clock, and what had been waited until then.
-        self._segment: tuple[float, float] | None = None
+        self._watch = Stopwatch(clock)
         self._tail_s = 0.0
         self._untimed = True
         self._since_step: list[Handed] = []
-        self._emulation: Emulation | None = None
-        self._began_s: float | None = None
+        self._tracer = Tracer()
+        self._traced: IndexStream | None = None
+        self._mismatch: str | None = None
+        set_guard(self._check_forward)
 
     # -- of Horovod
 
@@ -94,8 +98,11 @@ class Engine:
             raise ValueError(
                 f"shares must have one number a rank: {world_size} ranks, got {len(self._pinned)} in {self.config.shares!r}"
             )
-        self._emulation = None if self._make_emulation is None else self._make_emulation(world_size)
+        if self._make_emulation is not None:
+            self._watch.emulate(self._make_emulation(world_size), rank)
         self.report.started(world_size)
+        for action in self.on_start:
+            action()
 
     def refuse(self, reason: Reason) -> None:
         """Takes note of something for which all shares must be equal."""
@@ -105,6 +112,7 @@ class Engine:
     def registered(self, optimizer: Any, parameters: list[Tensor]) -> None:
         """Hooks the parameters of a wrapped optimizer, each once."""
         self.report.optimizer(optimizer)
+        self._tracer.train(parameters)
         for parameter in parameters:
             if parameter not in self._weighted:
                 self._weighted[parameter] = True
@@ -122,35 +130,30 @@ class Engine:
         if self.world_size == 1:
             action()
             return
-        seconds = self._end_segment()
+        seconds = self._watch.stop()
         stream = self._feeding if self._since_step else None
         if stream is not None and self._num_backwards:
             self._count_step(stream, seconds)
         self._num_steps += 1
         exchange = self._num_steps in _FIRST_EXCHANGES or self._num_steps % self.config.interval == 0
         finish = self._begin_exchange(stream) if exchange else None
-        before_s = self._waiting_s
+        before_s = self._watch.waiting_s
         action()
-        self._window.wait_s += self._waiting_s - before_s
+        self._window.wait_s += self._watch.waiting_s - before_s
         self._window.num_steps += 1
         self._since_step.clear()
         self._num_backwards, self._tail_s = 0, 0.0
         if finish is not None:
             finish()
-        self._begin_segment()
+        self._watch.start()
 
     def stepped(self) -> None:
         """Ends what counts as computing after the wait for the gradients."""
-        self._tail_s = self._end_segment()
+        self._tail_s = self._watch.stop()
 
     def waited(self, action: Callable[[], Any]) -> Any:
         """Runs an action that waits for other ranks; its seconds do not count as computing."""
-        begin_s, begin = time.perf_counter(), self._clock()
-        try:
-            return action()
-        finally:
-            self._waiting_s += time.perf_counter() - begin_s
-            self._waiting_clock_s += self._clock() - begin
+        return self._watch.waited(action)
 
     # -- of loaders
 
@@ -174,8 +177,9 @@ class Engine:
 
     def fetching(self, stream: IndexStream) -> None:
         """Begins what counts as computing for a step."""
+        self._finish_trace()
         if stream.loader.num_steps and not self._since_step:
-            self._begin_segment()
+            self._watch.start()
             self._untimed = stream.num_delivered == 0
 
     def delivered(self, stream: IndexStream, batch: Any) -> None:
@@ -184,12 +188,18 @@ class Engine:
         stream.delivered_at = self._num_steps
         self._since_step.append(handed)
         self._feeding, self._handed, self._weight = stream, handed, handed.weight
-        self._backward_seen = False
+        self._backward_seen, self._mismatch = False, None
+        loader = stream.loader
+        if not loader.is_traced and loader.num_traces < _MOST_TRACES and handed.num_samples:
+            loader.num_traces += 1
+            self._traced = stream
+            self._tracer.begin(batch, handed.num_samples)
 
     def exhausted(self, stream: IndexStream) -> None:
         """Forgets a pass that is over."""
+        self._finish_trace()
         stream.pending = 0
-        self._segment = None
+        self._watch.drop()
 
     # -- inside
 
@@ -198,6 +208,8 @@ class Engine:
         stream = self._feeding
         if stream is None:
             return
+        if self._mismatch is not None and self._weight != 1.0 and stream.loader.num_steps:
+            raise RuntimeError(f"{stream.loader.label}: {self._mismatch}")
         if stream.pending != 1:
             stream.loader.reasons.add(Reason.FETCHED_AHEAD)
         for other in list(self._streams):
@@ -208,23 +220,48 @@ class Engine:
                 stream.loader.reasons.add(Reason.INTERLEAVED)
         stream.pending = 0
 
-    def _end_segment(self) -> float:
-        """Returns the seconds computed since the segment began, after stretching them by the emulated factor."""
-        if self._segment is None:
-            return 0.0
-        began, waited_before = self._segment
-        self._segment = None
-        seconds = max(self._clock() - began - (self._waiting_clock_s - waited_before), 0.0)
-        if self._began_s is None:
-            self._began_s = time.monotonic()
-        if self._emulation is not None:
-            factor = float(self._emulation.factors(time.monotonic() - self._began_s)[self.rank])
-            time.sleep((factor - 1.0) * seconds)
-            seconds *= factor
-        return seconds
+    def _finish_trace(self) -> None:
+        """Ends the tracing of a batch; what it showed counts if the batch was trained on."""
+        stream, self._traced = self._traced, None
+        if stream is None:
+            return
+        self._tracer.end()
+        if self._feeding is not stream or not self._backward_seen:
+            return
+        loader = stream.loader
+        if self._tracer.num_forwards and self._tracer.is_complete:
+            loader.is_traced = True
+            loader.reasons |= self._tracer.findings
+            for module in self._tracer.places:
+                self._look_at_layers(module, loader)
+        elif loader.num_traces == _MOST_TRACES:
+            loader.reasons.add(Reason.NO_FORWARD)
 
-    def _begin_segment(self) -> None:
-        self._segment = self._clock(), self._waiting_clock_s
+    def _look_at_layers(self, module: nn.Module, loader: Loader) -> None:
+        for layer in module.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                # Normalizing one sample of a training batch is an error in torch.
+                loader.smallest = 2
+                if type(layer).__name__ == "SyncBatchNorm":
+                    loader.reasons.add(Reason.SYNC_BATCH_NORM)
+        for sentence in self._describe(module):
+            self.report.condition(sentence)
+
+    def _check_forward(self, module: nn.Module, tensors: list[Tensor]) -> None:
+        """Compares a forward's batch size with the loader's; a difference counts once backward follows."""
+        places, handed = self._tracer.places.get(module), self._handed
+        if not places or handed is None or self._feeding is None:
+            return
+        for number, dim, rows in places:
+            shape = tensors[number].shape if number < len(tensors) else ()
+            if dim < len(shape) and shape[dim] == rows * handed.num_samples:
+                return
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        self._mismatch = (
+            f"the loader gave {handed.num_samples} samples, but a forward of {type(module).__name__} got tensors of shape "
+            f"{shapes}: its weight would be wrong. The script cuts or repeats batches in a way that its first batches did "
+            "not show; run it with --shares 1,1,... (one number a rank)"
+        )
 
     def _count_step(self, stream: IndexStream, seconds: float) -> None:
         window, loader = self._window, stream.loader
@@ -249,7 +286,7 @@ class Engine:
             reasons.add(Reason.NO_LOADER)
         else:
             loader = stream.loader
-            reasons |= loader.reasons
+            reasons |= loader.reasons | (set() if loader.is_traced else {Reason.NO_FORWARD})
             window.num_delivered, window.num_handed = stream.num_delivered, stream.num_handed
             window.smallest = loader.smallest
             window.checksum = stream.last_checksum() or 0
@@ -278,12 +315,14 @@ class Engine:
             self.report.note(Reason.NO_LOADER.value)
             return
         loader = stream.loader
-        loader.reasons |= reasons
-        usable = not loader.reasons and not self._reasons and not self.config.dry_run and agreed.any()
+        loader.smallest = int(gathered["smallest"].max())
+        # A forward that was not seen yet may still be.
+        loader.reasons |= reasons - {Reason.NO_FORWARD}
+        usable = not reasons and not loader.reasons and not self._reasons and not self.config.dry_run and agreed.any()
         loader.fractions = tuple(float(part) for part in agreed) if usable else None
         stream.change_fractions(loader.fractions, first=int(gathered["num_handed"].max()))
         self.report.window(loader, gathered)
-        if not loader.reasons:
+        if not reasons:
             self._controller(loader).propose(gathered, self.config.max_batch_size)
         if self.config.dry_run and self._num_steps >= _FIRST_EXCHANGES[-1]:
             raise DryRunOver(0)

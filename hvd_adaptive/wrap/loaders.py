@@ -40,6 +40,8 @@ class Loader:
         fractions: each rank's part of its global batches from the next pass on; None: as the script has it.
         smallest: fewest samples of a rank's share.
         num_steps: optimizer steps that its batches led to.
+        is_traced: the way of a batch from loader to backward was seen.
+        num_traces: batches that were followed for that.
         controller: what proposes its shares.
     """
 
@@ -52,6 +54,8 @@ class Loader:
         self.fractions: tuple[float, ...] | None = None
         self.smallest = 1
         self.num_steps = 0
+        self.is_traced = False
+        self.num_traces = 0
         self.controller: Controller | None = None
         if isinstance(loader.dataset, IterableDataset):
             self.reasons.add(Reason.ITERABLE)

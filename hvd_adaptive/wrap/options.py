@@ -38,10 +38,15 @@ class RunConfig:
     slowdown: str | None = _option(
         None, "emulate unequal ranks: stretch each rank's compute by a factor, 1,2, or by a schedule (see train)"
     )
+    stall_limit_s: float = _option(
+        300.0, "seconds after which a rank whose process is dead or frozen ends the job"
+    )
 
     def __post_init__(self) -> None:
         check_types_and_choices(self)
         check_positive(self, "interval", "max_batch_size")
+        if self.stall_limit_s < 1:
+            raise ValueError(f"stall_limit_s must be >= 1, got {self.stall_limit_s}")
         if self.strategy != "sync":
             raise ValueError(
                 f"strategy must be sync, got {self.strategy!r}: local steps for wrapped scripts are not there yet"

@@ -48,6 +48,10 @@ class Report:
         if text not in self._notes:
             self._notes.append(text)
 
+    def condition(self, text: str) -> None:
+        """Adds a condition of equal updates that the script does not meet."""
+        self.note(f"updates differ a little from those with equal shares: {text}")
+
     def optimizer(self, optimizer: Any) -> None:
         """The script has wrapped an optimizer."""
         op = {0: "Average", 1: "Sum", 2: "Adasum"}.get(int(optimizer.op), str(optimizer.op))
@@ -84,6 +88,8 @@ class Report:
     def _loader_lines(self, loader: Loader) -> list[str]:
         if not loader.num_steps:
             return [f"  left alone: {loader.label}: no optimizer step followed its batches (validation)"]
+        if loader.num_steps and not loader.is_traced and not loader.reasons:
+            return [f"  not adaptive: {loader.label}, {loader.num_steps} steps, too few to see how it is used"]
         if loader.reasons:
             return [
                 f"  not adaptive: {loader.label}, {loader.num_steps} steps with equal shares as in plain Horovod, because",

@@ -6,23 +6,39 @@ import atexit
 import os
 import runpy
 import sys
-import traceback
+import time
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from hvd_adaptive.launch.binding import read_launcher
 from hvd_adaptive.wrap.engine import DryRunOver, Emulation, Engine
 from hvd_adaptive.wrap.loaders import intercept_loaders
 from hvd_adaptive.wrap.optimizers import intercept_horovod
 from hvd_adaptive.wrap.options import RunConfig
+from hvd_adaptive.wrap.pulse import Pulse
 
 EmulationMaker = Callable[[int], Emulation]
 
 
-def start_world() -> None:
+_engine: Engine | None = None
+
+
+def is_intercepted() -> bool:
+    """Whether this process has been intercepted, which is for good."""
+    return _engine is not None
+
+
+def start_world() -> Any:
     """Starts MPI before the script's hvd.init() could, where a launcher of MPI ranks started this process. COLLECTIVE.
 
     An uncaught exception on any rank then ends the job. Under Gloo, or without a launcher, Horovod starts by itself.
+
+    Returns:
+        A communicator of all ranks; None where MPI was not started.
 
     Raises:
         RuntimeError: if the launcher's world and MPI's are not one.
@@ -34,41 +50,47 @@ def start_world() -> None:
         set_mpi_environment(info)
         from hvd_adaptive.transport.horovod_mpi import start_mpi
 
-        start_mpi(info)
+        return start_mpi(info)
+    return None
 
 
 def intercept(
-    config: RunConfig, *, make_emulation: EmulationMaker | None, clock: Callable[[], float]
+    config: RunConfig,
+    *,
+    comm: Any = None,
+    make_emulation: EmulationMaker | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    describe: Callable[[nn.Module], list[str]] = lambda module: [],
 ) -> Engine:
     """Intercepts torch's loaders and Horovod's optimizers in this process, for good.
 
     Args:
         config: the options.
+        comm: what :func:`start_world` returned, for heartbeats; None: there are none.
         make_emulation: makes the emulated slowness for a number of ranks; None: ranks are as fast as they are.
         clock: seconds of this process, see :class:`Engine`.
+        describe: see :class:`Engine`.
     """
-    engine = Engine(config, make_emulation=make_emulation, clock=clock)
+    global _engine
+    engine = _engine = Engine(config, make_emulation=make_emulation, clock=clock, describe=describe)
+    if comm is not None:
+        pulse = Pulse(comm, config.stall_limit_s)
+        engine.on_start.append(pulse.start)
+        engine.on_failure.append(pulse.abandon)
+        # Before Horovod's own: then it runs after Horovod's shutdown, which frees ranks that still wait for this one.
+        atexit.register(pulse.stop)
     intercept_loaders(engine)
     intercept_horovod(engine)
     return engine
 
 
-def run_script(
-    path: str,
-    arguments: Sequence[str],
-    config: RunConfig,
-    *,
-    make_emulation: EmulationMaker | None,
-    clock: Callable[[], float],
-) -> int:
+def run_script(path: str, arguments: Sequence[str], make_engine: Callable[[Any], Engine]) -> int:
     """Runs a script as ``python path arguments`` would, as this rank. COLLECTIVE as far as the script is.
 
     Args:
         path: the script.
         arguments: its arguments.
-        config: the options.
-        make_emulation: see :func:`intercept`.
-        clock: see :func:`intercept`.
+        make_engine: intercepts, see :func:`intercept`; called with what :func:`start_world` returned.
 
     Returns:
         The exit code.
@@ -76,8 +98,7 @@ def run_script(
     Raises:
         RuntimeError: if the world cannot be joined.
     """
-    start_world()
-    engine = intercept(config, make_emulation=make_emulation, clock=clock)
+    engine = make_engine(start_world())
     sys.argv = [path, *arguments]
     # As python does; workers that are spawned or served by a fork server find the script's classes through it.
     sys.path[0] = str(Path(path).resolve().parent)
@@ -90,6 +111,9 @@ def run_script(
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
         if isinstance(leave.code, str):
             print(leave.code, file=sys.stderr)
+        if code:
+            for action in engine.on_failure:
+                action()
     except BaseException as error:
         sys.excepthook(type(error), error, _from_script(error, path))
         return 1
@@ -118,7 +142,7 @@ def print_report_at_exit(engine: Engine) -> None:
     atexit.register(print_report, engine)
 
 
-def _from_script(error: BaseException, path: str) -> traceback.types.TracebackType | None:  # type: ignore[name-defined]
+def _from_script(error: BaseException, path: str) -> types.TracebackType | None:
     """The traceback from the script's own first frame on."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != path:

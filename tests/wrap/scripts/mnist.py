@@ -5,7 +5,8 @@ import argparse
 import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from common import Net, make_data
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 parser = argparse.ArgumentParser()
@@ -21,22 +22,6 @@ parser.add_argument("--gradient-predivide-factor", type=float, default=1.0)
 parser.add_argument("--groups", type=int)
 parser.add_argument("--drop-last", action="store_true")
 parser.add_argument("--wrap-late", action="store_true")
-
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1 = torch.nn.Linear(64, 32)
-        self.fc2 = torch.nn.Linear(32, 10)
-
-    def forward(self, x):
-        return F.log_softmax(self.fc2(torch.relu(self.fc1(x.view(-1, 64)))), dim=1)
-
-
-def make_data(n, seed):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, 8, 8, dtype=torch.float64, generator=generator)
-    return TensorDataset(x, x.reshape(n, 64)[:, :10].argmax(1))
 
 
 class Doubled(torch.utils.data.Dataset):

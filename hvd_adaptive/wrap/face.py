@@ -1,0 +1,45 @@
+"""Horovod's own names, for the drop-in, which may not import Horovod itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hvd_adaptive.wrap import script
+from hvd_adaptive.wrap.engine import Engine
+
+
+def initialize(make_engine: Callable[[Any], Engine], *args: Any, **options: Any) -> None:
+    """Starts MPI, intercepts unless something in this process has done so, and calls ``horovod.torch.init``. COLLECTIVE.
+
+    Args:
+        make_engine: intercepts, given a communicator of all ranks.
+        args: for Horovod.
+        options: for Horovod.
+
+    Raises:
+        RuntimeError: if the world cannot be joined.
+    """
+    if not script.is_intercepted():
+        script.print_report_at_exit(make_engine(script.start_world()))
+    import horovod.torch
+
+    horovod.torch.init(*args, **options)
+
+
+def horovod_name(name: str) -> Any:
+    """Returns one of ``horovod.torch``'s names.
+
+    Raises:
+        AttributeError: if it has no such name.
+    """
+    import horovod.torch
+
+    return getattr(horovod.torch, name)
+
+
+def horovod_names() -> list[str]:
+    """Returns all names of ``horovod.torch``."""
+    import horovod.torch
+
+    return dir(horovod.torch)

@@ -1,0 +1,79 @@
+"""The heartbeat beside a wrapped script: a rank that is dead or frozen is named and the job ends; slow ones are left alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from contextlib import ExitStack
+from typing import Any, cast
+
+from hvd_adaptive.transport.base import Transport, long_task
+from hvd_adaptive.transport.heartbeat import Heartbeat
+from hvd_adaptive.transport.side_channel import SideChannel
+
+log = logging.getLogger(__name__)
+
+
+class Pulse:
+    """Starts with the script's hvd.init() and ends after Horovod's shutdown.
+
+    A script may be silent for as long as it likes, so a thread reports progress for it: what is noticed is a process that
+    does not run at all.
+
+    Args:
+        comm: a communicator of all ranks.
+        limit_s: seconds without a sign of life after which the job ends, >= 1.
+    """
+
+    def __init__(self, comm: Any, limit_s: float) -> None:
+        self._comm = comm
+        self._limit_s = limit_s
+        self._running = ExitStack()
+        self._is_started = False
+        self._pid = os.getpid()
+
+    def start(self) -> None:
+        """Begins to beat; a second call does nothing. COLLECTIVE."""
+        if self._is_started or self._comm.Get_size() == 1:
+            return
+        self._is_started = True
+        hosts = self._comm.allgather(socket.gethostname())
+        error = None
+        try:
+            side = SideChannel(
+                rank=self._comm.Get_rank(),
+                world_size=self._comm.Get_size(),
+                broadcast=lambda value: self._comm.bcast(value, root=0),
+                same_host=len(set(hosts)) == 1,
+                stall_limit_s=self._limit_s,
+            )
+        except RuntimeError as failure:
+            error = str(failure)
+        errors = [text for text in self._comm.allgather(error) if text is not None]
+        if errors:
+            # The script runs without it as it would without us.
+            if self._comm.Get_rank() == 0:
+                log.warning("no heartbeats, so a frozen rank will not be noticed: %s", errors[0])
+            return
+        heartbeat = Heartbeat(
+            side,
+            rank=self._comm.Get_rank(),
+            host=socket.gethostname(),
+            pid=self._pid,
+            limit_s=self._limit_s,
+            abort=lambda: self._comm.Abort(14),
+        )
+        heartbeat.start()
+        self._running.callback(side.close)
+        self._running.callback(heartbeat.leave)
+        self._running.enter_context(long_task(cast(Transport, heartbeat), "the script"))
+
+    def stop(self) -> None:
+        """Ends when all ranks have come here. COLLECTIVE. Does nothing in a forked child."""
+        if os.getpid() == self._pid:
+            self._running.close()
+
+    def abandon(self) -> None:
+        """Forgets to stop: this rank ends in failure, and shall not wait for the others."""
+        self._running.pop_all()
