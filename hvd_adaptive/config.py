@@ -117,6 +117,12 @@ class Config:
         "train as this many logical ranks, which the ranks play in turn: the result is bit-identical for any number of ranks "
         "up to this on equal hardware; no adaptivity",
     )
+    record: bool = _option(
+        False, "write each round's claims, batch sizes, learning rates and weights for --replay"
+    )
+    replay: str | None = _option(
+        None, "run directory of a recorded run: repeat it bit for bit, with its options and number of ranks"
+    )
     num_threads: int | None = _option(
         None,
         "torch's threads of each rank on a CPU; with logical_ranks part of the result (default: OMP_NUM_THREADS, else its "
@@ -160,6 +166,12 @@ class Config:
             )
         if self.slowdown is not None:
             parse_slowdown(self.slowdown)
+        if self.repeatable and (self.strategy != "local" or self.logical_ranks is not None):
+            name = "record" if self.record else "replay"
+            raise ValueError(
+                f"{name} needs strategy local without logical_ranks, got strategy {self.strategy!r} and "
+                f"logical_ranks {self.logical_ranks}: only claims that follow the ranks' speeds need a record"
+            )
         if self.logical_ranks is not None:
             needed = {"strategy": ("local",), "batch_size_rule": ("fixed",), "optimizer_state": ("keep", "reset")}
             for name, values in needed.items():
@@ -175,6 +187,11 @@ class Config:
         low = self.min_batch_size if self.min_batch_size is not None else max(1, self.batch_size // 8)
         high = self.max_batch_size if self.max_batch_size is not None else max(self.batch_size, low)
         return low, high
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the run is recorded or replayed, so that its bits must repeat."""
+        return self.record or self.replay is not None
 
     @property
     def compute_threads(self) -> int | None:

@@ -15,6 +15,7 @@ from hvd_adaptive.config import Config
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows, prefetched
 from hvd_adaptive.train.emulation import compute_seconds
 from hvd_adaptive.train.records import Array, GatheredStats, RoundStats
+from hvd_adaptive.train.replay import Claim, RoundClaims
 from hvd_adaptive.transport.base import Transport
 
 
@@ -36,6 +37,7 @@ class HorovodStrategy:
         transport.broadcast_([*(p.detach() for p in model.parameters()), *model.buffers()])
         self.optimizer = transport.distributed_optimizer(optimizer, model)
         self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
+        self.claimed: list[Claim] = []
         self._clock: list[tuple[float, float]] = []
         self._foreign_s = 0.0
         self._wait_s = 0.0
@@ -55,6 +57,9 @@ class HorovodStrategy:
         seconds, self._foreign_s = self._foreign_s, 0.0
         self._clock.clear()
         return seconds
+
+    def repeat_round(self, recorded: RoundClaims) -> None:
+        """Nothing is claimed here: the configuration refuses recordings of this strategy."""
 
     def round_batches(
         self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats

@@ -19,8 +19,10 @@ from hvd_adaptive.core.outer import OuterStep
 from hvd_adaptive.core.weights import Perturbation, merge_weights
 from hvd_adaptive.train import optimizer_state
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows, prefetched
+from hvd_adaptive.train.claims import SharedCursor
 from hvd_adaptive.train.flat_model import FlatModel
 from hvd_adaptive.train.records import Array, GatheredStats, RoundStats
+from hvd_adaptive.train.replay import Claim, RecordedClaims, RoundClaims, WatchedClaims
 from hvd_adaptive.transport.base import AgreedError, Transport
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ class LocalStrategy:
     Attributes:
         optimizer: the user's own.
         batch_sizes: the ranks' batch sizes, samples, shape (world_size,), equal on every rank.
+        repeat: this rank's claims of the next round, from a recording; None: from the shared cursor.
+        claimed: this rank's claims of the round.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
@@ -47,6 +51,8 @@ class LocalStrategy:
         self._shares = np.full(transport.world_size, 1.0 / transport.world_size)
         self._warming_up = False
         self._cursor_key = ""
+        self.repeat: list[Claim] | None = None
+        self.claimed: list[Claim] = []
 
     def warm_up(self, active: bool) -> None:
         """Switches the warm-up's smallest batch size on, or back to the starting size after it."""
@@ -67,6 +73,11 @@ class LocalStrategy:
         """Returns compute seconds of this step that are not the rank's own work: none."""
         return 0.0
 
+    def repeat_round(self, recorded: RoundClaims) -> None:
+        """Makes the next round the recorded one: its batch sizes, which may have followed from seconds, and its claims."""
+        self.batch_sizes = np.array(recorded.batch_size)
+        self.repeat = recorded.claims[self._transport.rank]
+
     def round_batches(
         self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats
     ) -> Iterator[Batch]:
@@ -81,32 +92,29 @@ class LocalStrategy:
         """
         mega_batch = MegaBatch(rows, work)
         rank = self._transport.rank
-        key = self._cursor_key = f"claim.{round_id}"
+        self._cursor_key = f"claim.{round_id}"
         # A batch size is in samples, a claim in work.
         work_per_sample = mega_batch.total_work / max(1, len(rows))
         full_claims = self.batch_sizes * work_per_sample
-
-        seen = ""
+        cursor = SharedCursor(self._transport, self._cursor_key, total_work=mega_batch.total_work)
+        claims = WatchedClaims(cursor if self.repeat is None else RecordedClaims(self.repeat))
+        self.claimed = claims.taken
 
         def fetch(pending: int) -> Batch | None:
-            # A compare-and-set: a claim's size depends on the cursor, and only then can no claim be cut to a sliver.
-            nonlocal seen
-            while (position := int(seen.partition(":")[0] or 0)) < mega_batch.total_work:
-                size = claim_size(
-                    remaining=mega_batch.total_work - position,
+            def size(remaining: int) -> int:
+                return claim_size(
+                    remaining=remaining,
                     full_claim=full_claims[rank],
                     own_pending=pending,
                     others_full_claims=full_claims.sum() - full_claims[rank],
                     speed_share=self._shares[rank],
                     smallest=2 * work_per_sample,
                 )
-                # The rank makes the value unique: two ranks may want to move the cursor to the same place.
-                wanted = f"{position + size}:{rank}"
-                seen = self._transport.compare_set(key, seen, wanted)
-                if seen == wanted:
-                    claimed = mega_batch.claimed(position, position + size)
-                    if len(claimed):
-                        return source.load(claimed, size)
+
+            while (claim := claims.claim(size)) is not None:
+                claimed = mega_batch.claimed(*claim)
+                if len(claimed):
+                    return source.load(claimed, claim[1] - claim[0])
             return None
 
         @contextmanager

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_adaptive.train.replay import RoundClaims
+
 Array = NDArray[np.float64]
 
 
@@ -85,6 +87,8 @@ class RoundRecord:
         weight: merge weight of each rank, shape (world_size,).
         payload_bytes: bytes each rank put into exchanges in the round.
         stats: the ranks' statistics.
+        model_hash: SHA-256 of the merged model in rounds where the ranks compared it, else None.
+        claims: the round for a recording, where the run is recorded or replayed.
     """
 
     round: int
@@ -95,6 +99,8 @@ class RoundRecord:
     weight: Array
     payload_bytes: int
     stats: GatheredStats
+    model_hash: str | None = None
+    claims: RoundClaims | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record for rounds.jsonl: plain numbers, and one list over ranks a statistic."""
@@ -112,5 +118,6 @@ class RoundRecord:
             "loss": self.loss,
             "weight_sum": float(self.weight.sum()),
             "payload_bytes": self.payload_bytes,
+            "model_hash": self.model_hash,
             "ranks": ranks,
         }

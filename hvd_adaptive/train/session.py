@@ -34,6 +34,7 @@ from hvd_adaptive.train.learning_rate import LearningRateMultiplier
 from hvd_adaptive.train.local import LocalStrategy
 from hvd_adaptive.train.logical import LogicalStrategy
 from hvd_adaptive.train.records import GatheredStats, RoundRecord, RoundStats
+from hvd_adaptive.train.replay import Replay, RoundClaims, run_identity
 from hvd_adaptive.train.strategy import Strategy
 from hvd_adaptive.transport import connect
 from hvd_adaptive.transport.base import Transport, agree, agree_equal
@@ -61,6 +62,7 @@ class Session:
         ledger: what has been consumed, by completed merges.
         round: number of rounds completed.
         train_s: seconds of training so far, without pauses.
+        identity: what a replay must have in common with this run; empty where nothing is recorded or replayed.
         records: callables that get each :class:`RoundRecord`, on every rank.
 
     Raises:
@@ -77,7 +79,9 @@ class Session:
         transport: Transport | None = None,
     ) -> None:
         self.config = config or Config()
-        self.transport = transport or connect(stall_limit_s=self.config.stall_limit_s)
+        self.transport = transport or connect(
+            stall_limit_s=self.config.stall_limit_s, repeatable=self.config.repeatable
+        )
         self.model = model
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.ledger = Ledger()
@@ -85,20 +89,20 @@ class Session:
         self.train_s = 0.0
         self.num_samples = 0
         self.records: list[Callable[[RoundRecord], None]] = []
+        trained = {
+            **{
+                f"model {name}": (tuple(p.shape), str(p.dtype), p.requires_grad)
+                for name, p in model.named_parameters()
+            },
+            **{f"model {name}": (tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()},
+            "optimizer": type(optimizer).__name__,
+            "optimizer groups": repr(
+                [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+            ),
+        }
         agree_equal(
             self.transport,
-            {
-                **{f"configuration {k}": v for k, v in dataclasses.asdict(self.config).items()},
-                **{
-                    f"model {name}": (tuple(p.shape), str(p.dtype), p.requires_grad)
-                    for name, p in model.named_parameters()
-                },
-                **{f"model {name}": (tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()},
-                "optimizer": type(optimizer).__name__,
-                "optimizer groups": repr(
-                    [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-                ),
-            },
+            {**{f"configuration {k}": v for k, v in dataclasses.asdict(self.config).items()}, **trained},
             "Start every rank with the same options and the same model.",
         )
         self._slowdown = Slowdown(self.config.slowdown, world_size=self.world_size)
@@ -107,6 +111,14 @@ class Session:
         make_strategy = LogicalStrategy if self.config.logical_ranks else STRATEGIES[self.config.strategy]
         self._strategy = make_strategy(model, optimizer, self.config, self.transport)
         self.optimizer = self._strategy.optimizer
+        self.identity: dict[str, str] = {}
+        self._replay: Replay | None = None
+        if self.config.repeatable:
+            threads = self.transport.allgather_object((self.device.type, torch.get_num_threads()))
+            self.identity = run_identity(self.config, {**trained, "ranks' devices and threads": threads})
+        if self.config.replay is not None:
+            self._replay = Replay(self.config.replay, self.identity, self.transport)
+        self._data = ""
         self._lr = LearningRateMultiplier(self.optimizer)
         self._stats = RoundStats()
         self._stop = False
@@ -157,6 +169,7 @@ class Session:
                 f"batches(work=...) goes with config.work='nonzeros', got work={given} with {self.config.work!r}"
             )
         agree_equal(self.transport, {"number of samples": len(source)}, "Give every rank the same data.")
+        self._data = f"{len(source)} samples, fingerprint {getattr(dataset, 'fingerprint', 'unknown')}"
         order_epoch, order = -1, np.empty(0, dtype=np.int64)
         while not self._stop and (num_epochs is None or self._progress(len(source)) < num_epochs - 1e-9):
             if self.ledger.epoch != order_epoch:
@@ -167,13 +180,19 @@ class Session:
             size = round_size(
                 self.ledger.cursor, dataset_size=len(source), mega_batch=self.config.mega_batch_samples
             )
+            recorded = None
+            if self._replay is not None:
+                recorded = self._replay.next_round(self.round, self._data)
+                if recorded is None:
+                    break
+                size = recorded.num_samples
             rows = order[self.ledger.cursor : self.ledger.cursor + size]
             schedule = lr_schedule(
                 self._progress(len(source)),
                 warmup_epochs=self.config.warmup_epochs,
                 decay=self.config.lr_decay,
             )
-            self._begin_round(len(source))
+            self._begin_round(len(source), recorded)
             for batch in self._strategy.round_batches(
                 rows,
                 work=None if work is None else work[rows],
@@ -252,9 +271,11 @@ class Session:
     def _progress(self, dataset_size: int) -> float:
         return self.ledger.epoch + self.ledger.cursor / dataset_size
 
-    def _begin_round(self, dataset_size: int) -> None:
+    def _begin_round(self, dataset_size: int, recorded: RoundClaims | None) -> None:
         warming_up = self._progress(dataset_size) < self.config.warmup_epochs
         self._strategy.warm_up(warming_up)
+        if recorded is not None:
+            self._strategy.repeat_round(recorded)
         stop = self._stats.stop
         self._stats = RoundStats(batch_size=float(self._strategy.batch_sizes[self.rank]), stop=stop)
         self._round_start = time.perf_counter()
@@ -272,8 +293,9 @@ class Session:
         gathered, weight, payload_bytes = self._strategy.end_round(stats)
         self.ledger = self.ledger.advance(num_samples, dataset_size)
         self.num_samples += num_samples
+        model_hash = None
         if self.config.hash_interval and (self.round + 1) % self.config.hash_interval == 0:
-            self._check_hash()
+            model_hash = self._check_hash()
         # The merge's seconds are known only now; all ranks just met, so this costs microseconds.
         stats.train_s = self.train_s + time.perf_counter() - self._round_start
         final = GatheredStats(self.transport.allgather_stats(stats.vector()))
@@ -291,12 +313,30 @@ class Session:
             weight=weight,
             payload_bytes=payload_bytes,
             stats=final,
+            model_hash=model_hash,
         )
+        if self.config.repeatable:
+            record.claims = self._round_claims(record, num_samples)
         self.round += 1
         for receive in self.records:
             receive(record)
 
-    def _check_hash(self) -> None:
+    def _round_claims(self, record: RoundRecord, num_samples: int) -> RoundClaims:
+        claims = RoundClaims(
+            round=record.round,
+            data=self._data,
+            num_samples=num_samples,
+            claims=self.transport.allgather_object(self._strategy.claimed),
+            batch_size=record.stats["batch_size"].tolist(),
+            lr=record.stats["lr"].tolist(),
+            weight=record.weight.tolist(),
+            model_hash=record.model_hash,
+        )
+        if self._replay is not None:
+            self._replay.check(claims, int(record.stats["num_samples"].sum()))
+        return claims
+
+    def _check_hash(self) -> str:
         # Plain Horovod leaves each rank its own BatchNorm statistics.
         own = model_hash(self.model, buffers=self.config.strategy != "horovod")
         hashes = self.transport.allgather_object(own)
@@ -307,3 +347,4 @@ class Session:
                 f"after round {self.round} the models of ranks {odd} differ from rank 0's; was a parameter changed outside "
                 "session.step, or does a host compute differently? Compare a run with one rank a host.",
             )
+        return own

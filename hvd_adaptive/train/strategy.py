@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows
 from hvd_adaptive.train.records import Array, GatheredStats, RoundStats
+from hvd_adaptive.train.replay import Claim, RoundClaims
 
 
 class Strategy(Protocol):
@@ -19,10 +20,12 @@ class Strategy(Protocol):
     Attributes:
         optimizer: what the user's loop calls: the user's own optimizer, or Horovod's wrapper of it.
         batch_sizes: the ranks' batch sizes, samples, shape (world_size,), equal on every rank.
+        claimed: this rank's claims of the round, in order.
     """
 
     optimizer: Optimizer
     batch_sizes: Array
+    claimed: list[Claim]
 
     def warm_up(self, active: bool) -> None:
         """Switches the warm-up of ``Config.warmup_epochs`` on or off; called before every round."""
@@ -33,6 +36,13 @@ class Strategy(Protocol):
     def take_foreign_seconds(self) -> float:
         """Returns compute seconds of this step that are not the rank's own work, which an emulated slowdown must not
         stretch."""
+
+    def repeat_round(self, recorded: RoundClaims) -> None:
+        """Makes the next round the recorded one; called before every round of a replay.
+
+        Args:
+            recorded: the round as it was.
+        """
 
     def round_batches(
         self, rows: Rows, *, work: NDArray[np.int64] | None, source: BatchSource, round_id: int, stats: RoundStats
