@@ -127,6 +127,12 @@ class Config:
         "train as this many logical ranks, which the ranks play in turn: the result is bit-identical for any number of ranks "
         "up to this on equal hardware; no adaptivity",
     )
+    record: bool = _option(
+        False, "write each round's claims, batch sizes, learning rates and weights for --replay"
+    )
+    replay: str | None = _option(
+        None, "run directory of a recorded run: repeat it bit for bit, with its options and number of ranks"
+    )
     num_threads: int | None = _option(
         None,
         "torch's threads of each rank on a CPU; with logical_ranks part of the result (default: OMP_NUM_THREADS, else its "
@@ -222,6 +228,11 @@ class Config:
         room = 8 if self.size_rule == "proportional" else 1
         high = self.max_batch_size if self.max_batch_size is not None else max(room * self.batch_size, low)
         return low, high
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the run is recorded or replayed, so that its bits must repeat."""
+        return self.record or self.replay is not None
 
     @property
     def compute_threads(self) -> int | None:
@@ -347,6 +358,12 @@ def parse_slowdown(text: str) -> list[tuple[float, tuple[float, ...]]]:
 
 
 def _check_strategy(config: Config) -> None:
+    if config.repeatable and (config.strategy != "local" or config.logical_ranks is not None):
+        name = "record" if config.record else "replay"
+        raise ValueError(
+            f"{name} needs strategy local without logical_ranks, got strategy {config.strategy!r} and "
+            f"logical_ranks {config.logical_ranks}: only claims that follow the ranks' speeds need a record"
+        )
     rules = SIZE_RULES[config.strategy]
     if config.size_rule not in rules:
         raise ValueError(

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from hvd_adaptive.config import Config
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows
-from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
+from hvd_adaptive.train.records import Array, GatheredStats, RoundStats
 from hvd_adaptive.train.strategy import OwnState
-from hvd_adaptive.train.synchronous import SynchronousClock, batches_in_order
+from hvd_adaptive.train.synchronous import SynchronousClock, SynchronousStrategy, batches_in_order
 from hvd_adaptive.transport.base import Transport
 
 
-class HorovodStrategy:
+class HorovodStrategy(SynchronousStrategy):
     """Plain synchronous data parallelism: nothing of ours takes part in a step. Construction is COLLECTIVE.
 
     A "round" is only the interval of statistics and evaluation, as many samples as in strategy ``local``. The last batches
@@ -29,44 +29,15 @@ class HorovodStrategy:
     Attributes:
         optimizer: Horovod's wrapper of the user's optimizer.
         batch_sizes: the batch size, for every rank, shape (world_size,).
-        round_unit: 1, as in strategy ``local``.
-        inexact: empty.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
-        self._config = config
-        self._transport = transport
-        self._model = model
+        super().__init__(model, config, transport)
         transport.broadcast_([*(p.detach() for p in model.parameters()), *model.buffers()])
         self.optimizer = transport.distributed_optimizer(optimizer, model)
         self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
-        self.round_unit = 1
-        self.inexact: list[str] = []
         self._clock = SynchronousClock(self.optimizer, next(model.parameters()).device, transport)
         self._reduced = ExitStack()
-
-    def warm_up(self, active: bool) -> None:
-        """The baseline keeps its batch size; only the learning rate warms up."""
-
-    def lr_multiplier(self, batch: Batch) -> float:
-        """Returns 1: all batches have the same size."""
-        return 1.0
-
-    @property
-    def mega_batch(self) -> int:
-        """Samples of a round over all ranks."""
-        return self._config.mega_batch_samples
-
-    def take_back(self, batch: Batch) -> bool:
-        """Returns False: the others' gradients of this step wait for this rank's."""
-        return False
-
-    def after_round(self, record: RoundRecord) -> None:
-        """The baseline does not adapt."""
-
-    def take_foreign_seconds(self) -> float:
-        """Returns compute seconds of this step spent polling for gradients, which an emulated slowdown must not stretch."""
-        return self._clock.take_foreign_seconds()
 
     def synchronize(self) -> bool:
         """Waits for Horovod's exchange of this step's gradients, once. COLLECTIVE."""
@@ -77,9 +48,6 @@ class HorovodStrategy:
             # Until this step is over, so that it does not exchange them again.
             self._reduced.enter_context(optimizer.skip_synchronize())
         return True
-
-    def close(self) -> None:
-        """Nothing of ours is on the model."""
 
     def round_batches(
         self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats

@@ -25,6 +25,7 @@ from hvd_adaptive.train.control import RoundControl
 from hvd_adaptive.train.flat_model import FlatModel
 from hvd_adaptive.train.memory import cut, free_cached
 from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
+from hvd_adaptive.train.replay import Claim, RecordedClaims, RoundClaims, WatchedClaims
 from hvd_adaptive.train.row_merge import RowMerge
 from hvd_adaptive.train.strategy import OwnState
 from hvd_adaptive.train.touched_rows import TouchedRows, sparse_parameters, why_dense
@@ -41,6 +42,8 @@ class LocalStrategy:
         batch_sizes: the ranks' batch sizes, samples, shape (world_size,), equal on every rank.
         round_unit: 1, rounds may have any number of samples.
         inexact: empty.
+        repeat: this rank's claims of the next round, from a recording; None: from the shared cursor.
+        claimed: this rank's claims of the round.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
@@ -73,6 +76,8 @@ class LocalStrategy:
     def mega_batch(self) -> int:
         """Samples of the next round over all ranks."""
         return self._control.mega_batch
+        self.repeat: list[Claim] | None = None
+        self.claimed: list[Claim] = []
 
     def warm_up(self, active: bool) -> None:
         """Switches the warm-up's smallest batch size on, or back to the starting size after it."""
@@ -107,6 +112,11 @@ class LocalStrategy:
         self._failed = True
         return True
 
+    def repeat_round(self, recorded: RoundClaims) -> None:
+        """Makes the next round the recorded one: its batch sizes, which may have followed from seconds, and its claims."""
+        self.batch_sizes = np.array(recorded.batch_size)
+        self.repeat = recorded.claims[self._transport.rank]
+
     def round_batches(
         self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats
     ) -> Iterator[Batch]:
@@ -128,7 +138,8 @@ class LocalStrategy:
         work_per_sample = mega_batch.total_work / max(1, len(rows))
         full_claims = self.batch_sizes * work_per_sample
         dynamic = self._config.dispatch == "dynamic"
-        claims = self._claims(mega_batch.total_work)
+        claims = WatchedClaims(self._claims(mega_batch.total_work))
+        self.claimed = claims.taken
 
         def fetch(pending: int) -> Batch | None:
             def size(remaining: int) -> int:
@@ -178,6 +189,8 @@ class LocalStrategy:
 
     def _claims(self, total_work: int) -> Claims:
         world_size, rank = self._transport.world_size, self._transport.rank
+        if self.repeat is not None:
+            return RecordedClaims(self.repeat)
         if self._config.dispatch == "dynamic":
             return SharedCursor(self._transport, self._cursor_key, total_work=total_work)
         shares = self._shares if self._config.dispatch == "proportional" else np.ones(world_size)
@@ -270,7 +283,8 @@ class LocalStrategy:
         return RowMerge(
             ranges,
             self._transport,
-            mode=self._config.sparse_merge,
+            # Seconds, by which 'auto' chooses, do not repeat.
+            mode="always" if self._config.repeatable and self._config.sparse_merge == "auto" else self._config.sparse_merge,
             row_weights=self._config.row_weights,
             rest_bytes=self.flat_model.payload_bytes - rows_bytes,
         )

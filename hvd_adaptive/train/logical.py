@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from hvd_adaptive.config import Config
 from hvd_adaptive.core.dispatch import MegaBatch, claim_size
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows
+from hvd_adaptive.train.claims import OwnPart
 from hvd_adaptive.train.local import LocalStrategy
 from hvd_adaptive.train.random_state import random_state, seeded_random_state, set_random_state
 from hvd_adaptive.train.records import FIELDS, Array, GatheredStats, RoundStats
@@ -136,21 +137,23 @@ class LogicalStrategy(LocalStrategy):
     ) -> Iterator[Batch]:
         """Yields the batches of a logical rank's fixed part of the mega-batch."""
         total = mega_batch.total_work
-        position, stop = (total * n // self._num_logical for n in (number, number + 1))
+        part = OwnPart(*(total * n // self._num_logical for n in (number, number + 1)))
         work_per_sample = total / max(1, len(mega_batch.rows))
-        while position < stop:
-            start = time.perf_counter()
-            size = claim_size(
-                remaining=stop - position,
+
+        def size(remaining: int) -> int:
+            return claim_size(
+                remaining=remaining,
                 full_claim=self.batch_sizes[self._transport.rank] * work_per_sample,
                 own_pending=0,
                 others_full_claims=0,
                 speed_share=1.0,
                 smallest=2 * work_per_sample,
             )
-            claimed = mega_batch.claimed(position, position + size)
-            position += size
-            batch = source.load(claimed, size) if len(claimed) else None
+
+        while (claim := part.claim(size)) is not None:
+            start = time.perf_counter()
+            claimed = mega_batch.claimed(*claim)
+            batch = source.load(claimed, claim[1] - claim[0]) if len(claimed) else None
             stats.claim_s += time.perf_counter() - start
             if batch is not None:
                 yield batch

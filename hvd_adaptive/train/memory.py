@@ -25,6 +25,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def begun_step_error(rank: int, num_samples: int) -> RuntimeError:
+    """Returns the error for a batch that cannot be computed again, as its optimizer step may have changed parameters."""
+    return RuntimeError(
+        f"rank {rank} ran out of memory with a batch of {num_samples} samples after optimizer.step had begun: "
+        "parameters may have been changed, so the batch cannot be computed again. Set max_batch_size below "
+        f"{num_samples}, or use an optimizer with less state."
+    )
+
+
 def free_cached(device: torch.device) -> None:
     """Gives back what a failed step held. Call it after the ``with`` block whose error it was: while that error is handled,
     its traceback holds the step's tensors."""

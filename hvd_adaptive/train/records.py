@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_adaptive.train.replay import RoundClaims
+
 Array = NDArray[np.float64]
 
 
@@ -66,6 +68,21 @@ class RoundStats:
     checkpoint_write_s: float = 0.0
     checkpoint_busy: float = 0.0
 
+    def add_step(self, num_samples: int, work: int, loss: float | None) -> None:
+        """Counts a step.
+
+        Args:
+            num_samples: samples of its batch.
+            work: their work.
+            loss: the batch's mean loss, where it was reported.
+        """
+        self.num_samples += num_samples
+        self.num_steps += 1
+        self.work += work
+        if loss is not None:
+            self.loss_sum += loss * num_samples
+            self.loss_samples += num_samples
+
     def vector(self) -> Array:
         """Returns the fields in order, shape (num_fields,)."""
         return np.array([getattr(self, name) for name in FIELDS])
@@ -97,6 +114,8 @@ class RoundRecord:
         weight: merge weight of each rank, shape (world_size,).
         payload_bytes: bytes each rank put into exchanges in the round.
         stats: the ranks' statistics.
+        model_hash: SHA-256 of the merged model in rounds where the ranks compared it, else None.
+        claims: the round for a recording, where the run is recorded or replayed.
     """
 
     round: int
@@ -107,6 +126,8 @@ class RoundRecord:
     weight: Array
     payload_bytes: int
     stats: GatheredStats
+    model_hash: str | None = None
+    claims: RoundClaims | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record for rounds.jsonl: plain numbers, and one list over ranks a statistic."""
@@ -124,5 +145,6 @@ class RoundRecord:
             "loss": self.loss,
             "weight_sum": float(self.weight.sum()),
             "payload_bytes": self.payload_bytes,
+            "model_hash": self.model_hash,
             "ranks": ranks,
         }

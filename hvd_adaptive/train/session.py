@@ -29,17 +29,18 @@ from hvd_adaptive.core.dispatch import Ledger, epoch_order, round_size
 from hvd_adaptive.train.baseline import HorovodStrategy
 from hvd_adaptive.train.batches import Batch, BatchSource
 from hvd_adaptive.train.emulation import Slowdown, compute_seconds
-from hvd_adaptive.train.flat_model import model_hash
 from hvd_adaptive.train.learning_rate import LearningRateMultiplier
 from hvd_adaptive.train.local import LocalStrategy
 from hvd_adaptive.train.logical import LogicalStrategy
-from hvd_adaptive.train.memory import is_out_of_memory
+from hvd_adaptive.train.memory import begun_step_error, is_out_of_memory
 from hvd_adaptive.train.records import GatheredStats, RoundRecord, RoundStats
+from hvd_adaptive.train.replay import Replay, RoundClaims, gather_claims, run_identity
+from hvd_adaptive.train.sameness import check_same_model, describe
 from hvd_adaptive.train.session_state import SessionState, Stateful
 from hvd_adaptive.train.strategy import OwnState, Strategy
 from hvd_adaptive.train.sync import SyncStrategy
 from hvd_adaptive.transport import connect
-from hvd_adaptive.transport.base import Transport, agree, agree_equal
+from hvd_adaptive.transport.base import Transport, agree_equal
 
 __all__ = ["Batch", "Session"]
 
@@ -65,6 +66,7 @@ class Session:
         ledger: what has been consumed, by completed merges.
         round: number of rounds completed.
         train_s: seconds of training so far, without pauses.
+        identity: what a replay must have in common with this run; empty where nothing is recorded or replayed.
         records: callables that get each :class:`RoundRecord`, on every rank.
         before_gather: callables that may add to this rank's statistics of a round just before they are gathered.
 
@@ -82,7 +84,9 @@ class Session:
         transport: Transport | None = None,
     ) -> None:
         self.config = config or Config()
-        self.transport = transport or connect(stall_limit_s=self.config.stall_limit_s)
+        self.transport = transport or connect(
+            stall_limit_s=self.config.stall_limit_s, repeatable=self.config.repeatable
+        )
         self.model = model
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.ledger = Ledger()
@@ -91,20 +95,10 @@ class Session:
         self.num_samples = 0
         self.records: list[Callable[[RoundRecord], None]] = []
         self.before_gather: list[Callable[[RoundStats], None]] = []
+        trained = describe(model, optimizer)
         agree_equal(
             self.transport,
-            {
-                **{f"configuration {k}": v for k, v in dataclasses.asdict(self.config).items()},
-                **{
-                    f"model {name}": (tuple(p.shape), str(p.dtype), p.requires_grad)
-                    for name, p in model.named_parameters()
-                },
-                **{f"model {name}": (tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()},
-                "optimizer": type(optimizer).__name__,
-                "optimizer groups": repr(
-                    [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-                ),
-            },
+            {**{f"configuration {k}": v for k, v in dataclasses.asdict(self.config).items()}, **trained},
             "Start every rank with the same options and the same model.",
         )
         self._slowdown = Slowdown(self.config.slowdown, world_size=self.world_size)
@@ -113,6 +107,14 @@ class Session:
         make_strategy = LogicalStrategy if self.config.logical_ranks else STRATEGIES[self.config.strategy]
         self._strategy = make_strategy(model, optimizer, self.config, self.transport)
         self.optimizer = self._strategy.optimizer
+        self.identity: dict[str, str] = {}
+        self._replay: Replay | None = None
+        if self.config.repeatable:
+            threads = self.transport.allgather_object((self.device.type, torch.get_num_threads()))
+            self.identity = run_identity(self.config, {**trained, "ranks' devices and threads": threads})
+        if self.config.replay is not None:
+            self._replay = Replay(self.config.replay, self.identity, self.transport)
+        self._data = ""
         self._lr = LearningRateMultiplier(self.optimizer)
         self._state = SessionState(self, self._strategy, self._lr)
         self._stats = RoundStats()
@@ -171,26 +173,31 @@ class Session:
             )
         agree_equal(self.transport, {"number of samples": len(source)}, "Give every rank the same data.")
         self._state.check_dataset(len(source))
-        order_epoch, order = -1, np.empty(0, dtype=np.int64)
+        self._data = f"{len(source)} samples, fingerprint {getattr(dataset, 'fingerprint', 'unknown')}"
+        order_epoch = -1
         while not self._stop and (num_epochs is None or self._progress(len(source)) < num_epochs - 1e-9):
             if self.ledger.epoch != order_epoch:
-                order_epoch, order = (
-                    self.ledger.epoch,
-                    epoch_order(len(source), seed=self.config.seed, epoch=self.ledger.epoch),
-                )
+                order_epoch = self.ledger.epoch
+                order = epoch_order(len(source), seed=self.config.seed, epoch=order_epoch)
             size = round_size(
                 self.ledger.cursor,
                 dataset_size=len(source),
                 mega_batch=self._strategy.mega_batch,
                 unit=self._strategy.round_unit,
             )
+            recorded = None
+            if self._replay is not None:
+                recorded = self._replay.next_round(self.round, self._data)
+                if recorded is None:
+                    break
+                size = recorded.num_samples
             rows = order[self.ledger.cursor : self.ledger.cursor + size]
             schedule = lr_schedule(
                 self._progress(len(source)),
                 warmup_epochs=self.config.warmup_epochs,
                 decay=self.config.lr_decay,
             )
-            self._begin_round(len(source))
+            self._begin_round(len(source), recorded)
             for batch in self._strategy.round_batches(
                 rows,
                 work=None if work is None else work[rows],
@@ -235,16 +242,11 @@ class Session:
         if factor > 1:
             spent = compute_seconds(self.device) - compute_start - self._strategy.take_foreign_seconds()
             time.sleep(max(0.0, (factor - 1) * spent))
-        stats = self._stats
-        stats.busy_s += time.perf_counter() - start
-        stats.num_samples += batch.num_samples
-        stats.num_steps += 1
-        stats.work += batch.work
-        if batch.loss is not None:
-            loss = batch.loss.detach() if isinstance(batch.loss, torch.Tensor) else batch.loss
-            stats.loss_sum += float(loss) * batch.num_samples
-            stats.loss_samples += batch.num_samples
-        self.transport.progress(f"step {int(stats.num_steps)} of round {self.round}")
+        loss = batch.loss.detach() if isinstance(batch.loss, torch.Tensor) else batch.loss
+        self._stats.add_step(batch.num_samples, batch.work, None if loss is None else float(loss))
+        # After the loss, whose value a GPU may still be computing.
+        self._stats.busy_s += time.perf_counter() - start
+        self.transport.progress(f"step {int(self._stats.num_steps)} of round {self.round}")
 
     def synchronize(self) -> bool:
         """Waits, inside :meth:`step`, until the gradients are those that ``optimizer.step`` will use: clip or unscale them
@@ -260,11 +262,7 @@ class Session:
         if batch.num_samples < 2 or not self._strategy.take_back(batch):
             return False
         if self._lr.num_begun > num_begun:
-            raise RuntimeError(
-                f"rank {self.rank} ran out of memory with a batch of {batch.num_samples} samples after optimizer.step had begun: "
-                f"parameters may have been changed, so the batch cannot be computed again. Set max_batch_size below "
-                f"{batch.num_samples}, or use an optimizer with less state."
-            ) from error
+            raise begun_step_error(self.rank, batch.num_samples) from error
         # A loss or an input that is kept alive keeps the failed step's memory.
         batch.x = batch.y = batch.loss = None
         return True
@@ -341,11 +339,11 @@ class Session:
     def _progress(self, dataset_size: int) -> float:
         return self.ledger.epoch + self.ledger.cursor / dataset_size
 
-    def _begin_round(self, dataset_size: int) -> None:
-        warming_up = self._progress(dataset_size) < self.config.warmup_epochs
-        self._strategy.warm_up(warming_up)
-        stop = self._stats.stop
-        self._stats = RoundStats(batch_size=float(self._strategy.batch_sizes[self.rank]), stop=stop)
+    def _begin_round(self, dataset_size: int, recorded: RoundClaims | None) -> None:
+        self._strategy.warm_up(self._progress(dataset_size) < self.config.warmup_epochs)
+        if recorded is not None:
+            self._strategy.repeat_round(recorded)
+        self._stats = RoundStats(batch_size=float(self.batch_sizes[self.rank]), stop=self._stats.stop)
         self._round_start = time.perf_counter()
 
     def _end_round(self, num_samples: int, dataset_size: int) -> None:
@@ -361,8 +359,9 @@ class Session:
         gathered, weight, payload_bytes = self._strategy.end_round(stats)
         self.ledger = self.ledger.advance(num_samples, dataset_size)
         self.num_samples += num_samples
+        model_hash = None
         if self.config.hash_interval and (self.round + 1) % self.config.hash_interval == 0:
-            self._check_hash()
+            model_hash = self._check_hash()
         # The merge's seconds are known only now; all ranks just met, so this costs microseconds.
         stats.train_s = self.train_s + time.perf_counter() - self._round_start
         for add_to in self.before_gather:
@@ -382,20 +381,20 @@ class Session:
             weight=weight,
             payload_bytes=payload_bytes,
             stats=final,
+            model_hash=model_hash,
         )
+        if self.config.repeatable:
+            record.claims = gather_claims(
+                record, self._strategy.claimed, num_samples=num_samples, data=self._data, transport=self.transport
+            )
+            if self._replay is not None:
+                self._replay.check(record.claims, int(final["num_samples"].sum()))
         self.round += 1
         self._strategy.after_round(record)
         for receive in self.records:
             receive(record)
 
-    def _check_hash(self) -> None:
+    def _check_hash(self) -> str:
         # Plain Horovod leaves each rank its own BatchNorm statistics.
-        own = model_hash(self.model, buffers=self.config.strategy != "horovod")
-        hashes = self.transport.allgather_object(own)
-        if len(set(hashes)) > 1:
-            odd = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
-            agree(
-                self.transport,
-                f"after round {self.round} the models of ranks {odd} differ from rank 0's; was a parameter changed outside "
-                "session.step, or does a host compute differently? Compare a run with one rank a host.",
-            )
+        buffers = self.config.strategy != "horovod"
+        return check_same_model(self.model, self.transport, buffers=buffers, round_number=self.round)

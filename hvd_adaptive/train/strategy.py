@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows
 from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
+from hvd_adaptive.train.replay import Claim, RoundClaims
 
 # What a saved rank held alone.
 OwnState = Callable[[int], dict[str, Any]]
@@ -25,12 +26,14 @@ class Strategy(Protocol):
         round_unit: a round is a whole number of so many samples, except at the end of an epoch.
         mega_batch: samples of the next round over all ranks, equal on every rank.
         inexact: what breaks the equality with one rank that the strategy promises, as sentences; empty where it promises none.
+        claimed: this rank's claims of the round, in order.
     """
 
     optimizer: Optimizer
     batch_sizes: Array
     round_unit: int
     inexact: list[str]
+    claimed: list[Claim]
 
     @property
     def mega_batch(self) -> int:
@@ -58,6 +61,13 @@ class Strategy(Protocol):
 
         Returns:
             False if it cannot: the error then ends the job.
+        """
+
+    def repeat_round(self, recorded: RoundClaims) -> None:
+        """Makes the next round the recorded one; called before every round of a replay.
+
+        Args:
+            recorded: the round as it was.
         """
 
     def round_batches(

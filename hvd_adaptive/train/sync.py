@@ -22,10 +22,10 @@ from hvd_adaptive.core.speed_model import Damping, SpeedModel
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows
 from hvd_adaptive.train.exactness import what_breaks_equality
 from hvd_adaptive.train.flat_model import FlatBuffers
-from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
+from hvd_adaptive.train.records import Array, GatheredStats, RoundStats
 from hvd_adaptive.train.strategy import OwnState
 from hvd_adaptive.train.sync_optimizer import SyncOptimizer
-from hvd_adaptive.train.synchronous import SynchronousClock, batches_in_order
+from hvd_adaptive.train.synchronous import SynchronousClock, SynchronousStrategy, batches_in_order
 from hvd_adaptive.transport.base import AgreedError, Transport
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class GradientWeight:
             handle.remove()
 
 
-class SyncStrategy:
+class SyncStrategy(SynchronousStrategy):
     """Synchronous training with unequal shares of a fixed global batch. Construction is COLLECTIVE.
 
     The weighted gradients of N ranks add up to the gradient of the global batch: the step equals one rank's. That holds for
@@ -81,9 +81,7 @@ class SyncStrategy:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
-        self._config = config
-        self._transport = transport
-        self._model = model
+        super().__init__(model, config, transport)
         self._trainable = [p.requires_grad for p in model.parameters()]
         world_size = transport.world_size
         self.round_unit = config.global_batch_size or config.batch_size * world_size
@@ -110,29 +108,6 @@ class SyncStrategy:
                 "strategy 'sync' is not equal to one rank at the same global batch with this model: %s",
                 "; ".join(self.inexact),
             )
-
-    def warm_up(self, active: bool) -> None:
-        """The global batch stays; only the learning rate warms up."""
-
-    def lr_multiplier(self, batch: Batch) -> float:
-        """Returns 1: the global batch stays."""
-        return 1.0
-
-    @property
-    def mega_batch(self) -> int:
-        """Samples of a round over all ranks."""
-        return self._config.mega_batch_samples
-
-    def take_back(self, batch: Batch) -> bool:
-        """Returns False: the others' gradients of this step wait for this rank's."""
-        return False
-
-    def after_round(self, record: RoundRecord) -> None:
-        """Shares were chosen when the round ended."""
-
-    def take_foreign_seconds(self) -> float:
-        """Returns compute seconds of this step spent polling for gradients, which an emulated slowdown must not stretch."""
-        return self._clock.take_foreign_seconds()
 
     def synchronize(self) -> bool:
         """Waits for the reduced gradients; returns whether this micro-batch is the step's last. COLLECTIVE then."""

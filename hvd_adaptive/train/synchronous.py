@@ -8,10 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
+from hvd_adaptive.config import Config
 from hvd_adaptive.train.batches import Batch, prefetched
 from hvd_adaptive.train.emulation import compute_seconds
-from hvd_adaptive.train.records import RoundStats
+from hvd_adaptive.train.records import RoundRecord, RoundStats
+from hvd_adaptive.train.replay import Claim, RoundClaims
 from hvd_adaptive.transport.base import Transport
 
 
@@ -59,6 +62,56 @@ class SynchronousClock:
             self._foreign_s += wall_s if on_gpu else compute_seconds(self._device) - compute
 
         return timed
+
+
+class SynchronousStrategy:
+    """What :class:`hvd_adaptive.train.strategy.Strategy` asks and strategies that exchange gradients answer alike: the
+    global batch and so the learning rate stay, nothing is claimed, and no batch can be computed again.
+
+    Attributes:
+        round_unit: 1, rounds may have any number of samples.
+        inexact: empty.
+        claimed: empty.
+    """
+
+    _clock: SynchronousClock
+
+    def __init__(self, model: nn.Module, config: Config, transport: Transport) -> None:
+        self._model = model
+        self._config = config
+        self._transport = transport
+        self.round_unit = 1
+        self.inexact: list[str] = []
+        self.claimed: list[Claim] = []
+
+    @property
+    def mega_batch(self) -> int:
+        """Samples of a round over all ranks."""
+        return self._config.mega_batch_samples
+
+    def warm_up(self, active: bool) -> None:
+        """Batches keep their size; only the learning rate warms up."""
+
+    def lr_multiplier(self, batch: Batch) -> float:
+        """Returns 1: the global batch stays."""
+        return 1.0
+
+    def take_foreign_seconds(self) -> float:
+        """Returns compute seconds of this step spent polling for gradients, which an emulated slowdown must not stretch."""
+        return self._clock.take_foreign_seconds()
+
+    def take_back(self, batch: Batch) -> bool:
+        """Returns False: the others' gradients of this step wait for this rank's."""
+        return False
+
+    def repeat_round(self, recorded: RoundClaims) -> None:
+        """The configuration refuses recordings of these strategies."""
+
+    def after_round(self, record: RoundRecord) -> None:
+        """All was decided when the round ended."""
+
+    def close(self) -> None:
+        """Nothing is left on the model."""
 
 
 def batches_in_order(

@@ -22,6 +22,7 @@ from hvd_adaptive.train.evaluation import Evaluator
 from hvd_adaptive.train.flat_model import model_hash
 from hvd_adaptive.train.model import SparseMLP, multilabel_softmax_loss
 from hvd_adaptive.train.records import RoundRecord
+from hvd_adaptive.train.replay import CLAIMS_FILE, RecordingFile
 from hvd_adaptive.train.run_directory import BEST_MODEL, LAST_MODEL, RunDirectory
 from hvd_adaptive.train.session import Session
 from hvd_adaptive.train.summary import Totals
@@ -90,6 +91,10 @@ class Trainer:
         speeds = self._calibrate(config, optimizer, device) if train.calibration else None
         self._session = Session(self._model, optimizer, config, transport=transport)
         self._session.records.append(self._after_round)
+        if config.record and run_directory:
+            self._session.records.append(
+                RecordingFile(run_directory.path / CLAIMS_FILE, self._session.identity)
+            )
         propensity = inverse_propensity(self._data.label_counts(), num_samples=len(self._data))
         self._evaluator = Evaluator(test, propensity, transport)
         self._totals = Totals(config, train, transport, speeds)
@@ -192,6 +197,8 @@ class Trainer:
             self._directory.add_round(line)
         reached = bool(train.target_p1 and scores and scores["p1"] >= train.target_p1)
         timed_out = train.time_limit is not None and record.train_s >= train.time_limit
+        # A replay ends where its recording does.
+        timed_out = timed_out and session.config.replay is None
         if reached or timed_out:
             session.stop(agreed=True)
         if self._show_progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -9,16 +10,20 @@ from pathlib import Path
 from hvd_adaptive.launch.binding import LauncherInfo, check_world, mpi_environment, read_launcher
 from hvd_adaptive.transport.base import Transport
 
+log = logging.getLogger(__name__)
+
 # Ranks of these launchers carry no variable that read_launcher knows.
 _UNKNOWN_LAUNCHERS = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
 
 
-def connect(*, stall_limit_s: float, groups: bool = False) -> Transport:
+def connect(*, stall_limit_s: float, groups: bool = False, repeatable: bool = False) -> Transport:
     """Joins the world that a launcher started, or makes one of this process alone. COLLECTIVE.
 
     Args:
         stall_limit_s: seconds after which a dead, frozen or stuck rank ends the job.
         groups: whether the ranks will be split into groups (for the hierarchical exchange).
+        repeatable: the bits of sums must repeat from run to run: Horovod fuses no tensors then, as what is fused depends on
+            timing.
 
     Raises:
         RuntimeError: if the launcher's world, MPI's and Horovod's are not one.
@@ -38,6 +43,10 @@ def connect(*, stall_limit_s: float, groups: bool = False) -> Transport:
         # MPI is not set up there, and Open MPI may end a process that tries without a word that helps.
         check_world(info, 1)
     set_mpi_environment(info)
+    if repeatable:
+        # Before Horovod starts, which reads them then. Its autotuning would choose another threshold.
+        os.environ |= {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_AUTOTUNE": "0"}
+        log.info("Horovod's tensor fusion is off (HOROVOD_FUSION_THRESHOLD=0), so that sums repeat bit for bit")
     from hvd_adaptive.transport.horovod_mpi import HorovodMpiTransport
 
     return HorovodMpiTransport(info, stall_limit_s=stall_limit_s, groups=groups)

@@ -52,7 +52,7 @@ def test_random_states_buffers_and_optimizers_are_a_logical_ranks_own(run_job: A
     path.write_text(SCRIPT)
     answers = []
     for world_size in (1, 2, 3, 4):
-        job = run_job([sys.executable, str(path)], np=world_size)
+        job = run_job([sys.executable, str(path)], np=world_size, timeout=240)
         assert job.returncode == 0, job.describe()
         answers += [line for line in job.stdout.splitlines() if line.startswith("hashes")]
     assert len(answers) == 4 and len(set(answers)) == 1, answers
@@ -74,8 +74,8 @@ def test_the_command_gives_one_model_at_any_number_of_ranks(
     for world_size in (1, 2, 3, 4):
         out = tmp_path / str(world_size)
         command = [sys.executable, "-m", "hvd_adaptive", "train", "--logical-ranks", "4", "--out", str(out)]
-        limits = ["--epochs", "0.3", "--hidden-size", "32", "--batch-size", "32", "--mega-batch", "1500"]
-        job = run_job([*command, *limits, *options, "--no-calibration", "--eval-rounds", "0"], np=world_size)
+        limits = ["--epochs", "0.1", "--hidden-size", "16", "--batch-size", "32", "--mega-batch", "1500"]
+        job = run_job([*command, *limits, *options, "--no-calibration", "--eval-rounds", "0"], np=world_size, timeout=240)
         assert job.returncode == 0, job.describe()
         assert "4 logical ranks" in job.stderr and "adaptivity is off" in job.stderr, job.describe()
         summaries.append(json.loads((out / "summary.json").read_text()))
@@ -86,6 +86,6 @@ def test_the_command_gives_one_model_at_any_number_of_ranks(
 
 def test_too_many_ranks_are_told_once(run_job: Any, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hvd_adaptive", "train", "--logical-ranks", "1", "--no-calibration"]
-    job = run_job([*command, "--out", str(tmp_path / "run")], np=2)
+    job = run_job([*command, "--out", str(tmp_path / "run")], np=2, timeout=240)
     assert job.returncode == 2, job.describe()
     assert job.stderr.count("logical_ranks must be >= the number of ranks, got 1 < 2") == 1, job.describe()

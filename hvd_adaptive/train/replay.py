@@ -1,0 +1,272 @@
+"""Record and replay: which rank computed what, in which order, written down and computed again.
+
+A recording is a file of JSON lines: first what the run was, then one line a round. A line that repeats a round's number
+takes the place of the earlier one, and a last line without an end was never finished: so a resumed run may append.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvd_adaptive.config import Config
+from hvd_adaptive.train.claims import Claims, ClaimSize
+from hvd_adaptive.transport.base import AgreedError, Transport
+
+if TYPE_CHECKING:
+    from hvd_adaptive.train.records import RoundRecord
+
+log = logging.getLogger(__name__)
+
+CLAIMS_FILE = "claims.jsonl"
+# What may differ between a run and its replay: none of them changes a bit of the model.
+_FREE = ("record", "replay", "stall_limit_s", "hash_interval", "slowdown")
+
+Claim = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundClaims:
+    """One round as it was.
+
+    Attributes:
+        round: its number.
+        data: what the rows are of, as text.
+        num_samples: samples of the round, over all ranks.
+        claims: for each rank the work [start, stop) that it took, in its order.
+        batch_size: of each rank.
+        lr: learning rate of each rank's last step.
+        weight: merge weight of each rank.
+        model_hash: SHA-256 of the merged model, where it was taken.
+    """
+
+    round: int
+    data: str
+    num_samples: int
+    claims: list[list[Claim]]
+    batch_size: list[float]
+    lr: list[float]
+    weight: list[float]
+    model_hash: str | None
+
+
+class WatchedClaims:
+    """Hands out the claims of another source and keeps a list of them.
+
+    Args:
+        source: where claims come from.
+
+    Attributes:
+        taken: the claims so far, in order.
+    """
+
+    def __init__(self, source: Claims) -> None:
+        self._source = source
+        self.taken: list[Claim] = []
+
+    def claim(self, size: ClaimSize) -> Claim | None:
+        """Takes a piece from the source."""
+        claim = self._source.claim(size)
+        if claim is not None:
+            self.taken.append(claim)
+        return claim
+
+
+class RecordedClaims:
+    """The claims of a recording, whatever size is asked for.
+
+    Args:
+        claims: one rank's, of one round.
+    """
+
+    def __init__(self, claims: list[Claim]) -> None:
+        self._left = iter(claims)
+
+    def claim(self, size: ClaimSize) -> Claim | None:
+        """Takes the next recorded piece."""
+        return next(self._left, None)
+
+
+def gather_claims(
+    record: RoundRecord, claimed: list[Claim], *, num_samples: int, data: str, transport: Transport
+) -> RoundClaims:
+    """Returns a completed round as a recording keeps it. COLLECTIVE.
+
+    Args:
+        record: the round.
+        claimed: this rank's claims.
+        num_samples: of the round, over all ranks.
+        data: what the rows are of.
+        transport: the world.
+    """
+    return RoundClaims(
+        round=record.round,
+        data=data,
+        num_samples=num_samples,
+        claims=transport.allgather_object(claimed),
+        batch_size=record.stats["batch_size"].tolist(),
+        lr=record.stats["lr"].tolist(),
+        weight=record.weight.tolist(),
+        model_hash=record.model_hash,
+    )
+
+
+def run_identity(config: Config, values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what a run and its replay must have in common, by name, as text.
+
+    Args:
+        config: the run's.
+        values: more of it: model, optimizer, ranks.
+    """
+    options = dataclasses.asdict(config)
+    own = {f"configuration {name}": value for name, value in options.items() if name not in _FREE}
+    return {name: repr(value) for name, value in {**own, **values}.items()}
+
+
+class RecordingFile:
+    """Writes a recording; one of ``Session.records``, on one rank only.
+
+    Args:
+        path: the file, which must not be there yet.
+        identity: what :func:`run_identity` gave.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+
+    def __init__(self, path: Path, identity: dict[str, str]) -> None:
+        self._file: IO[str] = path.open("x", encoding="utf-8")
+        self._write({"identity": identity})
+
+    def __call__(self, record: Any) -> None:
+        """Adds a round.
+
+        Args:
+            record: a RoundRecord whose ``claims`` are known.
+        """
+        self._write(dataclasses.asdict(record.claims))
+
+    def _write(self, value: dict[str, Any]) -> None:
+        self._file.write(json.dumps(value) + "\n")
+        self._file.flush()
+
+
+class Replay:
+    """A recording that a run repeats, round by round, from any round on. Construction is COLLECTIVE.
+
+    Args:
+        path: a run directory with a recording, or the file; read by rank 0.
+        identity: of this run, see :func:`run_identity`.
+        transport: the world.
+
+    Raises:
+        AgreedError: on all ranks, if it cannot be read or is of another run.
+    """
+
+    def __init__(self, path: str, identity: dict[str, str], transport: Transport) -> None:
+        read, error = None, None
+        if transport.rank == 0:
+            try:
+                read = _read(Path(path))
+            except (OSError, ValueError, KeyError, TypeError) as failure:
+                error = f"replay {path}: {failure}"
+        read, error = transport.allgather_object((read, error))[0]
+        if error is not None:
+            raise AgreedError(error)
+        assert read is not None
+        recorded, self._rounds = read
+        self._path = path
+        self._rank = transport.rank
+        differing = [
+            f"{name} is {identity.get(name, 'missing')} and was {recorded.get(name, 'missing')}"
+            for name in sorted({*identity, *recorded})
+            if identity.get(name) != recorded.get(name)
+        ]
+        if differing:
+            raise AgreedError(
+                f"replay {path}: this run is not the recorded one: {'; '.join(differing[:5])}. "
+                "Start it with the options, the number of ranks and the threads of the recording."
+            )
+
+    def next_round(self, number: int, data: str) -> RoundClaims | None:
+        """Returns a round as it was recorded, None after the last one.
+
+        Args:
+            number: of the round.
+            data: what the rows are of, as text.
+
+        Raises:
+            AgreedError: on all ranks, if the data are others.
+        """
+        recorded = self._rounds.get(number)
+        if recorded is None:
+            if self._rank == 0:
+                log.info("replay %s: the recording ends before round %d", self._path, number)
+        elif recorded.data != data:
+            raise AgreedError(
+                f"replay {self._path}: the data are {data} and were {recorded.data}; give the recorded run's data"
+            )
+        return recorded
+
+    def check(self, done: RoundClaims, num_samples: int) -> None:
+        """Compares a completed round with the recording.
+
+        Args:
+            done: the round as it was this time, the same on every rank.
+            num_samples: samples that the ranks computed.
+
+        Raises:
+            AgreedError: on all ranks, naming the first thing that differs.
+        """
+        recorded = self._rounds[done.round]
+        if num_samples != recorded.num_samples:
+            raise AgreedError(
+                f"replay {self._path}: the claims of round {done.round} make {num_samples} samples instead of "
+                f"{recorded.num_samples}: the recording was changed"
+            )
+        for name in ("claims", "batch_size", "lr", "weight", "model_hash"):
+            ours, theirs = getattr(done, name), getattr(recorded, name)
+            if ours != theirs and not (name == "model_hash" and None in (ours, theirs)):
+                raise AgreedError(
+                    f"replay {self._path}: {name} of round {done.round} is {_short(ours)} and was {_short(theirs)}. "
+                    "Bits repeat on the same hardware, with the same versions of torch, MPI and Horovod."
+                )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[int, RoundClaims]]:
+    file = path if path.is_file() else path / CLAIMS_FILE
+    if not file.exists():
+        raise ValueError(f"{file} is not there; name the directory of a run that was started with --record")
+    text = file.read_text(encoding="utf-8")
+    identity: dict[str, str] = {}
+    rounds = {}
+    # What stands after the last end of a line was cut off in writing.
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        try:
+            value = json.loads(line)
+            if "identity" in value:
+                identity = value["identity"]
+                continue
+            value["claims"] = [[(int(a), int(b)) for a, b in rank] for rank in value["claims"]]
+            entry = RoundClaims(**value)
+            ends = np.array(sorted(claim for rank in entry.claims for claim in rank))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"line {number} of {file} is not of a recording: {error}") from None
+        if not len(ends) or ends[0, 0] != 0 or (ends[1:, 0] != ends[:-1, 1]).any():
+            raise ValueError(f"line {number} of {file}: the claims of round {entry.round} overlap or leave gaps")
+        rounds[entry.round] = entry
+    if not identity:
+        raise ValueError(f"{file} does not say which run it is of: its first line is missing")
+    return identity, rounds
