@@ -23,7 +23,7 @@ from hvd_adaptive.transport.base import Collectives, Transport, agree, agree_equ
 log = logging.getLogger(__name__)
 
 REDUCERS = ("allreduce", "sra", "hierarchical")
-CHUNK_ELEMENTS = 1 << 21
+CHUNK_ELEMENTS = 1 << 22
 # Uncompressed tensors smaller than this travel together: a collective each would cost more than copying them.
 _PACKED_ELEMENTS = 1 << 18
 
