@@ -1,11 +1,12 @@
 """One changed line."""
 
-import hvd_adaptive.torch as hvd
 import torch
 import torch.nn.functional as F
 from common import Net, make_data
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
+
+import hvd_adaptive.torch as hvd
 
 hvd.init()
 torch.manual_seed(hvd.rank())
