@@ -1,0 +1,129 @@
+"""The global batches behind the ranks' own ones, foreseen without asking the ranks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+
+from hvd_adaptive.core.shares import integer_shares
+from hvd_adaptive.wrap.reasons import Reason, mask, unmask
+from hvd_adaptive.wrap.sampling import checksum, find_union, take_share
+
+
+class Buckets:
+    """A batch sampler that holds its rank itself and shuffles with a generator of its own."""
+
+    def __init__(self, num_rows: int, num_replicas: int, rank: int, seed: int | None = 0) -> None:
+        self.dataset = list(range(num_rows))
+        self.num_replicas, self.rank = num_replicas, rank
+        self.generator = None if seed is None else np.random.default_rng(seed)
+
+    def __iter__(self) -> Any:
+        rows = list(self.dataset)
+        if self.generator is None:
+            random.shuffle(rows)
+        else:
+            self.generator.shuffle(rows)
+        mine = rows[self.rank :: self.num_replicas]
+        return iter([mine[i : i + 5] for i in range(0, len(mine), 5)])
+
+
+def torch_sampler(rank: int, world_size: int, num_rows: int, batch_size: int, drop_last: bool) -> BatchSampler:
+    sampler = DistributedSampler(
+        range(num_rows),  # type: ignore[arg-type]
+        num_replicas=world_size,
+        rank=rank,
+        seed=3,
+        drop_last=drop_last,
+    )
+    sampler.set_epoch(5)
+    return BatchSampler(sampler, batch_size, drop_last=False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    world_size=st.integers(1, 5), num_rows=st.integers(5, 80), batch_size=st.integers(1, 9), drop_last=st.booleans()
+)
+def test_torchs_sampler_is_foreseen_on_every_rank(
+    world_size: int, num_rows: int, batch_size: int, drop_last: bool
+) -> None:
+    samplers = [torch_sampler(rank, world_size, num_rows, batch_size, drop_last) for rank in range(world_size)]
+    own = [list(sampler) for sampler in samplers]
+    for rank, sampler in enumerate(samplers):
+        union = find_union(sampler, world_size=world_size, rank=rank)
+        assert not isinstance(union, Reason)
+        for number, batches in enumerate(zip(*own, strict=True)):
+            assert union.batch(number) == list(batches)
+        assert list(sampler) == own[rank]
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=5), data=st.data())
+def test_shares_partition_the_global_batch(sizes: list[int], data: st.DataObject) -> None:
+    lists = [[(rank, i) for i in range(size)] for rank, size in enumerate(sizes)]
+    targets = data.draw(st.lists(st.floats(0.1, 10), min_size=len(sizes), max_size=len(sizes)))
+    shares = integer_shares(targets, sum(sizes))
+    parts = [take_share(lists, shares, rank) for rank in range(len(sizes))]
+    assert [index for part in parts for index in part] == [index for part in lists for index in part]
+    assert [take_share(lists, sizes, rank) for rank in range(len(sizes))] == lists
+
+
+def test_a_sampler_of_the_scripts_own_is_foreseen_and_left_as_it_is() -> None:
+    own = [list(Buckets(33, 3, rank)) for rank in range(3)]
+    for rank in range(3):
+        sampler = Buckets(33, 3, rank)
+        torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+        union = find_union(sampler, world_size=3, rank=rank)
+        assert not isinstance(union, Reason)
+        assert [union.batch(number) for number in range(3)] == [list(batch) for batch in zip(*own, strict=True)]
+        assert union.batch(0) == [batches[0] for batches in own]
+        assert list(sampler) == own[rank]
+        assert torch.equal(torch.get_rng_state(), torch_state)
+        assert np.random.get_state()[1].tolist() == numpy_state  # type: ignore[union-attr]
+
+
+def test_random_numbers_of_the_process_are_not_foreseen_and_not_used_up() -> None:
+    sampler = Buckets(400, 2, 0, seed=None)
+    union = find_union(sampler, world_size=2, rank=0)
+    assert not isinstance(union, Reason)
+    random.seed(1)
+    first = random.random()
+    random.seed(1)
+    union.batch(3)
+    assert random.random() == first
+    assert union.batch(0)[0] != next(iter(sampler))
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        BatchSampler(RandomSampler(range(10)), 2, False),  # type: ignore[arg-type]
+        torch_sampler(1, 4, 20, 2, False),
+        [[1, 2], [3]],
+    ],
+)
+def test_samplers_that_do_not_split_by_these_ranks_are_refused(sampler: Any) -> None:
+    assert find_union(sampler, world_size=2, rank=0) is Reason.NO_SAMPLER
+
+
+def test_a_sampler_that_cannot_be_copied_is_refused() -> None:
+    sampler = Buckets(10, 2, 0)
+    sampler.generator = {"stream": (i for i in range(3))}  # type: ignore[assignment]
+    assert find_union(sampler, world_size=2, rank=0) is Reason.NOT_COPYABLE
+
+
+def test_checksums_tell_global_batches_apart() -> None:
+    assert checksum([[1, 2], [3]]) == checksum([(1, 2), (3,)])
+    assert len({checksum([[1, 2], [3]]), checksum([[1], [2, 3]]), checksum([[1, 2], [4]])}) == 3
+
+
+def test_reasons_survive_a_float() -> None:
+    assert unmask(int(float(mask(set(Reason))))) == set(Reason)
+    assert all(unmask(mask({reason})) == {reason} for reason in Reason)
