@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from hvd_adaptive.train import checkpoint
-from hvd_adaptive.train.random_state import random_state, seed_random_state, set_random_state
+from hvd_adaptive.train.random_state import random_state, seeded_random_state, set_random_state
 from hvd_adaptive.train.state import flatten_state, unflatten_state
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -110,7 +110,7 @@ def test_random_states_repeat_and_new_ranks_differ(tmp_path: Path) -> None:
     seen = set()
     for rank in range(3):
         for round_number in range(3):
-            seed_random_state(seed=0, rank=rank, round_number=round_number)
+            set_random_state(seeded_random_state((0, rank, round_number), CPU), CPU)
             seen |= set(draw())
     assert len(seen) == 36
     set_random_state(before, CPU)
