@@ -80,6 +80,7 @@ class Trainer:
         self._data, test = splits
         self._directory = run_directory
         self._show_progress = show_progress
+        self._sums_loss = config.loss_reduction == "sum"
         torch.manual_seed(config.seed)
         self._model = SparseMLP(
             self._data.num_features,
@@ -167,7 +168,8 @@ class Trainer:
     def _step(self, optimizer: Optimizer, batch: Batch) -> torch.Tensor:
         optimizer.zero_grad()
         loss = multilabel_softmax_loss(self._model(batch.x), batch.y)
-        loss.backward()
+        # The mean over a batch times its samples is the sum; a batch without samples of its own then counts nothing.
+        (loss * batch.num_samples if self._sums_loss else loss).backward()
         optimizer.step()
         return loss.detach()
 

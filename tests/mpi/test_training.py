@@ -41,7 +41,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("strategy", ["local", "horovod"])
+@pytest.mark.parametrize("strategy", ["local", "sync", "horovod"])
 def test_any_number_of_ranks_trains_and_agrees(
     train: Any, tmp_path: Path, world_size: int, strategy: str
 ) -> None:
@@ -64,7 +64,7 @@ def test_any_number_of_ranks_trains_and_agrees(
     assert summary["samples"] == 4000 and summary["epochs"] == 2
     assert rounds[-1]["loss"] < 0.9 * rounds[0]["loss"]
     assert summary["final"]["p1"] > 0.3
-    if strategy == "local":
+    if strategy != "horovod":
         assert sum(summary["ranks"]["num_samples"]) == 4000
         assert all(r["weight_sum"] == pytest.approx(1) for r in rounds)
 
@@ -129,6 +129,20 @@ def test_batch_sizes_follow_emulated_speeds(train: Any, tmp_path: Path, rule: st
     assert slow < 16 < fast
     assert summary["slowdown"] == "20,1" and "EMULATED slowdown 20,1" in job.stdout
     assert summary["ranks"]["num_samples"][1] > 2 * summary["ranks"]["num_samples"][0]
+
+
+def test_shares_of_sync_follow_emulated_speeds(train: Any, tmp_path: Path) -> None:
+    job = train(
+        "--strategy", "sync", "--global-batch-size", "64", "--accumulation-steps", "2", "--loss-reduction", "sum", "--lr", "0.06",
+        "--slowdown", "20,1", "--epochs", "4", "--mega-batch", "500", np=2,
+    )  # fmt: skip
+    assert job.returncode == 0, job.describe()
+    summary, rounds = read(tmp_path / "run")
+    slow, fast = rounds[-1]["ranks"]["batch_size"]
+    assert slow < 26 and slow + fast == 64
+    assert rounds[-1]["ranks"]["weight"] == [slow / 64, fast / 64]
+    assert summary["samples"] == sum(summary["ranks"]["num_samples"]) == 8000 and summary["inexact"] == []
+    assert rounds[-1]["loss"] < 0.9 * rounds[0]["loss"]
 
 
 def test_work_counted_in_nonzeros(train: Any, tmp_path: Path) -> None:
