@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
-from itertools import cycle, islice
+from itertools import cycle, islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,12 +136,14 @@ def _compare(seconds: float, reference_s: float | None) -> str:
 def _draw_batch_sizes(axes: Axes, run: Run, *, height_in: float) -> None:
     axes.set_title(f"Batch size of each rank: {run.label}")
     numbers = [record["round"] for record in run.rounds]
-    lines = list(zip(*(record["ranks"]["batch_size"] for record in run.rounds), strict=True))
+    # A resume may have changed the number of ranks: a rank that was not there has no line.
+    lines = list(zip_longest(*(record["ranks"]["batch_size"] for record in run.rounds), fillvalue=math.nan))
     # Ranks whose line ends at the same size share one label.
     groups: dict[float, list[int]] = {}
     for rank, (sizes, colour) in enumerate(zip(lines, islice(cycle(_PALETTE), len(lines)), strict=True)):
         axes.plot(numbers, sizes, color=colour, drawstyle="steps-mid", linewidth=1.8)
-        groups.setdefault(round(sizes[-1]), []).append(rank)
+        if not math.isnan(sizes[-1]):
+            groups.setdefault(round(sizes[-1]), []).append(rank)
     ends = []
     for ranks in groups.values():
         colour = _PALETTE[ranks[0] % len(_PALETTE)] if len(ranks) == 1 else _INK
@@ -149,7 +152,7 @@ def _draw_batch_sizes(axes: Axes, run: Run, *, height_in: float) -> None:
         if len(factors) == 1:
             text += f" ({factors.pop():g}x)"
         ends.append((numbers[-1], lines[ranks[0]][-1], text, colour))
-    axes.set_ylim(0, 1.08 * max(max(sizes) for sizes in lines))
+    axes.set_ylim(0, 1.08 * max(size for sizes in lines for size in sizes if not math.isnan(size)))
     _label_ends(axes, ends, height_in=height_in)
 
 

@@ -134,7 +134,7 @@ def leave_the_process_as_it_was() -> Iterator[None]:
     "config",
     [
         CONFIG,
-        Config(batch_size=16, mega_batch=100, outer_step="momentum", optimizer_state="average", warmup_epochs=1.8),
+        Config(batch_size=16, mega_batch=100, outer_step="momentum", optimizer_state="average", warmup_epochs=1.5),
         Config(
             batch_size=16, mega_batch=100, batch_size_rule="heterogpu", min_batch_size=4, batch_size_step=3, lr_decay=0.1
         ),

@@ -167,3 +167,14 @@ def test_picture_is_a_png_of_readme_size(run_dirs: list[Path], tmp_path: Path, c
     width, height = struct.unpack(">II", content[16:24])
     assert 900 <= width <= 1700
     assert 500 <= height <= 900
+
+
+def test_picture_of_a_run_whose_number_of_ranks_changed(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", strategy="local", slowdown=None, label="resumed")
+    records = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+    for number, record in enumerate(records):
+        sizes = record["ranks"]["batch_size"]
+        record["ranks"]["batch_size"] = sizes[:1] if number < 5 else sizes if number < 10 else sizes[:3]
+    (path / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    plot_runs([path], tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
