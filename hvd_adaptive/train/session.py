@@ -34,7 +34,7 @@ from hvd_adaptive.train.learning_rate import LearningRateMultiplier
 from hvd_adaptive.train.local import LocalStrategy
 from hvd_adaptive.train.logical import LogicalStrategy
 from hvd_adaptive.train.records import GatheredStats, RoundRecord, RoundStats
-from hvd_adaptive.train.replay import Replay, RoundClaims, run_identity
+from hvd_adaptive.train.replay import Claim, Replay, RoundClaims, run_identity
 from hvd_adaptive.train.strategy import Strategy
 from hvd_adaptive.transport import connect
 from hvd_adaptive.transport.base import Transport, agree, agree_equal
@@ -296,6 +296,7 @@ class Session:
         model_hash = None
         if self.config.hash_interval and (self.round + 1) % self.config.hash_interval == 0:
             model_hash = self._check_hash()
+        claims = self.transport.allgather_object(self._strategy.claimed) if self.config.repeatable else None
         # The merge's seconds are known only now; all ranks just met, so this costs microseconds.
         stats.train_s = self.train_s + time.perf_counter() - self._round_start
         final = GatheredStats(self.transport.allgather_stats(stats.vector()))
@@ -315,26 +316,28 @@ class Session:
             stats=final,
             model_hash=model_hash,
         )
-        if self.config.repeatable:
-            record.claims = self._round_claims(record, num_samples)
+        if claims is not None:
+            record.claims = self._round_claims(record, claims, num_samples)
         self.round += 1
         for receive in self.records:
             receive(record)
 
-    def _round_claims(self, record: RoundRecord, num_samples: int) -> RoundClaims:
-        claims = RoundClaims(
+    def _round_claims(
+        self, record: RoundRecord, claims: list[list[Claim]], num_samples: int
+    ) -> RoundClaims:
+        done = RoundClaims(
             round=record.round,
             data=self._data,
             num_samples=num_samples,
-            claims=self.transport.allgather_object(self._strategy.claimed),
+            claims=claims,
             batch_size=record.stats["batch_size"].tolist(),
             lr=record.stats["lr"].tolist(),
             weight=record.weight.tolist(),
             model_hash=record.model_hash,
         )
         if self._replay is not None:
-            self._replay.check(claims, int(record.stats["num_samples"].sum()))
-        return claims
+            self._replay.check(done, int(record.stats["num_samples"].sum()))
+        return done
 
     def _check_hash(self) -> str:
         # Plain Horovod leaves each rank its own BatchNorm statistics.
