@@ -44,7 +44,7 @@ def train(config: Config, options: TrainConfig, *, transport: Transport, termina
         "Start every rank with the same options and the same HVD_ADAPTIVE_* variables.",
     )
     device = use_device(options.device, transport, threads=config.compute_threads)
-    if config.logical_ranks and device.type == "cuda":
+    if (config.logical_ranks or config.repeatable) and device.type == "cuda":
         # Before the first use of cuBLAS, which reads the variable then.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -94,23 +94,22 @@ class RecordedClaims:
         return next(self._left, None)
 
 
-def gather_claims(
-    record: RoundRecord, claimed: list[Claim], *, num_samples: int, data: str, transport: Transport
+def round_claims(
+    record: RoundRecord, claims: list[list[Claim]], *, num_samples: int, data: str
 ) -> RoundClaims:
-    """Returns a completed round as a recording keeps it. COLLECTIVE.
+    """Returns a completed round as a recording keeps it.
 
     Args:
         record: the round.
-        claimed: this rank's claims.
+        claims: each rank's.
         num_samples: of the round, over all ranks.
         data: what the rows are of.
-        transport: the world.
     """
     return RoundClaims(
         round=record.round,
         data=data,
         num_samples=num_samples,
-        claims=transport.allgather_object(claimed),
+        claims=claims,
         batch_size=record.stats["batch_size"].tolist(),
         lr=record.stats["lr"].tolist(),
         weight=record.weight.tolist(),

@@ -34,7 +34,7 @@ from hvd_adaptive.train.local import LocalStrategy
 from hvd_adaptive.train.logical import LogicalStrategy
 from hvd_adaptive.train.memory import begun_step_error, is_out_of_memory
 from hvd_adaptive.train.records import GatheredStats, RoundRecord, RoundStats
-from hvd_adaptive.train.replay import Replay, RoundClaims, gather_claims, run_identity
+from hvd_adaptive.train.replay import Replay, RoundClaims, round_claims, run_identity
 from hvd_adaptive.train.sameness import check_same_model, describe
 from hvd_adaptive.train.session_state import SessionState, Stateful
 from hvd_adaptive.train.strategy import OwnState, Strategy
@@ -362,6 +362,7 @@ class Session:
         model_hash = None
         if self.config.hash_interval and (self.round + 1) % self.config.hash_interval == 0:
             model_hash = self._check_hash()
+        claims = self.transport.allgather_object(self._strategy.claimed) if self.config.repeatable else None
         # The merge's seconds are known only now; all ranks just met, so this costs microseconds.
         stats.train_s = self.train_s + time.perf_counter() - self._round_start
         for add_to in self.before_gather:
@@ -383,10 +384,8 @@ class Session:
             stats=final,
             model_hash=model_hash,
         )
-        if self.config.repeatable:
-            record.claims = gather_claims(
-                record, self._strategy.claimed, num_samples=num_samples, data=self._data, transport=self.transport
-            )
+        if claims is not None:
+            record.claims = round_claims(record, claims, num_samples=num_samples, data=self._data)
             if self._replay is not None:
                 self._replay.check(record.claims, int(final["num_samples"].sum()))
         self.round += 1

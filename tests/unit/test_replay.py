@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -110,6 +111,29 @@ def test_a_replay_starts_at_any_round(recorded: dict[str, Any]) -> None:
 
     again = replay(recorded, before=resume, model=first["model"])
     assert first["hashes"] + again["hashes"] == recorded["hashes"]
+
+
+def test_batch_sizes_and_rounds_come_from_the_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rules may follow from seconds, which a replay does not have: here they follow from what only the recorded run does."""
+
+    def rebalance(session: Session) -> None:
+        strategy = session._strategy
+        strategy._rebalance = lambda _: setattr(  # type: ignore[attr-defined]
+            strategy, "batch_sizes", np.roll([8.0, 16.0, 24.0], session.round)
+        )
+
+    file = tmp_path / "claims.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "hvd_adaptive.train.session.round_size",
+            lambda cursor, *, dataset_size, mega_batch: min(70 + cursor // 2, dataset_size - cursor),
+        )
+        first = LocalWorld(3).run(lambda t: train(t, file=file, before=rebalance, record=True))[0]
+    assert len({claims.num_samples for claims in first["claims"]}) > 2
+    assert len({tuple(claims.batch_size) for claims in first["claims"]}) > 2
+    assert replay({"file": file})["hashes"] == first["hashes"]
 
 
 def change(recorded: dict[str, Any], number: int, edit: Callable[[dict[str, Any]], None]) -> None:
