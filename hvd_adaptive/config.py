@@ -39,9 +39,11 @@ class Config:
     strategy: str = _option(
         "local",
         "local: ranks train by themselves and merge models every mega-batch (Adaptive SGD); "
-        "horovod: plain DistributedOptimizer with equal batches, the baseline",
+        "horovod: plain DistributedOptimizer with equal batches, the baseline; "
+        "sma: CROSSBOW's synchronous model averaging with equal batches, a baseline",
         "local",
         "horovod",
+        "sma",
     )
     batch_size: int = _option(64, "samples in a rank's batch at the start")
     min_batch_size: int | None = _option(
@@ -115,14 +117,13 @@ class Config:
     )
     sparse_merge: str = _option(
         "auto",
-        "rows of parameters with sparse gradients that cross the wire in a merge; auto: only those that some rank touched, "
-        "where that takes less time than all",
-        "auto",
-        "always",
-        "never",
+        "merge only those rows of parameters with sparse gradients that some rank touched; auto: where that takes less time",
+        *("auto", "always", "never"),
     )
-    row_weights: bool = _option(
-        False, "average each row of a parameter with sparse gradients only over the ranks that touched it"
+    row_weights: bool = _option(False, "average rows of such parameters only over the ranks that touched them")
+    sma_alpha: float | None = _option(None, "how far 'sma' pulls replicas, in (0, 1] (default: 1 / ranks, as in the paper)")
+    overlap_merge: bool = _option(
+        False, "exchange a round's deltas beside the next round's steps; the merged model is one round behind"
     )
 
     def __post_init__(self) -> None:
@@ -138,7 +139,12 @@ class Config:
             "outer_lr",
             "stall_limit_s",
             "perturbation_threshold",
+            "sma_alpha",
         )
+        if self.sma_alpha is not None and self.sma_alpha > 1:
+            raise ValueError(f"sma_alpha must be in (0, 1], got {self.sma_alpha}")
+        if self.overlap_merge and (self.row_weights or self.sparse_merge == "always"):
+            raise ValueError("overlap_merge exchanges all rows: it needs row_weights false and sparse_merge 'auto' or 'never'")
         _check_not_negative(self, "warmup_epochs", "lr_decay", "hash_interval", "seed")
         for name in ("outer_momentum", "perturbation_delta"):
             if not 0 <= getattr(self, name) < 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.config import Config
-from hvd_adaptive.train.batches import Batch, BatchSource, Rows, prefetched
+from hvd_adaptive.train.batches import Batch, BatchSource, Rows, equal_batches
 from hvd_adaptive.train.emulation import compute_seconds
 from hvd_adaptive.train.records import Array, GatheredStats, RoundStats
 from hvd_adaptive.transport.base import Transport
@@ -56,28 +55,22 @@ class HorovodStrategy:
         self._clock.clear()
         return seconds
 
+    def drain(self) -> None:
+        """Nothing is under way between rounds."""
+
     def round_batches(
         self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats
     ) -> Iterator[Batch]:
         """Yields this rank's equal share of each step's global batch; ``work`` is not used."""
-        size = self._config.batch_size
-        num_steps = -(-len(rows) // (size * self._transport.world_size))
-        padded = np.resize(rows, num_steps * size * self._transport.world_size)
-        shares = padded.reshape(num_steps, self._transport.world_size, size)[:, self._transport.rank]
-        steps = iter(shares)
-
-        def fetch(_: int) -> Batch | None:
-            share = next(steps, None)
-            return None if share is None else source.load(share, len(share))
-
-        @contextmanager
-        def timed() -> Iterator[None]:
-            start = time.perf_counter()
-            yield
-            stats.claim_s += time.perf_counter() - start
-
         self._wait_s = 0.0
-        yield from prefetched(fetch, timed)
+        yield from equal_batches(
+            rows,
+            batch_size=self._config.batch_size,
+            rank=self._transport.rank,
+            world_size=self._transport.world_size,
+            source=source,
+            stats=stats,
+        )
 
     def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
         """Gathers the statistics. COLLECTIVE. Waiting is the time in Horovod's synchronize, the exchange included."""

@@ -116,13 +116,8 @@ class FlatModel:
         Raises:
             RuntimeError: if a parameter was frozen or unfrozen since construction.
         """
-        if [p.requires_grad for p in self._model.parameters()] != self._trainable:
-            raise RuntimeError(
-                "requires_grad of a parameter changed during the session; close it and make a new Session after freezing "
-                "or unfreezing, so that the ranks exchange the right parameters"
-            )
-        finite = True
-        for group in self._groups:
+        finite = self.compute_buffer_delta()
+        for group in self.parameter_groups:
             for index, (tensor, weights, delta) in enumerate(
                 zip(group.tensors, group.slices(group.weights), group.slices(group.delta), strict=True)
             ):
@@ -133,6 +128,25 @@ class FlatModel:
                     torch.sub(tensor.to(delta.dtype), weights.to(tensor.dtype).to(delta.dtype), out=delta)
             finite &= all(all_finite(group.delta[part]) for part in group.rest())
         return finite
+
+    @torch.no_grad()
+    def compute_buffer_delta(self) -> bool:
+        """Fills the delta of float buffers; returns whether it is finite. Part of :meth:`compute_delta`.
+
+        Raises:
+            RuntimeError: if a parameter was frozen or unfrozen since construction.
+        """
+        if [p.requires_grad for p in self._model.parameters()] != self._trainable:
+            raise RuntimeError(
+                "requires_grad of a parameter changed during the session; close it and make a new Session after freezing "
+                "or unfreezing, so that the ranks exchange the right parameters"
+            )
+        for group in self.buffer_groups:
+            for tensor, weights, delta in zip(
+                group.tensors, group.slices(group.weights), group.slices(group.delta), strict=True
+            ):
+                torch.sub(tensor.to(delta.dtype), weights.to(tensor.dtype).to(delta.dtype), out=delta)
+        return all(all_finite(g.delta) for g in self.buffer_groups)
 
     @torch.no_grad()
     def norm_per_parameter(self) -> float:
@@ -153,13 +167,12 @@ class FlatModel:
             rows: what the ranks decided about the rows of sparse parameters, after its exchange.
         """
         self.payload_bytes = self._dense_bytes + (rows.message_bytes if rows else 0)
-        for groups, factor in ((self.parameter_groups, weight), (self.buffer_groups, buffer_weight)):
-            for group in groups:
-                if rows is not None and rows.sparse and group.row_ranges:
-                    self._sum_rows_(group, factor)
-                else:
-                    self._scale_(group, factor)
-                    self._transport.allreduce_sum_(group.delta, name=group.name)
+        for group in self.parameter_groups:
+            if rows is not None and rows.sparse and group.row_ranges:
+                self._sum_rows_(group, weight)
+            else:
+                self._scale_(group, weight)
+                self._transport.allreduce_sum_(group.delta, name=group.name)
         for group in self.parameter_groups:
             if rows is not None and rows.sparse:
                 outer.apply_(group.weights, group.delta, group.rest())
@@ -169,11 +182,18 @@ class FlatModel:
             else:
                 outer.apply_(group.weights, group.delta)
                 self._load_(group, range(len(group.tensors)))
-        for group in self.buffer_groups:
-            group.weights.add_(group.delta)
-            self._load_(group, range(len(group.tensors)))
         for part in self.row_ranges:
             part.touched.clear()
+        self.merge_buffers_(buffer_weight)
+
+    @torch.no_grad()
+    def merge_buffers_(self, weight: float) -> None:
+        """Merges float buffers by weight and integer ones by maximum. COLLECTIVE; part of :meth:`merge_`."""
+        for group in self.buffer_groups:
+            self._scale_(group, weight)
+            self._transport.allreduce_sum_(group.delta, name=group.name)
+            group.weights.add_(group.delta)
+            self._load_(group, range(len(group.tensors)))
         if self._integers:
             flat = torch.cat([b.reshape(-1).to(torch.int64) for b in self._integers])
             self._transport.allreduce_max_(flat, name="integer_buffers")
@@ -189,6 +209,13 @@ class FlatModel:
             self._load_(group, range(len(group.tensors)))
         for part in self.row_ranges:
             part.touched.clear()
+
+    @torch.no_grad()
+    def load_(self, values: Iterable[Tensor]) -> None:
+        """Loads flat values, one tensor a parameter group and of its shape, into the model's parameters."""
+        for group, flat in zip(self.parameter_groups, values, strict=True):
+            for tensor, value in zip(group.tensors, group.slices(flat), strict=True):
+                tensor.copy_(value)
 
     def _load_(self, group: _Group, indices: Iterable[int]) -> None:
         slices = group.slices(group.weights)

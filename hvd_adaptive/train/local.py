@@ -20,6 +20,7 @@ from hvd_adaptive.core.weights import Perturbation, merge_weights
 from hvd_adaptive.train import optimizer_state
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows, prefetched
 from hvd_adaptive.train.flat_model import FlatModel
+from hvd_adaptive.train.overlap import OverlappedMerge
 from hvd_adaptive.train.records import Array, GatheredStats, RoundStats
 from hvd_adaptive.train.row_merge import RowMerge
 from hvd_adaptive.train.touched_rows import TouchedRows, sparse_parameters, why_dense
@@ -47,6 +48,9 @@ class LocalStrategy:
         self._outer = OuterStep(
             config.outer_step, lr=config.outer_learning_rate, momentum=config.outer_momentum
         )
+        self._overlap = None
+        if config.overlap_merge:
+            self._overlap = OverlappedMerge(self.flat_model, self._outer, transport)
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
         self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
         self._shares = np.full(transport.world_size, 1.0 / transport.world_size)
@@ -72,6 +76,11 @@ class LocalStrategy:
         """Returns compute seconds of this step that are not the rank's own work: none."""
         return 0.0
 
+    def drain(self) -> None:
+        """Merges what an overlapped merge has on the way. COLLECTIVE."""
+        if self._overlap is not None:
+            self._overlap.drain_()
+
     def round_batches(
         self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats
     ) -> Iterator[Batch]:
@@ -84,6 +93,10 @@ class LocalStrategy:
             round_id: names the cursor; never used twice.
             stats: gets the seconds spent waiting for batches.
         """
+        if self._overlap is not None:
+            start = time.perf_counter()
+            self._overlap.start_round_()
+            stats.merge_s += time.perf_counter() - start
         mega_batch = MegaBatch(rows, work)
         rank = self._transport.rank
         self._round = round_id
@@ -138,7 +151,10 @@ class LocalStrategy:
         start = time.perf_counter()
         interval = self._config.hash_interval
         # With the session's check of hashes, so that a write which it would find is found here first, and merged.
-        finite = self.flat_model.compute_delta(verify=interval > 0 and (self._round + 1) % interval == 0)
+        if self._overlap is not None:
+            finite = self._overlap.compute_progress()
+        else:
+            finite = self.flat_model.compute_delta(verify=interval > 0 and (self._round + 1) % interval == 0)
         stats.finite = float(finite)
         if self._config.perturbation:
             stats.norm_per_parameter = self.flat_model.norm_per_parameter()
@@ -157,9 +173,11 @@ class LocalStrategy:
         convex = weight / weight.sum()
         if self._rows is not None:
             self._rows.exchange(weight)
-        self.flat_model.merge_(
-            self._outer, weight=float(weight[rank]), buffer_weight=float(convex[rank]), rows=self._rows
-        )
+        own, own_buffers = float(weight[rank]), float(convex[rank])
+        if self._overlap is not None:
+            self._overlap.merge_(weight=own, buffer_weight=own_buffers)
+        else:
+            self.flat_model.merge_(self._outer, weight=own, buffer_weight=own_buffers, rows=self._rows)
         if self._rows is not None:
             stats.merge_rows = self._rows.num_rows
             self._rows.observe(time.perf_counter() - start, self.flat_model.payload_bytes)
@@ -172,12 +190,12 @@ class LocalStrategy:
             )
         if rank == 0:
             self._transport.forget(self._cursor_key)
-        stats.merge_s = delta_s + time.perf_counter() - start
+        stats.merge_s += delta_s + time.perf_counter() - start
         return gathered, weight, self.flat_model.payload_bytes
 
     def _mark_rows(self, model: nn.Module) -> dict[int, TouchedRows]:
         config = self._config
-        if config.sparse_merge == "never" and not config.row_weights:
+        if config.overlap_merge or (config.sparse_merge == "never" and not config.row_weights):
             return {}
         touched, refused = {}, []
         for name, parameter in sparse_parameters(model).items():

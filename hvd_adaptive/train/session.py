@@ -33,6 +33,7 @@ from hvd_adaptive.train.flat_model import model_hash
 from hvd_adaptive.train.learning_rate import LearningRateMultiplier
 from hvd_adaptive.train.local import LocalStrategy
 from hvd_adaptive.train.records import GatheredStats, RoundRecord, RoundStats
+from hvd_adaptive.train.sma import SmaStrategy
 from hvd_adaptive.train.strategy import Strategy
 from hvd_adaptive.transport import connect
 from hvd_adaptive.transport.base import Transport, agree, agree_equal
@@ -42,6 +43,7 @@ __all__ = ["Batch", "Session"]
 STRATEGIES: dict[str, Callable[[nn.Module, Optimizer, Config, Transport], Strategy]] = {
     "local": LocalStrategy,
     "horovod": HorovodStrategy,
+    "sma": SmaStrategy,
 }
 
 
@@ -180,6 +182,7 @@ class Session:
                 self._lr.value = schedule * self._strategy.lr_multiplier(batch)
                 yield batch
             self._end_round(len(rows), len(source))
+        self._strategy.drain()
 
     @contextmanager
     def step(self, batch: Batch) -> Iterator[Batch]:
@@ -241,6 +244,7 @@ class Session:
 
     def close(self) -> None:
         """Checks that all ranks hold the same model and leaves the world. COLLECTIVE."""
+        self._strategy.drain()
         self._check_hash()
         self._lr.remove()
         self.transport.close()

@@ -34,6 +34,9 @@ class Strategy(Protocol):
         """Returns compute seconds of this step that are not the rank's own work, which an emulated slowdown must not
         stretch."""
 
+    def drain(self) -> None:
+        """Finishes what is under way between rounds, so that the model is the one of all rounds. COLLECTIVE."""
+
     def round_batches(
         self, rows: Rows, *, work: NDArray[np.int64] | None, source: BatchSource, round_id: int, stats: RoundStats
     ) -> Iterator[Batch]:

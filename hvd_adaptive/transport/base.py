@@ -13,6 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
+class Handle(Protocol):
+    """An exchange that is under way."""
+
+    def wait(self) -> None:
+        """Returns when the tensor holds the result. COLLECTIVE, in the order of the starts."""
+
+
 class Transport(Protocol):
     """What the engine needs of a world of ranks.
 
@@ -43,6 +50,10 @@ class Transport(Protocol):
 
     def allreduce_sum_(self, tensor: Tensor, name: str) -> None:
         """Replaces a contiguous tensor by its sum over ranks, in place, with the same bits on every rank. COLLECTIVE."""
+
+    def allreduce_sum_async_(self, tensor: Tensor, name: str) -> Handle:
+        """Starts :meth:`allreduce_sum_` and returns at once; the tensor must be left alone until the handle's ``wait``.
+        COLLECTIVE."""
 
     def allreduce_max_(self, tensor: Tensor, name: str) -> None:
         """Replaces an integer tensor by its maximum over ranks, in place. COLLECTIVE."""

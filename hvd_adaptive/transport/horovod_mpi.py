@@ -41,6 +41,24 @@ def loaded_mpi_libraries(maps: str) -> list[str]:
     return sorted({os.path.realpath(path) for path in paths})
 
 
+class _Exchange:
+    """An allreduce under way; ``target`` gets what arrives in ``buffer``, if that is another tensor."""
+
+    def __init__(self, transport: HorovodMpiTransport, buffer: Tensor, target: Tensor, name: str) -> None:
+        self._transport = transport
+        self._buffer = buffer
+        self._target = target
+        self._name = name
+        hvd = transport._hvd
+        self._handle = hvd.allreduce_async_(buffer, name=name, op=hvd.Sum)
+
+    def wait(self) -> None:
+        with self._transport.waiting(f"allreduce of {self._name}"):
+            self._transport._hvd.synchronize(self._handle)
+        if self._buffer is not self._target:
+            self._target.copy_(self._buffer)
+
+
 class HorovodMpiTransport:
     """One real rank; see :class:`hvd_adaptive.transport.base.Transport`.
 
@@ -85,6 +103,7 @@ class HorovodMpiTransport:
         self.local_rank = hosts[: self.rank].count(self.host)
         self.local_size = hosts.count(self.host)
         self._staging: Tensor | None = None
+        self._staged = False
         self._gpu_built = bool(hvd.nccl_built() or hvd.cuda_built())
         self._closed = False
         self.side = SideChannel(
@@ -130,17 +149,22 @@ class HorovodMpiTransport:
             else:
                 self._hvd.allreduce_(tensor, name=name, op=self._hvd.Sum)
 
+    def allreduce_sum_async_(self, tensor: Tensor, name: str) -> _Exchange:
+        buffer = tensor
+        if tensor.is_cuda and not self._gpu_built:
+            self._warn_staged()
+            # Its own buffer: other exchanges may use the common one before this arrives.
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            buffer.copy_(tensor)
+        return _Exchange(self, buffer, tensor, name)
+
     def allreduce_max_(self, tensor: Tensor, name: str) -> None:
         with self.waiting(f"allreduce of {name}"):
             tensor.copy_(self._hvd.allreduce(tensor.cpu(), name=name, op=self._hvd.Max))
 
     def _allreduce_staged_(self, tensor: Tensor, name: str) -> None:
         # A CPU build of Horovod copies CUDA tensors without waiting for the stream that fills them: stage them here.
-        if self._staging is None:
-            log.warning(
-                "this Horovod was built without GPU operations: merges go through host memory. "
-                "Run scripts/setup.sh with the CUDA toolkit and NCCL installed for the direct way."
-            )
+        self._warn_staged()
         if (
             self._staging is None
             or self._staging.numel() < tensor.numel()
@@ -151,6 +175,14 @@ class HorovodMpiTransport:
         host.copy_(tensor)
         self._hvd.allreduce_(host, name=name, op=self._hvd.Sum)
         tensor.copy_(host)
+
+    def _warn_staged(self) -> None:
+        if not self._staged:
+            self._staged = True
+            log.warning(
+                "this Horovod was built without GPU operations: merges go through host memory. "
+                "Run scripts/setup.sh with the CUDA toolkit and NCCL installed for the direct way."
+            )
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         with self.waiting("broadcast"), torch.no_grad():

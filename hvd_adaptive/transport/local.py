@@ -58,6 +58,13 @@ class LocalWorld:
         return results
 
 
+class _Deferred:
+    """An exchange that happens when it is waited for."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self.wait = action
+
+
 class LocalTransport:
     """One rank of a :class:`LocalWorld`; see :class:`hvd_adaptive.transport.base.Transport`."""
 
@@ -88,6 +95,9 @@ class LocalTransport:
         for other in gathered[1:]:
             total += other
         tensor.copy_(total)
+
+    def allreduce_sum_async_(self, tensor: Tensor, name: str) -> _Deferred:
+        return _Deferred(lambda: self.allreduce_sum_(tensor, name))
 
     def allreduce_max_(self, tensor: Tensor, name: str) -> None:
         tensor.copy_(torch.stack(self.allgather_object(tensor.clone())).amax(0))
