@@ -67,7 +67,7 @@ def check_session(transport: Any, **options: Any) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.mpi(1, 2, 3, 4)
+@pytest.mark.mpi(2, 3, 4, timeout=300)
 def test_overlap_and_sma(num_ranks: int) -> None:
     transport = connect(stall_limit_s=60)
     assert transport.world_size == num_ranks

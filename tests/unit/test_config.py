@@ -31,7 +31,7 @@ from hvd_adaptive.config import (
         ({"batch_size": "64"}, "batch_size must be a int, got '64'"),
         ({"batch_size": True}, "batch_size must be a int, got True"),
         ({"lr_decay": float("nan")}, "lr_decay must be finite"),
-        ({"strategy": "locale"}, "strategy must be one of local, horovod, got 'locale'"),
+        ({"strategy": "locale"}, "strategy must be one of local, horovod, sma, got 'locale'"),
         ({"outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\), got 1.0"),
         ({"perturbation": True}, "perturbation needs merge_weights"),
         ({"stall_limit_s": 0.5}, "stall_limit_s must be >= 1"),
