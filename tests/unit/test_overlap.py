@@ -90,6 +90,8 @@ def test_a_drain_between_rounds_changes_no_sum(drain_at: int) -> None:
     plain, final = expected(2, outer_step="none")
     for result in results:
         assert torch.allclose(result["globals"][drain_at], [*plain[1:], final][drain_at], rtol=1e-12)
+        if drain_at + 1 < ROUNDS:
+            assert torch.equal(result["starts"][drain_at + 1], result["globals"][drain_at])
         assert torch.allclose(result["final"], final, rtol=1e-12)
 
 
