@@ -5,13 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvd_adaptive.validation import check_not_negative, check_positive, check_types_and_choices
+from hvd_adaptive.validation import (
+    check_not_negative,
+    check_positive,
+    check_types_and_choices,
+    parse_slowdown,
+)
 
 # The batch-size rules of each strategy, its default first.
 SIZE_RULES = {
     "local": ("fixed", "paper", "heterogpu", "proportional"),
     "sync": ("proportional", "fixed", "static"),
     "horovod": ("fixed",),
+    "sma": ("fixed",),
 }
 
 
@@ -33,10 +39,12 @@ class Config:
         "local",
         "local: ranks train by themselves and merge models every mega-batch (Adaptive SGD); "
         "sync: every step is one machine's with the global batch, of which each rank computes a share by its speed (LB-BSP); "
-        "horovod: plain DistributedOptimizer with equal batches, the baseline",
+        "horovod: plain DistributedOptimizer with equal batches, the baseline; "
+        "sma: CROSSBOW's synchronous model averaging with equal batches, a baseline",
         "local",
         "sync",
         "horovod",
+        "sma",
     )
     batch_size: int = _option(64, "samples in a rank's batch at the start")
     min_batch_size: int | None = _option(
@@ -158,14 +166,13 @@ class Config:
     merge_share: float = _option(0.03, "part of the time that merges may take, for merge_period auto")
     sparse_merge: str = _option(
         "auto",
-        "rows of parameters with sparse gradients that cross the wire in a merge; auto: only those that some rank touched, "
-        "where that takes less time than all",
-        "auto",
-        "always",
-        "never",
+        "merge only those rows of parameters with sparse gradients that some rank touched; auto: where that takes less time",
+        *("auto", "always", "never"),
     )
-    row_weights: bool = _option(
-        False, "average each row of a parameter with sparse gradients only over the ranks that touched it"
+    row_weights: bool = _option(False, "average rows of such parameters only over the ranks that touched them")
+    sma_alpha: float | None = _option(None, "how far 'sma' pulls replicas, in (0, 1] (default: 1 / ranks, as in the paper)")
+    overlap_merge: bool = _option(
+        False, "exchange a round's deltas beside the next round's steps; the merged model is one round behind"
     )
 
     def __post_init__(self) -> None:
@@ -185,8 +192,13 @@ class Config:
             "accumulation_steps",
             "logical_ranks",
             "num_threads",
+            "sma_alpha",
         )
         check_not_negative(self, "warmup_epochs", "lr_decay", "hash_interval", "seed")
+        if self.sma_alpha is not None and self.sma_alpha > 1:
+            raise ValueError(f"sma_alpha must be in (0, 1], got {self.sma_alpha}")
+        if self.overlap_merge and (self.row_weights or self.sparse_merge == "always"):
+            raise ValueError("overlap_merge exchanges all rows: it needs row_weights false and sparse_merge 'auto' or 'never'")
         for name in ("outer_momentum", "perturbation_delta"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
@@ -332,31 +344,6 @@ class TrainConfig:
         return self.epochs
 
 
-def parse_slowdown(text: str) -> list[tuple[float, tuple[float, ...]]]:
-    """Returns the schedule behind ``slowdown``: (from this training second, one factor >= 1 a rank), by time.
-
-    Raises:
-        ValueError: if the text is not a list of factors or a schedule of such lists.
-    """
-    remedy = "write one factor >= 1 a rank, as in 4,4,2,1, or a schedule 0:4,4,2,1;30:1,2,4,4"
-    schedule = []
-    for part in text.split(";"):
-        start, _, factors = part.rpartition(":")
-        try:
-            entry = (float(start) if start else 0.0, tuple(float(x) for x in factors.split(",")))
-        except ValueError:
-            raise ValueError(f"slowdown: {part!r} is not a list of numbers; {remedy}") from None
-        if not all(1 <= x < float("inf") for x in entry[1]):
-            raise ValueError(f"slowdown: factors must be finite and >= 1, got {factors!r}; {remedy}")
-        schedule.append(entry)
-    times = [start for start, _ in schedule]
-    if times[0] != 0 or times != sorted(set(times)) or len({len(factors) for _, factors in schedule}) != 1:
-        raise ValueError(
-            f"slowdown: a schedule starts at 0, its times rise and every entry has as many factors, got {text!r}; {remedy}"
-        )
-    return schedule
-
-
 def _check_strategy(config: Config) -> None:
     if config.repeatable and (config.strategy != "local" or config.logical_ranks is not None):
         name = "record" if config.record else "replay"
@@ -381,7 +368,9 @@ def _check_strategy(config: Config) -> None:
         needed: dict[str, tuple[Any, tuple[Any, ...]]] = {
             "strategy": (config.strategy, ("local",)),
             "batch_size_rule": (config.size_rule, ("fixed",)),
+            "dispatch": (config.dispatch, ("dynamic",)),
             "merge_period": (config.merge_period, ("fixed", "qsr")),
+            "overlap_merge": (config.overlap_merge, (False,)),
             "optimizer_state": (config.optimizer_state, ("keep", "reset")),
             "sparse_merge": (config.sparse_merge, ("auto", "never")),
             "row_weights": (config.row_weights, (False,)),

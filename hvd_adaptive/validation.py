@@ -46,3 +46,28 @@ def check_not_negative(config: Any, *names: str) -> None:
     for name in names:
         if getattr(config, name) < 0:
             raise ValueError(f"{name} must be >= 0, got {getattr(config, name)}")
+
+
+def parse_slowdown(text: str) -> list[tuple[float, tuple[float, ...]]]:
+    """Returns the schedule behind ``slowdown``: (from this training second, one factor >= 1 a rank), by time.
+
+    Raises:
+        ValueError: if the text is not a list of factors or a schedule of such lists.
+    """
+    remedy = "write one factor >= 1 a rank, as in 4,4,2,1, or a schedule 0:4,4,2,1;30:1,2,4,4"
+    schedule = []
+    for part in text.split(";"):
+        start, _, factors = part.rpartition(":")
+        try:
+            entry = (float(start) if start else 0.0, tuple(float(x) for x in factors.split(",")))
+        except ValueError:
+            raise ValueError(f"slowdown: {part!r} is not a list of numbers; {remedy}") from None
+        if not all(1 <= x < float("inf") for x in entry[1]):
+            raise ValueError(f"slowdown: factors must be finite and >= 1, got {factors!r}; {remedy}")
+        schedule.append(entry)
+    times = [start for start, _ in schedule]
+    if times[0] != 0 or times != sorted(set(times)) or len({len(factors) for _, factors in schedule}) != 1:
+        raise ValueError(
+            f"slowdown: a schedule starts at 0, its times rise and every entry has as many factors, got {text!r}; {remedy}"
+        )
+    return schedule

@@ -7,8 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hvd_adaptive.config import Config, TrainConfig, parse_slowdown
+from hvd_adaptive.config import Config, TrainConfig
 from hvd_adaptive.option_sources import ENVIRONMENT_PREFIX, parse_value
+from hvd_adaptive.validation import parse_slowdown
 from hvd_adaptive.wrap.options import RunConfig
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -16,11 +15,11 @@ from hvd_adaptive.config import Config
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows
 from hvd_adaptive.train.records import Array, GatheredStats, RoundStats
 from hvd_adaptive.train.strategy import OwnState
-from hvd_adaptive.train.synchronous import SynchronousClock, SynchronousStrategy, batches_in_order
+from hvd_adaptive.train.synchronous import FixedWorkStrategy, SynchronousClock, equal_batches
 from hvd_adaptive.transport.base import Transport
 
 
-class HorovodStrategy(SynchronousStrategy):
+class HorovodStrategy(FixedWorkStrategy):
     """Plain synchronous data parallelism: nothing of ours takes part in a step. Construction is COLLECTIVE.
 
     A "round" is only the interval of statistics and evaluation, as many samples as in strategy ``local``. The last batches
@@ -53,12 +52,9 @@ class HorovodStrategy(SynchronousStrategy):
         self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats
     ) -> Iterator[Batch]:
         """Yields this rank's equal share of each step's global batch; ``work`` is not used."""
-        size = self._config.batch_size
-        num_steps = -(-len(rows) // (size * self._transport.world_size))
-        padded = np.resize(rows, num_steps * size * self._transport.world_size)
-        shares = padded.reshape(num_steps, self._transport.world_size, size)[:, self._transport.rank]
-        loads = (functools.partial(source.load, share, len(share)) for share in shares)
-        for batch in batches_in_order(loads, stats):
+        for batch in equal_batches(
+            rows, batch_size=self._config.batch_size, transport=self._transport, source=source, stats=stats
+        ):
             self._reduced.close()
             yield batch
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hvd_adaptive.config import parse_slowdown
+from hvd_adaptive.validation import parse_slowdown
 
 
 class Slowdown:

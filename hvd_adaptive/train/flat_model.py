@@ -188,12 +188,16 @@ class FlatModel:
         Raises:
             RuntimeError: if a parameter was frozen or unfrozen since construction.
         """
+        self.check_trainable()
+        return _fill_deltas(self.groups, verify=verify)
+
+    def check_trainable(self) -> None:
+        """Raises RuntimeError if a parameter was frozen or unfrozen since construction."""
         if [p.requires_grad for p in self._model.parameters()] != self._trainable:
             raise RuntimeError(
                 "requires_grad of a parameter changed during the session; close it and make a new Session after freezing "
                 "or unfreezing, so that the ranks exchange the right parameters"
             )
-        return _fill_deltas(self.groups, verify=verify)
 
     @torch.no_grad()
     def norm_per_parameter(self) -> float:
@@ -270,6 +274,13 @@ class FlatModel:
             _load_(group, range(len(group.tensors)))
         for part in self.row_ranges:
             part.touched.clear()
+
+    @torch.no_grad()
+    def load_(self, values: Iterable[Tensor]) -> None:
+        """Loads flat values, one tensor a parameter group and of its shape, into the model's parameters."""
+        for group, flat in zip(self.parameter_groups, values, strict=True):
+            for tensor, value in zip(group.tensors, group.slices(flat), strict=True):
+                tensor.copy_(value)
 
     def _sum_rows_(self, group: _Group, factor: float) -> None:
         for part in group.rest():

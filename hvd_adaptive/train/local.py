@@ -24,6 +24,7 @@ from hvd_adaptive.train.claims import Claims, OwnPart, SharedCursor
 from hvd_adaptive.train.control import RoundControl
 from hvd_adaptive.train.flat_model import FlatModel
 from hvd_adaptive.train.memory import cut, free_cached
+from hvd_adaptive.train.overlap import OverlappedMerge
 from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
 from hvd_adaptive.train.replay import Claim, RecordedClaims, RoundClaims, WatchedClaims
 from hvd_adaptive.train.row_merge import RowMerge
@@ -57,6 +58,9 @@ class LocalStrategy:
         self._outer = OuterStep(
             config.outer_step, lr=config.outer_learning_rate, momentum=config.outer_momentum
         )
+        self._overlap = None
+        if config.overlap_merge:
+            self._overlap = OverlappedMerge(self.flat_model, self._outer, transport)
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
         self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
         self._shares = np.full(transport.world_size, 1.0 / transport.world_size)
@@ -116,6 +120,10 @@ class LocalStrategy:
         """Makes the next round the recorded one: its batch sizes, which may have followed from seconds, and its claims."""
         self.batch_sizes = np.array(recorded.batch_size)
         self.repeat = recorded.claims[self._transport.rank]
+    def drain(self) -> None:
+        """Merges what an overlapped merge has on the way. COLLECTIVE."""
+        if self._overlap is not None:
+            self._overlap.drain_()
 
     def round_batches(
         self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats
@@ -130,6 +138,10 @@ class LocalStrategy:
             stats: gets the seconds spent waiting for batches.
         """
         self._dataset_size = len(source)
+        if self._overlap is not None:
+            start = time.perf_counter()
+            self._overlap.start_round_()
+            stats.merge_s += time.perf_counter() - start
         mega_batch = MegaBatch(rows, work)
         rank = self._transport.rank
         self._cursor_key = f"claim.{round_id}"
@@ -212,7 +224,10 @@ class LocalStrategy:
         start = time.perf_counter()
         interval = self._config.hash_interval
         # With the session's check of hashes, so that a write which it would find is found here first, and merged.
-        finite = self.flat_model.compute_delta(verify=interval > 0 and (self._round + 1) % interval == 0)
+        if self._overlap is not None:
+            finite = self._overlap.compute_progress()
+        else:
+            finite = self.flat_model.compute_delta(verify=interval > 0 and (self._round + 1) % interval == 0)
         stats.finite = float(finite)
         stats.ceiling = self._ceiling if np.isfinite(self._ceiling) else 0.0
         if self._config.perturbation:
@@ -232,9 +247,11 @@ class LocalStrategy:
         convex = weight / weight.sum()
         if self._rows is not None:
             self._rows.exchange(weight)
-        self.flat_model.merge_(
-            self._outer, weight=float(weight[rank]), buffer_weight=float(convex[rank]), rows=self._rows
-        )
+        own, own_buffers = float(weight[rank]), float(convex[rank])
+        if self._overlap is not None:
+            self._overlap.merge_(weight=own, buffer_weight=own_buffers)
+        else:
+            self.flat_model.merge_(self._outer, weight=own, buffer_weight=own_buffers, rows=self._rows)
         if self._rows is not None:
             stats.merge_rows = self._rows.num_rows
             self._rows.observe(time.perf_counter() - start, self.flat_model.payload_bytes)
@@ -247,12 +264,12 @@ class LocalStrategy:
             )
         if rank == 0:
             self._transport.forget(self._cursor_key)
-        stats.merge_s = delta_s + time.perf_counter() - start
+        stats.merge_s += delta_s + time.perf_counter() - start
         return gathered, weight, self.flat_model.payload_bytes
 
     def _mark_rows(self, model: nn.Module) -> dict[int, TouchedRows]:
         config = self._config
-        if config.sparse_merge == "never" and not config.row_weights:
+        if config.overlap_merge or (config.sparse_merge == "never" and not config.row_weights):
             return {}
         touched, refused = {}, []
         for name, parameter in sparse_parameters(model).items():
@@ -290,7 +307,9 @@ class LocalStrategy:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the global model, the outer step's velocity and the balance (shared), and this rank's optimizer state."""
+        """Returns the global model, the outer step's velocity, the balance and what an overlapped merge has on the way
+        (shared), and this rank's optimizer state and progress."""
+        overlap = {"shared": None, "own": None} if self._overlap is None else self._overlap.state_dict()
         return {
             "shared": {
                 "model": self.flat_model.state_dict(),
@@ -299,14 +318,19 @@ class LocalStrategy:
                 "shares": self._shares,
                 "warming_up": self._warming_up,
                 "control": self._control.state_dict(),
+                "overlap": overlap["shared"],
             },
-            "own": {"optimizer": self.optimizer.state_dict()},
+            "own": {"optimizer": self.optimizer.state_dict(), "overlap": overlap["own"]},
         }
 
     def load_state_dict(self, shared: dict[str, Any], own_of: OwnState, *, world_size: int) -> None:
         """Takes over a state; the balance only where the number of ranks is the same, else it starts anew."""
         self._load_shared(shared, world_size=world_size)
-        self.optimizer.load_state_dict(own_of(self._transport.rank % world_size)["optimizer"])
+        own = own_of(self._transport.rank % world_size)
+        self.optimizer.load_state_dict(own["optimizer"])
+        if self._overlap is not None:
+            same = world_size == self._transport.world_size
+            self._overlap.load_state_dict(shared["overlap"], own["overlap"] if same else None)
 
     def _load_shared(self, shared: dict[str, Any], *, world_size: int) -> None:
         self.flat_model.load_state_dict(shared["model"])

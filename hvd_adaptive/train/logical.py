@@ -128,6 +128,10 @@ class LogicalStrategy(LocalStrategy):
         for buffer, value in zip(integers, highest, strict=True):
             buffer.copy_(value)
 
+    def take_back(self, batch: Batch) -> bool:
+        """Returns False: parts of a failed batch would come in the turn of another logical rank."""
+        return False
+
     def _mark_rows(self, model: nn.Module) -> dict[int, TouchedRows]:
         # Deltas of all rows are kept until the merge.
         return {}

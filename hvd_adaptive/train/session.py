@@ -37,6 +37,7 @@ from hvd_adaptive.train.records import GatheredStats, RoundRecord, RoundStats
 from hvd_adaptive.train.replay import Replay, RoundClaims, round_claims, run_identity
 from hvd_adaptive.train.sameness import check_same_model, describe
 from hvd_adaptive.train.session_state import SessionState, Stateful
+from hvd_adaptive.train.sma import SmaStrategy
 from hvd_adaptive.train.strategy import OwnState, Strategy
 from hvd_adaptive.train.sync import SyncStrategy
 from hvd_adaptive.transport import connect
@@ -48,6 +49,7 @@ STRATEGIES: dict[str, Callable[[nn.Module, Optimizer, Config, Transport], Strate
     "local": LocalStrategy,
     "sync": SyncStrategy,
     "horovod": HorovodStrategy,
+    "sma": SmaStrategy,
 }
 
 
@@ -91,8 +93,7 @@ class Session:
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.ledger = Ledger()
         self.round = 0
-        self.train_s = 0.0
-        self.num_samples = 0
+        self.train_s, self.num_samples = 0.0, 0
         self.records: list[Callable[[RoundRecord], None]] = []
         self.before_gather: list[Callable[[RoundStats], None]] = []
         trained = describe(model, optimizer)
@@ -108,12 +109,11 @@ class Session:
         self._strategy = make_strategy(model, optimizer, self.config, self.transport)
         self.optimizer = self._strategy.optimizer
         self.identity: dict[str, str] = {}
-        self._replay: Replay | None = None
         if self.config.repeatable:
             threads = self.transport.allgather_object((self.device.type, torch.get_num_threads()))
             self.identity = run_identity(self.config, {**trained, "ranks' devices and threads": threads})
-        if self.config.replay is not None:
-            self._replay = Replay(self.config.replay, self.identity, self.transport)
+        recording = self.config.replay
+        self._replay = Replay(recording, self.identity, self.transport) if recording is not None else None
         self._data = ""
         self._lr = LearningRateMultiplier(self.optimizer)
         self._state = SessionState(self, self._strategy, self._lr)
@@ -208,6 +208,7 @@ class Session:
                 self._lr.value = schedule * self._strategy.lr_multiplier(batch)
                 yield batch
             self._end_round(len(rows), len(source))
+        self._strategy.drain()
 
     @contextmanager
     def step(self, batch: Batch) -> Iterator[Batch]:
@@ -263,8 +264,7 @@ class Session:
             return False
         if self._lr.num_begun > num_begun:
             raise begun_step_error(self.rank, batch.num_samples) from error
-        # A loss or an input that is kept alive keeps the failed step's memory.
-        batch.x = batch.y = batch.loss = None
+        batch.x = batch.y = batch.loss = None  # What is kept alive keeps the failed step's memory.
         return True
 
     def stop(self, *, agreed: bool = False) -> None:
@@ -331,6 +331,7 @@ class Session:
 
     def close(self) -> None:
         """Checks that all ranks hold the same model and leaves the world. COLLECTIVE."""
+        self._strategy.drain()
         self._check_hash()
         self._lr.remove()
         self._strategy.close()

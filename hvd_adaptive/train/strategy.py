@@ -69,6 +69,8 @@ class Strategy(Protocol):
         Args:
             recorded: the round as it was.
         """
+    def drain(self) -> None:
+        """Finishes what is under way between rounds, so that the model is the one of all rounds. COLLECTIVE."""
 
     def round_batches(
         self, rows: Rows, *, work: NDArray[np.int64] | None, source: BatchSource, round_id: int, stats: RoundStats

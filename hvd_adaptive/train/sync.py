@@ -25,7 +25,7 @@ from hvd_adaptive.train.flat_model import FlatBuffers
 from hvd_adaptive.train.records import Array, GatheredStats, RoundStats
 from hvd_adaptive.train.strategy import OwnState
 from hvd_adaptive.train.sync_optimizer import SyncOptimizer
-from hvd_adaptive.train.synchronous import SynchronousClock, SynchronousStrategy, batches_in_order
+from hvd_adaptive.train.synchronous import FixedWorkStrategy, SynchronousClock, batches_in_order
 from hvd_adaptive.transport.base import AgreedError, Transport
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class GradientWeight:
             handle.remove()
 
 
-class SyncStrategy(SynchronousStrategy):
+class SyncStrategy(FixedWorkStrategy):
     """Synchronous training with unequal shares of a fixed global batch. Construction is COLLECTIVE.
 
     The weighted gradients of N ranks add up to the gradient of the global batch: the step equals one rank's. That holds for

@@ -1,17 +1,19 @@
-"""What the strategies that exchange gradients share: waiting told apart from computing, and batches in lock-step."""
+"""What strategies share whose ranks' work is dealt out beforehand, and those that exchange gradients every step."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from hvd_adaptive.config import Config
-from hvd_adaptive.train.batches import Batch, prefetched
+from hvd_adaptive.train.batches import Batch, BatchSource, Rows, prefetched
 from hvd_adaptive.train.emulation import compute_seconds
 from hvd_adaptive.train.records import RoundRecord, RoundStats
 from hvd_adaptive.train.replay import Claim, RoundClaims
@@ -22,8 +24,8 @@ class SynchronousClock:
     """Measures the seconds that Horovod's ``synchronize`` takes: waiting for slower ranks, and the rest of the exchange.
 
     Args:
-        optimizer: Horovod's wrapper, whose ``synchronize`` is replaced by the same with a clock around it; or a plain
-            optimizer, which waits for nobody.
+        optimizer: Horovod's wrapper, whose ``synchronize`` is replaced by the same with a clock around it; or what
+            waits for nobody: a plain optimizer, None.
         device: where the model is.
         transport: the world; its heartbeats are told who waits.
     """
@@ -64,9 +66,9 @@ class SynchronousClock:
         return timed
 
 
-class SynchronousStrategy:
-    """What :class:`hvd_adaptive.train.strategy.Strategy` asks and strategies that exchange gradients answer alike: the
-    global batch and so the learning rate stay, nothing is claimed, and no batch can be computed again.
+class FixedWorkStrategy:
+    """What :class:`hvd_adaptive.train.strategy.Strategy` asks and strategies without claims answer alike: the work of a round is
+    dealt out beforehand, the learning rate does not follow batch sizes, and no batch can be computed again.
 
     Attributes:
         round_unit: 1, rounds may have any number of samples.
@@ -74,12 +76,11 @@ class SynchronousStrategy:
         claimed: empty.
     """
 
-    _clock: SynchronousClock
-
     def __init__(self, model: nn.Module, config: Config, transport: Transport) -> None:
         self._model = model
         self._config = config
         self._transport = transport
+        self._clock = SynchronousClock(None, next(model.parameters()).device, transport)
         self.round_unit = 1
         self.inexact: list[str] = []
         self.claimed: list[Claim] = []
@@ -100,8 +101,15 @@ class SynchronousStrategy:
         """Returns compute seconds of this step spent polling for gradients, which an emulated slowdown must not stretch."""
         return self._clock.take_foreign_seconds()
 
+    def synchronize(self) -> bool:
+        """Returns True at once: a step uses the rank's own gradients, unless a strategy says otherwise."""
+        return True
+
+    def drain(self) -> None:
+        """Nothing is under way between rounds."""
+
     def take_back(self, batch: Batch) -> bool:
-        """Returns False: the others' gradients of this step wait for this rank's."""
+        """Returns False: the others wait for this step."""
         return False
 
     def repeat_round(self, recorded: RoundClaims) -> None:
@@ -112,6 +120,24 @@ class SynchronousStrategy:
 
     def close(self) -> None:
         """Nothing is left on the model."""
+
+
+def equal_batches(
+    rows: Rows, *, batch_size: int, transport: Transport, source: BatchSource, stats: RoundStats
+) -> Iterator[Batch]:
+    """Yields a rank's equal share of each step's global batch, the last ones padded from the round's beginning.
+
+    Args:
+        rows: the round's rows, the same on every rank.
+        batch_size: samples in each batch.
+        transport: the world.
+        source: makes batches of rows.
+        stats: gets the seconds spent waiting for batches.
+    """
+    num_steps = -(-len(rows) // (batch_size * transport.world_size))
+    padded = np.resize(rows, num_steps * batch_size * transport.world_size)
+    shares = padded.reshape(num_steps, transport.world_size, batch_size)[:, transport.rank]
+    yield from batches_in_order((functools.partial(source.load, share, len(share)) for share in shares), stats)
 
 
 def batches_in_order(

@@ -120,7 +120,9 @@ class Trainer:
             with session.step(batch):
                 batch.loss = self._step(optimizer, batch)
         # The last round's evaluation was of this model, and of the whole test split unless it was cut short.
-        final = self._last_scores if train.eval_samples is None and self._last_scores else None
+        # An overlapped merge has moved the model since.
+        same = train.eval_samples is None and not session.config.overlap_merge
+        final = self._last_scores if same and self._last_scores else None
         final = final or self._evaluator.evaluate(self._model)
         if self._directory:
             self._directory.save_model(LAST_MODEL, self._model, self._metadata)

@@ -38,7 +38,7 @@ def train(transport: Any, **options: Any) -> tuple[list[torch.Tensor], list[floa
     return models, rows
 
 
-@pytest.mark.mpi(1, 2, 3, 4)
+@pytest.mark.mpi(1, 2, 3, 4, timeout=300)
 def test_touched_rows_merge_as_all_rows(num_ranks: int) -> None:
     from mpi4py import MPI
 

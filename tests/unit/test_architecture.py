@@ -23,7 +23,7 @@ ALLOWED = {
     "transport": {"launch"},
     "train": {"core", "data", "exchange", "transport"},
     "wrap": {"core", "launch", "transport"},
-    "cli": {"core", "data", "launch", "option_sources", "report", "train", "transport", "validation", "wrap"},
+    "cli": {"core", "data", "launch", "option_sources", "report", "train", "transport", "wrap"},
 }
 
 

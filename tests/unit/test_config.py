@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from hvd_adaptive.config import Config, TrainConfig, parse_slowdown
+from hvd_adaptive.config import Config, TrainConfig
 from hvd_adaptive.option_sources import build_configs, read_config_file, read_environment
+from hvd_adaptive.validation import parse_slowdown
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ from hvd_adaptive.option_sources import build_configs, read_config_file, read_en
         ({"batch_size": "64"}, "batch_size must be a int, got '64'"),
         ({"batch_size": True}, "batch_size must be a int, got True"),
         ({"lr_decay": float("nan")}, "lr_decay must be finite"),
-        ({"strategy": "locale"}, "strategy must be one of local, sync, horovod, got 'locale'"),
+        ({"strategy": "locale"}, "strategy must be one of local, sync, horovod, sma, got 'locale'"),
         (
             {"accumulation_steps": 2},
             "accumulation_steps must be 1 with strategy 'local', got 2",

@@ -1,0 +1,130 @@
+"""CROSSBOW's SMA against its formula, restarts, and whole sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from hvd_adaptive.config import Config
+from hvd_adaptive.train.batches import BatchSource
+from hvd_adaptive.train.flat_model import model_hash
+from hvd_adaptive.train.records import RoundStats
+from hvd_adaptive.train.session import Session
+from hvd_adaptive.train.sma import SmaStrategy
+from hvd_adaptive.transport.base import AgreedError, Transport
+from hvd_adaptive.transport.local import LocalWorld
+
+ROUNDS = 5
+_generator = torch.Generator().manual_seed(0)
+X = torch.randn(300, 6, dtype=torch.float64, generator=_generator)
+DATA = TensorDataset(X, (X.sum(dim=1) > 0).long())
+
+
+def progress_of(rank: int, number: int) -> Tensor:
+    return torch.randn(12, generator=torch.Generator().manual_seed(50 * number + rank), dtype=torch.float64)
+
+
+def drift(
+    transport: Transport,
+    change: Callable[[int, int, SmaStrategy, nn.Linear], None] = lambda rank, number, strategy, model: None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Rounds in which rank i adds known numbers to its replica."""
+    model = nn.Linear(4, 3, bias=False).double()
+    nn.init.constant_(model.weight, 1.0)
+    config = Config(strategy="sma", **options)
+    strategy = SmaStrategy(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport)
+    source = BatchSource(DATA, torch.device("cpu"))
+    starts, centres = [], []
+    for number in range(ROUNDS):
+        stats = RoundStats(batch_size=1, num_updates=1, num_samples=1)
+        batches = strategy.round_batches(
+            torch.arange(8).numpy(), work=None, source=source, round_id=number, stats=stats
+        )
+        next(batches)
+        starts.append(model.weight.detach().view(-1).clone())
+        with torch.no_grad():
+            model.weight += progress_of(transport.rank, number).view(3, 4)
+        change(transport.rank, number, strategy, model)
+        _, weight, _ = strategy.end_round(stats)
+        centres.append(model.weight.detach().view(-1).clone())
+    return {"starts": starts, "centres": centres, "weight": weight}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("alpha", [None, 0.3])
+def test_it_is_the_papers_rule(world_size: int, alpha: float | None) -> None:
+    results = LocalWorld(world_size).run(lambda t: drift(t, sma_alpha=alpha, outer_momentum=0.9))
+    pull = alpha or 1 / world_size
+    z = previous = torch.ones(12, dtype=torch.float64)
+    replicas = [z.clone() for _ in range(world_size)]
+    for number in range(ROUNDS):
+        corrections = []
+        for rank, w in enumerate(replicas):
+            assert torch.allclose(results[rank]["starts"][number], w, rtol=1e-12)
+            w += progress_of(rank, number)
+            corrections.append(pull * (w - z))
+            w -= corrections[-1]
+        z, previous = z + sum(corrections) + 0.9 * (z - previous), z
+        for result in results:
+            assert torch.allclose(result["centres"][number], z, rtol=1e-12)
+            assert torch.equal(result["centres"][number], results[0]["centres"][number])
+            assert result["weight"].tolist() == [pull] * world_size
+
+
+def test_a_lower_learning_rate_starts_all_replicas_again() -> None:
+    def lower(rank: int, number: int, strategy: SmaStrategy, model: nn.Linear) -> None:
+        if number == 2:
+            strategy.optimizer.param_groups[0]["lr"] = 0.01
+
+    results = LocalWorld(2).run(lambda t: drift(t, lower))
+    for result in results:
+        assert torch.equal(result["starts"][3], result["centres"][2])
+        assert not torch.equal(result["starts"][2], result["centres"][1])
+        # Without a velocity left over: the average moves by the corrections alone.
+        change = sum(progress_of(rank, 3) for rank in range(2)) / 2
+        assert torch.allclose(result["centres"][3] - result["centres"][2], change, rtol=1e-9)
+
+
+def test_a_replica_that_is_not_finite_starts_again(caplog: pytest.LogCaptureFixture) -> None:
+    def poison(rank: int, number: int, strategy: SmaStrategy, model: nn.Linear) -> None:
+        if rank == 1 and number == 1:
+            model.weight.data[0, 0] = float("inf")
+
+    results = LocalWorld(2).run(lambda t: drift(t, poison))
+    assert "replicas [1] had NaN or Inf" in caplog.text
+    assert torch.equal(results[1]["starts"][2], results[0]["centres"][1])
+    assert all(centre.isfinite().all() for centre in results[0]["centres"])
+    with pytest.raises(AgreedError, match="ALL ranks hold NaN"):
+        LocalWorld(2).run(lambda t: drift(t, lambda r, n, s, model: model.weight.data.fill_(float("nan"))))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_session_trains_with_equal_shares_and_agrees(world_size: int) -> None:
+    def run(transport: Transport) -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double()
+        config = Config(strategy="sma", batch_size=10, mega_batch=60, hash_interval=1, outer_momentum=0.5)
+        session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=transport)
+        records: list[Any] = []
+        hashes: list[str] = []
+        session.records += [records.append, lambda _: hashes.append(model_hash(model))]
+        for batch in session.batches(DATA, num_epochs=3):
+            with session.step(batch):
+                session.optimizer.zero_grad()
+                batch.loss = nn.functional.cross_entropy(model(batch.x), batch.y)
+                batch.loss.backward()
+                session.optimizer.step()
+        session.close()
+        return {"records": records, "hashes": hashes}
+
+    results = LocalWorld(world_size).run(run)
+    assert all(result["hashes"] == results[0]["hashes"] for result in results)
+    records = results[0]["records"]
+    for record in records:
+        assert record.stats["num_samples"].tolist() == [60 / world_size] * world_size
+    assert records[-1].loss < 0.8 * records[0].loss
