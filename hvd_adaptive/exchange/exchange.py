@@ -15,6 +15,7 @@ from hvd_adaptive.compress.codec import Codec
 from hvd_adaptive.compress.feedback import ErrorFeedback
 from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.compress.policy import Policy, TensorInfo
+from hvd_adaptive.exchange.low_rank import low_rank_bytes, sum_low_rank
 from hvd_adaptive.exchange.plan import Span
 from hvd_adaptive.exchange.reducers import Job, allreduce, hierarchical, scatter_reduce_allgather
 from hvd_adaptive.kernels.reference import mix_key
@@ -34,6 +35,13 @@ class _Run:
 
     codec: Codec
     span: Span
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def payload_bytes(self) -> int:
+        if self.codec.factor_rank:
+            return low_rank_bytes(self.shapes, self.codec.factor_rank)
+        return self.codec.payload_bytes(self.span.size)
 
 
 class Exchange:
@@ -74,6 +82,7 @@ class Exchange:
         self._one_host = False
         self._feedback = ErrorFeedback() if error_feedback else None
         self._layouts: dict[str, list[_Run]] = {}
+        self._warm: dict[str, Tensor] = {}
         agree_equal(
             transport,
             {"reducer": reducer, "seed": seed, "error_feedback": error_feedback, "chunk_elements": chunk_elements},
@@ -96,8 +105,7 @@ class Exchange:
         agree_equal(self._transport, {"policy": policy.spec}, "Give all ranks the same policy.")
         self._policy = policy
         self._layouts.clear()
-        if self._feedback is not None:
-            self._feedback.reset()
+        self.reset()
 
     @torch.no_grad()
     def sum_(self, flat: Tensor, name: str, *, step: int, tensors: Sequence[TensorInfo]) -> None:
@@ -131,33 +139,49 @@ class Exchange:
                     chunk_elements=self._chunk_elements,
                     feedback=self._feedback,
                 )
-                self._reduce(job)
+                self._reduce(job, run)
 
     def payload_bytes(self, name: str) -> int:
         """Returns the size of one encoded copy of that group of tensors, after its first `sum_`."""
-        return sum(run.codec.payload_bytes(run.span.size) for run in self._layouts[name])
+        return sum(run.payload_bytes for run in self._layouts[name])
 
     def reset(self) -> None:
         """Forgets residuals: when the number of ranks or the model changes."""
+        self._warm.clear()
         if self._feedback is not None:
             self._feedback.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's residuals and the policy; residuals differ from rank to rank."""
         residuals = self._feedback.state_dict() if self._feedback is not None else {}
-        return {"policy": self._policy.spec, "world_size": self._transport.world_size, "residuals": residuals}
+        return {
+            "policy": self._policy.spec,
+            "world_size": self._transport.world_size,
+            "residuals": residuals,
+            "factors": dict(self._warm),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes residuals over if policy and number of ranks are those that they were made with; else forgets them."""
         self.reset()
         fits = (state["policy"], state["world_size"]) == (self._policy.spec, self._transport.world_size)
-        if self._feedback is not None and fits:
+        if fits and self._feedback is not None:
             self._feedback.load_state_dict(state["residuals"])
+        if fits:
+            self._warm = {name: value.clone() for name, value in state["factors"].items()}
         elif state["residuals"]:
             log.warning("error feedback starts anew: codecs or the number of ranks have changed since the checkpoint")
 
-    def _reduce(self, job: Job) -> None:
-        if self._reducer == "allreduce":
+    def _reduce(self, job: Job, run: _Run) -> None:
+        if run.codec.factor_rank:
+            self._warm[job.name] = sum_low_rank(
+                self._transport,
+                job,
+                shapes=run.shapes,
+                rank=run.codec.factor_rank,
+                warm=self._warm.get(job.name),
+            )
+        elif self._reducer == "allreduce":
             allreduce(self._transport, job)
         elif self._groups is not None:
             hierarchical(*self._groups, job)
@@ -196,10 +220,13 @@ class Exchange:
                     f"{tensor.name}: codec {codec.spec} is not linear and cannot go with reducer 'allreduce'; use 'sra' or "
                     "'hierarchical', or a linear codec (none, fp16)"
                 )
+            if not span.size:
+                continue
             if runs and runs[-1].codec == codec:
-                runs[-1] = _Run(codec, Span(runs[-1].span.start, span.stop))
-            elif span.size:
-                runs.append(_Run(codec, span))
+                before = runs.pop()
+                runs.append(_Run(codec, Span(before.span.start, span.stop), (*before.shapes, tensor.shape)))
+            else:
+                runs.append(_Run(codec, span, (tensor.shape,)))
         if start != flat.numel():
             error = f"{name}: the tensors' shapes have {start} elements, but the flat tensor has {flat.numel()}"
         agree(self._transport, error)

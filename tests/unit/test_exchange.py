@@ -139,6 +139,6 @@ def test_a_new_policy_takes_effect_and_forgets_residuals() -> None:
 
 def test_residuals_of_another_world_are_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     exchange = Exchange(LocalTransport(), parse_policy("maxmin:2"), error_feedback=True)
-    state = {"policy": exchange.policy.spec, "world_size": 2, "residuals": {"x.0.worker": torch.ones(3)}}
+    state = {"policy": exchange.policy.spec, "world_size": 2, "residuals": {"x.0.worker": torch.ones(3)}, "factors": {}}
     exchange.load_state_dict(state)
     assert exchange.state_dict()["residuals"] == {} and "starts anew" in caplog.text
