@@ -20,6 +20,7 @@ class Codec(Protocol):
         spec: the codec as text, which `parse_codec` reads.
         wire_dtype: for a linear code, the type as which payloads may be summed element by element; None for others.
         exact: whether nothing is lost, in any type: the tensor itself may as well be summed.
+        factor_rank: 0 for a code of values; for a code of matrices the rank of its factors, which are exchanged otherwise.
         granularity: shards of a tensor that begin at multiples of this lose nothing.
     """
 
@@ -31,6 +32,9 @@ class Codec(Protocol):
 
     @property
     def exact(self) -> bool: ...  # noqa: D102
+
+    @property
+    def factor_rank(self) -> int: ...  # noqa: D102
 
     @property
     def granularity(self) -> int: ...  # noqa: D102
@@ -70,6 +74,11 @@ class Fp32Codec:
     def exact(self) -> bool:
         """See :class:`Codec`."""
         return False
+
+    @property
+    def factor_rank(self) -> int:
+        """See :class:`Codec`."""
+        return 0
 
     def encode_(self, values: Tensor, payload: Tensor, *, key: int) -> None:
         """See :class:`Codec`."""

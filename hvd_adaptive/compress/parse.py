@@ -1,4 +1,4 @@
-"""Codecs by name: ``none``, ``fp16``, ``bf16``, ``maxmin:4,bucket=1024,nearest``, ``sign``, ``topk:0.01,sampled``."""
+"""Codecs by name, such as ``maxmin:4,bucket=1024,nearest``; `KNOWN` lists the forms."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvd_adaptive.compress.codec import Cast, Codec
+from hvd_adaptive.compress.low_rank import PowerSgd
 from hvd_adaptive.compress.quantize import MaxMin, Sign
 from hvd_adaptive.compress.sparsify import TopK
 
@@ -17,6 +18,7 @@ KNOWN = {
     "maxmin": "maxmin:BITS[,bucket=N][,nearest|stochastic]",
     "sign": "sign[:bucket=N]",
     "topk": "topk:FRACTION[,exact|sampled]",
+    "powersgd": "powersgd:RANK",
 }
 
 
@@ -73,7 +75,15 @@ def _topk(words: list[str]) -> Codec:
     return TopK(fraction, sampled="sampled" in words[1:])
 
 
-_BUILDERS: dict[str, Callable[[list[str]], Codec]] = {"maxmin": _maxmin, "sign": _sign, "topk": _topk}
+def _powersgd(words: list[str]) -> Codec:
+    if len(words) != 1:
+        raise ValueError(f"it takes one option, the rank, got {words}")
+    return PowerSgd(_integer("rank", words[0]))
+
+
+_BUILDERS: dict[str, Callable[[list[str]], Codec]] = {
+    "maxmin": _maxmin, "sign": _sign, "topk": _topk, "powersgd": _powersgd
+}  # fmt: skip
 
 
 def _bucket(word: str) -> int:

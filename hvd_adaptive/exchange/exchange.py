@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -15,6 +15,8 @@ from hvd_adaptive.compress.codec import Codec
 from hvd_adaptive.compress.feedback import ErrorFeedback
 from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.compress.policy import Policy, TensorInfo
+from hvd_adaptive.exchange.auto import fastest
+from hvd_adaptive.exchange.low_rank import low_rank_bytes, sum_low_rank
 from hvd_adaptive.exchange.plan import Span
 from hvd_adaptive.exchange.reducers import Job, allreduce, hierarchical, scatter_reduce_allgather
 from hvd_adaptive.kernels.reference import mix_key
@@ -22,7 +24,7 @@ from hvd_adaptive.transport.base import Collectives, Transport, agree, agree_equ
 
 log = logging.getLogger(__name__)
 
-REDUCERS = ("allreduce", "sra", "hierarchical")
+REDUCERS = ("allreduce", "sra", "hierarchical", "auto")
 CHUNK_ELEMENTS = 1 << 22
 # Uncompressed tensors smaller than this travel together: a collective each would cost more than copying them.
 _PACKED_ELEMENTS = 1 << 18
@@ -34,6 +36,13 @@ class _Run:
 
     codec: Codec
     span: Span
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def payload_bytes(self) -> int:
+        if self.codec.factor_rank:
+            return low_rank_bytes(self.shapes, self.codec.factor_rank)
+        return self.codec.payload_bytes(self.span.size)
 
 
 class Exchange:
@@ -41,11 +50,15 @@ class Exchange:
 
     Construction is COLLECTIVE, and so is each method that says so. Every rank ends with the same bits.
 
+    Attributes:
+        trials: for each name that "auto" has decided on, the seconds that each way took.
+
     Args:
-        transport: the world; for ``hierarchical`` connected with ``groups=True``.
+        transport: the world; for ``hierarchical``, and for "auto" to try that, connected with ``groups=True``.
         policy: the codec of each tensor.
         reducer: for tensors whose codec loses something: "allreduce" (linear codes), "sra", or "hierarchical".
-            Uncompressed tensors always take allreduce.
+            Uncompressed tensors always take allreduce. "auto" tries at the first `sum_` of each name: SRA, hierarchical where the
+            transport has groups and hosts have several ranks each, and no compression, and stays with the fastest.
         error_feedback: whether what a code loses is sent in the next step.
         seed: of stochastic rounding.
         chunk_elements: the most elements of a chunk, about; the next chunk is encoded while one is on the wire.
@@ -74,13 +87,20 @@ class Exchange:
         self._one_host = False
         self._feedback = ErrorFeedback() if error_feedback else None
         self._layouts: dict[str, list[_Run]] = {}
+        self._warm: dict[str, Tensor] = {}
         agree_equal(
             transport,
             {"reducer": reducer, "seed": seed, "error_feedback": error_feedback, "chunk_elements": chunk_elements},
             "Start all ranks with the same configuration.",
         )
-        self._groups = self._make_groups() if reducer == "hierarchical" else None
+        self._groups = self._make_groups() if reducer == "hierarchical" or (reducer == "auto" and transport.groups) else None
+        self._chosen: dict[str, str] = {}
+        self.trials: dict[str, dict[str, float]] = {}
         self.set_policy(policy)
+
+    def reducer(self, name: str) -> str:
+        """Returns how that group of tensors is summed: a reducer, or "none" where compression would lose."""
+        return self._chosen.get(name, self._reducer)
 
     @property
     def policy(self) -> Policy:
@@ -96,8 +116,8 @@ class Exchange:
         agree_equal(self._transport, {"policy": policy.spec}, "Give all ranks the same policy.")
         self._policy = policy
         self._layouts.clear()
-        if self._feedback is not None:
-            self._feedback.reset()
+        self._chosen.clear()
+        self.reset()
 
     @torch.no_grad()
     def sum_(self, flat: Tensor, name: str, *, step: int, tensors: Sequence[TensorInfo]) -> None:
@@ -119,6 +139,15 @@ class Exchange:
             self._layouts[name] = self._lay_out(name, flat, tensors)
         if self._transport.world_size == 1:
             return
+        if self._reducer == "auto" and name not in self._chosen:
+            self._try_reducers(flat, name)
+        reducer = self._chosen.get(name, self._reducer)
+        self._sum(flat, name, step, reducer, self._feedback)
+
+    def _sum(self, flat: Tensor, name: str, step: int, reducer: str, feedback: ErrorFeedback | None) -> None:
+        if reducer == "none":
+            self._sum_whole(flat, name)
+            return
         exact = [run for run in self._layouts[name] if run.codec.exact]
         self._sum_exact(flat, name, [run.span for run in exact])
         for run in self._layouts[name]:
@@ -129,39 +158,55 @@ class Exchange:
                     codec=run.codec,
                     key=mix_key(self._seed, step, crc32(name.encode()), run.span.start),
                     chunk_elements=self._chunk_elements,
-                    feedback=self._feedback,
+                    feedback=feedback,
                 )
-                self._reduce(job)
+                self._reduce(job, run, reducer)
 
     def payload_bytes(self, name: str) -> int:
         """Returns the size of one encoded copy of that group of tensors, after its first `sum_`."""
-        return sum(run.codec.payload_bytes(run.span.size) for run in self._layouts[name])
+        return sum(run.payload_bytes for run in self._layouts[name])
 
     def reset(self) -> None:
         """Forgets residuals: when the number of ranks or the model changes."""
+        self._warm.clear()
         if self._feedback is not None:
             self._feedback.reset()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's residuals and the policy; residuals differ from rank to rank."""
         residuals = self._feedback.state_dict() if self._feedback is not None else {}
-        return {"policy": self._policy.spec, "world_size": self._transport.world_size, "residuals": residuals}
+        return {
+            "policy": self._policy.spec,
+            "world_size": self._transport.world_size,
+            "residuals": residuals,
+            "factors": dict(self._warm),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes residuals over if policy and number of ranks are those that they were made with; else forgets them."""
         self.reset()
         fits = (state["policy"], state["world_size"]) == (self._policy.spec, self._transport.world_size)
-        if self._feedback is not None and fits:
+        if fits and self._feedback is not None:
             self._feedback.load_state_dict(state["residuals"])
+        if fits:
+            self._warm = {name: value.clone() for name, value in state["factors"].items()}
         elif state["residuals"]:
             log.warning("error feedback starts anew: codecs or the number of ranks have changed since the checkpoint")
 
-    def _reduce(self, job: Job) -> None:
-        if self._reducer == "allreduce":
+    def _reduce(self, job: Job, run: _Run, reducer: str) -> None:
+        if run.codec.factor_rank:
+            self._warm[job.name] = sum_low_rank(
+                self._transport,
+                job,
+                shapes=run.shapes,
+                rank=run.codec.factor_rank,
+                warm=self._warm.get(job.name),
+            )
+        elif reducer == "allreduce":
             allreduce(self._transport, job)
-        elif self._groups is not None:
+        elif reducer == "hierarchical" and self._groups is not None:
             hierarchical(*self._groups, job)
-        elif self._one_host:
+        elif reducer == "hierarchical" and self._one_host:
             # All is full precision inside a host.
             self._sum_whole(job.flat, job.name)
         else:
@@ -196,16 +241,39 @@ class Exchange:
                     f"{tensor.name}: codec {codec.spec} is not linear and cannot go with reducer 'allreduce'; use 'sra' or "
                     "'hierarchical', or a linear codec (none, fp16)"
                 )
+            if not span.size:
+                continue
             if runs and runs[-1].codec == codec:
-                runs[-1] = _Run(codec, Span(runs[-1].span.start, span.stop))
-            elif span.size:
-                runs.append(_Run(codec, span))
+                before = runs.pop()
+                runs.append(_Run(codec, Span(before.span.start, span.stop), (*before.shapes, tensor.shape)))
+            else:
+                runs.append(_Run(codec, span, (tensor.shape,)))
         if start != flat.numel():
             error = f"{name}: the tensors' shapes have {start} elements, but the flat tensor has {flat.numel()}"
         agree(self._transport, error)
         layout = [(run.codec.spec, *run.span) for run in runs]
         agree_equal(self._transport, {"layout": layout}, "All ranks must hold the same model.")
         return runs
+
+    def _try_reducers(self, flat: Tensor, name: str) -> None:
+        runs = self._layouts[name]
+        if all(run.codec.exact for run in runs):
+            self._chosen[name] = "sra"  # nothing to choose
+            return
+        options = ["none", "sra", *(["hierarchical"] if self._groups is not None else [])]
+
+        def candidate(reducer: str) -> Callable[[Tensor], None]:
+            # No residuals: trials must leave no trace.
+            return lambda values: self._sum(values, f"{name}.{reducer}", 0, reducer, None)
+
+        for option in options:
+            self._layouts[f"{name}.{option}"] = runs
+        self._chosen[name], self.trials[name] = fastest(
+            self._transport, {option: candidate(option) for option in options}, flat
+        )
+        for option in options:
+            del self._layouts[f"{name}.{option}"]
+        self._warm = {key: value for key, value in self._warm.items() if not key.startswith(f"{name}.")}
 
     def _make_groups(self) -> tuple[Collectives, Collectives] | None:
         transport = self._transport

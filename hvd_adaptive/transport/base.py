@@ -75,11 +75,13 @@ class Transport(Collectives, Protocol):
         local_rank: this rank among those of its host.
         local_size: ranks on its host.
         host: name of this rank's host.
+        groups: whether `split` may be called.
     """
 
     local_rank: int
     local_size: int
     host: str
+    groups: bool
 
     def allgather_stats(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Gathers a small vector, shape (k,), from every rank: shape (world_size, k), float64. COLLECTIVE."""

@@ -7,6 +7,7 @@ through host memory here.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
+
+_POLL_S = 1e-4
 
 
 class _Pending:
@@ -64,7 +67,7 @@ class HorovodCollectives:
         )
 
         def finish() -> Tensor:
-            self._hvd.synchronize(handle)
+            self._synchronize(handle)
             return tensor if host is tensor else tensor.copy_(host)
 
         return _Pending(finish, lambda: self._waiting(f"allreduce of {name}"))
@@ -77,7 +80,7 @@ class HorovodCollectives:
         handle = self._hvd.alltoall_async(host, splits=splits, name=name, process_set=self._process_set)
 
         def finish() -> Tensor:
-            received, received_splits = self._hvd.synchronize(handle)
+            received, received_splits = self._synchronize(handle)
             if received_splits.tolist() != list(receive_bytes):
                 raise RuntimeError(
                     f"{name}: the ranks sent {received_splits.tolist()} bytes, but {list(receive_bytes)} were expected"
@@ -91,7 +94,7 @@ class HorovodCollectives:
         handle = self._hvd.allgather_async(host, name=name, process_set=self._process_set)
 
         def finish() -> Tensor:
-            received: Tensor = self._hvd.synchronize(handle)
+            received: Tensor = self._synchronize(handle)
             if received.numel() != sum(receive_bytes):
                 raise RuntimeError(
                     f"{name}: the ranks sent {received.numel()} bytes, but {sum(receive_bytes)} were expected"
@@ -99,6 +102,12 @@ class HorovodCollectives:
             return self._to_device(received, tensor)
 
         return _Pending(finish, lambda: self._waiting(f"allgather of {name}"))
+
+    def _synchronize(self, handle: int) -> Any:
+        # Horovod's own wait spins, and takes the core of the threads that move the bytes.
+        while not self._hvd.poll(handle):
+            time.sleep(_POLL_S)
+        return self._hvd.synchronize(handle)
 
     def _must_stage(self, tensor: Tensor) -> bool:
         if not tensor.is_cuda or self._gpu_built:

@@ -102,7 +102,7 @@ class HorovodMpiTransport:
         self.local_rank = hosts[: self.rank].count(self.host)
         self.local_size = hosts.count(self.host)
         self._world = HorovodCollectives(hvd, hvd.global_process_set, self.waiting)
-        self._groups = groups
+        self.groups = groups
         self._process_sets: dict[tuple[int, ...], Any] = {}
         self._closed = False
         self.side = SideChannel(
@@ -158,7 +158,7 @@ class HorovodMpiTransport:
         return self._world.allgather_bytes_async(tensor, receive_bytes=receive_bytes, name=name)
 
     def split(self, color: int) -> HorovodCollectives:
-        if not self._groups:
+        if not self.groups:
             raise RuntimeError(
                 "groups of ranks need Horovod's dynamic process sets, which cost a message a cycle: connect with groups=True"
             )

@@ -89,6 +89,7 @@ class LocalTransport:
         hosts = [other * num_hosts // self.world_size for other in range(self.world_size)]
         self.local_rank = hosts[:rank].count(hosts[rank])
         self.local_size = hosts.count(hosts[rank])
+        self.groups = True
         self.host = socket.gethostname() if num_hosts == 1 else f"host{hosts[rank]}"
 
     def allgather_object(self, value: Any) -> list[Any]:

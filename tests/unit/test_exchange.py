@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -93,7 +94,7 @@ def test_ranks_that_do_not_fit_together_all_fail(arguments: Any, message: str) -
 def test_shapes_that_do_not_fill_the_tensor_are_refused() -> None:
     with pytest.raises(AgreedError, match=rf"have {NUM} elements, but the flat tensor has 7"):
         LocalWorld(2).run(lambda t: summed(t, "maxmin:4", flat=torch.zeros(7)))
-    with pytest.raises(ValueError, match="reducer must be one of allreduce, sra, hierarchical, got 'ring'"):
+    with pytest.raises(ValueError, match="reducer must be one of allreduce, sra, hierarchical, auto, got 'ring'"):
         Exchange(LocalTransport(), parse_policy("none"), reducer="ring")
 
 
@@ -139,6 +140,37 @@ def test_a_new_policy_takes_effect_and_forgets_residuals() -> None:
 
 def test_residuals_of_another_world_are_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     exchange = Exchange(LocalTransport(), parse_policy("maxmin:2"), error_feedback=True)
-    state = {"policy": exchange.policy.spec, "world_size": 2, "residuals": {"x.0.worker": torch.ones(3)}}
+    state = {"policy": exchange.policy.spec, "world_size": 2, "residuals": {"x.0.worker": torch.ones(3)}, "factors": {}}
     exchange.load_state_dict(state)
     assert exchange.state_dict()["residuals"] == {} and "starts anew" in caplog.text
+
+
+@pytest.mark.parametrize("winner", ["none", "sra", "hierarchical"])
+def test_auto_takes_what_is_fastest_on_the_slowest_rank(winner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Exchange._sum
+
+    def slowed(self: Exchange, flat: torch.Tensor, name: str, step: int, reducer: str, feedback: Any) -> None:
+        real(self, flat, name, step, reducer, feedback)
+        # Only the last rank finds the others slow.
+        if self._transport.rank == 3 and name != "parameters" and reducer != winner:
+            time.sleep(0.25)
+
+    monkeypatch.setattr(Exchange, "_sum", slowed)
+
+    def body(transport: LocalTransport) -> tuple[torch.Tensor, str, Any, Any]:
+        exchange = Exchange(transport, parse_policy("maxmin:4"), reducer="auto", error_feedback=True)
+        flat = values(transport.rank)
+        exchange.sum_(flat, "parameters", step=3, tensors=MODEL)
+        return flat, exchange.reducer("parameters"), exchange.trials, set(exchange.state_dict()["residuals"])
+
+    results = LocalWorld(4, num_hosts=2).run(body)
+    expected = LocalWorld(4, num_hosts=2).run(
+        lambda t: summed(t, "none" if winner == "none" else "maxmin:4", reducer="sra" if winner == "none" else winner)
+    )
+    for flat, chosen, trials, residuals in results:
+        assert chosen == winner and set(trials["parameters"]) == {"none", "sra", "hierarchical"}
+        assert trials == results[0][2]
+        if winner == "none":
+            assert torch.allclose(flat, expected[0], atol=1e-6) and not residuals
+        else:
+            assert torch.equal(flat, results[0][0]) and len(residuals) == 6

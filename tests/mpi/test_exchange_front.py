@@ -1,0 +1,72 @@
+"""The exchange's front over Horovod: a model's layers by policy, in groups, with residuals."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from hvd_adaptive.compress.policy import TensorInfo, parse_policy
+from hvd_adaptive.exchange.exchange import Exchange
+from hvd_adaptive.transport import connect, horovod_mpi
+
+MODEL = [
+    TensorInfo("a.weight", (100, 64)),
+    TensorInfo("a.bias", (100,)),
+    TensorInfo("b.weight", (50, 100)),
+    TensorInfo("b.bias", (50,)),
+    TensorInfo("c.weight", (70, 50)),
+    TensorInfo("d.weight", (200, 300)),
+]
+NUM = sum(tensor.size for tensor in MODEL)
+POLICY = "maxmin:4; b.weight=powersgd:2; c*=sign"
+
+
+def values(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(NUM, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train(transport: Any, reducer: str) -> tuple[torch.Tensor, Exchange]:
+    """Three rounds; all ranks must hold the same bits after each."""
+    exchange = Exchange(transport, parse_policy(POLICY), reducer=reducer, error_feedback=True, chunk_elements=8192)
+    received = torch.zeros(NUM)
+    for step in range(3):
+        flat = values(transport.rank, step)
+        exchange.sum_(flat, "parameters", step=step, tensors=MODEL)
+        others = transport.allgather_object(flat.numpy().tobytes())
+        assert all(other == others[0] for other in others)
+        received += flat
+    return received, exchange
+
+
+@pytest.mark.mpi(2)
+def test_layers_by_policy_and_auto(num_ranks: int) -> None:
+    transport = connect(stall_limit_s=60)
+    inputs = sum(values(rank, step) for rank in range(2) for step in range(3))
+    received, exchange = train(transport, "sra")
+    exact, got = (dict(zip([t.name for t in MODEL], x.split([t.size for t in MODEL]), strict=True)) for x in (inputs, received))
+    assert torch.allclose(got["a.bias"], exact["a.bias"], atol=1e-5)
+    assert 0.001 < float((got["d.weight"] - exact["d.weight"]).norm() / exact["d.weight"].norm()) < 0.2
+    assert exchange.reducer("parameters") == "sra"
+    _, exchange = train(transport, "auto")
+    chosen = transport.allgather_object((exchange.reducer("parameters"), exchange.trials))
+    assert chosen[0] == chosen[1] and set(chosen[0][1]["parameters"]) == {"none", "sra"}
+    transport.close()
+
+
+@pytest.mark.mpi(4)
+def test_over_two_hosts(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpi4py import MPI
+
+    name = f"host{MPI.COMM_WORLD.Get_rank() % 2}"
+    monkeypatch.setattr(horovod_mpi, "socket", types.SimpleNamespace(gethostname=lambda: name))
+    transport = connect(stall_limit_s=60, groups=True)
+    received, exchange = train(transport, "hierarchical")
+    inputs = sum(values(rank, step) for rank in range(4) for step in range(3))
+    assert float((received[-60000:] - inputs[-60000:]).norm() / inputs[-60000:].norm()) < 0.15
+    assert exchange.reducer("parameters") == "hierarchical"
+    _, exchange = train(transport, "auto")
+    assert set(exchange.trials["parameters"]) == {"none", "sra", "hierarchical"}
+    transport.close()
