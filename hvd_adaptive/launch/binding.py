@@ -26,6 +26,7 @@ class LauncherInfo:
         world_size: how many ranks the launcher started. In a heterogeneous Slurm job: in this component.
         local_rank: this process's rank among those of its host.
         local_size: how many ranks the launcher started on this host.
+        wired: srun gave its tasks a way to find each other (PMIx or PMI); True under other launchers.
     """
 
     name: LauncherName
@@ -33,6 +34,7 @@ class LauncherInfo:
     world_size: int | None = None
     local_rank: int | None = None
     local_size: int | None = None
+    wired: bool = True
 
 
 class DeviceChoice(NamedTuple):
@@ -112,8 +114,43 @@ def read_launcher(env: Mapping[str, str]) -> LauncherInfo:
             world_size=_read_int(env, "SLURM_STEP_NUM_TASKS"),
             local_rank=_read_int(env, "SLURM_LOCALID"),
             local_size=_slurm_local_size(env),
+            wired="PMIX_RANK" in env or "PMI_RANK" in env,
         )
     return LauncherInfo(name="none")
+
+
+def starts_alone(info: LauncherInfo, env: Mapping[str, str]) -> bool:
+    """Whether this process is a world of its own: no launcher, or one unconnected task such as an interactive shell's.
+
+    Args:
+        info: what the launcher said.
+        env: the process's environment. A component of a heterogeneous Slurm job may have one task, too.
+    """
+    single = info.name == "slurm" and info.world_size == 1 and not info.wired
+    return info.name == "none" or (single and "SLURM_HET_SIZE" not in env)
+
+
+def check_srun(info: LauncherInfo, env: Mapping[str, str], library_version: str, *, embedded: bool) -> None:
+    """Refuse tasks of srun that Open MPI cannot connect; it would end them in MPI_Init without the remedy.
+
+    Args:
+        info: what the launcher said.
+        env: the process's environment.
+        library_version: what MPI's library says of itself.
+        embedded: the Open MPI is PyPI's, which knows PMIx alone. (A site's 4 may know Slurm's PMI as well; MPICH and its
+            relatives start as many worlds of one, which `check_world` refuses.)
+
+    Raises:
+        RuntimeError: with the right way to start the job.
+    """
+    match = re.search(r"Open MPI v?(\d+)", library_version)
+    if info.name != "slurm" or match is None or "PMIX_RANK" in env or not (embedded or int(match[1]) >= 5):
+        return
+    raise RuntimeError(
+        f"srun started {info.world_size} ranks (this is rank {info.rank}), but not with PMIx, by which {match[0]} "
+        "connects them: start with `srun --mpi=pmix`. `srun --mpi=list` shows what this site has; where pmix is not "
+        "among it, or srun cannot load it, use `mpirun` inside the job"
+    )
 
 
 def check_world(info: LauncherInfo, mpi_world_size: int) -> None:
@@ -256,15 +293,6 @@ def num_threads(affinity: Sequence[Collection[int]], local_rank: int) -> int:
             sharers[core] += 1
     share = sum(1 / sharers[core] for core in set(affinity[local_rank]))
     return max(1, int(share + 1e-9))  # thirds do not add up to 1 exactly
-
-
-def oversubscribed(affinity: Sequence[Collection[int]]) -> bool:
-    """Whether the ranks of this host are more than the cores that they may run on.
-
-    Args:
-        affinity: the cores that each rank of this host may run on.
-    """
-    return len(affinity) > len(set().union(*affinity))
 
 
 def mpi_environment(info: LauncherInfo, num_cores: int) -> dict[str, str]:

@@ -6,8 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from hvd_adaptive.launch.binding import check_world, mpi_environment, read_launcher
+from hvd_adaptive.launch.binding import check_srun, check_world, mpi_environment, read_launcher, starts_alone
 from hvd_adaptive.transport.base import Transport
+from hvd_adaptive.transport.start_watch import start_watch
 
 # Ranks of these launchers carry no variable that read_launcher knows.
 _UNKNOWN_LAUNCHERS = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
@@ -30,6 +31,7 @@ def connect(*, stall_limit_s: float) -> Transport:
                 f"a launcher that is not known here started this process ({', '.join(strangers)} is set): each rank would "
                 "train alone. Start with mpirun, horovodrun or srun, or unset the variable to run one rank."
             )
+    if starts_alone(info, os.environ):
         from hvd_adaptive.transport.local import LocalTransport
 
         return LocalTransport()
@@ -39,12 +41,16 @@ def connect(*, stall_limit_s: float) -> Transport:
     num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     for name, value in mpi_environment(info, num_cores).items():
         os.environ.setdefault(name, value)
-    if (Path(sys.prefix) / "bin" / "orted").exists():
+    embedded = (Path(sys.prefix) / "bin" / "orted").exists()
+    if embedded:
         # PyPI's Open MPI was moved from where it was built. mpirun tells its ranks; srun's ranks must be told.
         os.environ.setdefault("OPAL_PREFIX", sys.prefix)
         os.environ["PATH"] = os.pathsep.join(
             [os.path.join(sys.prefix, "bin"), os.environ.get("PATH", os.defpath)]
         )
-    from hvd_adaptive.transport.horovod_mpi import HorovodMpiTransport
+    from hvd_adaptive.transport.horovod_mpi import HorovodMpiTransport, mpi_library_version
 
-    return HorovodMpiTransport(info, stall_limit_s=stall_limit_s)
+    # Before MPI_Init, in which Open MPI may end the process.
+    check_srun(info, os.environ, mpi_library_version(), embedded=embedded)
+    with start_watch(info.rank, stall_limit_s=stall_limit_s):
+        return HorovodMpiTransport(info, stall_limit_s=stall_limit_s)

@@ -55,8 +55,7 @@ class HorovodMpiTransport:
     """
 
     def __init__(self, info: LauncherInfo, *, stall_limit_s: float) -> None:
-        mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = True
+        _hold_back_mpi()
         import horovod.torch as hvd
         from mpi4py import MPI
 
@@ -200,6 +199,20 @@ class HorovodMpiTransport:
             self._closed = True
             self.heartbeat.leave()
             self.side.close()
+
+
+def mpi_library_version() -> str:
+    """Returns what the MPI library says of itself; loads it, and does not initialize it."""
+    _hold_back_mpi()
+    import horovod.torch  # noqa: F401 - first, as it finds its library by the path that it was built with
+    from mpi4py import MPI
+
+    return str(MPI.Get_library_version())
+
+
+def _hold_back_mpi() -> None:
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = True
 
 
 def _check_one_mpi() -> None:

@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 
 from hvd_adaptive.launch.binding import (
     LauncherInfo,
+    check_srun,
     check_world,
     choose_device,
     mpi_environment,
     num_threads,
-    oversubscribed,
     read_launcher,
     requested_threads,
     shared_devices,
+    starts_alone,
 )
 
 OPEN_MPI = {
@@ -39,7 +40,9 @@ SRUN = {
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "PMIX_RANK": "3",
 }
+UNWIRED = {name: value for name, value in SRUN.items() if name != "PMIX_RANK"}
 # What a batch script sees of Slurm: the batch step is one process, whatever --ntasks says.
 BATCH = {
     "SLURM_PROCID": "0",
@@ -81,7 +84,7 @@ def test_mpirun_inside_a_slurm_job_wins_over_slurm(env):
 
 
 def test_srun_with_pmi2_is_slurm():
-    assert read_launcher({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}).name == "slurm"
+    assert read_launcher({**UNWIRED, "PMI_RANK": "3", "PMI_SIZE": "4"}).name == "slurm"
 
 
 @pytest.mark.parametrize(
@@ -91,6 +94,46 @@ def test_srun_with_pmi2_is_slurm():
 def test_slurm_tasks_of_a_node(node, tasks, size):
     env = {**SRUN, "SLURM_NODEID": node, "SLURM_STEP_TASKS_PER_NODE": tasks}
     assert read_launcher(env).local_size == size
+
+
+@pytest.mark.parametrize(
+    ("env", "version", "embedded"),
+    [
+        (UNWIRED, "Open MPI v4.1.8, package:", True),
+        ({**UNWIRED, "PMI_RANK": "3"}, "Open MPI v4.1.8, package:", True),
+        (UNWIRED, "Open MPI v5.0.11, package:", False),
+    ],
+)
+def test_open_mpi_under_srun_without_pmix_is_refused_with_the_fix(env, version, embedded):
+    info = read_launcher(env)
+    with pytest.raises(RuntimeError, match=r"srun started 4 ranks .this is rank 3.*Open MPI v\d.*srun --mpi=pmix.*mpirun"):
+        check_srun(info, env, version, embedded=embedded)
+
+
+@pytest.mark.parametrize(
+    ("env", "version", "embedded"),
+    [
+        (SRUN, "Open MPI v4.1.8, package:", True),
+        (SRUN, "Open MPI v5.0.11, package:", False),
+        (UNWIRED, "Open MPI v4.1.4, package: Debian OpenMPI", False),
+        ({**UNWIRED, "PMI_RANK": "3"}, "MPICH Version: 4.3.2", False),
+        (OPEN_MPI, "Open MPI v4.1.8, package:", True),
+    ],
+)
+def test_srun_that_may_connect_its_tasks_is_let_through(env, version, embedded):
+    check_srun(read_launcher(env), env, version, embedded=embedded)
+
+
+def test_one_task_of_srun_is_a_world_of_its_own_unless_it_is_a_component():
+    shell = {**UNWIRED, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    assert starts_alone(read_launcher(shell), shell)
+    component = {**shell, "SLURM_HET_SIZE": "2"}
+    assert not starts_alone(read_launcher(component), component)
+    wired = {**shell, "PMIX_RANK": "0"}
+    assert not starts_alone(read_launcher(wired), wired)
+    assert not starts_alone(read_launcher(UNWIRED), UNWIRED)
+    assert not starts_alone(read_launcher(OPEN_MPI), OPEN_MPI)
+    assert starts_alone(read_launcher({}), {})
 
 
 def test_a_broken_variable_is_named():
@@ -184,7 +227,6 @@ def test_threads_never_exceed_the_cores_unless_ranks_do(affinity):
     cores = len(set().union(*affinity))
     assert all(1 <= n <= len(own) for n, own in zip(threads, affinity, strict=True))
     assert sum(threads) <= cores + sum(n == 1 for n in threads)
-    assert oversubscribed(affinity) == (len(affinity) > cores)
 
 
 def test_bound_ranks_keep_their_cores():
