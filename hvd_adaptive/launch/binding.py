@@ -7,7 +7,7 @@ imports MPI, so all of it can run before MPI_Init, where most of these variables
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -42,6 +42,22 @@ class DeviceChoice(NamedTuple):
 
     device: str
     warning: str | None
+
+
+class DevicePlace(NamedTuple):
+    """Where a rank computes.
+
+    Attributes:
+        host: its host's name.
+        uuid: its GPU, by a name that is the same for every rank of the host; None on the CPU.
+        visible: the GPUs that it sees, by such names.
+        named: the user asked for this GPU by its number.
+    """
+
+    host: str
+    uuid: str | None = None
+    visible: tuple[str, ...] = ()
+    named: bool = False
 
 
 def _read_int(env: Mapping[str, str], *names: str) -> int | None:
@@ -234,21 +250,45 @@ def choose_device(option: str, *, local_rank: int, local_size: int, cuda_device_
     return DeviceChoice(f"cuda:{index}", None)
 
 
-def shared_devices(devices: Sequence[tuple[str, str]]) -> str | None:
-    """Say which GPUs are used by more than one rank.
+def shared_devices(places: Sequence[DevicePlace]) -> str | None:
+    """Judge GPUs that several ranks use, from what only all ranks together know.
+
+    More ranks than GPUs may share them; two ranks on one GPU beside an idle one is a mistake, unless each asked for that
+    GPU by its number.
 
     Args:
-        devices: (host name, GPU's UUID) of every rank, in rank order; leave ranks on the CPU out.
+        places: of every rank, in rank order.
 
     Returns:
-        A warning to show, or None when no GPU is shared.
+        A warning to show, or None. (`choose_device` has warned ranks that see several GPUs but fewer than ranks.)
+
+    Raises:
+        RuntimeError: ranks share a GPU unasked, and another one that ranks of that host see is idle.
     """
-    shared = sorted(place for place, ranks in Counter(devices).items() if ranks > 1)
-    if not shared:
+    ranks_by_gpu: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, place in enumerate(places):
+        if place.uuid is not None:
+            ranks_by_gpu[place.host, place.uuid].append(rank)
+    warnings = []
+    for (host, uuid), ranks in sorted(ranks_by_gpu.items()):
+        if len(ranks) == 1:
+            continue
+        numbers = ", ".join(map(str, ranks))
+        seen = {gpu for place in places if place.host == host and place.uuid for gpu in place.visible}
+        idle = sorted(gpu for gpu in seen if (host, gpu) not in ranks_by_gpu)
+        if idle and not all(places[rank].named for rank in ranks):
+            raise RuntimeError(
+                f"ranks {numbers} on {host} all use the GPU {uuid}, and {', '.join(idle)} there is idle: let every rank see "
+                "all of its host's GPUs or one of its own (unset CUDA_VISIBLE_DEVICES, Slurm: --gpus-per-task=1), or ask for "
+                "it with --device cuda:K"
+            )
+        if any(places[rank].named or len(places[rank].visible) == 1 for rank in ranks):
+            warnings.append(f"ranks {numbers} on {host} share the GPU {uuid}")
+    if not warnings:
         return None
-    names = ", ".join(f"{host}:{uuid}" for host, uuid in shared)
     return (
-        f"several ranks share a GPU ({names}): they take turns, and NCCL refuses that; start one rank per GPU"
+        f"{'; '.join(warnings)}: they take turns, and NCCL refuses two ranks on one GPU. If the host has more GPUs, make them "
+        "visible (CUDA_VISIBLE_DEVICES, the scheduler's request); else start one rank per GPU"
     )
 
 

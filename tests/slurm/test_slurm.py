@@ -100,6 +100,12 @@ def test_a_killed_task_ends_the_step(
     assert "beta" in job.stderr, job.describe()
 
 
+# `sbatch --wait` asks too seldom.
+SUBMIT_AND_WAIT = """
+job=$(sbatch --parsable "$@") || exit
+while squeue --noheader --job="$job" | grep -q .; do sleep 0.3; done
+! scontrol show job "$job" | grep -o "ExitCode=[0-9:]*" | grep -v "=0:0"
+"""
 BOTH = ["alpha", "alpha", "beta", "beta"]
 SCRIPTS = [
     ("one-node", [], ["alpha", "alpha"]),
@@ -126,7 +132,8 @@ def test_batch_scripts(
     for constraint in constraints or [""]:
         options += [":"] if options else []
         options += [*smaller, constraint] if constraint else smaller
-    job = run_in_slurm("sbatch", "--wait", *options, str(ROOT / "slurm" / f"{name}.sbatch"), *train_options)
+    script = str(ROOT / "slurm" / f"{name}.sbatch")
+    job = run_in_slurm("bash", "-c", SUBMIT_AND_WAIT, "submit", *options, script, *train_options)
     assert job.returncode == 0, job.describe() + (output.read_text() if output.exists() else "")
     check_run(tmp_path / "run", expected)
 

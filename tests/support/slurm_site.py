@@ -81,8 +81,8 @@ class SlurmSite:
             (folder / name).mkdir()
         lines = [_CONFIGURATION.format(first=NAMES[0], network=NETWORK, folder=folder)]
         for index, name in enumerate(NAMES):
-            address = f"{NETWORK}.{index + 1}"
-            lines.append(f"NodeName={name} NodeAddr={address} CPUs={CPUS_PER_NODE} RealMemory=1000 Gres=gpu:4 Feature=gpus-of-{name}\n")
+            has = f"CPUs={CPUS_PER_NODE} RealMemory=1000 Gres=gpu:4 Feature=gpus-of-{name}"
+            lines.append(f"NodeName={name} NodeAddr={NETWORK}.{index + 1} {has}\n")
         lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=10 State=UP\n")
         (folder / "slurm.conf").write_text("".join(lines))
         # GPUs in name only, so that scripts may ask for them.

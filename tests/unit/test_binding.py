@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adaptive.launch.binding import (
+    DevicePlace,
     LauncherInfo,
     check_srun,
     check_world,
@@ -200,9 +201,41 @@ def test_unknown_devices(option):
         choose_device(option, local_rank=0, local_size=1, cuda_device_count=1)
 
 
-def test_shared_devices():
-    assert shared_devices([("a", "GPU-1"), ("b", "GPU-1"), ("a", "GPU-2")]) is None
-    assert "a:GPU-1" in (shared_devices([("a", "GPU-1"), ("b", "GPU-1"), ("a", "GPU-1")]) or "")
+def on(uuid, *others, host="a", named=False):
+    return DevicePlace(host, uuid, (uuid, *others), named)
+
+
+def test_gpus_of_their_own_are_fine():
+    assert shared_devices([DevicePlace("a"), DevicePlace("a")]) is None
+    # One name on two hosts is two GPUs; and ranks that see one each see different ones.
+    assert shared_devices([on("G0"), on("G0", host="b"), on("G1")]) is None
+    assert shared_devices([on("G0", "G1"), on("G1", "G0")]) is None
+
+
+@pytest.mark.parametrize("places", [[on("G0"), on("G1"), on("G0")], [on("G0", named=True)] * 2])
+def test_more_ranks_than_visible_gpus_are_warned_by_name(places):
+    warning = shared_devices(places)
+    ranks = [rank for rank, place in enumerate(places) if place.uuid == "G0"]
+    assert warning is not None
+    assert f"ranks {ranks[0]}, {ranks[1]} on a share the GPU G0" in warning
+    assert "CUDA_VISIBLE_DEVICES" in warning
+
+
+def test_ranks_that_share_a_gpu_beside_an_idle_one_are_refused():
+    places = [on("G0"), on("G0"), on("G2", "G0", "G1"), on("G1", host="b")]
+    with pytest.raises(RuntimeError, match=r"ranks 0, 1 on a all use the GPU G0, and G1 there is idle.*--device cuda:K"):
+        shared_devices(places)
+
+
+def test_who_asks_for_a_gpu_by_its_number_may_share_it_beside_an_idle_one():
+    assert "ranks 0, 1 on a share the GPU G0" in (shared_devices([on("G0", "G1", named=True)] * 2) or "")
+    with pytest.raises(RuntimeError, match="G1 there is idle"):
+        shared_devices([on("G0", "G1", named=True), on("G0", "G1")])
+
+
+def test_what_each_rank_can_tell_by_itself_is_not_said_again():
+    # `choose_device` has warned these.
+    assert shared_devices([on("G0", "G1"), on("G1", "G0"), on("G0", "G1")]) is None
 
 
 @pytest.mark.parametrize(("value", "threads"), [("", None), ("3", 3), (" 4,2", 4)])
