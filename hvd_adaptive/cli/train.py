@@ -16,8 +16,8 @@ import torch
 from hvd_adaptive.cli.progress import Progress
 from hvd_adaptive.config import Config, TrainConfig
 from hvd_adaptive.data import SparseDataset, build, open_splits, resolve
-from hvd_adaptive.launch.binding import num_threads, requested_threads
-from hvd_adaptive.launch.device import bind_device
+from hvd_adaptive.launch.binding import num_threads, requested_threads, shared_devices
+from hvd_adaptive.launch.device import bind_device, device_place
 from hvd_adaptive.train.run_directory import RunDirectory
 from hvd_adaptive.train.trainer import Trainer
 from hvd_adaptive.transport.base import Transport, agree, agree_equal, long_task
@@ -99,12 +99,16 @@ def use_device(option: str, transport: Transport, *, threads: int | None = None)
         threads: None: OMP_NUM_THREADS, else this rank's share of its host's cores.
 
     Raises:
-        AgreedError: on all ranks, if one has no such device.
+        AgreedError: on all ranks, if one has no such device, or some share one beside an idle one.
     """
     device = attempt(
         transport,
         lambda: bind_device(option, local_rank=transport.local_rank, local_size=transport.local_size),
     )
+    places = transport.allgather_object(device_place(device, option, transport.host))
+    warning = attempt(transport, lambda: shared_devices(places))
+    if warning and transport.rank == 0:
+        log.warning(warning)
     cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
     neighbours = [
         where for host, where in transport.allgather_object((transport.host, cores)) if host == transport.host

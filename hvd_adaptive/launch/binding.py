@@ -7,7 +7,7 @@ imports MPI, so all of it can run before MPI_Init, where most of these variables
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -26,6 +26,7 @@ class LauncherInfo:
         world_size: how many ranks the launcher started. In a heterogeneous Slurm job: in this component.
         local_rank: this process's rank among those of its host.
         local_size: how many ranks the launcher started on this host.
+        wired: srun gave its tasks a way to find each other (PMIx or PMI); True under other launchers.
     """
 
     name: LauncherName
@@ -33,6 +34,7 @@ class LauncherInfo:
     world_size: int | None = None
     local_rank: int | None = None
     local_size: int | None = None
+    wired: bool = True
 
 
 class DeviceChoice(NamedTuple):
@@ -40,6 +42,22 @@ class DeviceChoice(NamedTuple):
 
     device: str
     warning: str | None
+
+
+class DevicePlace(NamedTuple):
+    """Where a rank computes.
+
+    Attributes:
+        host: its host's name.
+        uuid: its GPU, by a name that is the same for every rank of the host; None on the CPU.
+        visible: the GPUs that it sees, by such names.
+        named: the user asked for this GPU by its number.
+    """
+
+    host: str
+    uuid: str | None = None
+    visible: tuple[str, ...] = ()
+    named: bool = False
 
 
 def _read_int(env: Mapping[str, str], *names: str) -> int | None:
@@ -112,8 +130,43 @@ def read_launcher(env: Mapping[str, str]) -> LauncherInfo:
             world_size=_read_int(env, "SLURM_STEP_NUM_TASKS"),
             local_rank=_read_int(env, "SLURM_LOCALID"),
             local_size=_slurm_local_size(env),
+            wired="PMIX_RANK" in env or "PMI_RANK" in env,
         )
     return LauncherInfo(name="none")
+
+
+def starts_alone(info: LauncherInfo, env: Mapping[str, str]) -> bool:
+    """Whether this process is a world of its own: no launcher, or one unconnected task such as an interactive shell's.
+
+    Args:
+        info: what the launcher said.
+        env: the process's environment. A component of a heterogeneous Slurm job may have one task, too.
+    """
+    single = info.name == "slurm" and info.world_size == 1 and not info.wired
+    return info.name == "none" or (single and "SLURM_HET_SIZE" not in env)
+
+
+def check_srun(info: LauncherInfo, env: Mapping[str, str], library_version: str, *, embedded: bool) -> None:
+    """Refuse tasks of srun that Open MPI cannot connect; it would end them in MPI_Init without the remedy.
+
+    Args:
+        info: what the launcher said.
+        env: the process's environment.
+        library_version: what MPI's library says of itself.
+        embedded: the Open MPI is PyPI's, which knows PMIx alone. (A site's 4 may know Slurm's PMI as well; MPICH and its
+            relatives start as many worlds of one, which `check_world` refuses.)
+
+    Raises:
+        RuntimeError: with the right way to start the job.
+    """
+    match = re.search(r"Open MPI v?(\d+)", library_version)
+    if info.name != "slurm" or match is None or "PMIX_RANK" in env or not (embedded or int(match[1]) >= 5):
+        return
+    raise RuntimeError(
+        f"srun started {info.world_size} ranks (this is rank {info.rank}), but not with PMIx, by which {match[0]} "
+        "connects them: start with `srun --mpi=pmix`. `srun --mpi=list` shows what this site has; where pmix is not "
+        "among it, or srun cannot load it, use `mpirun` inside the job"
+    )
 
 
 def check_world(info: LauncherInfo, mpi_world_size: int) -> None:
@@ -197,21 +250,45 @@ def choose_device(option: str, *, local_rank: int, local_size: int, cuda_device_
     return DeviceChoice(f"cuda:{index}", None)
 
 
-def shared_devices(devices: Sequence[tuple[str, str]]) -> str | None:
-    """Say which GPUs are used by more than one rank.
+def shared_devices(places: Sequence[DevicePlace]) -> str | None:
+    """Judge GPUs that several ranks use, from what only all ranks together know.
+
+    More ranks than GPUs may share them; two ranks on one GPU beside an idle one is a mistake, unless each asked for that
+    GPU by its number.
 
     Args:
-        devices: (host name, GPU's UUID) of every rank, in rank order; leave ranks on the CPU out.
+        places: of every rank, in rank order.
 
     Returns:
-        A warning to show, or None when no GPU is shared.
+        A warning to show, or None. (`choose_device` has warned ranks that see several GPUs but fewer than ranks.)
+
+    Raises:
+        RuntimeError: ranks share a GPU unasked, and another one that ranks of that host see is idle.
     """
-    shared = sorted(place for place, ranks in Counter(devices).items() if ranks > 1)
-    if not shared:
+    ranks_by_gpu: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, place in enumerate(places):
+        if place.uuid is not None:
+            ranks_by_gpu[place.host, place.uuid].append(rank)
+    warnings = []
+    for (host, uuid), ranks in sorted(ranks_by_gpu.items()):
+        if len(ranks) == 1:
+            continue
+        numbers = ", ".join(map(str, ranks))
+        seen = {gpu for place in places if place.host == host and place.uuid for gpu in place.visible}
+        idle = sorted(gpu for gpu in seen if (host, gpu) not in ranks_by_gpu)
+        if idle and not all(places[rank].named for rank in ranks):
+            raise RuntimeError(
+                f"ranks {numbers} on {host} all use the GPU {uuid}, and {', '.join(idle)} there is idle: let every rank see "
+                "all of its host's GPUs or one of its own (unset CUDA_VISIBLE_DEVICES, Slurm: --gpus-per-task=1), or ask for "
+                "it with --device cuda:K"
+            )
+        if any(places[rank].named or len(places[rank].visible) == 1 for rank in ranks):
+            warnings.append(f"ranks {numbers} on {host} share the GPU {uuid}")
+    if not warnings:
         return None
-    names = ", ".join(f"{host}:{uuid}" for host, uuid in shared)
     return (
-        f"several ranks share a GPU ({names}): they take turns, and NCCL refuses that; start one rank per GPU"
+        f"{'; '.join(warnings)}: they take turns, and NCCL refuses two ranks on one GPU. If the host has more GPUs, make them "
+        "visible (CUDA_VISIBLE_DEVICES, the scheduler's request); else start one rank per GPU"
     )
 
 
@@ -256,15 +333,6 @@ def num_threads(affinity: Sequence[Collection[int]], local_rank: int) -> int:
             sharers[core] += 1
     share = sum(1 / sharers[core] for core in set(affinity[local_rank]))
     return max(1, int(share + 1e-9))  # thirds do not add up to 1 exactly
-
-
-def oversubscribed(affinity: Sequence[Collection[int]]) -> bool:
-    """Whether the ranks of this host are more than the cores that they may run on.
-
-    Args:
-        affinity: the cores that each rank of this host may run on.
-    """
-    return len(affinity) > len(set().union(*affinity))
 
 
 def mpi_environment(info: LauncherInfo, num_cores: int) -> dict[str, str]:

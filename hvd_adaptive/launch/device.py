@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from hvd_adaptive.launch.binding import choose_device, read_launcher
+from hvd_adaptive.launch.binding import DevicePlace, choose_device, read_launcher
 
 log = logging.getLogger(__name__)
 
@@ -46,3 +46,27 @@ def bind_device(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
+
+
+def device_place(device: torch.device, option: str, host: str) -> DevicePlace:
+    """Describes a rank's device for `shared_devices`.
+
+    Args:
+        device: from `bind_device`.
+        option: what was asked for.
+        host: this rank's host.
+    """
+    if device.type != "cuda":
+        return DevicePlace(host)
+    visible = tuple(_gpu_name(index) for index in range(torch.cuda.device_count()))
+    return DevicePlace(host, visible[device.index], visible, option.startswith("cuda:"))
+
+
+def _gpu_name(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    uuid = getattr(properties, "uuid", None)
+    if uuid is not None:
+        return str(uuid)
+    # Before torch 2.4: what the launcher chose from, or the number on the host.
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return chosen[index] if index < len(chosen) and chosen[index] else str(index)

@@ -7,8 +7,16 @@ import os
 import sys
 from pathlib import Path
 
-from hvd_adaptive.launch.binding import LauncherInfo, check_world, mpi_environment, read_launcher
+from hvd_adaptive.launch.binding import (
+    LauncherInfo,
+    check_srun,
+    check_world,
+    mpi_environment,
+    read_launcher,
+    starts_alone,
+)
 from hvd_adaptive.transport.base import Transport
+from hvd_adaptive.transport.start_watch import start_watch
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +44,7 @@ def connect(*, stall_limit_s: float, groups: bool = False, repeatable: bool = Fa
                 f"a launcher that is not known here started this process ({', '.join(strangers)} is set): each rank would "
                 "train alone. Start with mpirun, horovodrun or srun, or unset the variable to run one rank."
             )
+    if starts_alone(info, os.environ):
         from hvd_adaptive.transport.local import LocalTransport
 
         return LocalTransport()
@@ -49,7 +58,8 @@ def connect(*, stall_limit_s: float, groups: bool = False, repeatable: bool = Fa
         log.info("Horovod's tensor fusion is off (HOROVOD_FUSION_THRESHOLD=0), so that sums repeat bit for bit")
     from hvd_adaptive.transport.horovod_mpi import HorovodMpiTransport
 
-    return HorovodMpiTransport(info, stall_limit_s=stall_limit_s, groups=groups)
+    with start_watch(info.rank, stall_limit_s=stall_limit_s):
+        return HorovodMpiTransport(info, stall_limit_s=stall_limit_s, groups=groups)
 
 
 def set_mpi_environment(info: LauncherInfo) -> None:
@@ -57,13 +67,21 @@ def set_mpi_environment(info: LauncherInfo) -> None:
 
     Args:
         info: what the launcher's environment says.
+
+    Raises:
+        RuntimeError: if srun started the ranks in a way by which this MPI cannot connect them.
     """
     num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     for name, value in mpi_environment(info, num_cores).items():
         os.environ.setdefault(name, value)
-    if (Path(sys.prefix) / "bin" / "orted").exists():
+    embedded = (Path(sys.prefix) / "bin" / "orted").exists()
+    if embedded:
         # PyPI's Open MPI was moved from where it was built. mpirun tells its ranks; srun's ranks must be told.
         os.environ.setdefault("OPAL_PREFIX", sys.prefix)
         os.environ["PATH"] = os.pathsep.join(
             [os.path.join(sys.prefix, "bin"), os.environ.get("PATH", os.defpath)]
         )
+    from hvd_adaptive.transport.horovod_mpi import mpi_library_version
+
+    # Before MPI_Init, in which Open MPI may end the process.
+    check_srun(info, os.environ, mpi_library_version(), embedded=embedded)

@@ -51,8 +51,7 @@ def start_mpi(info: LauncherInfo) -> Any:
         RuntimeError: if Horovod and mpi4py use different MPI libraries, the launcher's world is not MPI's, or MPI gives no
             MPI_THREAD_MULTIPLE.
     """
-    mpi4py.rc.initialize = False
-    mpi4py.rc.finalize = True
+    _hold_back_mpi()
     import horovod.torch  # noqa: F401  # loads its MPI library, for the check
     from mpi4py import MPI
 
@@ -241,6 +240,20 @@ class HorovodMpiTransport:
             self._closed = True
             self.heartbeat.leave()
             self.side.close()
+
+
+def mpi_library_version() -> str:
+    """Returns what the MPI library says of itself; loads it, and does not initialize it."""
+    _hold_back_mpi()
+    import horovod.torch  # noqa: F401 - first, as it finds its library by the path that it was built with
+    from mpi4py import MPI
+
+    return str(MPI.Get_library_version())
+
+
+def _hold_back_mpi() -> None:
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = True
 
 
 def _check_one_mpi() -> None:

@@ -8,15 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adaptive.launch.binding import (
+    DevicePlace,
     LauncherInfo,
+    check_srun,
     check_world,
     choose_device,
     mpi_environment,
     num_threads,
-    oversubscribed,
     read_launcher,
     requested_threads,
     shared_devices,
+    starts_alone,
 )
 
 OPEN_MPI = {
@@ -39,7 +41,9 @@ SRUN = {
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "PMIX_RANK": "3",
 }
+UNWIRED = {name: value for name, value in SRUN.items() if name != "PMIX_RANK"}
 # What a batch script sees of Slurm: the batch step is one process, whatever --ntasks says.
 BATCH = {
     "SLURM_PROCID": "0",
@@ -81,7 +85,7 @@ def test_mpirun_inside_a_slurm_job_wins_over_slurm(env):
 
 
 def test_srun_with_pmi2_is_slurm():
-    assert read_launcher({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}).name == "slurm"
+    assert read_launcher({**UNWIRED, "PMI_RANK": "3", "PMI_SIZE": "4"}).name == "slurm"
 
 
 @pytest.mark.parametrize(
@@ -91,6 +95,46 @@ def test_srun_with_pmi2_is_slurm():
 def test_slurm_tasks_of_a_node(node, tasks, size):
     env = {**SRUN, "SLURM_NODEID": node, "SLURM_STEP_TASKS_PER_NODE": tasks}
     assert read_launcher(env).local_size == size
+
+
+@pytest.mark.parametrize(
+    ("env", "version", "embedded"),
+    [
+        (UNWIRED, "Open MPI v4.1.8, package:", True),
+        ({**UNWIRED, "PMI_RANK": "3"}, "Open MPI v4.1.8, package:", True),
+        (UNWIRED, "Open MPI v5.0.11, package:", False),
+    ],
+)
+def test_open_mpi_under_srun_without_pmix_is_refused_with_the_fix(env, version, embedded):
+    info = read_launcher(env)
+    with pytest.raises(RuntimeError, match=r"srun started 4 ranks .this is rank 3.*Open MPI v\d.*srun --mpi=pmix.*mpirun"):
+        check_srun(info, env, version, embedded=embedded)
+
+
+@pytest.mark.parametrize(
+    ("env", "version", "embedded"),
+    [
+        (SRUN, "Open MPI v4.1.8, package:", True),
+        (SRUN, "Open MPI v5.0.11, package:", False),
+        (UNWIRED, "Open MPI v4.1.4, package: Debian OpenMPI", False),
+        ({**UNWIRED, "PMI_RANK": "3"}, "MPICH Version: 4.3.2", False),
+        (OPEN_MPI, "Open MPI v4.1.8, package:", True),
+    ],
+)
+def test_srun_that_may_connect_its_tasks_is_let_through(env, version, embedded):
+    check_srun(read_launcher(env), env, version, embedded=embedded)
+
+
+def test_one_task_of_srun_is_a_world_of_its_own_unless_it_is_a_component():
+    shell = {**UNWIRED, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    assert starts_alone(read_launcher(shell), shell)
+    component = {**shell, "SLURM_HET_SIZE": "2"}
+    assert not starts_alone(read_launcher(component), component)
+    wired = {**shell, "PMIX_RANK": "0"}
+    assert not starts_alone(read_launcher(wired), wired)
+    assert not starts_alone(read_launcher(UNWIRED), UNWIRED)
+    assert not starts_alone(read_launcher(OPEN_MPI), OPEN_MPI)
+    assert starts_alone(read_launcher({}), {})
 
 
 def test_a_broken_variable_is_named():
@@ -157,9 +201,41 @@ def test_unknown_devices(option):
         choose_device(option, local_rank=0, local_size=1, cuda_device_count=1)
 
 
-def test_shared_devices():
-    assert shared_devices([("a", "GPU-1"), ("b", "GPU-1"), ("a", "GPU-2")]) is None
-    assert "a:GPU-1" in (shared_devices([("a", "GPU-1"), ("b", "GPU-1"), ("a", "GPU-1")]) or "")
+def on(uuid, *others, host="a", named=False):
+    return DevicePlace(host, uuid, (uuid, *others), named)
+
+
+def test_gpus_of_their_own_are_fine():
+    assert shared_devices([DevicePlace("a"), DevicePlace("a")]) is None
+    # One name on two hosts is two GPUs; and ranks that see one each see different ones.
+    assert shared_devices([on("G0"), on("G0", host="b"), on("G1")]) is None
+    assert shared_devices([on("G0", "G1"), on("G1", "G0")]) is None
+
+
+@pytest.mark.parametrize("places", [[on("G0"), on("G1"), on("G0")], [on("G0", named=True)] * 2])
+def test_more_ranks_than_visible_gpus_are_warned_by_name(places):
+    warning = shared_devices(places)
+    ranks = [rank for rank, place in enumerate(places) if place.uuid == "G0"]
+    assert warning is not None
+    assert f"ranks {ranks[0]}, {ranks[1]} on a share the GPU G0" in warning
+    assert "CUDA_VISIBLE_DEVICES" in warning
+
+
+def test_ranks_that_share_a_gpu_beside_an_idle_one_are_refused():
+    places = [on("G0"), on("G0"), on("G2", "G0", "G1"), on("G1", host="b")]
+    with pytest.raises(RuntimeError, match=r"ranks 0, 1 on a all use the GPU G0, and G1 there is idle.*--device cuda:K"):
+        shared_devices(places)
+
+
+def test_who_asks_for_a_gpu_by_its_number_may_share_it_beside_an_idle_one():
+    assert "ranks 0, 1 on a share the GPU G0" in (shared_devices([on("G0", "G1", named=True)] * 2) or "")
+    with pytest.raises(RuntimeError, match="G1 there is idle"):
+        shared_devices([on("G0", "G1", named=True), on("G0", "G1")])
+
+
+def test_what_each_rank_can_tell_by_itself_is_not_said_again():
+    # `choose_device` has warned these.
+    assert shared_devices([on("G0", "G1"), on("G1", "G0"), on("G0", "G1")]) is None
 
 
 @pytest.mark.parametrize(("value", "threads"), [("", None), ("3", 3), (" 4,2", 4)])
@@ -184,7 +260,6 @@ def test_threads_never_exceed_the_cores_unless_ranks_do(affinity):
     cores = len(set().union(*affinity))
     assert all(1 <= n <= len(own) for n, own in zip(threads, affinity, strict=True))
     assert sum(threads) <= cores + sum(n == 1 for n in threads)
-    assert oversubscribed(affinity) == (len(affinity) > cores)
 
 
 def test_bound_ranks_keep_their_cores():

@@ -1,0 +1,142 @@
+"""The command under a real Slurm: srun, sbatch, mpirun inside a job, and the wrong --mpi."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from needs import skip_or_fail
+from slurm_site import SlurmSite
+from two_hosts import NAMES, TwoHosts
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, "-m", "hvd_adaptive"]
+SAMPLES = 46_071  # of the embedded training split
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture
+def train_options(hosts: TwoHosts, tmp_path: Path) -> list[str]:
+    """A short training that notes its run in `tmp_path / "run"`."""
+    places = ["--cache-dir", str(hosts.local / "cache"), "--out", str(tmp_path / "run")]
+    return [*places, "--no-calibration", "--hidden-size", "16", "--batch-size", "256", "--eval-rounds", "0", "--epochs", "1"]
+
+
+@pytest.fixture
+def run_in_slurm(run_job: Any, slurm: SlurmSite) -> Callable[..., Any]:
+    """Runs one of Slurm's commands."""
+
+    def run(*argv: str, **options: Any) -> Any:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        env = {**slurm.environment, "PATH": path, "VENV": sys.prefix}
+        return run_job(slurm.command(argv), env=env, **options)
+
+    return run
+
+
+@pytest.fixture
+def pmix(run_in_slurm: Callable[..., Any]) -> None:
+    """Goes on only where this Slurm has PMIx."""
+    job = run_in_slurm("srun", "-n", "1", "--mpi=pmix", "true")
+    if job.returncode:
+        skip_or_fail(f"needs PMIx for Slurm (Debian: libpmix-dev): {job.stderr.strip()}")
+
+
+def check_run(folder: Path, hosts: list[str]) -> None:
+    summary = json.loads((folder / "summary.json").read_text())
+    assert sorted(summary["hosts"]) == hosts
+    assert summary["ranks_agreed"] is True and summary["final"]["p1"] > 0.2
+    assert summary["samples"] == SAMPLES == sum(summary["ranks"]["num_samples"])
+
+
+@pytest.mark.usefixtures("pmix")
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_srun(run_in_slurm: Callable[..., Any], train_options: list[str], tmp_path: Path, num_nodes: int) -> None:
+    job = run_in_slurm("srun", f"-N{num_nodes}", "-n2", "--mpi=pmix", *COMMAND, "train", *train_options)
+    assert job.returncode == 0, job.describe()
+    check_run(tmp_path / "run", ["alpha", "alpha" if num_nodes == 1 else "beta"])
+
+
+@pytest.mark.parametrize("mpi", ["none", "pmi2"])
+def test_srun_with_the_wrong_mpi(run_in_slurm: Callable[..., Any], train_options: list[str], mpi: str) -> None:
+    job = run_in_slurm("srun", "-n2", f"--mpi={mpi}", *COMMAND, "train", *train_options)
+    assert job.returncode != 0 and not job.timed_out, job.describe()
+    assert job.stderr.count("hvd-adaptive: error:") == 1, job.describe()
+    assert "srun started 2 ranks" in job.stderr and "start with `srun --mpi=pmix`" in job.stderr, job.describe()
+    assert "MPI_Init" not in job.stderr, job.describe()
+
+
+def test_one_task_of_srun_trains_by_itself(
+    run_in_slurm: Callable[..., Any], train_options: list[str], tmp_path: Path
+) -> None:
+    # As from the shell of `srun --pty bash`.
+    job = run_in_slurm("srun", "-n1", "--mpi=none", *COMMAND, "train", *train_options)
+    assert job.returncode == 0, job.describe()
+    check_run(tmp_path / "run", ["alpha"])
+
+
+@pytest.mark.usefixtures("pmix")
+def test_a_killed_task_ends_the_step(
+    run_in_slurm: Callable[..., Any], hosts: TwoHosts, train_options: list[str], tmp_path: Path
+) -> None:
+    def kill(child: Any) -> None:
+        rounds = tmp_path / "run" / "rounds.jsonl"
+        while child.poll() is None and not (rounds.exists() and rounds.read_text()):
+            time.sleep(0.1)
+        for pid in hosts.ranks("beta"):
+            os.kill(pid, signal.SIGKILL)
+
+    options = [*train_options, "--epochs", "10000", "--mega-batch", "2000", "--stall-limit-s", "8"]
+    job = run_in_slurm("srun", "-N2", "-n2", "--mpi=pmix", *COMMAND, "train", *options, during=kill)
+    assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
+    assert "beta" in job.stderr, job.describe()
+
+
+# `sbatch --wait` asks too seldom.
+SUBMIT_AND_WAIT = """
+job=$(sbatch --parsable "$@") || exit
+while squeue --noheader --job="$job" | grep -q .; do sleep 0.3; done
+! scontrol show job "$job" | grep -o "ExitCode=[0-9:]*" | grep -v "=0:0"
+"""
+BOTH = ["alpha", "alpha", "beta", "beta"]
+SCRIPTS = [
+    ("one-node", [], ["alpha", "alpha"]),
+    ("several-nodes", [], BOTH),
+    ("several-nodes-mpirun", [], BOTH),
+    ("mixed-gpus-constraint", ["--constraint=[gpus-of-alpha*1&gpus-of-beta*1]"], BOTH),
+    ("mixed-gpus-hetjob", [f"--constraint=gpus-of-{name}" for name in NAMES], BOTH),
+]
+
+
+@pytest.mark.usefixtures("pmix")
+@pytest.mark.parametrize(("name", "constraints", "expected"), SCRIPTS, ids=[script[0] for script in SCRIPTS])
+def test_batch_scripts(
+    run_in_slurm: Callable[..., Any],
+    train_options: list[str],
+    tmp_path: Path,
+    name: str,
+    constraints: list[str],
+    expected: list[str],
+) -> None:
+    output = tmp_path / "output"
+    smaller = ["--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1", "--time=5", f"--output={output}"]
+    options = []
+    for constraint in constraints or [""]:
+        options += [":"] if options else []
+        options += [*smaller, constraint] if constraint else smaller
+    script = str(ROOT / "slurm" / f"{name}.sbatch")
+    job = run_in_slurm("bash", "-c", SUBMIT_AND_WAIT, "submit", *options, script, *train_options)
+    assert job.returncode == 0, job.describe() + (output.read_text() if output.exists() else "")
+    check_run(tmp_path / "run", expected)
+
+
+def test_every_batch_script_is_tested() -> None:
+    assert {path.stem for path in (ROOT / "slurm").glob("*.sbatch")} == {script[0] for script in SCRIPTS}
