@@ -32,8 +32,12 @@ def weights(values: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def run_both(
     commands: list[str], num_ranks: int, rtol: float = 1e-9
-) -> list[tuple[dict[str, Any], Any]]:
-    """Runs scripts plain and wrapped with unequal shares; returns the wrapped globals and loaders, weights compared."""
+) -> tuple[list[tuple[dict[str, Any], Any]], Any]:
+    """Runs scripts plain and wrapped with unequal shares, and compares their weights.
+
+    Returns:
+        For each script its globals and loaders when wrapped, and the engine.
+    """
     from hvd_adaptive.wrap.script import intercept, start_world
 
     start_world()
@@ -47,7 +51,7 @@ def run_both(
         for name, value in weights(values).items():
             assert torch.allclose(value, expected[name], rtol=rtol, atol=1e-12 * rtol), (command, name)
         results.append((values, engine.report.loaders[before:]))
-    return results
+    return results, engine
 
 
 @pytest.mark.mpi(2, 3, timeout=300)
@@ -62,8 +66,10 @@ def test_shared_batches_give_the_scripts_own_weights(num_ranks: int) -> None:
         "own_batches.py --sparse",
         "own_batches.py --sparse --sparse-as-dense",
         "odd.py own_mean",
+        "odd.py eval_inside",
     ]
-    for command, (_, loaders) in zip(commands, run_both(commands, num_ranks), strict=True):
+    results, _ = run_both(commands, num_ranks)
+    for command, (_, loaders) in zip(commands, results, strict=True):
         train, *others = [loader for loader in loaders if loader.num_steps]
         assert not others and not train.reasons and train.is_traced, (command, train.reasons)
         assert train.fractions == pytest.approx(
@@ -86,9 +92,21 @@ PLAIN = {
 
 @pytest.mark.mpi(2, timeout=300)
 def test_what_cannot_be_shared_runs_as_it_is_and_says_why(num_ranks: int) -> None:
-    for (command, reason), (_, loaders) in zip(
-        PLAIN.items(), run_both(list(PLAIN), num_ranks, rtol=0.0), strict=True
-    ):
+    results, _ = run_both(list(PLAIN), num_ranks, rtol=0.0)
+    for (command, reason), (_, loaders) in zip(PLAIN.items(), results, strict=True):
         train = [loader for loader in loaders if loader.num_steps]
         assert train and all(reason in loader.reasons for loader in train), (command, train)
         assert all(loader.fractions is None for loader in loaders)
+
+
+@pytest.mark.mpi(2, timeout=300)
+def test_ranks_with_more_batches_than_others(num_ranks: int) -> None:
+    """Horovod's join: the ranks that go on are told by the rows that stay empty, and nobody waits for one that has joined."""
+    _, engine = run_both(["odd.py join"], num_ranks)
+    assert any(Reason.JOIN.value in line for line in engine.report.lines())
+
+
+@pytest.mark.mpi(2, timeout=300)
+def test_adasum_runs_as_it_is(num_ranks: int) -> None:
+    _, engine = run_both(["odd.py adasum"], num_ranks, rtol=0.0)
+    assert any(Reason.ADASUM.value in line for line in engine.report.lines())
