@@ -159,8 +159,8 @@ class Follower:
                 self._mismatch = f"{Reason.INTERLEAVED.value}. Its first steps did not show this"
         if self._mismatch is not None and unequal:
             raise RuntimeError(
-                f"{stream.loader.label}: {self._mismatch}, and its shares are unequal by now; run the script with --shares 1,1,... "
-                "(one number a rank)"
+                f"{stream.loader.label}: {self._mismatch}, and its shares are unequal by now; run the script "
+                "with --shares 1,1,... (one number a rank)"
             )
         if stream.num_unused != 1:
             stream.loader.reasons.add(Reason.FETCHED_AHEAD)
