@@ -52,7 +52,7 @@ class Loader:
             f"batch_size={loader.batch_size})" if loader.batch_size is not None else "own batches)"
         )
         self.reasons: set[Reason] = set()
-        self._dataset = weakref.ref(loader.dataset)
+        self._loader = weakref.ref(loader)
         self._fingerprint: int | None = None
         self.fractions: tuple[float, ...] | None = None
         self.smallest = 1
@@ -71,7 +71,7 @@ class Loader:
     def fingerprint(self) -> int:
         """Returns a checksum of what its data set held when this was first asked for."""
         if self._fingerprint is None:
-            self._fingerprint = fingerprint(self._dataset())
+            self._fingerprint = fingerprint(getattr(self._loader(), "dataset", None))
         return self._fingerprint
 
 
