@@ -23,6 +23,7 @@ FIELDS = (
     "num_delivered",
     "num_handed",
     "checksum",
+    "dataset",
     "num_samples",
     "global_samples",
     "num_steps",
@@ -43,6 +44,7 @@ class Window:
     num_delivered: int = 0
     num_handed: int = 0
     checksum: int = 0
+    dataset: int = 0
     num_samples: int = 0
     global_samples: int = 0
     num_steps: int = 0
@@ -82,8 +84,10 @@ def judge(gathered: dict[str, Array]) -> set[Reason]:
     reasons = unmask(int(np.bitwise_or.reduce(gathered["reasons"].astype(np.int64))))
     if len(set(gathered["num_delivered"])) > 1:
         reasons.add(Reason.OUT_OF_STEP)
-    elif len(set(gathered["checksum"])) > 1 or not gathered["checksum"].all():
+    elif not reasons and (len(set(gathered["checksum"])) > 1 or not gathered["checksum"].all()):
         reasons.add(Reason.UNION)
+    if len(set(gathered["dataset"])) > 1:
+        reasons.add(Reason.DATASET)
     expected = gathered["global_samples"]
     if not reasons and (gathered["num_samples"].sum() != expected[0] or (expected != expected[0]).any()):
         raise RuntimeError(

@@ -1,7 +1,6 @@
-"""The wrapped run on this rank: follows the script from batch to step, and changes the ranks' shares between steps.
+"""The wrapped run on this rank: what is intercepted comes here, and the ranks' shares change between steps.
 
-The order of events is the script's own: a batch is delivered, backward runs (the parameters' hooks see it), the optimizer
-synchronizes. All that ranks tell each other goes within synchronize, where Horovod needs every rank anyway.
+All that ranks tell each other goes within synchronize, where Horovod needs every rank anyway.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_adaptive.wrap.control import Controller, Window, judge, pack, unpack
-from hvd_adaptive.wrap.forwards import Tracer, set_guard
+from hvd_adaptive.wrap.control import Array, Controller, Window, judge, pack, unpack
+from hvd_adaptive.wrap.follow import Follower
 from hvd_adaptive.wrap.loaders import Handed, IndexStream, Loader
 from hvd_adaptive.wrap.options import RunConfig, parse_shares
 from hvd_adaptive.wrap.reasons import Reason, mask
@@ -26,9 +24,7 @@ from hvd_adaptive.wrap.report import Report
 from hvd_adaptive.wrap.stopwatch import Emulation, Stopwatch
 
 # Looks at the speeds come early at first, as every equal step before them is slow.
-_FIRST_EXCHANGES = (3, 6, 9, 12)
-# Batches of a loader that are followed until one shows all of its way from loader to backward.
-_MOST_TRACES = 10
+_FIRST_EXCHANGES = (4, 8, 12, 16)
 
 
 class DryRunOver(SystemExit):
@@ -63,27 +59,16 @@ class Engine:
         self.on_start: list[Callable[[], None]] = []
         self.on_failure: list[Callable[[], None]] = []
         self._make_emulation = make_emulation
-        self._describe = describe
         self._pinned = None if config.shares is None else parse_shares(config.shares)
         self._loaders: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
         self._reasons: set[Reason] = set()
         self._weighted = WeakTensorKeyDictionary()
-        self._streams: weakref.WeakSet[IndexStream] = weakref.WeakSet()
-        self._feeding: IndexStream | None = None
-        self._handed: Handed | None = None
-        self._backward_seen = False
-        self._num_backwards = 0
         self._num_steps = 0
-        self._weight = 1.0
         self._window = Window()
         self._watch = Stopwatch(clock)
+        self._follower = Follower(describe, self.report.condition)
         self._tail_s = 0.0
         self._untimed = True
-        self._since_step: list[Handed] = []
-        self._tracer = Tracer()
-        self._traced: IndexStream | None = None
-        self._mismatch: str | None = None
-        set_guard(self._check_forward)
 
     # -- of Horovod
 
@@ -101,6 +86,8 @@ class Engine:
         if self._make_emulation is not None:
             self._watch.emulate(self._make_emulation(world_size), rank)
         self.report.started(world_size)
+        for loader in self.report.loaders:
+            loader.controller, loader.fractions = None, None
         for action in self.on_start:
             action()
 
@@ -112,28 +99,25 @@ class Engine:
     def registered(self, optimizer: Any, parameters: list[Tensor]) -> None:
         """Hooks the parameters of a wrapped optimizer, each once."""
         self.report.optimizer(optimizer)
-        self._tracer.train(parameters)
+        self._follower.trains(parameters)
         for parameter in parameters:
-            if parameter not in self._weighted:
+            if self.world_size > 1 and parameter not in self._weighted:
                 self._weighted[parameter] = True
                 parameter.register_hook(self.scale)
 
     def scale(self, gradient: Tensor) -> Tensor | None:
         """Weights a parameter's gradient of one backward, before Horovod takes it; None: as it is."""
-        if not self._backward_seen:
-            self._backward_seen = True
-            self._backward_begins()
-        return None if self._weight == 1.0 else gradient * self._weight
+        weight = self._follower.backward()
+        return None if weight == 1.0 else gradient * weight
 
     def synchronize(self, action: Callable[[], None]) -> None:
         """Runs the optimizer's synchronize, and around it what the ranks have to tell each other."""
         if self.world_size == 1:
             action()
             return
-        seconds = self._watch.stop()
-        stream = self._feeding if self._since_step else None
-        if stream is not None and self._num_backwards:
-            self._count_step(stream, seconds)
+        stretch = self._watch.stop()
+        untimed = self._untimed or self._follower.was_traced
+        stream, batches = self._follower.take_step()
         self._num_steps += 1
         exchange = self._num_steps in _FIRST_EXCHANGES or self._num_steps % self.config.interval == 0
         finish = self._begin_exchange(stream) if exchange else None
@@ -141,15 +125,17 @@ class Engine:
         action()
         self._window.wait_s += self._watch.waiting_s - before_s
         self._window.num_steps += 1
-        self._since_step.clear()
-        self._num_backwards, self._tail_s = 0, 0.0
+        if stream is not None:
+            self._count_step(stream, batches, None if untimed or stretch is None else stretch.seconds() + self._tail_s)
+        self._tail_s = 0.0
         if finish is not None:
             finish()
         self._watch.start()
 
     def stepped(self) -> None:
         """Ends what counts as computing after the wait for the gradients."""
-        self._tail_s = self._watch.stop()
+        stretch = self._watch.stop()
+        self._tail_s = 0.0 if stretch is None else stretch.seconds()
 
     def waited(self, action: Callable[[], Any]) -> Any:
         """Runs an action that waits for other ranks; its seconds do not count as computing."""
@@ -172,110 +158,40 @@ class Engine:
             rank=self.rank,
             upper=self.config.max_batch_size,
         )
-        self._streams.add(stream)
+        self._follower.opened(stream)
         return stream
 
     def fetching(self, stream: IndexStream) -> None:
         """Begins what counts as computing for a step."""
-        self._finish_trace()
-        if stream.loader.num_steps and not self._since_step:
+        self._follower.finish_trace()
+        if stream.loader.num_steps and self._follower.is_between_steps:
             self._watch.start()
             self._untimed = stream.num_delivered == 0
 
     def delivered(self, stream: IndexStream, batch: Any) -> None:
-        """Takes note of the batch that the script computes on next, and of the weight of its gradients."""
-        handed = stream.deliver()
-        stream.delivered_at = self._num_steps
-        self._since_step.append(handed)
-        self._feeding, self._handed, self._weight = stream, handed, handed.weight
-        self._backward_seen, self._mismatch = False, None
-        loader = stream.loader
-        if not loader.is_traced and loader.num_traces < _MOST_TRACES and handed.num_samples:
-            loader.num_traces += 1
-            self._traced = stream
-            self._tracer.begin(batch, handed.num_samples)
+        """Takes note of the batch that the script has got."""
+        self._follower.delivered(stream, batch)
 
     def exhausted(self, stream: IndexStream) -> None:
-        """Forgets a pass that is over."""
-        self._finish_trace()
-        stream.pending = 0
+        """Takes note that a pass is over."""
+        self._follower.exhausted(stream)
         self._watch.drop()
 
     # -- inside
 
-    def _backward_begins(self) -> None:
-        self._num_backwards += 1
-        stream = self._feeding
-        if stream is None:
-            return
-        if self._mismatch is not None and self._weight != 1.0 and stream.loader.num_steps:
-            raise RuntimeError(f"{stream.loader.label}: {self._mismatch}")
-        if stream.pending != 1:
-            stream.loader.reasons.add(Reason.FETCHED_AHEAD)
-        for other in list(self._streams):
-            # A loop that was left early has freed its iterator.
-            used = other is not stream and other.pending > 0 and other.owner() is not None
-            if used and other.delivered_at == self._num_steps > 1:
-                other.loader.reasons.add(Reason.INTERLEAVED)
-                stream.loader.reasons.add(Reason.INTERLEAVED)
-        stream.pending = 0
-
-    def _finish_trace(self) -> None:
-        """Ends the tracing of a batch; what it showed counts if the batch was trained on."""
-        stream, self._traced = self._traced, None
-        if stream is None:
-            return
-        self._tracer.end()
-        if self._feeding is not stream or not self._backward_seen:
-            return
-        loader = stream.loader
-        if self._tracer.num_forwards and self._tracer.is_complete:
-            loader.is_traced = True
-            loader.reasons |= self._tracer.findings
-            for module in self._tracer.places:
-                self._look_at_layers(module, loader)
-        elif loader.num_traces == _MOST_TRACES:
-            loader.reasons.add(Reason.NO_FORWARD)
-
-    def _look_at_layers(self, module: nn.Module, loader: Loader) -> None:
-        for layer in module.modules():
-            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                # Normalizing one sample of a training batch is an error in torch.
-                loader.smallest = 2
-                if type(layer).__name__ == "SyncBatchNorm":
-                    loader.reasons.add(Reason.SYNC_BATCH_NORM)
-        for sentence in self._describe(module):
-            self.report.condition(sentence)
-
-    def _check_forward(self, module: nn.Module, tensors: list[Tensor]) -> None:
-        """Compares a forward's batch size with the loader's; a difference counts once backward follows."""
-        places, handed = self._tracer.places.get(module), self._handed
-        if not places or handed is None or self._feeding is None:
-            return
-        for number, dim, rows in places:
-            shape = tensors[number].shape if number < len(tensors) else ()
-            if dim < len(shape) and shape[dim] == rows * handed.num_samples:
-                return
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        self._mismatch = (
-            f"the loader gave {handed.num_samples} samples, but a forward of {type(module).__name__} got tensors of shape "
-            f"{shapes}: its weight would be wrong. The script cuts or repeats batches in a way that its first batches did "
-            "not show; run it with --shares 1,1,... (one number a rank)"
-        )
-
-    def _count_step(self, stream: IndexStream, seconds: float) -> None:
-        window, loader = self._window, stream.loader
-        loader.num_steps += 1
-        num_samples = sum(handed.num_samples for handed in self._since_step)
-        global_samples = sum(handed.global_samples for handed in self._since_step)
+    def _count_step(self, stream: IndexStream, batches: list[Handed], seconds: float | None) -> None:
+        window = self._window
+        stream.loader.num_steps += 1
+        num_samples = sum(handed.num_samples for handed in batches)
+        global_samples = sum(handed.global_samples for handed in batches)
         window.num_samples += num_samples
         window.global_samples += global_samples
         # The step that began with the start of workers, or before it was known to be one, says nothing of speed.
-        if seconds and not self._untimed:
+        if seconds:
             window.timed_steps += 1
             window.timed_samples += num_samples
             window.timed_global_samples += global_samples
-            window.compute_s += seconds + self._tail_s
+            window.compute_s += seconds
 
     def _begin_exchange(self, stream: IndexStream | None) -> Callable[[], None]:
         import horovod.torch as hvd
@@ -288,6 +204,7 @@ class Engine:
             loader = stream.loader
             reasons |= loader.reasons | (set() if loader.is_traced else {Reason.NO_FORWARD})
             window.num_delivered, window.num_handed = stream.num_delivered, stream.num_handed
+            window.dataset = loader.fingerprint()
             window.smallest = loader.smallest
             window.checksum = stream.last_checksum() or 0
             proposal = self._controller(loader).proposal
@@ -306,14 +223,21 @@ class Engine:
             loader.controller = Controller(self.world_size, pinned=self._pinned)
         return loader.controller
 
-    def _decide(self, stream: IndexStream | None, gathered: dict[str, NDArray[np.float64]], agreed: Any) -> None:
+    def _decide(self, stream: IndexStream | None, gathered: dict[str, Array], agreed: Array) -> None:
         """Changes the shares, on every rank alike, from the first batch that no rank has handed out yet."""
         reasons = judge(gathered)
         if Reason.JOIN in reasons:
             self.refuse(Reason.JOIN)
         if stream is None:
             self.report.note(Reason.NO_LOADER.value)
-            return
+        else:
+            self._change_shares(stream, gathered, reasons, agreed)
+        if self.config.dry_run and self._num_steps >= _FIRST_EXCHANGES[-1]:
+            raise DryRunOver(0)
+
+    def _change_shares(
+        self, stream: IndexStream, gathered: dict[str, Array], reasons: set[Reason], agreed: Array
+    ) -> None:
         loader = stream.loader
         loader.smallest = int(gathered["smallest"].max())
         # A forward that was not seen yet may still be.
@@ -324,5 +248,3 @@ class Engine:
         self.report.window(loader, gathered)
         if not reasons:
             self._controller(loader).propose(gathered, self.config.max_batch_size)
-        if self.config.dry_run and self._num_steps >= _FIRST_EXCHANGES[-1]:
-            raise DryRunOver(0)

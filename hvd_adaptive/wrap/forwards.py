@@ -3,7 +3,7 @@
 Whether a batch of another size goes through a script as one forward and one mean loss cannot be known from the loader. So
 one early batch, while shares are still equal, is followed from torch function to torch function: which tensors are made of
 it, whether it is cut into pieces, what else goes into the forward, and which loss comes out. It costs that batch some
-microseconds a call outside of the model; inside nothing is watched.
+microseconds a call; inside the model only losses are looked at.
 """
 
 from __future__ import annotations
@@ -118,14 +118,20 @@ class Tracer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._watching:
+        if self._watching and not self._inside:
             self._follow(func, args, kwargs or {}, result)
+        elif self._watching and func in _LOSSES and torch.is_grad_enabled():
+            self._look_at_loss(func, args, kwargs or {})
+            # What the forward makes of it cannot be told from the model's own arithmetic.
+            self._mean_seen = True
         return result
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward begins of a module that owns trained parameters; looks at its arguments, and not inside."""
-        self._leave()
+        """A forward begins of a module that owns trained parameters; looks at its arguments, and inside only at losses."""
         self._inside = True
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            # torch.compile would compile for a mode that is gone with the next batch.
+            self._leave()
         if not torch.is_grad_enabled():
             return
         self.num_forwards += 1

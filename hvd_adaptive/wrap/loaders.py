@@ -18,6 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hvd_adaptive.core.shares import integer_shares
 from hvd_adaptive.wrap.control import Controller
+from hvd_adaptive.wrap.fingerprint import fingerprint
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.sampling import OneOrder, Union, checksum, find_union, take_share
 
@@ -51,6 +52,8 @@ class Loader:
             f"batch_size={loader.batch_size})" if loader.batch_size is not None else "own batches)"
         )
         self.reasons: set[Reason] = set()
+        self._loader = weakref.ref(loader)
+        self._fingerprint: int | None = None
         self.fractions: tuple[float, ...] | None = None
         self.smallest = 1
         self.num_steps = 0
@@ -65,6 +68,13 @@ class Loader:
             self.reasons.add(Reason.OUT_OF_ORDER)
 
 
+    def fingerprint(self) -> int:
+        """Returns a checksum of what its data set held when this was first asked for."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(getattr(self._loader(), "dataset", None))
+        return self._fingerprint
+
+
 class IndexStream:
     """One pass: hands out this rank's lists of indices, and remembers them until their batches are delivered.
 
@@ -73,8 +83,11 @@ class IndexStream:
         num_handed: lists handed out.
         num_delivered: batches that the script has got.
         owner: the loader's iterator, once it has asked for a batch.
-        pending: batches delivered since the last backward.
-        passed_backward: some backward has followed a batch.
+        num_unused: batches delivered since the last backward of one.
+        current: the last delivered batch.
+        delivered_at: when that was, in events counted by the follower.
+        is_over: the pass has come to its end.
+        num_unrelated: batches that were followed by one of another loader before backward.
     """
 
     def __init__(
@@ -84,9 +97,11 @@ class IndexStream:
         self.num_handed = 0
         self.num_delivered = 0
         self.owner: weakref.ref[Any] = lambda: None  # type: ignore[assignment]
-        self.pending = 0
-        self.passed_backward = False
+        self.num_unused = 0
+        self.current = Handed(0, 0, 1.0)
         self.delivered_at = 0
+        self.is_over = False
+        self.num_unrelated = 0
         self._index_sampler = index_sampler
         self._own = iter(index_sampler)
         self._world_size = world_size
@@ -94,9 +109,14 @@ class IndexStream:
         self._upper = upper
         self._union: Union | None = None
         self._fractions: tuple[float, ...] | None = None
-        self._next_fractions: tuple[int, tuple[float, ...] | None] | None = None
+        self._changes: deque[tuple[int, tuple[float, ...] | None]] = deque()
         self._queue: deque[tuple[Handed, Any]] = deque()
         self._last_own: Any = None
+
+    @property
+    def weight_differs(self) -> bool:
+        """Whether the last delivered batch has not the script's own size."""
+        return self.current.weight != 1.0
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -111,8 +131,8 @@ class IndexStream:
                 # Any other sampler than torch's must first show in this pass that its batches were foreseen.
                 self._fractions = self.loader.fractions if isinstance(found, OneOrder) else None
         own = indices = next(self._own)
-        if self._next_fractions is not None and self.num_handed >= self._next_fractions[0]:
-            self._fractions, self._next_fractions = self._next_fractions[1], None
+        while self._changes and self.num_handed >= self._changes[0][0]:
+            self._fractions = self._changes.popleft()[1]
         handed = Handed(len(indices), len(indices) * self._world_size, 1.0) if isinstance(indices, list) else None
         if self._fractions is not None and handed is not None and self._union is not None:
             indices, handed = self._share(indices, handed)
@@ -120,16 +140,15 @@ class IndexStream:
         self.num_handed += 1
         return indices
 
-    def deliver(self) -> Handed:
-        """Takes note that the next batch has come to the script; returns what is known of it."""
+    def deliver(self) -> None:
+        """Takes note that the next batch has come to the script."""
         self.num_delivered += 1
-        self.pending += 1
-        handed, self._last_own = self._queue.popleft()
-        return handed
+        self.num_unused += 1
+        self.current, self._last_own = self._queue.popleft()
 
     def change_fractions(self, fractions: tuple[float, ...] | None, *, first: int) -> None:
         """Changes the shares from a batch on, the same one on all ranks, that no rank has handed out yet."""
-        self._next_fractions = (first, fractions)
+        self._changes.append((first, fractions))
 
     def last_checksum(self) -> int | None:
         """Returns a checksum of the last delivered global batch; None if this rank's own part of it is not as expected."""

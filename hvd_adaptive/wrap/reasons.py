@@ -26,7 +26,10 @@ class Reason(enum.Enum):
         "the ranks do not draw from one order of one dataset (other lengths, seeds or epochs, or random numbers of their "
         "own), so their batches cannot be pooled"
     )
-    UNEQUAL = "the script's own batches have different sizes on different ranks"
+    DATASET = (
+        "its data set does not hold the same on all ranks (split by rank, or at random without a seed), so a sample's number "
+        "means another sample elsewhere"
+    )
     FETCHED_AHEAD = "the script fetches batches ahead of computing on them, or several for one backward"
     INTERLEAVED = "batches of several loaders go into one step"
     OUT_OF_STEP = "the ranks are at different batches of their loaders"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 
@@ -15,6 +16,22 @@ class Emulation(Protocol):
 
     def factors(self, train_s: float) -> NDArray[np.float64]:
         """Returns the factors, shape (world_size,)."""
+
+
+class Stretch(NamedTuple):
+    """A stretch of computing that has ended for this process, but on a GPU perhaps not yet."""
+
+    process_s: float
+    waited_s: float
+    events: tuple[Any, Any] | None
+
+    def seconds(self) -> float:
+        """Returns its seconds; on a GPU waits for its end, at once after what needs its results has been waited for."""
+        if self.events is None:
+            return self.process_s
+        self.events[1].synchronize()
+        # From event to event, with the idle time in which this process waited for others.
+        return max(self.process_s, self.events[0].elapsed_time(self.events[1]) / 1e3 - self.waited_s)
 
 
 class Stopwatch:
@@ -32,7 +49,7 @@ class Stopwatch:
         self._clock = clock
         self._waiting_clock_s = 0.0
         # Where the present stretch began, by the clock, and what had been waited until then.
-        self._begin: tuple[float, float] | None = None
+        self._begin: tuple[float, float, Any] | None = None
         self._emulation: Emulation | None = None
         self._rank = 0
         self._first_s: float | None = None
@@ -43,26 +60,31 @@ class Stopwatch:
 
     def start(self) -> None:
         """Begins a stretch of computing; one that had begun does not count."""
-        self._begin = self._clock(), self._waiting_clock_s
+        self._begin = self._clock(), self._waiting_clock_s, _record_event()
 
     def drop(self) -> None:
         """Ends a stretch that does not count."""
         self._begin = None
 
-    def stop(self) -> float:
-        """Ends the stretch; returns its seconds, emulated ones included; 0 if none had begun."""
+    def stop(self) -> Stretch | None:
+        """Ends the stretch, stretched further by the emulated factor; None if none had begun."""
         if self._begin is None:
-            return 0.0
-        begin, waited_before = self._begin
+            return None
+        begin, waited_before, event = self._begin
         self._begin = None
-        seconds = max(self._clock() - begin - (self._waiting_clock_s - waited_before), 0.0)
+        waited_s = self._waiting_clock_s - waited_before
+        end_event = None if event is None else _record_event()
+        stretch = Stretch(
+            max(self._clock() - begin - waited_s, 0.0), waited_s, None if end_event is None else (event, end_event)
+        )
         if self._first_s is None:
             self._first_s = time.monotonic()
-        if self._emulation is not None:
-            factor = float(self._emulation.factors(time.monotonic() - self._first_s)[self._rank])
-            time.sleep((factor - 1.0) * seconds)
-            seconds *= factor
-        return seconds
+        if self._emulation is None:
+            return stretch
+        factor = float(self._emulation.factors(time.monotonic() - self._first_s)[self._rank])
+        seconds = stretch.seconds()
+        time.sleep((factor - 1.0) * seconds)
+        return Stretch(factor * seconds, 0.0, None)
 
     def waited(self, action: Callable[[], Any]) -> Any:
         """Runs an action that waits for other ranks."""
@@ -72,3 +94,12 @@ class Stopwatch:
         finally:
             self.waiting_s += time.perf_counter() - begin_s
             self._waiting_clock_s += self._clock() - begin
+
+
+def _record_event() -> Any:
+    # A process that does not compute on a GPU must not begin to use one here.
+    if not torch.cuda.is_initialized():
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

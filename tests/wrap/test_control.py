@@ -38,6 +38,7 @@ def test_every_rank_gets_every_row_and_rank_0s_proposal() -> None:
         ([window(), None], Reason.JOIN),
         ([window(), window(checksum=78)], Reason.UNION),
         ([window(checksum=0), window(checksum=0)], Reason.UNION),
+        ([window(), window(dataset=5)], Reason.DATASET),
         ([window(), window(num_delivered=4)], Reason.OUT_OF_STEP),
         ([window(), window(reasons=Reason.SUB_BATCHES.bit)], Reason.SUB_BATCHES),
     ],

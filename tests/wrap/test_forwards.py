@@ -91,6 +91,24 @@ def test_steps_whose_batches_must_stay_equal(step: Any, reason: Reason) -> None:
     assert reason in trace(lambda model, x, y: step(model, x, y).backward()).findings
 
 
+def test_a_loss_inside_the_forward_is_seen() -> None:
+    class WithLoss(Model):
+        def forward(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
+            assert extra is not None
+            return F.cross_entropy(self.layer(x), extra, reduction="sum" if self.layer.bias[0] else "mean")
+
+    for bias, expected in ((0.0, set()), (1.0, {Reason.SUM_LOSS})):
+        model, tracer = WithLoss(), Tracer()
+        model.layer.bias.data.fill_(bias)
+        tracer.train(list(model.parameters()))
+        x, y = torch.randn(BATCH, 4), torch.arange(BATCH) % 3
+        for _ in range(2):
+            tracer.begin([x, y], BATCH)
+            model(x, y).backward()
+            tracer.end()
+        assert tracer.findings == expected
+
+
 def test_batches_of_any_shape_are_followed() -> None:
     class Fields:
         def __init__(self, x: Tensor) -> None:

@@ -10,9 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    random_split,
+)
 
 from hvd_adaptive.core.shares import integer_shares
+from hvd_adaptive.wrap.fingerprint import fingerprint
 from hvd_adaptive.wrap.reasons import Reason, mask, unmask
 from hvd_adaptive.wrap.sampling import checksum, find_union, take_share
 
@@ -127,3 +135,27 @@ def test_checksums_tell_global_batches_apart() -> None:
 def test_reasons_survive_a_float() -> None:
     assert unmask(int(float(mask(set(Reason))))) == set(Reason)
     assert all(unmask(mask({reason})) == {reason} for reason in Reason)
+
+
+def test_data_sets_are_told_apart_by_what_they_hold() -> None:
+    class Texts:
+        def __init__(self, texts: list[str], root: str) -> None:
+            self.texts, self.root, self.transform = texts, root, lambda text: text
+
+        def __len__(self) -> int:
+            return len(self.texts)
+
+        def __getitem__(self, index: int) -> str:
+            raise AssertionError("no sample is read")
+
+    texts = [f"text {i}" for i in range(1000)]
+    assert fingerprint(Texts(texts, "a")) == fingerprint(Texts(list(texts), "b"))
+    assert fingerprint(Texts(texts, "a")) != fingerprint(Texts(texts[::-1], "a"))
+    x = torch.arange(1000.0)
+    assert fingerprint(TensorDataset(x)) == fingerprint(TensorDataset(x.clone()))
+    assert fingerprint(TensorDataset(x)) != fingerprint(TensorDataset(x + 1))
+    parts = [fingerprint(Subset(TensorDataset(x), indices)) for indices in (range(0, 500), range(500, 1000))]
+    assert parts[0] != parts[1]
+    splits = [random_split(TensorDataset(x), [900, 100])[0] for _ in range(2)]
+    assert fingerprint(splits[0]) != fingerprint(splits[1])
+    assert fingerprint(object()) == fingerprint(3) == 0

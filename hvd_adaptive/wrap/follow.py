@@ -1,0 +1,193 @@
+"""Which loader's batch a backward belongs to, and what the script does with it on the way.
+
+The order of events is the script's own: batches are delivered, forwards run, backward runs, the optimizer steps. A batch of a
+validation loop may come between any of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from hvd_adaptive.wrap.forwards import Tracer, set_guard
+from hvd_adaptive.wrap.loaders import Handed, IndexStream, Loader
+from hvd_adaptive.wrap.reasons import Reason
+
+# Batches of a loader that are followed until one shows all of its way from loader to backward.
+_MOST_TRACES = 10
+
+
+class Follower:
+    """Follows the script on this rank.
+
+    Args:
+        describe: says what in a model makes unequal shares differ from equal ones.
+        condition: is told what `describe` says.
+
+    Attributes:
+        weight: the factor on the gradients of the present backward.
+        stream: the pass whose batch the last backward was of; None before the first, or if there is none.
+        was_traced: a batch was traced since the last step, which makes the step slow.
+    """
+
+    def __init__(
+        self, describe: Callable[[nn.Module], list[str]], condition: Callable[[str], None]
+    ) -> None:
+        self.weight = 1.0
+        self.stream: IndexStream | None = None
+        self.was_traced = False
+        self._describe = describe
+        self._condition = condition
+        self._streams: weakref.WeakSet[IndexStream] = weakref.WeakSet()
+        self._is_backward = False
+        self._has_gradients = False
+        # Events are numbered, to know what came after what.
+        self._event = 0
+        self._last_backward = 0
+        self._used: list[tuple[IndexStream, Handed]] = []
+        self._tracer = Tracer()
+        self._traced: IndexStream | None = None
+        self._mismatch: str | None = None
+        set_guard(self._check_forward)
+
+    def trains(self, parameters: list[Tensor]) -> None:
+        """Adds parameters that an optimizer trains."""
+        self._tracer.train(parameters)
+
+    def opened(self, stream: IndexStream) -> None:
+        """A pass of a loader begins."""
+        self._streams.add(stream)
+
+    def delivered(self, stream: IndexStream, batch: Any) -> None:
+        """The script has got a batch."""
+        self.finish_trace()
+        stream.deliver()
+        self._event += 1
+        stream.delivered_at = self._event
+        self._is_backward, self._mismatch = False, None
+        loader = stream.loader
+        if not loader.is_traced and loader.num_traces < _MOST_TRACES and stream.current.num_samples:
+            loader.num_traces += 1
+            self._traced, self.was_traced = stream, True
+            self._tracer.begin(batch, stream.current.num_samples)
+
+    def exhausted(self, stream: IndexStream) -> None:
+        """A pass is over."""
+        self.finish_trace()
+        stream.is_over = True
+
+    def backward(self) -> float:
+        """A parameter has got a gradient; returns the factor on it.
+
+        Raises:
+            RuntimeError: if the weight of its batch, which is not the equal one, is not certain.
+        """
+        self._has_gradients = True
+        if not self._is_backward:
+            self._is_backward = True
+            self._begin_backward()
+        return self.weight
+
+    def take_step(self) -> tuple[IndexStream | None, list[Handed]]:
+        """The optimizer synchronizes; returns the pass that fed it since the last time, and its batches.
+
+        No batches where another optimizer has stepped on the same batch before.
+        """
+        stream = self.stream if self._has_gradients else None
+        batches = [handed for used, handed in self._used if used is stream]
+        self._used.clear()
+        self._has_gradients = False
+        self.was_traced = False
+        return stream, batches
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no backward has run since the last step."""
+        return not self._used
+
+    def finish_trace(self) -> None:
+        """Ends the tracing of a batch; what it showed counts if the batch was trained on."""
+        stream, self._traced = self._traced, None
+        if stream is None:
+            return
+        self._tracer.end()
+        if self.stream is not stream or not self._is_backward:
+            return
+        loader = stream.loader
+        if self._tracer.num_forwards and self._tracer.is_complete:
+            loader.is_traced = True
+            loader.reasons |= self._tracer.findings
+            for module in self._tracer.places:
+                self._look_at_layers(module, loader)
+        elif loader.num_traces == _MOST_TRACES:
+            loader.reasons.add(Reason.NO_FORWARD)
+
+    def _candidates(self) -> list[IndexStream]:
+        """The passes that may feed the next backward, the latest last."""
+        # A loop that was left early has freed its iterator.
+        found = [
+            s
+            for s in self._streams
+            if s.delivered_at > self._last_backward and not s.is_over and s.owner() is not None
+        ]
+        return sorted(found, key=lambda stream: stream.delivered_at)
+
+    def _begin_backward(self) -> None:
+        candidates = self._candidates()
+        self._event += 1
+        self._last_backward = self._event
+        if candidates:
+            self._begin_with(candidates)
+        elif self.stream is not None and (self.stream.is_over or self.stream.owner() is None):
+            # Neither a new batch nor a loop that is still open.
+            self.stream, self.weight = None, 1.0
+
+    def _begin_with(self, candidates: list[IndexStream]) -> None:
+        self.stream = stream = candidates[-1]
+        self.weight = stream.current.weight
+        self._used.append((stream, stream.current))
+        unequal = any(candidate.weight_differs for candidate in candidates)
+        for other in candidates[:-1]:
+            other.num_unrelated += 1
+            # Once, it may be a script that has only looked at a batch.
+            if other.num_unrelated > 1:
+                other.loader.reasons.add(Reason.INTERLEAVED)
+                stream.loader.reasons.add(Reason.INTERLEAVED)
+                self._mismatch = f"{Reason.INTERLEAVED.value}. Its first steps did not show this"
+        if self._mismatch is not None and unequal:
+            raise RuntimeError(
+                f"{stream.loader.label}: {self._mismatch}, and its shares are unequal by now; run the script "
+                "with --shares 1,1,... (one number a rank)"
+            )
+        if stream.num_unused != 1:
+            stream.loader.reasons.add(Reason.FETCHED_AHEAD)
+        stream.num_unused = 0
+
+    def _look_at_layers(self, module: nn.Module, loader: Loader) -> None:
+        for layer in module.modules():
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+                # Normalizing one sample of a training batch is an error in torch.
+                loader.smallest = 2
+                if type(layer).__name__ == "SyncBatchNorm":
+                    loader.reasons.add(Reason.SYNC_BATCH_NORM)
+        for sentence in self._describe(module):
+            self._condition(sentence)
+
+    def _check_forward(self, module: nn.Module, tensors: list[Tensor]) -> None:
+        """Compares a forward's batch size with the loader's; a difference counts once backward follows."""
+        places, candidates = self._tracer.places.get(module), self._candidates()
+        if not places or not candidates:
+            return
+        num_samples = candidates[-1].current.num_samples
+        for number, dim, rows in places:
+            shape = tensors[number].shape if number < len(tensors) else ()
+            if dim < len(shape) and shape[dim] == rows * num_samples:
+                return
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        self._mismatch = (
+            f"the loader gave {num_samples} samples, but a forward of {type(module).__name__} got tensors of shape {shapes}: "
+            "its weight would be wrong. The script cuts or repeats batches in a way that its first ones did not show"
+        )
