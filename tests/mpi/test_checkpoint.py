@@ -207,7 +207,7 @@ def test_what_cannot_be_resumed_is_left_as_it_was(train: Any, tmp_path: Path) ->
         (["--resume", str(tmp_path)], f"there is no checkpoint in {tmp_path}"),
         ([], "holds a run already: go on with it with --resume auto"),
     ):
-        job = train("run", *options, np=2, timeout=60)
+        job = train("run", *options, np=2)
         assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
         assert job.stderr.count("hvd-adaptive: error:") == 1 and message in job.stderr, job.describe()
         assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
