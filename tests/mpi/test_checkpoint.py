@@ -29,7 +29,7 @@ OPTIONS = [
 def train(run_job: Any, data: Path, tmp_path: Path) -> Any:
     def run(out: str, *options: str, np: int | None, **job: Any) -> Any:
         where = ["--data", str(data), "--cache-dir", str(data / "cache"), "--out", str(tmp_path / out)]
-        return run_job([*COMMAND, *where, *OPTIONS, *options], np=np, **job)
+        return run_job([*COMMAND, *where, *OPTIONS, *options], np=np, **{"timeout": 300, **job})
 
     return run
 
