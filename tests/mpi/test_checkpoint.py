@@ -19,14 +19,17 @@ from hvd_adaptive import Checkpointer, Config, Session
 from hvd_adaptive.train.checkpoint import find_checkpoints
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive", "train"]
-OPTIONS = ["--no-calibration", "--batch-size", "16", "--mega-batch", "400", "--lr", "4", "--checkpoint-interval", "1"]
+OPTIONS = [
+    "--no-calibration", "--batch-size", "16", "--mega-batch", "400", "--lr", "0.5", "--checkpoint-interval", "1",
+    "--eval-rounds", "5",
+]  # fmt: skip
 
 
 @pytest.fixture
 def train(run_job: Any, data: Path, tmp_path: Path) -> Any:
     def run(out: str, *options: str, np: int | None, **job: Any) -> Any:
         where = ["--data", str(data), "--cache-dir", str(data / "cache"), "--out", str(tmp_path / out)]
-        return run_job([*COMMAND, *where, *OPTIONS, *options], np=np, **job)
+        return run_job([*COMMAND, *where, *OPTIONS, *options], np=np, **{"timeout": 300, **job})
 
     return run
 
@@ -106,7 +109,7 @@ def test_other_numbers_of_ranks(train: Any, tmp_path: Path) -> None:
     assert counts == [1] * 7 + [4] * 6 + [3] * 7
     assert all(sum(r["ranks"]["samples"]) == 400 for r in rounds)
     assert [r["samples"] for r in rounds] == list(range(400, 8001, 400))
-    assert summary["final"]["p1"] == pytest.approx(whole["final"]["p1"], abs=0.05)
+    assert summary["final"]["p1"] == pytest.approx(whole["final"]["p1"], abs=0.03)
 
 
 SCRIPT = """
@@ -203,11 +206,11 @@ def test_what_cannot_be_resumed_is_left_as_it_was(train: Any, tmp_path: Path) ->
     succeed(train("run", "--epochs", "1", np=2))
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     for options, message in (
-        (["--resume", "auto", "--lr", "3"], "lr was 4.0 and is 3.0"),
+        (["--resume", "auto", "--lr", "3"], "lr was 0.5 and is 3.0"),
         (["--resume", str(tmp_path)], f"there is no checkpoint in {tmp_path}"),
         ([], "holds a run already: go on with it with --resume auto"),
     ):
-        job = train("run", *options, np=2, timeout=60)
+        job = train("run", *options, np=2)
         assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
         assert job.stderr.count("hvd-adaptive: error:") == 1 and message in job.stderr, job.describe()
         assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}

@@ -367,7 +367,8 @@ def test_training_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest
             released.set()
 
     results = run(2, tmp_path, num_epochs=3, on_round=release, settle=False)
-    assert results[0]["counts"].skipped >= 6
+    # The one that rank 1 held up was completed, and one more at the end.
+    assert results[0]["counts"].skipped >= 6 and results[0]["counts"].written == 2
     assert checkpoint.find_checkpoints(tmp_path)[0].name == "round-00000009"
     spent = [record.stats["checkpoint_s"] for record in results[0]["records"]]
     assert (spent[1] > 0).all() and not spent[0].any() and not spent[5].any()
