@@ -69,7 +69,7 @@ class LocalStrategy:
         self._warming_up = False
         self._cursor_key = ""
         self._control = RoundControl(config, transport.world_size, speaks=transport.rank == 0)
-        # This rank's, known to the others after the round.
+        # This rank's own, which the others know after the round.
         self._ceiling = np.inf
         self._device = next(model.parameters()).device
         self._failed = False
@@ -144,6 +144,8 @@ class LocalStrategy:
             stats.merge_s += time.perf_counter() - start
         mega_batch = MegaBatch(rows, work)
         rank = self._transport.rank
+        # A control that was loaded from a checkpoint may know more.
+        self._ceiling = min(self._ceiling, float(self._control.ceilings[rank]))
         self._cursor_key = f"claim.{round_id}"
         self._round = round_id
         # A batch size is in samples, a claim in work.
@@ -159,7 +161,8 @@ class LocalStrategy:
                     remaining=remaining,
                     full_claim=min(full_claims[rank], self._ceiling * work_per_sample),
                     own_pending=pending,
-                    others_full_claims=full_claims.sum() - full_claims[rank] if dynamic else 0.0,
+                    others_full_claims=full_claims.sum() - full_claims[rank],
+                    # Nobody else takes of an own part.
                     speed_share=self._shares[rank] if dynamic else 1.0,
                     smallest=2 * work_per_sample,
                 )
