@@ -74,12 +74,15 @@ def run(path: Path, num_ranks: int, options: list[str], seconds: float) -> dict[
     """Trains once; returns samples a second of the whole run and of its second half, and the last shares."""
     command = [
         *(sys.executable, "-m", "hvd_adaptive", "train", "-np", str(num_ranks), "--out", str(path)),
-        *("--time-limit", str(seconds), "--eval-rounds", "0", "--eval-samples", "100", "--no-calibration", *options),
+        *("--time-limit", str(seconds), "--eval-rounds", "0", "--eval-samples", "100", "--no-calibration"),
+        *("--mega-batch", "3200", *options),
     ]
     subprocess.run(command, check=True, stdout=sys.stderr)
     rounds = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
-    first = next(r for r in rounds if r["train_s"] >= rounds[-1]["train_s"] / 2 or r is rounds[-2])
+    if len(rounds) < 4:
+        raise SystemExit(f"{path}: only {len(rounds)} rounds; give --seconds more, or -- --mega-batch less")
     last = rounds[-1]
+    first = next((r for r in rounds[:-1] if r["train_s"] >= last["train_s"] / 2), rounds[-2])
     return {
         "whole": last["samples"] / last["train_s"],
         "settled": (last["samples"] - first["samples"]) / (last["train_s"] - first["train_s"]),

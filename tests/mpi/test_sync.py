@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -283,35 +284,28 @@ def test_buffers_agree_after_every_round(num_ranks: int) -> None:
 
 
 @pytest.mark.mpi(2)
-@pytest.mark.parametrize("rule", ["proportional", "static"])
-def test_shares_follow_the_ranks_speeds(rule: str, num_ranks: int) -> None:
+def test_shares_follow_the_ranks_speeds_while_they_change(num_ranks: int) -> None:
+    """Seconds a sample are mostly slept, so that a busy machine does not matter. Were waiting taken for computing, the ranks
+    would seem equal."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(400, 800), nn.ReLU(), nn.Linear(800, 3))
-    x = torch.randn(3000, 400)
-    session = Session(
-        model,
-        sgd(model.parameters()),
-        Config(
-            strategy="sync", global_batch_size=200, mega_batch=1000, batch_size_rule=rule, slowdown="0:12,1;4:1,12"
-        ),
-    )
+    model = nn.Linear(4, 3)
+    x = torch.randn(2000, 4)
+    session = Session(model, sgd(model.parameters()), Config(strategy="sync", global_batch_size=100, mega_batch=200))
     records: list[Any] = []
     session.records.append(records.append)
     for batch in session.batches(TensorDataset(x, (x.sum(1) > 0).long()), num_epochs=None):
         with session.step(batch):
             session.optimizer.zero_grad()
+            is_slow = session.rank == (0 if session.round < 10 else 1)
+            time.sleep(len(batch.x) * (1.6e-3 if is_slow else 4e-4))
             nn.functional.cross_entropy(model(batch.x), batch.y).backward()
             session.optimizer.step()
-        if session.train_s > 12:
+        if session.round == 24:
             session.stop()
     session.close()
     sizes = np.array([record.stats["batch_size"] for record in records])
-    assert (sizes.sum(axis=1) == 200).all() and sizes[0].tolist() == [100, 100]
-    before = sizes[max(i for i, record in enumerate(records) if record.train_s < 4)]
-    if rule == "static":
-        assert (sizes[1:] == sizes[1]).all() and sizes[1][0] < 70
-    else:
-        assert before[0] < 70 and sizes[-1][0] > 130, sizes.tolist()
+    assert (sizes.sum(axis=1) == 100).all() and sizes[0].tolist() == [50, 50]
+    assert sizes[9][0] < 30 and sizes[-1][0] > 70, sizes.tolist()
 
 
 @pytest.mark.mpi(2)

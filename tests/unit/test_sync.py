@@ -14,10 +14,11 @@ from torch.utils.data import TensorDataset
 from hvd_adaptive.config import Config
 from hvd_adaptive.core.dispatch import epoch_order, round_size
 from hvd_adaptive.train.exactness import what_breaks_equality
+from hvd_adaptive.train.records import FIELDS, GatheredStats
 from hvd_adaptive.train.session import Session
 from hvd_adaptive.train.sync_optimizer import SyncOptimizer, all_finite
 from hvd_adaptive.transport.base import AgreedError
-from hvd_adaptive.transport.local import LocalTransport
+from hvd_adaptive.transport.local import LocalTransport, LocalWorld
 
 _generator = torch.Generator().manual_seed(0)
 X = torch.randn(130, 6, dtype=torch.float64, generator=_generator)
@@ -222,6 +223,69 @@ def test_a_global_batch_that_does_not_fit_the_ranks_is_refused(options: dict[str
     model = make_model()
     with pytest.raises(AgreedError, match="global_batch_size must hold a share for every rank"):
         make_session(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+class UnexchangedTransport(LocalTransport):
+    """Simulated ranks whose gradients stay their own, for what follows from statistics only."""
+
+    def distributed_optimizer(self, optimizer: Any, model: nn.Module, **_: Any) -> Any:
+        return optimizer
+
+
+def shares_over_rounds(speeds: list[list[float]], *, overhead_s: float = 0.0, **options: Any) -> np.ndarray:
+    """The shares of each round, if the ranks compute so many samples a second in it and a step costs ``overhead_s``."""
+
+    def run(transport: LocalTransport) -> list[list[float]]:
+        world = UnexchangedTransport(transport._world, transport.rank)
+        model = make_model()
+        config = Config(strategy="sync", global_batch_size=400, **options)
+        strategy: Any = Session(model, torch.optim.SGD(model.parameters(), lr=1), config, transport=world)._strategy
+        shares = [strategy.batch_sizes.tolist()]
+        for speed in speeds:
+            values = np.zeros((4, len(FIELDS)))
+            steps = 10.0 * config.accumulation_steps
+            for name, column in {
+                "num_steps": np.full(4, steps),
+                "num_samples": 10 * strategy.batch_sizes,
+                "busy_s": 10 * strategy.batch_sizes / np.array(speed) + steps * overhead_s,
+            }.items():
+                values[:, FIELDS.index(name)] = column
+            strategy._rebalance(GatheredStats(values))
+            shares.append(strategy.batch_sizes.tolist())
+        return shares
+
+    results = LocalWorld(4).run(run)
+    assert all(result == results[0] for result in results)
+    shares = np.array(results[0])
+    assert (shares.sum(axis=1) == 400).all()
+    return shares
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_shares_follow_the_speeds_by_a_quarter_at_a_time(steps: int) -> None:
+    shares = shares_over_rounds(
+        [[100, 100, 200, 400]] * 12 + [[400, 400, 200, 200]] * 15, overhead_s=0.002, accumulation_steps=steps
+    )
+    assert (np.abs(np.diff(shares, axis=0)) <= 0.25 * shares[:-1] + 1).all()
+    for settled, speed in ((shares[12], [100, 100, 200, 400]), (shares[-1], [400, 400, 200, 200])):
+        seconds = settled / np.array(speed) + steps * 0.002
+        assert seconds.max() < 1.12 * seconds.min(), settled.tolist()
+
+
+def test_equal_ranks_keep_equal_shares_through_noise() -> None:
+    noise = np.random.default_rng(0).normal(1, 0.02, (40, 4))
+    assert (shares_over_rounds((200 * noise).tolist()) == 100).all()
+
+
+def test_static_shares_are_those_of_the_first_round() -> None:
+    shares = shares_over_rounds([[100, 100, 200, 400], [400, 100, 100, 100]], batch_size_rule="static")
+    assert shares[1:].tolist() == [[50, 50, 100, 200]] * 2
+    assert (shares_over_rounds([[100, 100, 200, 400]] * 3, batch_size_rule="fixed") == 100).all()
+
+
+def test_shares_stay_within_a_ranks_bounds() -> None:
+    shares = shares_over_rounds([[1, 100, 100, 400]] * 20, min_batch_size=20, max_batch_size=150)
+    assert shares.min() == 20 and shares.max() == 150
 
 
 def test_shares_survive_a_restart_with_as_many_ranks() -> None:
