@@ -75,13 +75,13 @@ class LocalStrategy:
         self._failed = False
         self._returned: list[tuple[Rows, int]] = []
         self._dataset_size = 0
+        self.repeat: list[Claim] | None = None
+        self.claimed: list[Claim] = []
 
     @property
     def mega_batch(self) -> int:
         """Samples of the next round over all ranks."""
         return self._control.mega_batch
-        self.repeat: list[Claim] | None = None
-        self.claimed: list[Claim] = []
 
     def warm_up(self, active: bool) -> None:
         """Switches the warm-up's smallest batch size on, or back to the starting size after it."""

@@ -308,19 +308,23 @@ def test_a_failed_write_is_an_error_in_the_log_and_the_run_goes_on(
 ) -> None:
     fsync, write = os.fsync, checkpoint.write_state
 
-    def fail(path: Path, *arguments: Any) -> Any:
-        full = "round-00000002" in str(path) and path.name == "rank-0001.safetensors"
+    # The other rank's thread writes at the same time.
+    writer = threading.local()
 
-        def full_disk(descriptor: int) -> None:
-            if full:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            fsync(descriptor)
+    def full_disk(descriptor: int) -> None:
+        if writer.path.name == "rank-0001.safetensors" and "round-00000002" in str(writer.path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "fsync", full_disk)
+    def watched(path: Path, *arguments: Any) -> Any:
+        writer.path = path
+        try:
             return write(path, *arguments)
+        finally:
+            writer.path = Path()
 
-    monkeypatch.setattr(checkpoint, "write_state", fail)
+    monkeypatch.setattr(os, "fsync", lambda fd: full_disk(fd) if hasattr(writer, "path") else fsync(fd))
+    monkeypatch.setattr(checkpoint, "write_state", watched)
     results = run(2, tmp_path, num_epochs=1)
     assert [path.name for path in checkpoint.find_checkpoints(tmp_path)] == ["round-00000003", "round-00000001"]
     assert not list(tmp_path.glob(".part*"))

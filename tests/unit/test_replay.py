@@ -128,7 +128,7 @@ def test_batch_sizes_and_rounds_come_from_the_recording(
     with monkeypatch.context() as patch:
         patch.setattr(
             "hvd_adaptive.train.session.round_size",
-            lambda cursor, *, dataset_size, mega_batch: min(70 + cursor // 2, dataset_size - cursor),
+            lambda cursor, *, dataset_size, mega_batch, unit: min(70 + cursor // 2, dataset_size - cursor),
         )
         first = LocalWorld(3).run(lambda t: train(t, file=file, before=rebalance, record=True))[0]
     assert len({claims.num_samples for claims in first["claims"]}) > 2
