@@ -3,6 +3,7 @@
     python benchmarks/unequal_ranks.py tune    --data embedded --out DIR      one seed, every setting of benchmarks/settings.toml
     python benchmarks/unequal_ranks.py confirm --data embedded --out DIR      the winners, three seeds, alternating
     python benchmarks/unequal_ranks.py confirm --data PREFIX --out DIR --limits cgroup    speeds by real CPU quotas (root)
+    python benchmarks/unequal_ranks.py ablate  --data embedded --out DIR      one option changed at a time, to a target accuracy
 
 Prints a Markdown record; ``--record FILE`` writes it too. Runs that are in DIR already are not repeated.
 """
@@ -32,8 +33,8 @@ else:
 
 HERE = Path(__file__).resolve().parent
 SLOWDOWN = "8,8,4,2"
-# Shares of a core that stand to each other as the speeds; together one core, so that two cores are enough.
-QUOTAS = (0.125, 0.125, 0.25, 0.5)
+# Shares of a core that stand to each other as the speeds; less than two cores together, so that they are what limits.
+QUOTAS = (0.2, 0.2, 0.4, 0.8)
 PERIOD_US = 20_000
 
 
@@ -41,26 +42,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stage", choices=("tune", "confirm"))
+    parser.add_argument("stage", choices=("tune", "confirm", "ablate"))
     parser.add_argument("--data", default="embedded", help="embedded, or a prefix of XMC files")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, help="number of seeds (default: 1 to tune, else 3)")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--limits", choices=("emulated", "cgroup"), default="emulated")
     parser.add_argument("--methods", help="only these settings, separated by commas")
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
     name = Path(options.data).name
-    table = tomllib.loads((HERE / "settings.toml").read_text())[name]
+    settings = tomllib.loads((HERE / "settings.toml").read_text())
+    table = settings[name]
+    table["ablate"] = {
+        key: f"{table['confirm']['local']} {table['ablation']} {change}".strip()
+        for key, change in settings["ablate"].items()
+    }
     wanted = options.methods.split(",") if options.methods else list(table[options.stage])
+    num_seeds = options.seeds or (1 if options.stage == "tune" else 3)
     groups = make_cgroups() if options.limits == "cgroup" else None
     runs: dict[str, list[dict[str, Any]]] = {}
-    for seed in range(options.seeds if options.stage == "confirm" else 1):
+    for seed in range(options.first_seed, options.first_seed + num_seeds):
         for method in wanted:
-            settings = table[options.stage][method]
             folder = options.out / f"{name}-{options.limits}-{options.stage}-{method}-{seed}"
             arguments = [
                 *shlex.split(table["common"]),
-                *shlex.split(settings),
+                *shlex.split(table[options.stage][method]),
                 "--seed",
                 str(seed),
                 "--name",
@@ -125,10 +132,15 @@ def seconds_to(result: dict[str, Any], target: float) -> float | None:
     return next((r["train_s"] for r in result["rounds"] if r["eval"] and r["eval"]["p1"] >= target), None)
 
 
+def best_until(result: dict[str, Any], epochs: float) -> float:
+    """The best P@1 among the evaluations within so many epochs."""
+    return max(r["eval"]["p1"] for r in result["rounds"] if r["eval"] and r["epoch"] <= epochs + 1e-9)
+
+
 def one_line(method: str, result: dict[str, Any]) -> str:
     s = result["summary"]
     return (
-        f"{method}: best P@1 {s['best']['p1']:.4f} at {s['best_train_s']:.1f} s, {s['samples']:,} samples in "
+        f"{method}: best P@1 {s['best']['p1']:.4f} at {s['best_train_s'] or s['train_s']:.1f} s, {s['samples']:,} samples in "
         f"{s['train_s']:.1f} s, U {s['utilisation'] or 0:.2f} (wall {s['utilisation_wall'] or 0:.2f}), "
         f"wait {s['wait_share']:.1%}, merge {s['merge_share']:.1%}, control {s['control_share']:.2%}"
     )
@@ -185,6 +197,8 @@ def record(options: argparse.Namespace, table: dict[str, Any], runs: dict[str, l
         lines.append(f"| {' | '.join(cells)} |")
     if options.stage == "confirm":
         lines += ["", *comparison(runs)]
+    if options.stage == "ablate":
+        lines += ["", *ablation(runs)]
     return "\n".join(lines) + "\n"
 
 
@@ -192,19 +206,53 @@ def comparison(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Time to each plain variant's best P@1, seed by seed."""
     adaptive = [name for name in runs if not name.startswith("horovod")]
     lines = [
-        "Time to plain Horovod's best P@1, seed by seed: seconds of Horovod / seconds of ours.",
+        "Time to plain Horovod's best P@1, by seed: seconds of Horovod / seconds of ours. And best P@1, ours / theirs, up to",
+        "the epochs that both have consumed.",
         "",
-        "| | against | ratios by seed | median |",
-        "| --- | --- | --- | --- |",
+        "| | against | ratios by seed | median | best P@1 at equal epochs |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for ours in adaptive:
         for plain in (name for name in runs if name.startswith("horovod")):
-            ratios = []
+            ratios, equal = [], []
             for mine, theirs in zip(runs[ours], runs[plain], strict=True):
                 reached = seconds_to(mine, theirs["summary"]["best"]["p1"])
                 ratios.append(theirs["summary"]["best_train_s"] / reached if reached else 0.0)
+                epochs = min(mine["rounds"][-1]["epoch"], theirs["rounds"][-1]["epoch"])
+                equal.append(f"{best_until(mine, epochs):.4f} / {best_until(theirs, epochs):.4f} ({epochs:.2f})")
             shown = ", ".join(f"{r:.2f}x" if r else "not reached" for r in ratios)
-            lines.append(f"| {ours} | {plain} | {shown} | {statistics.median(ratios):.2f}x |")
+            lines.append(f"| {ours} | {plain} | {shown} | {statistics.median(ratios):.2f}x | {', '.join(equal)} |")
+    return lines
+
+
+def ablation(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Each change against the base of the same seed: time, epochs and speed to the target."""
+    target = next(iter(runs.values()))[0]["summary"]["target_p1"]
+    lines = [
+        f"To P@1 {target}, each change against `base`, seed by seed. Time is what counts; epochs (how much a sample teaches) are",
+        "free of the machine's noise. Below 1: better for time and epochs, worse for samples/s.",
+        "",
+        "| change | time | epochs | samples/s | reached |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+
+    def reach(result: dict[str, Any]) -> tuple[float, float] | None:
+        row = next((r for r in result["rounds"] if r["eval"] and r["eval"]["p1"] >= target), None)
+        return (row["train_s"], row["epoch"]) if row else None
+
+    for name, results in runs.items():
+        pairs = [(reach(mine), reach(base)) for mine, base in zip(results, runs["base"], strict=True)]
+        both = [(mine, base) for mine, base in pairs if mine and base]
+        cells = [name]
+        for part in (0, 1):
+            ratios = [mine[part] / base[part] for mine, base in both]
+            cells.append(f"{middle(ratios, '.2f')}" if ratios else "")
+        speeds = [
+            mine["summary"]["samples_per_s"] / base["summary"]["samples_per_s"]
+            for mine, base in zip(results, runs["base"], strict=True)
+        ]
+        cells += [middle(speeds, ".2f"), f"{sum(mine is not None for mine, _ in pairs)} of {len(pairs)}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
