@@ -25,7 +25,7 @@ from hvd_adaptive.transport.base import Collectives, Transport, agree, agree_equ
 log = logging.getLogger(__name__)
 
 REDUCERS = ("allreduce", "sra", "hierarchical", "auto")
-CHUNK_ELEMENTS = 1 << 22
+CHUNK_ELEMENTS = 1 << 20
 # Uncompressed tensors smaller than this travel together: a collective each would cost more than copying them.
 _PACKED_ELEMENTS = 1 << 18
 

@@ -16,7 +16,6 @@ from hvd_adaptive.kernels.reference import SMALLEST_UNIT
 
 _options: Any = {"nogil": True, "cache": True, "error_model": "numpy", "fastmath": False, "boundscheck": False}
 _SMALLEST_UNIT = np.float32(SMALLEST_UNIT)
-_INFINITY_BITS = np.int32(0x7F800000)
 _INT_MAX = np.int32(0x7FFFFFFF)
 _HALF = np.float32(0.5)
 _STEP = np.float32(2.0**-24)
@@ -30,7 +29,8 @@ LANES = 16  # partial sums of sign's means
 
 @njit(**_options)
 def _span(words: Any) -> Any:
-    # Floats compare like these integers, which LLVM may reduce in any order; NaN lies beyond infinity on its side.
+    # Floats compare like these integers, which LLVM may reduce in any order; NaN lies beyond infinity
+    # on its side, and so becomes an end where there is one.
     least, most = _INT_MAX, np.int32(-_INT_MAX)
     for j in range(len(words)):
         word = words[j]
@@ -170,21 +170,20 @@ def maxmin_encode(values: Any, meta: Any, packed: Any, bits: Any, bucket: Any, r
     words = values.view(np.int32)
     top = np.int32((1 << bits) - 1)
     codes = np.zeros(bucket, np.uint8)
+    ends = np.empty(2, np.int32)
+    floats = ends.view(np.float32)
     for b in range(len(meta)):
         start, stop = b * bucket, min((b + 1) * bucket, num)
         least, most = _span(words[start:stop])
-        unit, low, inverse = _NAN, _NAN, _ZERO
-        if most < _INFINITY_BITS and least > np.int32(_INFINITY_BITS ^ np.int32(-1)):
-            ends = np.empty(2, np.int32)
-            ends[0] = least ^ ((least >> np.int32(31)) & _INT_MAX)
-            ends[1] = most ^ ((most >> np.int32(31)) & _INT_MAX)
-            both = ends.view(np.float32)
-            span = both[1] - (both[0] + _ZERO)
-            if span < np.inf:
-                low, unit = both[0] + _ZERO, _ZERO
-                if span > 0:
-                    unit = max(span / np.float32(top), _SMALLEST_UNIT)
-                    inverse = _ONE / unit
+        ends[0] = least ^ ((least >> np.int32(31)) & _INT_MAX)
+        ends[1] = most ^ ((most >> np.int32(31)) & _INT_MAX)
+        low, unit, inverse = floats[0] + _ZERO, _ZERO, _ZERO  # -0.0 becomes 0.0
+        span = floats[1] - low
+        if not span < np.inf:
+            low, unit = _NAN, _NAN
+        elif span > 0:
+            unit = max(span / np.float32(top), _SMALLEST_UNIT)
+            inverse = _ONE / unit
         meta[b, 0], meta[b, 1] = unit, low
         block = codes[: stop - start]
         if np.isnan(low):
