@@ -50,6 +50,8 @@ def test_without_proc_nothing_is_found(tmp_path: Path) -> None:
     ids=["stubborn", "obedient", "ends by itself"],
 )
 def test_a_launcher_is_ended_after_its_grace(launcher: str, code: int) -> None:
-    with subprocess.Popen(["/bin/bash", "-c", launcher]) as child:
+    script = launcher.replace("; ", "; echo ready; ", 1)
+    with subprocess.Popen(["/bin/bash", "-c", script], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
         end_later(LauncherProcess(child.pid, "mpirun"), grace_s=0 if code != 5 else 3)
         assert child.wait(20) == code
