@@ -96,6 +96,10 @@ class Engine:
         self._reasons.add(reason)
         self.report.note(reason.value)
 
+    def joining(self) -> None:
+        """Takes note of the script's hvd.join(); the ranks that go on see it in the next exchange."""
+        self.report.note(Reason.JOIN.value)
+
     def registered(self, optimizer: Any, parameters: list[Tensor]) -> None:
         """Hooks the parameters of a wrapped optimizer, each once."""
         self.report.optimizer(optimizer)

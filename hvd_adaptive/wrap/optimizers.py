@@ -20,6 +20,9 @@ class Listener(Protocol):
     def refuse(self, reason: Reason) -> None:
         """Something that the script uses does not go with unequal shares."""
 
+    def joining(self) -> None:
+        """This rank has run out of batches, as the script says."""
+
     def registered(self, optimizer: Any, parameters: list[Tensor]) -> None:
         """The script has wrapped an optimizer."""
 
@@ -63,6 +66,13 @@ def intercept_horovod(listener: Listener) -> None:
         return elastic_run(*args, **options)
 
     elastic.run = run
+    join = mpi_ops.mpi_lib.horovod_torch_join
+
+    def torch_join(*args: Any) -> Any:
+        listener.joining()
+        return join(*args)
+
+    mpi_ops.mpi_lib.horovod_torch_join = torch_join
     wait = mpi_ops.mpi_lib.horovod_torch_wait_and_clear
 
     def wait_and_clear(*args: Any) -> Any:

@@ -46,11 +46,11 @@ def find_union(index_sampler: Any, *, world_size: int, rank: int) -> Union | Rea
             return Reason.NO_SAMPLER
         return OneOrder(sampler, index_sampler.batch_size, world_size)
     try:
-        replicas = [_as_rank(index_sampler, other, world_size, rank) for other in range(world_size)]
+        now = _as_rank(index_sampler, rank, world_size=world_size, rank=rank)
     except Exception:
         # A user's sampler may hold anything, and copying it may fail in any way.
         return Reason.NOT_COPYABLE
-    return Reason.NO_SAMPLER if None in replicas else _Replicas(replicas)
+    return Reason.NO_SAMPLER if now is None else _Replicas(now, world_size, rank)
 
 
 def take_share(lists: Sequence[Sequence[Any]], sizes: Sequence[int], rank: int) -> list[Any]:
@@ -95,12 +95,20 @@ class OneOrder(Union):
 
 
 class _Replicas(Union):
-    """Any sampler that holds its rank: copies of it, one with each rank, run side by side."""
+    """Any sampler that holds its rank: copies of it, one with each rank, run side by side.
+
+    Args:
+        sampler: a copy of the sampler as it was before the pass; the others are only made for loaders that are trained from.
+        world_size: number of ranks.
+        rank: the rank that it holds.
+    """
 
     _KEPT = 4096
 
-    def __init__(self, samplers: Sequence[Any]) -> None:
-        self._samplers: Sequence[Any] = samplers
+    def __init__(self, sampler: Any, world_size: int, rank: int) -> None:
+        self._sampler = sampler
+        self._world_size = world_size
+        self._rank = rank
         self._iterators: list[Iterator[Any]] | None = None
         self._batches: dict[int, list[list[Any]]] = {}
         self._next = 0
@@ -108,7 +116,11 @@ class _Replicas(Union):
     def batch(self, number: int) -> list[list[Any]]:
         with _random_numbers_kept():
             if self._iterators is None:
-                self._iterators = [iter(sampler) for sampler in self._samplers]
+                copies = [
+                    _as_rank(self._sampler, other, world_size=self._world_size, rank=self._rank)
+                    for other in range(self._world_size)
+                ]
+                self._iterators = [iter(sampler) for sampler in copies]
             while self._next <= number:
                 self._batches[self._next] = [list(next(iterator, [])) for iterator in self._iterators]
                 self._batches.pop(self._next - self._KEPT, None)
@@ -116,7 +128,7 @@ class _Replicas(Union):
         return self._batches[number]
 
 
-def _as_rank(sampler: Any, other: int, world_size: int, rank: int) -> Any:
+def _as_rank(sampler: Any, other: int, *, world_size: int, rank: int) -> Any:
     """Returns a copy in which every part that holds this rank and the world's size holds another rank; None if none does."""
     parts = list(_parts(sampler, 0))
     kept = {id(value): value for part in parts for name, value in vars(part).items() if not _is_own_state(value)}

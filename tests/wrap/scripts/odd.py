@@ -96,7 +96,7 @@ for epoch in range(2):
                     model(more)
                     break
         if args.mode == "late_cut" and epoch == 1:
-            data, target = data[:4], target[:4]
+            data, target = data[:3], target[:3]
         optimizer.zero_grad()
         loss_of(data, target).backward()
         optimizer.step()
