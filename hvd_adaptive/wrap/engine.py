@@ -55,6 +55,7 @@ class Engine:
         describe: Callable[[nn.Module], list[str]] = lambda module: [],
     ) -> None:
         self.config = config
+        self.world_size, self.rank = 1, 0
         self.report = Report()
         self.on_start: list[Callable[[], None]] = []
         self.on_failure: list[Callable[[], None]] = []
