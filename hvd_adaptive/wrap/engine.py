@@ -56,7 +56,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.world_size, self.rank = 1, 0
-        self.report = Report()
+        self.report = Report(is_dry_run=config.dry_run)
         self.on_start: list[Callable[[], None]] = []
         self.on_failure: list[Callable[[], None]] = []
         self._make_emulation = make_emulation

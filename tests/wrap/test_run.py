@@ -37,7 +37,7 @@ def test_a_dry_run_reports_and_ends(run_job: Any, tmp_path: Path) -> None:
     )
     assert job.returncode == 0 and not job.timed_out and not out.exists(), job.describe()
     assert "intercepted: DistributedOptimizer (SGD, op=Average)" in job.stderr, job.describe()
-    assert "adaptive: DataLoader 1 (Doubled, DistributedSampler, batch_size=16)" in job.stderr, job.describe()
+    assert "would be adaptive: DataLoader 1 (Doubled, DistributedSampler, batch_size=16)" in job.stderr, job.describe()
 
 
 def test_the_drop_in_is_one_changed_line(run_job: Any) -> None:
