@@ -55,7 +55,8 @@ class Engine:
         describe: Callable[[nn.Module], list[str]] = lambda module: [],
     ) -> None:
         self.config = config
-        self.report = Report()
+        self.world_size, self.rank = 1, 0
+        self.report = Report(is_dry_run=config.dry_run)
         self.on_start: list[Callable[[], None]] = []
         self.on_failure: list[Callable[[], None]] = []
         self._make_emulation = make_emulation

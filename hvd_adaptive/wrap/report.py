@@ -30,10 +30,12 @@ class Report:
     Attributes:
         loaders: every loader that the script iterated.
         is_started: Horovod was initialized.
+        is_dry_run: shares were not changed.
     """
 
     loaders: list[Loader] = field(default_factory=list)
     is_started: bool = False
+    is_dry_run: bool = False
     _world_size: int = 1
     _optimizers: list[str] = field(default_factory=list)
     _notes: list[str] = field(default_factory=list)
@@ -95,7 +97,8 @@ class Report:
                 f"  not adaptive: {loader.label}, {loader.num_steps} steps with equal shares as in plain Horovod, because",
                 *(f"    - {reason.value}" for reason in sorted(loader.reasons, key=lambda reason: reason.bit)),
             ]
-        lines = [f"  adaptive: {loader.label}, {loader.num_steps} steps"]
+        would = "would be " if self.is_dry_run else ""
+        lines = [f"  {would}adaptive: {loader.label}, {loader.num_steps} steps"]
         return lines + self._summary(self._windows.get(id(loader), _Windows()))
 
     def _summary(self, windows: _Windows) -> list[str]:

@@ -109,9 +109,11 @@ def test_ranks_with_more_batches_than_others(num_ranks: int) -> None:
 
 
 @pytest.mark.mpi(2, timeout=600)
-def test_adasum_runs_as_it_is(num_ranks: int) -> None:
-    _, engine = run_both(["odd.py adasum"], num_ranks)
-    assert any(Reason.ADASUM.value in line for line in engine.report.lines())
+def test_adasum_and_elastic_scripts_run_as_they_are(num_ranks: int) -> None:
+    results, engine = run_both(["odd.py adasum", "odd.py elastic"], num_ranks)
+    lines = engine.report.lines()
+    assert all(any(reason.value in line for line in lines) for reason in (Reason.ADASUM, Reason.ELASTIC))
+    assert not any(any(fractions) for _, fractions in results)
 
 
 @pytest.mark.mpi(2, timeout=600)

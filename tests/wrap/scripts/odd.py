@@ -86,20 +86,29 @@ optimizer = hvd.DistributedOptimizer(
     op=hvd.Adasum if args.mode == "adasum" else hvd.Average,
 )
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-for epoch in range(2):
-    for number, (data, target) in enumerate(batches()):
-        if args.mode == "eval_inside" and number % 3 == 0:
-            with torch.no_grad():
-                for more, _ in validation_loader:
-                    model(more)
-                for more, _ in validation_loader:
-                    model(more)
-                    break
-        if args.mode == "late_cut" and epoch == 1:
-            data, target = data[:3], target[:3]
-        optimizer.zero_grad()
-        loss_of(data, target).backward()
-        optimizer.step()
+
+
+def train(state=None):
+    for epoch in range(2):
+        for number, (data, target) in enumerate(batches()):
+            if args.mode == "eval_inside" and number % 3 == 0:
+                with torch.no_grad():
+                    for more, _ in validation_loader:
+                        model(more)
+                    for more, _ in validation_loader:
+                        model(more)
+                        break
+            if args.mode == "late_cut" and epoch == 1:
+                data, target = data[:3], target[:3]
+            optimizer.zero_grad()
+            loss_of(data, target).backward()
+            optimizer.step()
+
+
+if args.mode == "elastic":
+    hvd.elastic.run(train)(hvd.elastic.TorchState(model=model, optimizer=optimizer))
+else:
+    train()
 if args.mode == "join":
     # One rank has more to do than the others.
     for data, target in list(make_loader(2))[: 3 + 4 * hvd.rank()]:

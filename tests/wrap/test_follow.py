@@ -1,0 +1,170 @@
+"""Streams of index lists, and the following of batches to their backward, in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from hvd_adaptive.wrap.follow import Follower
+from hvd_adaptive.wrap.loaders import IndexStream, Loader
+from hvd_adaptive.wrap.reasons import Reason
+
+
+def make_loader(rank: int = 0, world_size: int = 2, num_rows: int = 60) -> DataLoader[Any]:
+    data = TensorDataset(torch.arange(float(num_rows))[:, None])
+    sampler: Any = DistributedSampler(data, num_replicas=world_size, rank=rank)
+    return DataLoader(data, batch_size=6, sampler=sampler)
+
+
+def make_stream(loader: DataLoader[Any], known: Loader, rank: int = 0, upper: int | None = None) -> IndexStream:
+    return IndexStream(known, loader.batch_sampler, world_size=2, rank=rank, upper=upper)
+
+
+def streams(**options: Any) -> list[IndexStream]:
+    loaders = [make_loader(rank) for rank in range(2)]
+    return [make_stream(loader, Loader(loader, 1), rank, **options) for rank, loader in enumerate(loaders)]
+
+
+def test_two_ranks_together_get_every_global_batch_while_shares_change() -> None:
+    expected = list(zip(*[list(stream) for stream in streams()], strict=True))
+    ranks = streams()
+    # Rank 1 has handed out more than rank 0 when each change is agreed, and the second one comes before the first is reached.
+    for number, batches in enumerate(expected):
+        if number == 1:
+            for stream in ranks:
+                stream.change_fractions((0.25, 0.75), first=2)
+                stream.change_fractions((0.5, 0.5), first=4)
+        got = [next(stream) for stream in ranks]
+        assert [*got[0], *got[1]] == [*batches[0], *batches[1]]
+        assert [len(part) for part in got] == ([3, 9] if number in (2, 3) else [6, 6])
+    for stream in ranks:
+        weights = []
+        for _ in expected:
+            stream.deliver()
+            weights.append(stream.current.weight)
+        assert weights == [1.0, 1.0, 0.5 if stream is ranks[0] else 1.5, weights[2], 1.0]
+
+
+def test_bounds_of_a_share_are_kept() -> None:
+    for upper, smallest, expected in ((None, 1, [1, 11]), (8, 1, [4, 8]), (None, 2, [2, 10]), (3, 1, [6, 6])):
+        ranks = streams(upper=upper)
+        for stream in ranks:
+            stream.loader.smallest = smallest
+            stream.change_fractions((0.01, 0.99), first=0)
+        assert [len(next(stream)) for stream in ranks] == expected
+
+
+class Iteration:
+    """What torch's loader iterator does with a stream, and the script with its batches."""
+
+    def __init__(self, follower: Follower, loader: DataLoader[Any], known: Loader) -> None:
+        import weakref
+
+        self.stream = make_stream(loader, known)
+        self.stream.owner = weakref.ref(self)
+        self.follower = follower
+        follower.opened(self.stream)
+
+    def next(self) -> None:
+        next(self.stream)
+        self.follower.delivered(self.stream, torch.zeros(6, 1))
+
+
+@pytest.fixture
+def follower() -> Follower:
+    return Follower(lambda module: [], lambda text: None)
+
+
+def test_a_step_belongs_to_the_loader_of_its_backward(follower: Follower) -> None:
+    train, other = make_loader(), make_loader()
+    known, validation = Loader(train, 1), Loader(other, 2)
+    iteration = Iteration(follower, train, known)
+    iteration.stream.change_fractions((0.25, 0.75), first=1)
+    assert follower.take_step() == (None, [])
+    for expected in (1.0, 0.5):
+        iteration.next()
+        loop = Iteration(follower, other, validation)
+        loop.next()
+        loop.next()
+        follower.exhausted(loop.stream)
+        left_early = Iteration(follower, other, validation)
+        left_early.next()
+        del left_early
+        assert follower.backward() == expected
+        stream, batches = follower.take_step()
+        assert stream is iteration.stream and len(batches) == 1
+        # Another optimizer steps on the same batch.
+        assert follower.backward() == expected
+        assert follower.take_step() == (iteration.stream, [])
+    assert not known.reasons and not validation.reasons
+
+
+def test_batches_of_two_loaders_in_one_step_are_noticed(follower: Follower) -> None:
+    loaders = [make_loader(), make_loader()]
+    known = [Loader(loader, number) for number, loader in enumerate(loaders)]
+    iterations = [Iteration(follower, loader, k) for loader, k in zip(loaders, known, strict=True)]
+    for _ in range(2):
+        for iteration in iterations:
+            iteration.next()
+        follower.backward()
+        follower.take_step()
+    assert all(Reason.INTERLEAVED in k.reasons for k in known)
+
+
+def test_batches_of_two_loaders_with_unequal_shares_are_an_error(follower: Follower) -> None:
+    loaders = [make_loader(), make_loader()]
+    iterations = [Iteration(follower, loader, Loader(loader, 1)) for loader in loaders]
+    iterations[0].stream.change_fractions((0.25, 0.75), first=0)
+    for number in range(2):
+        for iteration in iterations:
+            iteration.next()
+        if number == 0:
+            follower.backward()
+            follower.take_step()
+    with pytest.raises(RuntimeError, match="several loaders"):
+        follower.backward()
+
+
+def test_fetching_ahead_is_noticed(follower: Follower) -> None:
+    loader = make_loader()
+    known = Loader(loader, 1)
+    iteration = Iteration(follower, loader, known)
+    iteration.next()
+    iteration.next()
+    follower.backward()
+    assert Reason.FETCHED_AHEAD in known.reasons
+
+
+@pytest.mark.parametrize(
+    ("layer", "smallest", "reasons"),
+    [
+        (nn.Identity(), 1, set()),
+        (nn.BatchNorm1d(1), 2, set()),
+        (nn.SyncBatchNorm(1), 2, {Reason.SYNC_BATCH_NORM}),
+    ],
+)
+def test_layers_that_look_at_the_batch(follower: Follower, layer: Any, smallest: int, reasons: set[Reason]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(1, 1), layer
+
+        def forward(self, x: Any) -> Any:
+            return self.linear(x)
+
+    model, loader = Model(), make_loader()
+    known = Loader(loader, 1)
+    follower.trains(list(model.parameters()))
+    iteration = Iteration(follower, loader, known)
+    for _ in range(2):
+        next(iteration.stream)
+        batch = torch.ones(6, 1)
+        follower.delivered(iteration.stream, batch)
+        model(batch).mean().backward()
+        follower.backward()
+        follower.finish_trace()
+    assert known.is_traced and known.smallest == smallest and known.reasons == reasons
