@@ -5,20 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvd_adaptive.combinations import SIZE_RULES, check_combinations
 from hvd_adaptive.validation import (
     check_not_negative,
     check_positive,
     check_types_and_choices,
     parse_slowdown,
 )
-
-# The batch-size rules of each strategy, its default first.
-SIZE_RULES = {
-    "local": ("fixed", "paper", "heterogpu", "proportional"),
-    "sync": ("proportional", "fixed", "static"),
-    "horovod": ("fixed",),
-    "sma": ("fixed",),
-}
 
 
 def _option(default: Any, text: str, *choices: str) -> Any:
@@ -175,6 +168,18 @@ class Config:
         False, "exchange a round's deltas beside the next round's steps; the merged model is one round behind"
     )
 
+    compression: str = _option(
+        "none",
+        "how deltas are encoded for the wire: none, fp16, maxmin:4, sign, topk:0.01, powersgd:4, or a policy such as "
+        "'maxmin:4; embedding*=maxmin:8'; see docs/compression.md",
+    )
+    reducer: str = _option(
+        "sra",
+        "how encoded deltas meet; auto tries them, and no compression, at the first merge",
+        *("sra", "hierarchical", "allreduce", "auto"),
+    )
+    error_feedback: bool = _option(True, "add what a codec has lost to the next round's delta; costs a copy of the model")
+
     def __post_init__(self) -> None:
         check_types_and_choices(self)
         check_positive(
@@ -225,7 +230,7 @@ class Config:
             raise ValueError(
                 f"merge_period {self.merge_period!r} follows the learning rate's schedule: set lr_decay, got {self.lr_decay}"
             )
-        _check_strategy(self)
+        check_combinations(self)
 
     @property
     def size_rule(self) -> str:
@@ -240,6 +245,11 @@ class Config:
         room = 8 if self.size_rule == "proportional" else 1
         high = self.max_batch_size if self.max_batch_size is not None else max(room * self.batch_size, low)
         return low, high
+
+    @property
+    def uses_groups(self) -> bool:
+        """Whether the exchange may split the ranks into groups, which a transport must know when it starts."""
+        return self.compression != "none" and self.reducer in ("hierarchical", "auto")
 
     @property
     def repeatable(self) -> bool:
@@ -342,42 +352,3 @@ class TrainConfig:
         if self.epochs is None and self.time_limit is None and self.target_p1 is None:
             return 5.0
         return self.epochs
-
-
-def _check_strategy(config: Config) -> None:
-    if config.repeatable and (config.strategy != "local" or config.logical_ranks is not None):
-        name = "record" if config.record else "replay"
-        raise ValueError(
-            f"{name} needs strategy local without logical_ranks, got strategy {config.strategy!r} and "
-            f"logical_ranks {config.logical_ranks}: only claims that follow the ranks' speeds need a record"
-        )
-    rules = SIZE_RULES[config.strategy]
-    if config.size_rule not in rules:
-        raise ValueError(
-            f"batch_size_rule must be one of {', '.join(rules)} for strategy {config.strategy!r}, got {config.batch_size_rule!r}"
-        )
-    fixed = {"work": "samples"} if config.strategy == "sync" else {
-        "global_batch_size": None, "accumulation_steps": 1, "loss_reduction": "mean",
-    }  # fmt: skip
-    for name, value in fixed.items():
-        if getattr(config, name) != value:
-            raise ValueError(
-                f"{name} must be {value!r} with strategy {config.strategy!r}, got {getattr(config, name)!r}"
-            )
-    if config.logical_ranks is not None:
-        needed: dict[str, tuple[Any, tuple[Any, ...]]] = {
-            "strategy": (config.strategy, ("local",)),
-            "batch_size_rule": (config.size_rule, ("fixed",)),
-            "dispatch": (config.dispatch, ("dynamic",)),
-            "merge_period": (config.merge_period, ("fixed", "qsr")),
-            "overlap_merge": (config.overlap_merge, (False,)),
-            "optimizer_state": (config.optimizer_state, ("keep", "reset")),
-            "sparse_merge": (config.sparse_merge, ("auto", "never")),
-            "row_weights": (config.row_weights, (False,)),
-        }
-        for option, (given, allowed) in needed.items():
-            if given not in allowed:
-                raise ValueError(
-                    f"logical_ranks needs {option} {' or '.join(map(str, allowed))}, got {given!r}: nothing may follow the "
-                    "ranks' speeds or their number"
-                )

@@ -60,7 +60,9 @@ def _run(options: argparse.Namespace, configs: tuple[Config, TrainConfig] | None
 
     config = configs[0] if configs else Config()
     try:
-        transport = connect(stall_limit_s=config.stall_limit_s, repeatable=config.repeatable)
+        transport = connect(
+            stall_limit_s=config.stall_limit_s, groups=config.uses_groups, repeatable=config.repeatable
+        )
     except RuntimeError as error:
         # No world to agree in. Leave without finalizing MPI, which may not be whole.
         code = _fail(error, rank)

@@ -18,6 +18,7 @@ from hvd_adaptive.config import Config, TrainConfig
 from hvd_adaptive.data import SparseDataset, build, open_splits, resolve
 from hvd_adaptive.launch.binding import num_threads, requested_threads, shared_devices
 from hvd_adaptive.launch.device import bind_device, device_place
+from hvd_adaptive.train.compressed import check_compression
 from hvd_adaptive.train.run_directory import RunDirectory
 from hvd_adaptive.train.trainer import Trainer
 from hvd_adaptive.transport.base import Transport, agree, agree_equal, long_task
@@ -50,6 +51,7 @@ def train(config: Config, options: TrainConfig, *, transport: Transport, termina
         torch.use_deterministic_algorithms(True)
     splits = open_data(options.data, options.test_data, options.cache_dir, transport)
     attempt(transport, lambda: _check_slowdown(config, transport.world_size))
+    attempt(transport, lambda: check_compression(config))
     directory = attempt(
         transport, lambda: _make_run_directory(config, options) if transport.rank == 0 else None
     )

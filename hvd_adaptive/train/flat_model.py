@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvd_adaptive.compress.policy import TensorInfo
 from hvd_adaptive.core.outer import OuterStep
+from hvd_adaptive.train.compressed import CompressedSum
 from hvd_adaptive.train.row_merge import RowMerge, RowRange, all_finite
 from hvd_adaptive.train.touched_rows import TouchedRows
 from hvd_adaptive.transport.base import Transport
@@ -30,6 +32,7 @@ class _Group:
         weights: the flat global model, fp64 for fp64 tensors, else fp32, shape (num_elements,).
         delta: same shape and dtype.
         row_ranges: the sparse parameters among ``tensors``, by position there.
+        infos: names and shapes of parameters.
     """
 
     name: str
@@ -37,6 +40,7 @@ class _Group:
     weights: Tensor
     delta: Tensor
     row_ranges: dict[int, RowRange] = field(default_factory=dict)
+    infos: list[TensorInfo] = field(default_factory=list)
 
     def rest(self) -> list[slice]:
         """The elements outside the row ranges, where there are any, ascending."""
@@ -133,6 +137,9 @@ class FlatModel:
         transport: the world.
         touched: the sparse parameters whose touched rows are known, by ``id`` of the parameter.
 
+    Attributes:
+        compressed: sums the parameters' deltas in encoded form, where it is set.
+
     Raises:
         ValueError: for a model without trainable parameters, with complex ones, or on several devices.
     """
@@ -164,6 +171,11 @@ class FlatModel:
             if touched and id(p) in touched
         }
         self.parameter_groups = _group("parameters", trainable, marks)
+        named = [name for name, p in model.named_parameters() if p.requires_grad]
+        names = {id(t): name for name, t in zip(named, trainable, strict=True)}
+        for group in self.parameter_groups:
+            group.infos = [TensorInfo(names[id(t)], tuple(t.shape)) for t in group.tensors]
+        self.compressed: CompressedSum | None = None
         self.buffers = FlatBuffers(model, transport)
         self.num_parameters = sum(p.numel() for p in trainable)
         self.payload_bytes = self._dense_bytes = sum(
@@ -219,12 +231,14 @@ class FlatModel:
         """
         self.payload_bytes = self._dense_bytes + (rows.message_bytes if rows else 0)
         sparse = rows is not None and rows.sparse
+        if self.compressed is not None:
+            self.compressed.begin_round()
         for group in self.parameter_groups:
             if sparse and group.row_ranges:
                 self._sum_rows_(group, weight)
             else:
                 _scale_(group, weight)
-                self._transport.allreduce_sum_(group.delta, name=group.name)
+                self._sum_(group)
         self.apply_(outer, sparse=sparse)
         self.buffers.merge_(buffer_weight)
 
@@ -281,6 +295,12 @@ class FlatModel:
         for group, flat in zip(self.parameter_groups, values, strict=True):
             for tensor, value in zip(group.tensors, group.slices(flat), strict=True):
                 tensor.copy_(value)
+
+    def _sum_(self, group: _Group) -> None:
+        if self.compressed is None:
+            self._transport.allreduce_sum_(group.delta, name=group.name)
+        else:
+            self.payload_bytes += self.compressed.sum_(group.delta, group.name, group.infos) - group.delta.nbytes
 
     def _sum_rows_(self, group: _Group, factor: float) -> None:
         for part in group.rest():

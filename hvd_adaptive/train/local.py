@@ -21,6 +21,7 @@ from hvd_adaptive.core.weights import Perturbation, merge_weights
 from hvd_adaptive.train import optimizer_state
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows, prefetched
 from hvd_adaptive.train.claims import Claims, OwnPart, SharedCursor
+from hvd_adaptive.train.compressed import CompressedSum
 from hvd_adaptive.train.control import RoundControl
 from hvd_adaptive.train.flat_model import FlatModel
 from hvd_adaptive.train.memory import cut, free_cached
@@ -58,6 +59,9 @@ class LocalStrategy:
         self._outer = OuterStep(
             config.outer_step, lr=config.outer_learning_rate, momentum=config.outer_momentum
         )
+        if config.compression != "none":
+            infos = [info for group in self.flat_model.parameter_groups for info in group.infos]
+            self.flat_model.compressed = CompressedSum(config, transport, infos)
         self._overlap = None
         if config.overlap_merge:
             self._overlap = OverlappedMerge(self.flat_model, self._outer, transport)
@@ -272,7 +276,7 @@ class LocalStrategy:
 
     def _mark_rows(self, model: nn.Module) -> dict[int, TouchedRows]:
         config = self._config
-        if config.overlap_merge or (config.sparse_merge == "never" and not config.row_weights):
+        if config.overlap_merge or config.compression != "none" or (config.sparse_merge == "never" and not config.row_weights):
             return {}
         touched, refused = {}, []
         for name, parameter in sparse_parameters(model).items():
@@ -313,6 +317,7 @@ class LocalStrategy:
         """Returns the global model, the outer step's velocity, the balance and what an overlapped merge has on the way
         (shared), and this rank's optimizer state and progress."""
         overlap = {"shared": None, "own": None} if self._overlap is None else self._overlap.state_dict()
+        compressed = None if self.flat_model.compressed is None else self.flat_model.compressed.state_dict()
         return {
             "shared": {
                 "model": self.flat_model.state_dict(),
@@ -323,7 +328,7 @@ class LocalStrategy:
                 "control": self._control.state_dict(),
                 "overlap": overlap["shared"],
             },
-            "own": {"optimizer": self.optimizer.state_dict(), "overlap": overlap["own"]},
+            "own": {"optimizer": self.optimizer.state_dict(), "overlap": overlap["own"], "compressed": compressed},
         }
 
     def load_state_dict(self, shared: dict[str, Any], own_of: OwnState, *, world_size: int) -> None:
@@ -331,6 +336,8 @@ class LocalStrategy:
         self._load_shared(shared, world_size=world_size)
         own = own_of(self._transport.rank % world_size)
         self.optimizer.load_state_dict(own["optimizer"])
+        if self.flat_model.compressed is not None:
+            self.flat_model.compressed.load_state_dict(own["compressed"])
         if self._overlap is not None:
             same = world_size == self._transport.world_size
             self._overlap.load_state_dict(shared["overlap"], own["overlap"] if same else None)

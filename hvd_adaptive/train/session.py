@@ -87,7 +87,7 @@ class Session:
     ) -> None:
         self.config = config or Config()
         self.transport = transport or connect(
-            stall_limit_s=self.config.stall_limit_s, repeatable=self.config.repeatable
+            stall_limit_s=self.config.stall_limit_s, groups=self.config.uses_groups, repeatable=self.config.repeatable
         )
         self.model = model
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from hvd_adaptive.launch.binding import read_launcher
+from hvd_adaptive.launch.binding import read_launcher, starts_alone
 from hvd_adaptive.wrap.engine import DryRunOver, Emulation, Engine
 from hvd_adaptive.wrap.loaders import intercept_loaders
 from hvd_adaptive.wrap.optimizers import intercept_horovod
@@ -32,10 +32,13 @@ def is_intercepted() -> bool:
     return _engine is not None
 
 
-def start_world() -> Any:
+def start_world(stall_limit_s: float = 60.0) -> Any:
     """Starts MPI before the script's hvd.init() could, where a launcher of MPI ranks started this process. COLLECTIVE.
 
     An uncaught exception on any rank then ends the job. Under Gloo, or without a launcher, Horovod starts by itself.
+
+    Args:
+        stall_limit_s: ranks that have not all started after five times as many seconds end the job.
 
     Returns:
         A communicator of all ranks; None where MPI was not started.
@@ -44,14 +47,16 @@ def start_world() -> Any:
         RuntimeError: if the launcher's world and MPI's are not one.
     """
     info = read_launcher(os.environ)
-    if info.name not in ("none", "horovodrun-gloo"):
-        from hvd_adaptive.transport import set_mpi_environment
+    if starts_alone(info, os.environ) or info.name == "horovodrun-gloo":
+        return None
+    from hvd_adaptive.transport import set_mpi_environment
 
-        set_mpi_environment(info)
-        from hvd_adaptive.transport.horovod_mpi import start_mpi
+    set_mpi_environment(info)
+    from hvd_adaptive.transport.horovod_mpi import start_mpi
+    from hvd_adaptive.transport.start_watch import start_watch
 
+    with start_watch(info.rank, stall_limit_s=stall_limit_s):
         return start_mpi(info)
-    return None
 
 
 def intercept(

@@ -1,0 +1,129 @@
+"""Strategy ``local`` with encoded deltas: equal bits on all ranks, fewer bytes, a loss that stays small, and a resume."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hvd_adaptive.config import Config
+from hvd_adaptive.train.flat_model import model_hash
+from hvd_adaptive.train.session import Session
+from hvd_adaptive.transport.base import AgreedError
+from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+
+_generator = torch.Generator().manual_seed(0)
+X = torch.randn(900, 40, generator=_generator)
+Y = (X[:, :5].sum(dim=1) > 0).long()
+
+
+def make_model() -> nn.Module:
+    # Simulated ranks are threads of one process, whose random generator they share.
+    model = nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 2))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def train(transport: LocalTransport, *, state: Any = None, num_epochs: float = 2, **options: Any) -> dict[str, Any]:
+    model = make_model()
+    options = {"batch_size": 15, "mega_batch": 150, "hash_interval": 1, "dispatch": "equal", **options}
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), Config(**options), transport=transport)
+    if state is not None:
+        session.load_state_dict(state[transport.rank])
+    records: list[Any] = []
+    session.records.append(records.append)
+    for batch in session.batches(TensorDataset(X, Y), num_epochs=num_epochs):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            batch.loss = nn.functional.cross_entropy(model(batch.x), batch.y)
+            batch.loss.backward()
+            session.optimizer.step()
+    saved = session.state_dict()
+    session.close()
+    return {"records": records, "hash": model_hash(model), "state": saved, "loss": records[-1].loss, "model": model}
+
+
+@pytest.mark.parametrize(
+    ("codec", "largest_share"),
+    [("fp16", 0.54), ("maxmin:8", 0.33), ("maxmin:4", 0.21), ("sign", 0.11), ("topk:0.05", 0.2), ("powersgd:2", 0.2)],
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_fewer_bytes_and_equal_models(codec: str, largest_share: float, world_size: int) -> None:
+    plain = LocalWorld(world_size).run(lambda t: train(t))
+    ours = LocalWorld(world_size).run(lambda t: train(t, compression=codec))
+    assert len({result["hash"] for result in ours}) == 1
+    assert ours[0]["hash"] != plain[0]["hash"], "nothing was encoded"
+    share = ours[0]["records"][0].payload_bytes / plain[0]["records"][0].payload_bytes
+    assert 0.02 < share < largest_share
+    assert ours[0]["loss"] < 0.8 * ours[0]["records"][0].loss
+    assert ours[0]["loss"] < plain[0]["loss"] + 0.1
+
+
+def test_none_is_the_plain_merge() -> None:
+    hashes = {LocalWorld(2).run(lambda t: train(t, **o))[0]["hash"] for o in ({}, {"compression": "none"})}  # noqa: B023
+    assert len(hashes) == 1
+
+
+def test_what_a_codec_loses_comes_later() -> None:
+    """With residuals the models stay closer to the uncompressed run than without."""
+    plain, fed, unfed = (
+        LocalWorld(2).run(lambda t: train(t, outer_step="none", **o))[0]["model"]  # noqa: B023
+        for o in ({}, {"compression": "topk:0.02"}, {"compression": "topk:0.02", "error_feedback": False})
+    )
+
+    def distance(model: nn.Module) -> float:
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        return sum(float((a - b).detach().square().sum()) for a, b in pairs)
+
+    assert distance(fed) < distance(unfed)
+
+
+@pytest.mark.parametrize("codec", ["maxmin:2", "powersgd:2"])
+def test_a_resume_goes_on_with_the_residuals(codec: str) -> None:
+    # The order of claims and all seconds are out of play: parts are fixed, and no rule looks at speeds.
+    whole = LocalWorld(2).run(lambda t: train(t, compression=codec, num_epochs=2))
+    first = LocalWorld(2).run(lambda t: train(t, compression=codec, num_epochs=1))
+    states = [result["state"] for result in first]
+    second = LocalWorld(2).run(lambda t: train(t, compression=codec, num_epochs=2, state=states))
+    assert second[0]["hash"] == whole[0]["hash"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compression": "maxmin:9"}, "compression: .*bits"),
+        ({"compression": "zip"}, "compression: .*zip"),
+        ({"compression": "maxmin:4; decoder*=none"}, r"no tensor's name matches 'decoder\*'; the names are 0.weight"),
+        ({"compression": "maxmin:4", "reducer": "allreduce"}, "not linear"),
+    ],
+)
+def test_bad_policies_are_refused_on_all_ranks(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(AgreedError, match=message):
+        LocalWorld(2).run(lambda t: train(t, **options))
+
+
+def test_a_rank_that_is_not_finite_contributes_nothing() -> None:
+    def poison(transport: LocalTransport) -> Any:
+        model = make_model()
+        config = Config(batch_size=15, mega_batch=150, hash_interval=1, dispatch="equal", compression="maxmin:4")
+        session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=transport)
+        for batch in session.batches(TensorDataset(X, Y), num_epochs=1):
+            with session.step(batch):
+                session.optimizer.zero_grad()
+                nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+                session.optimizer.step()
+            if session.rank == 1 and session.round == 1:
+                with torch.no_grad():
+                    model[0].weight[0, 0] = float("nan")
+        session.close()
+        return np.concatenate([p.detach().numpy().ravel() for p in model.parameters()])
+
+    values = LocalWorld(2).run(poison)
+    assert np.isfinite(values[0]).all() and np.array_equal(values[0], values[1])
