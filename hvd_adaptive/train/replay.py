@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,7 +134,7 @@ class RecordingFile:
     """Writes a recording; one of ``Session.records``, on one rank only.
 
     Args:
-        path: the file, which must not be there yet.
+        path: the file; one that is there is gone on with.
         identity: what :func:`run_identity` gave.
 
     Raises:
@@ -141,7 +142,11 @@ class RecordingFile:
     """
 
     def __init__(self, path: Path, identity: dict[str, str]) -> None:
-        self._file: IO[str] = path.open("x", encoding="utf-8")
+        if path.exists():
+            # What stands after the last end of a line was cut off in writing.
+            whole = path.read_bytes().rfind(b"\n") + 1
+            os.truncate(path, whole)
+        self._file: IO[str] = path.open("a", encoding="utf-8")
         self._write({"identity": identity})
 
     def __call__(self, record: Any) -> None:

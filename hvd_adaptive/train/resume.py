@@ -20,7 +20,7 @@ from hvd_adaptive.transport.base import AgreedError, Transport, agree_equal, lon
 log = logging.getLogger(__name__)
 
 # Fields of Config that say how a run is watched, not what it computes. The rest must be as in the checkpoint.
-_MAY_CHANGE = frozenset({"hash_interval", "stall_limit_s", "slowdown"})
+_MAY_CHANGE = frozenset({"hash_interval", "record", "replay", "slowdown", "stall_limit_s"})
 
 
 @dataclass(frozen=True, slots=True)

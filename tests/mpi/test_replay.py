@@ -10,7 +10,7 @@ from typing import Any
 OPTIONS = [
     "--epochs", "0.1", "--hidden-size", "16", "--batch-size", "32", "--mega-batch", "600", "--hash-interval", "1",
     "--batch-size-rule", "paper", "--min-batch-size", "8", "--max-batch-size", "128", "--eval-rounds", "0",
-    "--no-calibration",
+    "--no-calibration", "--checkpoint-interval", "0",
 ]  # fmt: skip
 
 
@@ -36,6 +36,14 @@ def test_a_recorded_run_repeats_bit_for_bit(run_job: Any, tmp_path: Path) -> Non
         assert read(tmp_path / name) == expected
         lines = [(tmp_path / run / "claims.jsonl").read_text().splitlines()[1:] for run in ("first", name)]
         assert lines[0] == lines[1]
+
+    half = [*again, "--slowdown", "2,1,1", "--checkpoint-interval", "1", "--out", str(tmp_path / "half")]
+    for more in (["--epochs", "0.06"], ["--resume", "auto"]):
+        job = run_job([*half, *more], np=3, timeout=240)
+        assert job.returncode == 0, job.describe()
+    assert read(tmp_path / "half") == expected, "a resumed replay is another run"
+    lines = [(tmp_path / run / "claims.jsonl").read_text().splitlines()[1:] for run in ("first", "half")]
+    assert [line for line in lines[1] if '"identity"' not in line] == lines[0]
 
     claims = (first / "claims.jsonl").read_text().splitlines()
     value = json.loads(claims[3])

@@ -69,6 +69,19 @@ def test_any_number_of_ranks_trains_and_agrees(
         assert all(r["weight_sum"] == pytest.approx(1) for r in rounds)
 
 
+def test_encoded_deltas_are_fewer_bytes_and_the_same_model_everywhere(train: Any, tmp_path: Path) -> None:
+    common = ["--epochs", "1", "--batch-size", "16", "--mega-batch", "500", "--lr", "4", "--sparse-merge", "never"]
+    for name, options in (("plain", []), ("encoded", ["--compression", "maxmin:4; output*=maxmin:8"])):
+        job = train(*common, *options, np=3, out=name)
+        assert job.returncode == 0, job.describe()
+    plain, encoded = (read(tmp_path / name)[0] for name in ("plain", "encoded"))
+    assert encoded["ranks_agreed"] and encoded["samples"] == 2000
+    assert 0.1 < encoded["payload_bytes"] / plain["payload_bytes"] < 0.25
+    assert encoded["final"]["p1"] > plain["final"]["p1"] - 0.1
+    job = train("--compression", "maxmin:9", np=2, out="bad")
+    assert job.returncode == 2 and job.stderr.count("compression: ") == 1, job.describe()
+
+
 def test_scores_are_equal_for_any_number_of_ranks(
     train: Any, run_job: Any, data: Path, tmp_path: Path
 ) -> None:
