@@ -31,6 +31,7 @@ from hvd_adaptive.transport.horovod_collectives import HorovodCollectives
 from hvd_adaptive.transport.side_channel import SideChannel
 
 _ABORT_PATIENCE_S = 5.0
+_ABORT_HEAD_START_S = 0.3
 
 
 def loaded_mpi_libraries(maps: str) -> list[str]:
@@ -279,6 +280,8 @@ def _install_abort(comm: Any, rank: int) -> None:
         sys.stdout.flush()
         sys.stderr.write(f"rank {rank} failed:\n{text}")
         sys.stderr.flush()
+        # The launcher's notice of the abort comes another way, and shall not overtake the reason.
+        time.sleep(_ABORT_HEAD_START_S)
         comm.Abort(1)
 
     sys.excepthook = hook

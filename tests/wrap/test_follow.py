@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -75,8 +76,10 @@ class Iteration:
 
 
 @pytest.fixture
-def follower() -> Follower:
-    return Follower(lambda module: [], lambda text: None)
+def follower() -> Iterator[Follower]:
+    follower = Follower(lambda module: [], lambda text: None)
+    yield follower
+    follower.finish_trace()
 
 
 def test_a_step_belongs_to_the_loader_of_its_backward(follower: Follower) -> None:

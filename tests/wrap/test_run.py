@@ -76,34 +76,22 @@ def test_a_rank_that_leaves_early_ends_the_job(run_job: Any) -> None:
     assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
 
 
-def test_a_frozen_rank_is_named(run_job: Any) -> None:
+def test_a_frozen_rank_is_named(run_job: Any, tmp_path: Path) -> None:
+    ready = tmp_path / "pid"
+
     def freeze(child: subprocess.Popen[bytes]) -> None:
-        pid, end = None, time.monotonic() + 100
-        while time.monotonic() < end:
-            pid = next((p for p in _ranks() if b"OMPI_COMM_WORLD_RANK=1" in p[1]), None)
-            time.sleep(0.2)
-            if pid is not None:
-                break
-        assert pid is not None
-        time.sleep(30)
-        os.kill(pid[0], signal.SIGSTOP)
+        end = time.monotonic() + 150
+        while not (ready.exists() and ready.read_text()) and time.monotonic() < end:
+            time.sleep(0.1)
+        os.kill(int(ready.read_text()), signal.SIGSTOP)
 
     job = run_job(
-        [*RUN, "-np", "2", "--stall-limit-s", "5", str(SCRIPTS / "failing.py"), "freeze"], timeout=240, during=freeze
+        [*RUN, "-np", "2", "--stall-limit-s", "5", str(SCRIPTS / "failing.py"), "freeze", str(ready)],
+        timeout=240,
+        during=freeze,
     )
     assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
     assert "rank 1" in job.stderr and "is frozen" in job.stderr, job.describe()
-
-
-def _ranks() -> list[tuple[int, bytes]]:
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if str(SCRIPTS / "failing.py").encode() in (folder / "cmdline").read_bytes():
-                found.append((int(folder.name), (folder / "environ").read_bytes()))
-        except OSError:
-            continue
-    return found
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Does what its argument says, after a few steps."""
 
+import os
+import pathlib
 import sys
 import time
 
@@ -22,6 +24,6 @@ for step in range(100_000):
         raise KeyError("on purpose")
     if step == 5 and hvd.rank() == 1 and sys.argv[1] == "exit":
         sys.exit(0)
-    if step == 5 and sys.argv[1] == "freeze":
-        print("running", flush=True)
+    if step == 5 and hvd.rank() == 1 and sys.argv[1] == "freeze":
+        pathlib.Path(sys.argv[2]).write_text(str(os.getpid()))
     time.sleep(0.01)
