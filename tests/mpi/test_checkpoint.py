@@ -207,7 +207,7 @@ def test_what_cannot_be_resumed_is_left_as_it_was(train: Any, tmp_path: Path) ->
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     for options, message in (
         (["--resume", "auto", "--lr", "3"], "lr was 0.5 and is 3.0"),
-        (["--resume", str(tmp_path)], f"there is no checkpoint in {tmp_path}"),
+        (["--resume", str(tmp_path / "run" / "x")], f"there is no checkpoint in {tmp_path / 'run' / 'x'}"),
         ([], "holds a run already: go on with it with --resume auto"),
     ):
         job = train("run", *options, np=2)
