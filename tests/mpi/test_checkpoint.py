@@ -204,12 +204,10 @@ def test_every_rank_has_its_random_numbers_back(num_ranks: int, shared_tmp_path:
 
 def test_what_cannot_be_resumed_is_left_as_it_was(train: Any, tmp_path: Path) -> None:
     succeed(train("run", "--epochs", "1", np=2))
-    empty = tmp_path / "run" / "empty"
-    empty.mkdir()
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     for options, message in (
         (["--resume", "auto", "--lr", "3"], "lr was 0.5 and is 3.0"),
-        (["--resume", str(empty)], f"there is no checkpoint in {empty}"),
+        (["--resume", str(tmp_path / "run" / "x")], f"there is no checkpoint in {tmp_path / 'run' / 'x'}"),
         ([], "holds a run already: go on with it with --resume auto"),
     ):
         job = train("run", *options, np=2)
