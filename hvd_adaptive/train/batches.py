@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
-
-from hvd_adaptive.train.records import RoundStats
 
 Rows = NDArray[np.int64]
 
@@ -96,36 +92,6 @@ class BatchSource:
             data = self._collate(fetch_many(indices) if fetch_many else [self._dataset[i] for i in indices])
         x, y = data if isinstance(data, Sequence) and len(data) == 2 else (data, None)
         return Batch(x=to_device(x, self._device), y=to_device(y, self._device), rows=rows, work=work)
-
-
-def equal_batches(
-    rows: Rows, *, batch_size: int, rank: int, world_size: int, source: BatchSource, stats: RoundStats
-) -> Iterator[Batch]:
-    """Yields a rank's equal share of each step's global batch, the last ones padded from the round's beginning.
-
-    Args:
-        rows: the round's rows, the same on every rank.
-        batch_size: samples in each batch.
-        rank: this rank.
-        world_size: number of ranks.
-        source: makes batches of rows.
-        stats: gets the seconds spent waiting for batches.
-    """
-    num_steps = -(-len(rows) // (batch_size * world_size))
-    padded = np.resize(rows, num_steps * batch_size * world_size)
-    steps = iter(padded.reshape(num_steps, world_size, batch_size)[:, rank])
-
-    def fetch(_: int) -> Batch | None:
-        share = next(steps, None)
-        return None if share is None else source.load(share, len(share))
-
-    @contextmanager
-    def timed() -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        stats.claim_s += time.perf_counter() - start
-
-    yield from prefetched(fetch, timed)
 
 
 def prefetched(fetch: Callable[[int], Batch | None], on_wait: Callable[[], Any]) -> Iterator[Batch]:
