@@ -107,12 +107,13 @@ def run_script(path: str, arguments: Sequence[str], make_engine: Callable[[Any],
     sys.argv = [path, *arguments]
     # As python does; workers that are spawned or served by a fork server find the script's classes through it.
     sys.path[0] = str(Path(path).resolve().parent)
-    code = 0
+    code, left = 0, False
     try:
         runpy.run_path(path, run_name="__main__")
     except DryRunOver:
         pass
     except SystemExit as leave:
+        left = True
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
         if isinstance(leave.code, str):
             print(leave.code, file=sys.stderr)
@@ -122,13 +123,18 @@ def run_script(path: str, arguments: Sequence[str], make_engine: Callable[[Any],
     except BaseException as error:
         sys.excepthook(type(error), error, _from_script(error, path))
         return 1
-    if not engine.report.is_started and code == 0:
-        print(
-            f"hvd-adaptive: error: {path} never called hvd.init() of horovod.torch, so nothing was shared between ranks: "
-            "is it a Horovod script for PyTorch?",
-            file=sys.stderr,
-            flush=True,
-        )
+    # One that leaves by itself, after printing its help say, knows what it does.
+    if not engine.report.is_started and not left:
+        if (read_launcher(os.environ).rank or 0) == 0:
+            print(
+                f"hvd-adaptive: error: {path} never called hvd.init() of horovod.torch, so nothing was shared between ranks: "
+                "is it a Horovod script for PyTorch?",
+                file=sys.stderr,
+                flush=True,
+            )
+        else:
+            # A launcher ends the job when the first rank exits; rank 0 must have spoken by then.
+            time.sleep(2)
         return 2
     print_report(engine)
     return code

@@ -27,7 +27,7 @@ def test_measured_speeds_with_workers_that_unpickle_the_scripts_classes(run_job:
     assert job.returncode == 0 and out.exists(), job.describe()
     shares = re.search(r"shares: ([\d.]+), ([\d.]+) %", job.stderr)
     assert shares is not None and float(shares[1]) > 60, job.describe()
-    assert "left alone: DataLoader 2" in job.stderr and "its ceiling" in job.stderr, job.describe()
+    assert "left alone: DataLoader 2" in job.stderr and "the ceiling" in job.stderr, job.describe()
 
 
 def test_a_dry_run_reports_and_ends(run_job: Any, tmp_path: Path) -> None:
