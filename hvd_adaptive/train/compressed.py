@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from hvd_adaptive.compress.codec import Codec
 from hvd_adaptive.compress.policy import Policy, TensorInfo, parse_policy
 from hvd_adaptive.config import Config
 from hvd_adaptive.exchange.exchange import Exchange
@@ -49,8 +51,9 @@ class CompressedSum:
         self._exchange = Exchange(
             transport, policy, reducer=config.reducer, error_feedback=config.error_feedback, seed=config.seed
         )
-        self._world_size = transport.world_size
         self._num_rounds = 0
+        for codec in {policy.codec(tensor) for tensor in names}:
+            _compile(codec)
 
     def begin_round(self) -> None:
         """Gives the round random numbers of its own."""
@@ -80,3 +83,14 @@ class CompressedSum:
         """Takes over a state; residuals only where the number of ranks is the same, with a warning else."""
         self._num_rounds = int(state["num_rounds"])
         self._exchange.load_state_dict(state["exchange"])
+
+
+def _compile(codec: Codec) -> None:
+    """Has a codec's kernels compiled, or loaded, which takes seconds, before the first merge."""
+    if codec.factor_rank:
+        return
+    values = torch.zeros(codec.granularity)
+    payload = torch.empty(codec.payload_bytes(values.numel()), dtype=torch.uint8)
+    codec.encode_(values, payload, key=0)
+    for add in (0, 1, -1):
+        codec.decode_(payload, values, add=add)
