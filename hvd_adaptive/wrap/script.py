@@ -107,13 +107,12 @@ def run_script(path: str, arguments: Sequence[str], make_engine: Callable[[Any],
     sys.argv = [path, *arguments]
     # As python does; workers that are spawned or served by a fork server find the script's classes through it.
     sys.path[0] = str(Path(path).resolve().parent)
-    code, left = 0, False
+    code = 0
     try:
         runpy.run_path(path, run_name="__main__")
     except DryRunOver:
         pass
     except SystemExit as leave:
-        left = True
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
         if isinstance(leave.code, str):
             print(leave.code, file=sys.stderr)
@@ -123,8 +122,8 @@ def run_script(path: str, arguments: Sequence[str], make_engine: Callable[[Any],
     except BaseException as error:
         sys.excepthook(type(error), error, _from_script(error, path))
         return 1
-    # One that leaves by itself, after printing its help say, knows what it does.
-    if not engine.report.is_started and not left:
+    asks_for_help = not {"-h", "--help"}.isdisjoint(arguments)
+    if not engine.report.is_started and code == 0 and not asks_for_help:
         if (read_launcher(os.environ).rank or 0) == 0:
             print(
                 f"hvd-adaptive: error: {path} never called hvd.init() of horovod.torch, so nothing was shared between ranks: "
