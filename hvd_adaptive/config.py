@@ -167,7 +167,6 @@ class Config:
     overlap_merge: bool = _option(
         False, "exchange a round's deltas beside the next round's steps; the merged model is one round behind"
     )
-
     compression: str = _option(
         "none",
         "how deltas are encoded for the wire: none, fp16, maxmin:4, sign, topk:0.01, powersgd:4, or a policy such as "

@@ -99,7 +99,8 @@ def build_configs(*sources: Mapping[str, Any]) -> tuple[Config, TrainConfig]:
     for name in merged:
         if name not in Config.__dataclass_fields__ and name not in TrainConfig.__dataclass_fields__:
             raise ValueError(unknown_name(name))
-    return (
-        Config(**{k: v for k, v in merged.items() if k in Config.__dataclass_fields__}),
-        TrainConfig(**{k: v for k, v in merged.items() if k in TrainConfig.__dataclass_fields__}),
-    )
+    config = Config(**{k: v for k, v in merged.items() if k in Config.__dataclass_fields__})
+    train = TrainConfig(**{k: v for k, v in merged.items() if k in TrainConfig.__dataclass_fields__})
+    if train.input_gradients == "dense" and (config.row_weights or config.sparse_merge == "always"):
+        raise ValueError("row_weights and sparse_merge 'always' need input_gradients 'sparse': else no rows are told apart")
+    return config, train

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,7 +63,7 @@ class Codec(Protocol):
         """
 
 
-class Fp32Codec:
+class Fp32Codec(ABC):
     """Base of codecs whose `_encode` and `_decode` take contiguous fp32 tensors of one dimension."""
 
     @property
@@ -98,11 +99,11 @@ class Fp32Codec:
         self._decode(payload, values, 0)
         store_(values.view(out.shape), out, add)
 
-    def _encode(self, values: Tensor, payload: Tensor, key: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _encode(self, values: Tensor, payload: Tensor, key: int) -> None: ...
 
-    def _decode(self, payload: Tensor, out: Tensor, add: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _decode(self, payload: Tensor, out: Tensor, add: int) -> None: ...
 
 
 def store_(values: Tensor, out: Tensor, add: int) -> None:

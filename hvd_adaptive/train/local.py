@@ -124,6 +124,7 @@ class LocalStrategy:
         """Makes the next round the recorded one: its batch sizes, which may have followed from seconds, and its claims."""
         self.batch_sizes = np.array(recorded.batch_size)
         self.repeat = recorded.claims[self._transport.rank]
+
     def drain(self) -> None:
         """Merges what an overlapped merge has on the way. COLLECTIVE."""
         if self._overlap is not None:
@@ -349,7 +350,6 @@ class LocalStrategy:
             self.batch_sizes, self._shares = shared["batch_sizes"].copy(), shared["shares"].copy()
             self._warming_up = shared["warming_up"]
         self._control.load_state_dict(shared["control"])
-        self._ceiling = float(self._control.ceilings[self._transport.rank])
 
     def _weights(self, gathered: GatheredStats) -> Array:
         config = self._config

@@ -51,6 +51,8 @@ from hvd_adaptive.validation import parse_slowdown
         ({"test_data": "x"}, "test_data needs data"),
         ({"momentum": 0.9}, "need input_gradients 'dense'"),
         ({"target_p1": 0.5, "eval_rounds": 0}, "target_p1 needs evaluations"),
+        ({"input_gradients": "dense", "row_weights": True}, "need input_gradients 'sparse'"),
+        ({"input_gradients": "dense", "sparse_merge": "always"}, "need input_gradients 'sparse'"),
         ({"lr": float("inf")}, "lr must be finite"),
         ({"seed": -1}, "seed must be >= 0"),
         ({"merge_share": 1.0}, r"merge_share must be in \(0, 1\), got 1.0"),
