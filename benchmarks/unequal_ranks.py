@@ -2,7 +2,8 @@
 
     python benchmarks/unequal_ranks.py tune    --data embedded --out DIR      one seed, every setting of benchmarks/settings.toml
     python benchmarks/unequal_ranks.py confirm --data embedded --out DIR      the winners, three seeds, alternating
-    python benchmarks/unequal_ranks.py confirm --data PREFIX --out DIR --limits cgroup    speeds by real CPU quotas (root)
+    python benchmarks/unequal_ranks.py quotas  --data embedded --out DIR      the same, speeds by real CPU quotas (root)
+    python benchmarks/unequal_ranks.py strategies --data embedded --out DIR   every strategy and baseline, three seeds
     python benchmarks/unequal_ranks.py ablate  --data embedded --out DIR      one option changed at a time, to a target accuracy
 
 Prints a Markdown record; ``--record FILE`` writes it too. Runs that are in DIR already are not repeated.
@@ -35,19 +36,19 @@ HERE = Path(__file__).resolve().parent
 SLOWDOWN = "8,8,4,2"
 # Shares of a core that stand to each other as the speeds; less than two cores together, so that they are what limits.
 QUOTAS = (0.2, 0.2, 0.4, 0.8)
-PERIOD_US = 20_000
+# Short against a step, so that a part of a core is like a slower one and not like one that stops now and then.
+PERIOD_US = 5_000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stage", choices=("tune", "confirm", "ablate"))
+    parser.add_argument("stage", choices=("tune", "confirm", "quotas", "strategies", "ablate"))
     parser.add_argument("--data", default="embedded", help="embedded, or a prefix of XMC files")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, help="number of seeds (default: 1 to tune, else 3)")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--limits", choices=("emulated", "cgroup"), default="emulated")
     parser.add_argument("--methods", help="only these settings, separated by commas")
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
@@ -60,11 +61,11 @@ def main() -> None:
     }
     wanted = options.methods.split(",") if options.methods else list(table[options.stage])
     num_seeds = options.seeds or (1 if options.stage == "tune" else 3)
-    groups = make_cgroups() if options.limits == "cgroup" else None
+    groups = make_cgroups() if options.stage == "quotas" else None
     runs: dict[str, list[dict[str, Any]]] = {}
     for seed in range(options.first_seed, options.first_seed + num_seeds):
         for method in wanted:
-            folder = options.out / f"{name}-{options.limits}-{options.stage}-{method}-{seed}"
+            folder = options.out / f"{name}-{options.stage}-{method}-{seed}"
             arguments = [
                 *shlex.split(table["common"]),
                 *shlex.split(table[options.stage][method]),
@@ -88,7 +89,9 @@ def run(folder: Path, arguments: list[str], groups: list[Path] | None) -> dict[s
     if not (folder / "summary.json").exists():
         command = [sys.executable, "-m", "hvd_adaptive", "train", *arguments, "--out", str(folder)]
         environment = dict(os.environ)
-        if groups is None:
+        if "-np" in arguments:
+            pass
+        elif groups is None:
             command += ["-np", "4", "--slowdown", SLOWDOWN]
         else:
             command, environment = launch_command(
@@ -161,11 +164,11 @@ def record(options: argparse.Namespace, table: dict[str, Any], runs: dict[str, l
     )
     speeds = (
         f"emulated, --slowdown {SLOWDOWN}"
-        if options.limits == "emulated"
+        if options.stage != "quotas"
         else f"CPU quotas of {', '.join(f'{q:.1%}' for q in QUOTAS)} of a core, period {PERIOD_US // 1000} ms"
     )
     lines = [
-        f"# {options.stage}: {Path(options.data).name}, 4 ranks at speeds 1:1:2:4, {options.limits}",
+        f"# {options.stage}: {Path(options.data).name}, 4 ranks at speeds 1:1:2:4",
         "",
         f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. Speeds: {speeds}.",
         f"Hardware: {os.cpu_count()} cores, {cpu}, shared with other machines' work. "
@@ -188,14 +191,14 @@ def record(options: argparse.Namespace, table: dict[str, Any], runs: dict[str, l
             middle([x["best_train_s"] for x in s], ".1f"),
             f"{statistics.median([x['samples_per_s'] for x in s]):,.0f}",
             middle(
-                [x["utilisation_wall" if options.limits == "cgroup" else "utilisation"] for x in s], ".2f"
+                [x["utilisation_wall" if options.stage == "quotas" else "utilisation"] for x in s], ".2f"
             ),
             middle([x["wait_share"] for x in s], ".3f"),
             f"{statistics.median([x['merge_share'] for x in s]):.3f}",
             f"{statistics.median([x['control_share'] for x in s]):.4f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    if options.stage == "confirm":
+    if options.stage in ("confirm", "quotas", "strategies"):
         lines += ["", *comparison(runs)]
     if options.stage == "ablate":
         lines += ["", *ablation(runs)]

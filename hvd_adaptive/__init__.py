@@ -5,12 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Batch", "Checkpointer", "Config", "Session", "bind_device", "__version__"]
+__all__ = [
+    "EXIT_PREEMPTED",
+    "Batch",
+    "Checkpointer",
+    "Compression",
+    "Config",
+    "Session",
+    "__version__",
+    "bind_device",
+    "catch_signals",
+]
 
 if TYPE_CHECKING:
+    from hvd_adaptive.compress.compressor import Compression
     from hvd_adaptive.config import Config
     from hvd_adaptive.launch.device import bind_device
     from hvd_adaptive.train.checkpointer import Checkpointer
+    from hvd_adaptive.train.preemption import EXIT_PREEMPTED, catch_signals
     from hvd_adaptive.train.session import Batch, Session
 
 
@@ -24,10 +36,18 @@ def __getattr__(name: str) -> Any:
         from hvd_adaptive.train import session
 
         return getattr(session, name)
+    if name == "Compression":
+        from hvd_adaptive.compress.compressor import Compression
+
+        return Compression
     if name == "Checkpointer":
         from hvd_adaptive.train.checkpointer import Checkpointer
 
         return Checkpointer
+    if name in ("EXIT_PREEMPTED", "catch_signals"):
+        from hvd_adaptive.train import preemption
+
+        return getattr(preemption, name)
     if name == "bind_device":
         from hvd_adaptive.launch.device import bind_device
 

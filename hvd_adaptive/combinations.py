@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 # The batch-size rules of each strategy, its default first.
@@ -25,27 +26,30 @@ def check_combinations(config: Any) -> None:
             f"{name} needs strategy local without logical_ranks, got strategy {config.strategy!r} and "
             f"logical_ranks {config.logical_ranks}: only claims that follow the ranks' speeds need a record"
         )
+    if config.repeatable and config.reference_ranks is not None:
+        name = "record" if config.record else "replay"
+        raise ValueError(f"{name} repeats a run with its number of ranks: leave reference_ranks and --elastic out")
     rules = SIZE_RULES[config.strategy]
     if config.size_rule not in rules:
         raise ValueError(
             f"batch_size_rule must be one of {', '.join(rules)} for strategy {config.strategy!r}, got {config.batch_size_rule!r}"
         )
-    fixed = {"work": "samples"} if config.strategy == "sync" else {
-        "global_batch_size": None, "accumulation_steps": 1, "loss_reduction": "mean",
-    }  # fmt: skip
-    for name, value in fixed.items():
-        if getattr(config, name) != value:
-            raise ValueError(
-                f"{name} must be {value!r} with strategy {config.strategy!r}, got {getattr(config, name)!r}"
-            )
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if value != item.default:
+            _check_needed(config, f"{item.name} {value!r}", "it would have no effect", **item.metadata["needs"])
+    if config.compression == "none" and config.reducer != "sra":
+        raise ValueError(f"reducer {config.reducer!r} needs a compression, got 'none': it would have no effect")
+    if config.auto_bits and not config.compression.lstrip().startswith("maxmin"):
+        raise ValueError(
+            f"auto_bits chooses bits of maxmin codes: it needs compression 'maxmin:BITS', got {config.compression!r}"
+        )
     if config.compression != "none":
         _check_needed(
             config,
             f"compression {config.compression!r}",
-            "it encodes the deltas of all rows at the merge",
-            strategy=("local",),
+            "it encodes the deltas of all rows at the merge, or the gradients of each step",
             logical_ranks=(None,),
-            overlap_merge=(False,),
             sparse_merge=("auto", "never"),
             row_weights=(False,),
         )
@@ -57,6 +61,7 @@ def check_combinations(config: Any) -> None:
             "logical_ranks",
             "nothing may follow the ranks' speeds or their number",
             strategy=("local",),
+            reference_ranks=(None,),
             size_rule=("fixed",),
             dispatch=("dynamic",),
             merge_period=("fixed", "qsr"),
@@ -65,6 +70,44 @@ def check_combinations(config: Any) -> None:
             sparse_merge=("auto", "never"),
             row_weights=(False,),
         )
+
+
+def has_effect(config: Any, name: str) -> bool:
+    """Returns whether an option has an effect beside the others, so that it may be set.
+
+    Args:
+        config: a valid :class:`hvd_adaptive.Config`.
+        name: the option's.
+    """
+    needs = type(config).__dataclass_fields__[name].metadata["needs"]
+    return all(getattr(config, other) in allowed for other, allowed in needs.items())
+
+
+def check_elastic(config: Any) -> None:
+    """Raises ValueError for options that do not go with ``--elastic``.
+
+    Args:
+        config: a valid :class:`hvd_adaptive.Config`.
+    """
+    if config.repeatable:
+        name = "record" if config.record else "replay"
+        raise ValueError(f"{name} repeats a run with its number of ranks: leave --elastic out")
+    if config.slowdown is not None:
+        raise ValueError(f"slowdown {config.slowdown!r} has a factor a rank, and --elastic changes their number: leave one out")
+
+
+def check_elastic_script(config: Any) -> None:
+    """Raises ValueError for options that do not go with ``run --elastic``.
+
+    Args:
+        config: a valid :class:`hvd_adaptive.wrap.options.RunConfig`.
+    """
+    if config.dry_run:
+        raise ValueError("dry_run ends after a few steps: leave --elastic out")
+    for name in ("shares", "slowdown"):
+        value = getattr(config, name)
+        if value is not None:
+            raise ValueError(f"{name} {value!r} has a number a rank, and --elastic changes their number: leave one out")
 
 
 def _check_needed(config: Any, what: str, why: str, **needed: tuple[Any, ...]) -> None:

@@ -13,9 +13,12 @@ from hvd_adaptive.validation import (
     parse_slowdown,
 )
 
+_LOCAL = ("local",)
 
-def _option(default: Any, text: str, *choices: str) -> Any:
-    return field(default=default, metadata={"help": text, "choices": choices})
+
+def _option(default: Any, text: str, *choices: str, **needs: tuple[Any, ...]) -> Any:
+    """An option; a value other than the default needs each option in ``needs`` to have one of the values there."""
+    return field(default=default, metadata={"help": text, "choices": choices, "needs": needs})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,19 +56,22 @@ class Config:
     batch_size_rule: str | None = _option(
         None,
         "how batch sizes follow the ranks' speeds; proportional: steps of all ranks take equally long, the sum of sizes stays; "
-        "local: fixed (default), paper, heterogpu, proportional; sync: proportional (default), static (by the first round's "
+        "local: fixed (default), paper, heterogpu, proportional; sync: proportional (default), static (by the first 33 steps' "
         "speeds), fixed",
         *("fixed", "paper", "heterogpu", "static", "proportional"),
     )
     batch_size_step: float | None = _option(
         None,
         "samples a batch size moves: beta of 'paper' (default: min_batch_size / 2), the step of 'heterogpu' (default: 32)",
+        size_rule=("paper", "heterogpu"),
     )
     lr_rule: str = _option(
-        "linear", "how the learning rate follows the actual batch size", "linear", "sqrt", "none"
+        "linear", "how the learning rate follows the actual batch size", "linear", "sqrt", "none",
+        strategy=_LOCAL,
     )
     reference_batch_size: int | None = _option(
-        None, "batch size at which the optimizer's own learning rate holds (default: batch_size)"
+        None, "batch size at which the optimizer's own learning rate holds (default: batch_size)",
+        strategy=_LOCAL,
     )
     warmup_epochs: float = _option(
         0.0, "epochs with the smallest batch size and a linear ramp of the learning rate"
@@ -76,6 +82,7 @@ class Config:
         "what a batch size and the cursor count; with nonzeros a batch of heavy rows is a smaller batch",
         "samples",
         "nonzeros",
+        strategy=_LOCAL,
     )
     merge_weights: str = _option(
         "updates",
@@ -86,42 +93,61 @@ class Config:
         "updates",
         "samples",
         "fednova",
+        strategy=_LOCAL,
     )
     perturbation: bool = _option(
-        False, "the paper's perturbation of the merge weights ('paper' and 'heterogpu')"
+        False, "the paper's perturbation of the merge weights ('paper' and 'heterogpu')",
+        merge_weights=("paper", "heterogpu"),
     )
-    perturbation_threshold: float = _option(0.1, "L2 norm per parameter under which the perturbation acts")
-    perturbation_delta: float = _option(0.1, "size of the perturbation")
+    perturbation_threshold: float = _option(0.1, "L2 norm per parameter under which the perturbation acts", perturbation=(True,))
+    perturbation_delta: float = _option(0.1, "size of the perturbation", perturbation=(True,))
     outer_step: str = _option(
         "nesterov",
         "how the merged delta moves the model; momentum is the paper's, nesterov DiLoCo's",
         "none",
         "momentum",
         "nesterov",
+        strategy=_LOCAL,
     )
     outer_lr: float | None = _option(
-        None, "learning rate of the outer step (default: 0.7 for nesterov, else 1)"
+        None, "learning rate of the outer step (default: 0.7 for nesterov, else 1)",
+        strategy=_LOCAL,
     )
-    outer_momentum: float = _option(0.9, "gamma of the outer step")
+    outer_momentum: float = _option(
+        0.9, "gamma of the outer step",
+        strategy=("local", "sma"), outer_step=("momentum", "nesterov"),
+    )
     optimizer_state: str = _option(
-        "keep", "a rank's optimizer state after a merge", "keep", "reset", "average"
+        "keep", "a rank's optimizer state after a merge", "keep", "reset", "average",
+        strategy=_LOCAL,
     )
     hash_interval: int = _option(10, "rounds between checks that all ranks hold the same model; 0: never")
     seed: int = _option(0, "seed of the shuffling and of the model's initial weights")
     stall_limit_s: float = _option(60.0, "seconds after which a dead, frozen or stuck rank ends the job")
+    straggler_limit: float = _option(
+        3.0, "warn of a rank that computes so many times slower than the other ranks, or than before; 0: never"
+    )
+    drain_limit_s: float = _option(
+        60.0,
+        "seconds after SIGUSR1 or SIGTERM in which the ranks have to close the round and write a checkpoint, before the job ends "
+        "with an older one",
+    )
     slowdown: str | None = _option(
         None,
         "emulate unequal ranks: stretch each rank's compute by a factor, 4,4,2,1; as a schedule over training seconds: "
         "0:4,4,2,1;30:1,2,4,4",
     )
     global_batch_size: int | None = _option(
-        None, "samples of a step over all ranks, of 'sync' (default: batch_size x number of ranks)"
+        None, "samples of a step over all ranks, of 'sync' (default: batch_size x number of ranks)",
+        strategy=("sync",),
     )
     accumulation_steps: int = _option(
-        1, "micro-batches whose gradients are added up before a step, on every rank, of 'sync'"
+        1, "micro-batches whose gradients are added up before a step, on every rank, of 'sync'",
+        strategy=("sync",),
     )
     loss_reduction: str = _option(
-        "mean", "whether the loss is a mean or a sum over the samples of a batch, for 'sync'", "mean", "sum"
+        "mean", "whether the loss is a mean or a sum over the samples of a batch, for 'sync'", "mean", "sum",
+        strategy=("sync",),
     )
     logical_ranks: int | None = _option(
         None,
@@ -139,6 +165,17 @@ class Config:
         "torch's threads of each rank on a CPU; with logical_ranks part of the result (default: OMP_NUM_THREADS, else its "
         "share of the host's cores; 1 with logical_ranks)",
     )
+    reference_ranks: int | None = _option(
+        None,
+        "number of ranks that batch_size and the learning rate are meant for; with another number elastic_batch says what "
+        "changes (default: whatever their number is; with --elastic: --max-np)",
+    )
+    elastic_batch: str = _option(
+        "fixed-global",
+        "what stays with another number of ranks; fixed-global: total batch and learning rate; fixed-per-rank: a rank's batch, "
+        "while the learning rate of sync and horovod, and the mega_batch, follow the number of ranks",
+        *("fixed-global", "fixed-per-rank"),
+    )
     dispatch: str = _option(
         "dynamic",
         "who computes what of a mega-batch; dynamic: whoever is free claims the next batch; equal: each rank has one Nth, "
@@ -146,6 +183,7 @@ class Config:
         "dynamic",
         "equal",
         "proportional",
+        strategy=_LOCAL,
     )
     merge_period: str = _option(
         "fixed",
@@ -155,54 +193,58 @@ class Config:
         "auto",
         "qsr",
         "auto-qsr",
+        strategy=_LOCAL,
     )
-    merge_share: float = _option(0.03, "part of the time that merges may take, for merge_period auto")
+    merge_share: float = _option(
+        0.03, "part of the time that merges may take, for merge_period auto",
+        merge_period=("auto", "auto-qsr"),
+    )
     sparse_merge: str = _option(
         "auto",
         "merge only those rows of parameters with sparse gradients that some rank touched; auto: where that takes less time",
         *("auto", "always", "never"),
+        strategy=_LOCAL,
     )
-    row_weights: bool = _option(False, "average rows of such parameters only over the ranks that touched them")
-    sma_alpha: float | None = _option(None, "how far 'sma' pulls replicas, in (0, 1] (default: 1 / ranks, as in the paper)")
+    row_weights: bool = _option(False, "average rows of such parameters only over the ranks that touched them", strategy=_LOCAL)
+    sma_alpha: float | None = _option(
+        None, "how far 'sma' pulls replicas, in (0, 1] (default: 1 / ranks, as in the paper)",
+        strategy=("sma",),
+    )
     overlap_merge: bool = _option(
-        False, "exchange a round's deltas beside the next round's steps; the merged model is one round behind"
+        False, "exchange a round's deltas beside the next round's steps; the merged model is one round behind",
+        strategy=_LOCAL,
     )
     compression: str = _option(
         "none",
-        "how deltas are encoded for the wire: none, fp16, maxmin:4, sign, topk:0.01, powersgd:4, or a policy such as "
-        "'maxmin:4; embedding*=maxmin:8'; see docs/compression.md",
+        "how deltas of 'local' and gradients of 'sync' are encoded for the wire: none, fp16, maxmin:4, sign, topk:0.01, "
+        "powersgd:4, or a policy such as 'maxmin:4; embedding*=maxmin:8'; see docs/compression.md",
+        strategy=("local", "sync"),
     )
     reducer: str = _option(
         "sra",
-        "how encoded deltas meet; auto tries them, and no compression, at the first merge",
+        "how encoded values meet; auto tries them, and no compression, at the first exchange",
         *("sra", "hierarchical", "allreduce", "auto"),
+        strategy=("local", "sync"),
     )
-    error_feedback: bool = _option(True, "add what a codec has lost to the next round's delta; costs a copy of the model")
+    error_feedback: bool = _option(True, "add what a codec has lost to the next delta or gradient; costs a copy of the model")
+    auto_bits: int = _option(
+        0, "merges ('local') or steps ('sync') between choices of each layer's bits at --compression's error; 0: off"
+    )
 
     def __post_init__(self) -> None:
         check_types_and_choices(self)
         check_positive(
-            self,
-            "batch_size",
-            "min_batch_size",
-            "max_batch_size",
-            "mega_batch",
-            "batch_size_step",
-            "reference_batch_size",
-            "outer_lr",
-            "stall_limit_s",
-            "perturbation_threshold",
-            "global_batch_size",
-            "accumulation_steps",
-            "logical_ranks",
-            "num_threads",
-            "sma_alpha",
-        )
-        check_not_negative(self, "warmup_epochs", "lr_decay", "hash_interval", "seed")
+            self, "batch_size", "min_batch_size", "max_batch_size", "mega_batch", "batch_size_step", "reference_batch_size",
+            "outer_lr", "stall_limit_s", "drain_limit_s", "perturbation_threshold", "global_batch_size", "accumulation_steps",
+            "logical_ranks", "num_threads", "reference_ranks", "sma_alpha",
+        )  # fmt: skip
+        check_not_negative(self, "warmup_epochs", "lr_decay", "hash_interval", "seed", "auto_bits")
         if self.sma_alpha is not None and self.sma_alpha > 1:
             raise ValueError(f"sma_alpha must be in (0, 1], got {self.sma_alpha}")
         if self.overlap_merge and (self.row_weights or self.sparse_merge == "always"):
             raise ValueError("overlap_merge exchanges all rows: it needs row_weights false and sparse_merge 'auto' or 'never'")
+        if self.straggler_limit and self.straggler_limit <= 1:
+            raise ValueError(f"straggler_limit must be > 1, or 0 for never, got {self.straggler_limit}")
         for name in ("outer_momentum", "perturbation_delta"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
@@ -216,10 +258,6 @@ class Config:
         if not low <= self.batch_size <= high:
             raise ValueError(
                 f"batch_size must be within [min_batch_size, max_batch_size], got {self.batch_size} outside [{low}, {high}]"
-            )
-        if self.perturbation and self.merge_weights not in ("paper", "heterogpu"):
-            raise ValueError(
-                f"perturbation needs merge_weights 'paper' or 'heterogpu', got {self.merge_weights!r}"
             )
         if self.slowdown is not None:
             parse_slowdown(self.slowdown)
@@ -324,6 +362,9 @@ class TrainConfig:
         "apart)",
     )
     keep_checkpoints: int = _option(3, "newest checkpoints to keep")
+    tensorboard: bool = _option(
+        False, "write TensorBoard scalars into the run directory while it runs; needs the package tensorboard"
+    )
 
     def __post_init__(self) -> None:
         check_types_and_choices(self)

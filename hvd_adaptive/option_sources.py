@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
-import json
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvd_adaptive.calibration_file import TABLE, read_table
 from hvd_adaptive.config import Config, TrainConfig
-from hvd_adaptive.validation import field_type
+from hvd_adaptive.validation import field_type, parse_json
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -19,26 +20,36 @@ else:
     import tomli as tomllib
 
 ENVIRONMENT_PREFIX = "HVD_ADAPTIVE_"
+# No option: what `run --elastic` tells the script, and whatever that starts.
+LAUNCH_VARIABLE = "HVD_ADAPTIVE_LAUNCH"
 
 
-def read_config_file(path: str) -> dict[str, Any]:
-    """Reads a .toml or .json file of option names and values; a run directory's config.json is one.
+def read_config_file(path: str, *, measurements: bool = False) -> dict[str, Any]:
+    """Reads a .toml or .json file of option names and values; a run directory's config.json is one, and so is what
+    ``calibrate`` writes, whose measurements are checked and left out.
+
+    Args:
+        path: the file.
+        measurements: leave the measurements in, unchecked.
 
     Raises:
-        ValueError: if it cannot be read or parsed, or is not a table of names.
+        ValueError: if it cannot be read or parsed, is not a table of names, or its measurements are not whole.
     """
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
-        values = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+        values = tomllib.loads(text) if file.suffix == ".toml" else parse_json(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--config {path}: cannot be read: {error}") from None
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+    except (tomllib.TOMLDecodeError, ValueError, RecursionError) as error:
         raise ValueError(f"--config {path}: not valid {file.suffix.lstrip('.') or 'JSON'}: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(
             f"--config {path}: must hold a table of option names and values, got {type(values).__name__}"
         )
+    # A run's own configuration has the option of that name, which is true or false.
+    if not measurements and not isinstance(values.get(TABLE, False), bool):
+        read_table(values.pop(TABLE), f"--config {path}")
     return {name.replace("-", "_"): value for name, value in values.items()}
 
 
@@ -50,7 +61,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> dict[str, A
     """
     values = {}
     for key, text in environment.items():
-        if key.startswith(ENVIRONMENT_PREFIX):
+        if key.startswith(ENVIRONMENT_PREFIX) and key != LAUNCH_VARIABLE:
             name = key[len(ENVIRONMENT_PREFIX) :].lower()
             cls = next((c for c in (Config, TrainConfig) if name in c.__dataclass_fields__), None)
             if cls is None:
@@ -104,3 +115,9 @@ def build_configs(*sources: Mapping[str, Any]) -> tuple[Config, TrainConfig]:
     if train.input_gradients == "dense" and (config.row_weights or config.sparse_merge == "always"):
         raise ValueError("row_weights and sparse_merge 'always' need input_gradients 'sparse': else no rows are told apart")
     return config, train
+
+
+def run_path(config: Config, train: TrainConfig) -> Path:
+    """Returns the run directory: ``train.out``, or a new one under ``runs``, named after label and time."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Path(train.out) if train.out else Path("runs") / f"{train.name or config.strategy}-{stamp}"

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 import typing
 from typing import Any
 
+# Finding them out takes a millisecond a class, and there are fifty fields.
+_HINTS: dict[type, dict[str, Any]] = {}
+
 
 def field_type(cls: type, name: str) -> type:
     """Returns the plain type of a field, with ``| None`` removed."""
-    hint = typing.get_type_hints(cls)[name]
+    if cls not in _HINTS:
+        _HINTS[cls] = typing.get_type_hints(cls)
+    hint = _HINTS[cls][name]
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return next(arg for arg in typing.get_args(hint) if arg is not type(None))
     return typing.cast(type, hint)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Reads JSON of unknown origin.
+
+    Raises:
+        ValueError: for anything else, and for what is nested too deeply to be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def check_types_and_choices(config: Any) -> None:

@@ -25,4 +25,4 @@ echo "== plain Horovod (synchronous, equal batches) =="
 # A limit keeps the demo short on a slow machine; the table says how far each got.
 "${hvd_adaptive[@]}" train "${common[@]}" --strategy horovod --batch-size 32 --name "plain Horovod" --time-limit 80 --out "$out/horovod"
 echo
-"${hvd_adaptive[@]}" report "$out/horovod" "$out/adaptive" --png "$out/demo.png"
+"${hvd_adaptive[@]}" report "$out/horovod" "$out/adaptive" --out "$out/report.html" --png "$out/png"

@@ -1,5 +1,24 @@
 """The command ``hvd-adaptive``: arguments and assembly only."""
 
-from hvd_adaptive.cli.main import main
+import sys
+from collections.abc import Sequence
+
+from hvd_adaptive.cli.main import main as run_command
 
 __all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command of this process; returns its exit code, or, as a rank that MPI was started on, ends the process with it.
+
+    Args:
+        argv: its arguments; None: the process's.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    code = run_command(arguments)
+    # What a script of others has left for the interpreter's end is to happen.
+    if "mpi4py.MPI" in sys.modules and arguments[:1] != ["run"]:
+        from hvd_adaptive.transport.job_end import leave_process
+
+        leave_process(code)
+    return code

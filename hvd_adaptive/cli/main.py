@@ -3,50 +3,79 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from hvd_adaptive import __version__
+from hvd_adaptive.cli.arguments import NUM_RANKS, without_options
+from hvd_adaptive.cli.bench import bench_comm, bench_compress, uses_groups
+from hvd_adaptive.cli.calibrate_options import check_calibrate
+from hvd_adaptive.cli.doctor import doctor
+from hvd_adaptive.cli.elastic import check_only_elastic, supervise_script, supervise_training
+from hvd_adaptive.cli.parser import make_parser
+from hvd_adaptive.cli.simulate import run_simulation
 from hvd_adaptive.config import Config, TrainConfig
 from hvd_adaptive.launch.binding import read_launcher
+from hvd_adaptive.launch.last_checkpoint import describe_newest
+from hvd_adaptive.launch.output import EXIT_BAD_INPUT, refuse
 from hvd_adaptive.launch.relaunch import relaunch
-from hvd_adaptive.option_sources import build_configs, parse_value, read_config_file, read_environment
-from hvd_adaptive.validation import field_type
-from hvd_adaptive.wrap.options import RunConfig
-
-EXIT_BAD_INPUT = 2
+from hvd_adaptive.option_sources import (
+    build_configs,
+    parse_value,
+    read_config_file,
+    read_environment,
+    run_path,
+)
+from hvd_adaptive.train.preemption import catch_signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0, 2 for bad input, else the failed job's."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = _parser().parse_args(arguments)
+    if arguments[:1] == ["submit"]:
+        return _submit(arguments[1:])
+    if not arguments:
+        make_parser().print_help(sys.stderr)
+        return EXIT_BAD_INPUT
     rank = 0
     try:
         rank = read_launcher(os.environ).rank or 0
+        options = make_parser().parse_args(arguments)
         configs = None
         if options.command == "report":
             from hvd_adaptive.cli.report import report
 
-            report(options.runs, options.png)
+            report(options.runs, out=options.out, png=options.png, target_p1=options.target_p1)
             return 0
+        if options.command == "simulate":
+            run_simulation(options)
+            return 0
+        if options.command == "bench" and options.bench == "compress":
+            bench_compress(options)
+            return 0
+        if options.command == "doctor":
+            return doctor(options, without_options(arguments, NUM_RANKS))
         if options.command == "train":
-            configs = build_configs(
-                read_environment(),
-                read_config_file(options.config) if options.config else {},
-                _given(options),
-            )
+            configs = _train_configs(options)
+        if options.command == "calibrate":
+            configs = _train_configs(options)
+            check_calibrate(configs[0], options.calibration_file)
         if options.command == "run":
             return _run_script(options, arguments)
+        if options.command == "train" and configs is not None:
+            if options.elastic:
+                return supervise_training(options, [*arguments, *_terminal_flag()], configs)
+            check_only_elastic(options)
         if options.num_ranks is not None:
-            return relaunch(options.num_ranks, [*_without_num_ranks(arguments), *_terminal_flag()])
+            return _start_ranks(options.num_ranks, arguments, configs if options.command == "train" else None)
     except (ValueError, RuntimeError) as error:
-        return _fail(error, rank)
+        return refuse(error, speaks=rank == 0)
+    if options.command == "train":
+        # Before torch is loaded, which takes seconds in which the signal would end the rank.
+        catch_signals()
     _set_up_logging(rank)
     return _run(options, configs, rank)
 
@@ -59,132 +88,106 @@ def _run(options: argparse.Namespace, configs: tuple[Config, TrainConfig] | None
     from hvd_adaptive.transport.base import AgreedError
 
     config = configs[0] if configs else Config()
+    groups = uses_groups(options) if options.command == "bench" else config.uses_groups
     try:
-        transport = connect(
-            stall_limit_s=config.stall_limit_s, groups=config.uses_groups, repeatable=config.repeatable
-        )
+        transport = connect(stall_limit_s=config.stall_limit_s, groups=groups, repeatable=config.repeatable)
     except RuntimeError as error:
         # No world to agree in. Leave without finalizing MPI, which may not be whole.
-        code = _fail(error, rank)
+        code = refuse(error, speaks=rank == 0)
         sys.stderr.flush()
-        os._exit(code)
-    command: Callable[[], None]
-    if configs is not None:
+        # A supervisor takes 2 for bad options; a host that cannot be reached is worth another launch.
+        os._exit(1 if getattr(options, "launch", None) is not None else code)
+    command: Callable[[], int | None]
+    if options.command == "calibrate" and configs is not None:
+        from hvd_adaptive.cli.calibrate import calibrate
+
+        command = lambda: calibrate(*configs, _chosen(options), options.calibration_file, transport)  # noqa: E731
+    elif configs is not None:
         from hvd_adaptive.cli.train import train
+        from hvd_adaptive.train.supervised import Supervised
 
         alone = transport.world_size == 1 and sys.stdout.isatty()
-        command = lambda: train(*configs, transport=transport, terminal=options.terminal or alone)  # noqa: E731
+        supervised = None
+        if options.launch is not None:
+            supervised = Supervised(options.launch, options.memory_dir and Path(options.memory_dir))
+            supervised.mark("imports")
+        command = lambda: train(  # noqa: E731
+            *configs, transport=transport, terminal=options.terminal or alone, supervised=supervised
+        )
+    elif options.command == "bench":
+        command = lambda: bench_comm(options, transport)  # noqa: E731
     else:
         from hvd_adaptive.cli.use_model import evaluate, predict
 
         action = evaluate if options.command == "evaluate" else predict
         command = lambda: action(options, transport)  # noqa: E731
     try:
-        command()
+        return command() or 0
     except AgreedError as error:
-        code = _fail(error, transport.rank)
+        code = refuse(error, speaks=transport.rank == 0)
         transport.close()
         return code
-    return 0
+
+
+def _start_ranks(num_ranks: int, arguments: list[str], configs: tuple[Config, TrainConfig] | None) -> int:
+    argv = [*without_options(arguments, NUM_RANKS), *_terminal_flag()]
+    if configs is None:
+        return relaunch(num_ranks, argv)
+    # A rank that is killed says nothing, and its launcher does not know what was saved.
+    path = run_path(*configs).absolute()
+    code = relaunch(num_ranks, [*argv, "--out", str(path)], ends_in_order=True)
+    if code not in (0, EXIT_BAD_INPUT):
+        saved = describe_newest(path / "checkpoints")
+        print(f"hvd-adaptive: the job ended with exit code {code}; {saved}", file=sys.stderr, flush=True)
+    return code
+
+
+def _submit(arguments: list[str]) -> int:
+    from hvd_adaptive.cli.submit import submit
+
+    def check(command: Sequence[str]) -> None:
+        options = make_parser().parse_args(command)
+        if options.num_ranks is not None:
+            raise ValueError("submit: leave -np out, the number of ranks is --nodes times --ntasks-per-node")
+        if options.elastic:
+            raise ValueError(
+                "submit: what it writes starts the ranks by srun or mpirun, and --elastic starts them itself: write the batch "
+                "script by hand, as docs/elastic.md has it"
+            )
+        if options.command == "train":
+            _train_configs(options)
+        else:
+            from hvd_adaptive.cli.run import run_config
+
+            run_config(options)
+
+    try:
+        return submit(arguments, check)
+    except (ValueError, RuntimeError) as error:
+        return refuse(error, speaks=True)
+
+
+def _train_configs(options: argparse.Namespace) -> tuple[Config, TrainConfig]:
+    return build_configs(read_environment(), _chosen(options))
+
+
+def _chosen(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options of the file and of the command line, which wins, by name."""
+    return {**(read_config_file(options.config) if options.config else {}), **_given(options)}
 
 
 def _run_script(options: argparse.Namespace, arguments: list[str]) -> int:
     from hvd_adaptive.cli.run import run, run_config
 
+    if options.elastic:
+        return supervise_script(options, arguments)
+    check_only_elastic(options)
     config = run_config(options)
     if options.num_ranks is not None:
         # What follows the script is the script's.
         own = len(arguments) - len(options.arguments)
-        return relaunch(options.num_ranks, [*_without_num_ranks(arguments[:own]), *arguments[own:]])
+        return relaunch(options.num_ranks, [*without_options(arguments[:own], NUM_RANKS), *arguments[own:]])
     return run(options, config)
-
-
-def _fail(error: Exception, rank: int) -> int:
-    if rank == 0:
-        print(f"hvd-adaptive: error: {error}", file=sys.stderr, flush=True)
-    else:
-        # A launcher ends the job when the first rank exits; rank 0 must have spoken by then.
-        time.sleep(2)
-    return EXIT_BAD_INPUT
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hvd-adaptive",
-        description="Adaptive data-parallel training with Horovod and MPI on GPUs that are not equal.",
-    )
-    parser.add_argument("--version", action="version", version=f"hvd-adaptive {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    launch = argparse.ArgumentParser(add_help=False)
-    group = launch.add_argument_group("launching")
-    group.add_argument(
-        "-np",
-        "--num-ranks",
-        type=int,
-        metavar="N",
-        help="start N ranks under mpirun; without it, the launcher's world or one rank",
-    )
-    group.add_argument("--terminal", action="store_true", help=argparse.SUPPRESS)
-
-    train = commands.add_parser("train", parents=[launch], help="train a sparse model on multi-label data")
-    train.add_argument(
-        "--config",
-        metavar="FILE",
-        help=".toml or .json of these options (a run's config.json is one); options win over it",
-    )
-    for title, cls in (("what to train", TrainConfig), ("how ranks share the work", Config)):
-        _add_fields(train.add_argument_group(title), cls)
-
-    run = commands.add_parser(
-        "run", parents=[launch], help="run an existing Horovod script for PyTorch, unedited, with shares that follow the speeds"
-    )
-    _add_fields(run.add_argument_group("how ranks share the script's batches"), RunConfig)
-    run.add_argument("script", help="the script; all that follows it is its own")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
-
-    using = argparse.ArgumentParser(add_help=False)
-    using.add_argument(
-        "model", metavar="RUN_DIR|FILE", help="a run directory (its best model) or a .safetensors file of one"
-    )
-    using.add_argument(
-        "--data", metavar="PATH", help="data as for train (default: what the model was trained on)"
-    )
-    using.add_argument("--cache-dir", metavar="DIR", help="folder of the binary cache")
-    using.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:K")
-    commands.add_parser("evaluate", parents=[launch, using], help="score a saved model on the test split")
-    predict = commands.add_parser(
-        "predict", parents=[launch, using], help="print the best labels of each test row as JSON lines"
-    )
-    predict.add_argument("-k", type=int, default=5, help="labels a row (default: 5)")
-    report = commands.add_parser(
-        "report", help="compare runs: a table, and a picture of accuracy and batch sizes"
-    )
-    report.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directories; the baseline first")
-    report.add_argument("--png", metavar="FILE", help="write the picture to this file")
-    return parser
-
-
-def _add_fields(group: Any, cls: type) -> None:
-    for item in dataclasses.fields(cls):
-        default = (
-            ""
-            if item.default is None or "default:" in item.metadata["help"]
-            else f" (default: {item.default})"
-        )
-        flag = "--" + item.name.replace("_", "-")
-        text = item.metadata["help"].replace("%", "%%") + default
-        if field_type(cls, item.name) is bool:
-            group.add_argument(
-                flag,
-                dest=item.name,
-                action=argparse.BooleanOptionalAction,
-                default=argparse.SUPPRESS,
-                help=text,
-            )
-        else:
-            choices = item.metadata["choices"]
-            metavar = "|".join(choices) if choices else field_type(cls, item.name).__name__.upper()
-            group.add_argument(flag, dest=item.name, metavar=metavar, default=argparse.SUPPRESS, help=text)
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
@@ -195,18 +198,6 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
                 value = getattr(options, name)
                 values[name] = parse_value(cls, name, value) if isinstance(value, str) else value
     return values
-
-
-def _without_num_ranks(arguments: list[str]) -> list[str]:
-    kept, skip = [], False
-    for argument in arguments:
-        if skip:
-            skip = False
-        elif argument in ("-np", "--num-ranks"):
-            skip = True
-        elif not argument.startswith(("--num-ranks=", "-np=")):
-            kept.append(argument)
-    return kept
 
 
 def _terminal_flag() -> list[str]:

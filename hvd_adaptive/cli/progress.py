@@ -66,10 +66,13 @@ class Progress:
             self._last_line_s = time.monotonic()
             self._console.print(Text(line))
 
-    def finish(self, summary: dict[str, Any], path: Path) -> None:
-        """Says how it ended."""
+    def finish(self, summary: dict[str, Any] | None, path: Path) -> None:
+        """Says how it ended; without a summary, that it stopped at a merge."""
         if self._live is not None:
             self._live.stop()
+        if summary is None:
+            self._console.print(Text(f"stopped at a merge, as asked; checkpoint in {path / 'checkpoints'}"))
+            return
         best, final = summary["best"], summary["final"]
         scores = "  ".join(
             f"{name.upper().replace('P', 'P@')} {final[name]:.4f}"

@@ -5,32 +5,43 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hvd_adaptive.config import Config, TrainConfig
-from hvd_adaptive.option_sources import ENVIRONMENT_PREFIX, parse_value
+from hvd_adaptive.option_sources import ENVIRONMENT_PREFIX, parse_value, read_config_file, unknown_name
 from hvd_adaptive.validation import parse_slowdown
-from hvd_adaptive.wrap.options import RunConfig
+from hvd_adaptive.wrap.options import LOCAL_OPTIONS, RunConfig
 
 
 def run_config(
     options: argparse.Namespace | None = None, environment: Mapping[str, str] = os.environ
 ) -> RunConfig:
-    """Returns the options, those of the command line (None: there is none) before HVD_ADAPTIVE_* variables.
+    """Returns the options, those of the command line (None: there is none) before those of its --config file, which may hold
+    options of ``train`` as well, and before HVD_ADAPTIVE_* variables.
 
     Raises:
         ValueError: for a bad value, or a script that is not there.
     """
     values: dict[str, Any] = {}
-    known = {name for cls in (RunConfig, Config, TrainConfig) for name in cls.__dataclass_fields__}
+    known = {"launch"} | {name for cls in (RunConfig, Config, TrainConfig) for name in cls.__dataclass_fields__}
     for variable in environment:
         if variable.startswith(ENVIRONMENT_PREFIX) and variable[len(ENVIRONMENT_PREFIX) :].lower() not in known:
             raise ValueError(
                 f"environment variable {variable} names no option; those of run are {', '.join(RunConfig.__dataclass_fields__)}"
             )
+    path = getattr(options, "config", None)
+    from_file = read_config_file(path) if path else {}
+    unknown = sorted(from_file.keys() - known)
+    if unknown:
+        raise ValueError(f"--config {path}: {unknown_name(unknown[0])}")
+    strategy = from_file.get("strategy", environment.get(f"{ENVIRONMENT_PREFIX}STRATEGY", "sync"))
+    if getattr(options, "strategy", strategy) == "sync":
+        # A file may serve several commands; what the command line or a variable says is still checked.
+        from_file = {name: value for name, value in from_file.items() if name not in LOCAL_OPTIONS}
     for name in RunConfig.__dataclass_fields__:
         text = environment.get(ENVIRONMENT_PREFIX + name.upper())
-        value = getattr(options, name, text)
+        value = getattr(options, name, from_file.get(name, text))
         if value is not None:
             values[name] = parse_value(RunConfig, name, value) if isinstance(value, str) else value
     config = RunConfig(**values)
@@ -48,18 +59,32 @@ def run(options: argparse.Namespace, config: RunConfig) -> int:
     Raises:
         RuntimeError: if the world cannot be joined.
     """
-    return _script_module().run_script(options.script, options.arguments, lambda comm: make_engine(config, comm))
+
+    def launched() -> Any:
+        from hvd_adaptive.wrap.launched import Launched
+
+        return Launched(options.launch, options.memory_dir and Path(options.memory_dir), Path(options.commit_dir))
+
+    make_launched = None if options.launch is None else launched
+    return _script_module().run_script(options.script, options.arguments, lambda comm: make_engine(config, comm), make_launched)
 
 
 def make_engine(config: RunConfig, comm: Any) -> Any:
-    """Intercepts as the options say; returns the engine."""
+    """Intercepts as the options say; returns the engine.
+
+    Raises:
+        ValueError: for a compression that cannot be read.
+    """
     import time
 
     import torch
 
-    from hvd_adaptive.train.emulation import Slowdown, compute_seconds
+    from hvd_adaptive.core.slowdown import Slowdown
+    from hvd_adaptive.exchange.compressed import check_compression
+    from hvd_adaptive.train.emulation import compute_seconds
     from hvd_adaptive.train.exactness import what_breaks_equality
 
+    check_compression(config.merging())
     slowdown = config.slowdown
     return _script_module().intercept(
         config,

@@ -3,47 +3,59 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import logging
 import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
 from hvd_adaptive.cli.progress import Progress
 from hvd_adaptive.config import Config, TrainConfig
 from hvd_adaptive.data import SparseDataset, build, open_splits, resolve
-from hvd_adaptive.launch.binding import num_threads, requested_threads, shared_devices
-from hvd_adaptive.launch.device import bind_device, device_place
-from hvd_adaptive.train.compressed import check_compression
+from hvd_adaptive.exchange.compressed import check_compression
+from hvd_adaptive.launch.binding import idle_nodes, num_restarts, shared_devices
+from hvd_adaptive.launch.device import bind_device, compute_threads, device_place, own_cores
+from hvd_adaptive.option_sources import run_path
+from hvd_adaptive.report.tensorboard import ScalarWriter
+from hvd_adaptive.train.preemption import EXIT_PREEMPTED
 from hvd_adaptive.train.run_directory import RunDirectory
+from hvd_adaptive.train.supervised import Supervised
 from hvd_adaptive.train.trainer import Trainer
-from hvd_adaptive.transport.base import Transport, agree, agree_equal, long_task
+from hvd_adaptive.transport.base import Transport, agree_equal, attempt, long_task
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 
-def train(config: Config, options: TrainConfig, *, transport: Transport, terminal: bool) -> None:
-    """Runs a training. COLLECTIVE.
+def train(
+    config: Config,
+    options: TrainConfig,
+    *,
+    transport: Transport,
+    terminal: bool,
+    supervised: Supervised | None = None,
+) -> int:
+    """Runs a training; returns the exit code: 75 for one that was preempted, else 0. COLLECTIVE.
 
     Args:
         config: how ranks share and merge.
         options: what to train.
         transport: the world.
         terminal: rank 0's output goes to a terminal.
+        supervised: what the supervisor of ``--elastic`` asks for, None where there is none.
 
     Raises:
         AgreedError: on all ranks, for bad input on any.
     """
+    if options.resume is None and options.out and _is_restarted(transport):
+        options = dataclasses.replace(options, resume="auto")
+        if transport.rank == 0:
+            log.info("Slurm has started this job again: --resume auto")
     agree_equal(
         transport,
         {**dataclasses.asdict(options), **dataclasses.asdict(config)},
         "Start every rank with the same options and the same HVD_ADAPTIVE_* variables.",
     )
+    hosts = transport.allgather_object(transport.host)
     device = use_device(options.device, transport, threads=config.compute_threads)
     if (config.logical_ranks or config.repeatable) and device.type == "cuda":
         # Before the first use of cuBLAS, which reads the variable then.
@@ -53,8 +65,11 @@ def train(config: Config, options: TrainConfig, *, transport: Transport, termina
     attempt(transport, lambda: _check_slowdown(config, transport.world_size))
     attempt(transport, lambda: check_compression(config))
     directory = attempt(
-        transport, lambda: _make_run_directory(config, options) if transport.rank == 0 else None
+        transport,
+        lambda: _make_run_directory(config, options, supervised) if transport.rank == 0 else None,
     )
+    if transport.rank == 0 and (warning := idle_nodes(os.environ, len(set(hosts)))):
+        log.warning(warning)
     progress = (
         Progress(splits, config, transport.world_size, terminal=terminal) if transport.rank == 0 else None
     )
@@ -67,29 +82,19 @@ def train(config: Config, options: TrainConfig, *, transport: Transport, termina
         device=device,
         transport=transport,
         run_directory=directory,
+        supervised=supervised,
         show_progress=progress.show if progress else None,
     )
     if options.resume is not None:
         # Only now: a refused resume leaves the run as it was.
         attempt(transport, lambda: directory.write_config(config, recorded(options)) if directory else None)
     summary = trainer.run()
+    if summary is None:
+        # Started again, it would only begin again.
+        return EXIT_PREEMPTED if options.checkpoint_interval != 0 else 1
     if progress and directory:
         progress.finish(summary, directory.path)
-
-
-def attempt(transport: Transport, action: Callable[[], Result]) -> Result:
-    """Runs an action that may find bad input on some ranks only; all ranks raise if one does. COLLECTIVE.
-
-    Raises:
-        AgreedError: on all ranks, with the messages.
-    """
-    result, error = None, None
-    try:
-        result = action()
-    except (ValueError, RuntimeError, OSError) as failure:
-        error = str(failure)
-    agree(transport, error)
-    return result  # type: ignore[return-value]
+    return 0
 
 
 def use_device(option: str, transport: Transport, *, threads: int | None = None) -> torch.device:
@@ -107,15 +112,12 @@ def use_device(option: str, transport: Transport, *, threads: int | None = None)
         transport,
         lambda: bind_device(option, local_rank=transport.local_rank, local_size=transport.local_size),
     )
-    places = transport.allgather_object(device_place(device, option, transport.host))
-    warning = attempt(transport, lambda: shared_devices(places))
+    devices = transport.allgather_object(device_place(device, option, transport.host))
+    warning = attempt(transport, lambda: shared_devices(devices))
     if warning and transport.rank == 0:
         log.warning(warning)
-    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
-    neighbours = [
-        where for host, where in transport.allgather_object((transport.host, cores)) if host == transport.host
-    ]
-    threads = threads or requested_threads(os.environ) or num_threads(neighbours, transport.local_rank)
+    places = transport.allgather_object((transport.host, own_cores()))
+    threads = threads or compute_threads(places, transport.rank)
     torch.set_num_threads(threads)
     return device
 
@@ -144,20 +146,30 @@ def open_data(
     return splits
 
 
+def _is_restarted(transport: Transport) -> bool:
+    """Whether Slurm has requeued this job. Rank 0 decides: mpirun passes on only some variables. COLLECTIVE."""
+    return bool(transport.allgather_object(attempt(transport, lambda: num_restarts(os.environ)))[0])
+
+
 def _check_slowdown(config: Config, world_size: int) -> None:
-    from hvd_adaptive.train.emulation import Slowdown
+    from hvd_adaptive.core.slowdown import Slowdown
 
     Slowdown(config.slowdown, world_size=world_size)
 
 
-def _make_run_directory(config: Config, options: TrainConfig) -> RunDirectory:
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    path = Path(options.out) if options.out else Path("runs") / f"{options.name or config.strategy}-{stamp}"
+def _make_run_directory(config: Config, options: TrainConfig, supervised: Supervised | None) -> RunDirectory:
+    path = run_path(config, options)
+    # Before the folder is made: a missing package must not leave one behind.
+    sinks = [ScalarWriter(path / "tensorboard")] if options.tensorboard else []
+    if supervised and supervised.launch > 1:
+        # The folder is that of this job's earlier launches.
+        return RunDirectory(path, resume=True, sinks=sinks)
     if options.resume is None:
-        directory = RunDirectory(path)
+        directory = RunDirectory(path, sinks=sinks)
         directory.write_config(config, recorded(options))
         return directory
-    return RunDirectory(path, resume=options.resume == "auto" or _is_run_of(Path(options.resume), path))
+    resume = options.resume == "auto" or _is_run_of(Path(options.resume), path)
+    return RunDirectory(path, resume=resume, sinks=sinks)
 
 
 def _is_run_of(source: Path, path: Path) -> bool:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from hvd_adaptive.cli.train import attempt, open_data, use_device
+from hvd_adaptive.cli.train import open_data, use_device
 from hvd_adaptive.core.metrics import inverse_propensity, top_k_labels
 from hvd_adaptive.data import SparseDataset
 from hvd_adaptive.option_sources import read_config_file
 from hvd_adaptive.train.evaluation import BLOCK_SIZE, Evaluator
 from hvd_adaptive.train.model import SparseMLP
 from hvd_adaptive.train.run_directory import load_model
-from hvd_adaptive.transport.base import Transport
+from hvd_adaptive.transport.base import Transport, attempt
 
 
 def evaluate(options: argparse.Namespace, transport: Transport) -> None:
@@ -69,15 +69,38 @@ def _open(
         config = attempt(transport, lambda: read_config_file(str(directory / "config.json")))
         data, test_data = config.get("data"), config.get("test_data")
     splits = open_data(data, test_data, options.cache_dir, transport)
-    model = attempt(transport, lambda: _build(tensors, metadata, splits[0]))
+    model = attempt(
+        transport,
+        lambda: build_model(
+            tensors, metadata, num_features=splits[0].num_features, num_labels=splits[0].num_labels
+        ),
+    )
     return model.to(device).eval(), splits
 
 
-def _build(tensors: dict[str, torch.Tensor], metadata: dict[str, str], data: SparseDataset) -> SparseMLP:
-    shape = [int(metadata[name]) for name in ("num_features", "num_labels", "hidden_size")]
-    if shape[:2] != [data.num_features, data.num_labels]:
+def build_model(
+    tensors: dict[str, torch.Tensor], metadata: dict[str, str], *, num_features: int, num_labels: int
+) -> SparseMLP:
+    """Returns the model that a file holds.
+
+    Args:
+        tensors: from :func:`load_model`.
+        metadata: from there, too.
+        num_features: of the data.
+        num_labels: of the data.
+
+    Raises:
+        ValueError: if the file's parts do not fit each other or the data.
+    """
+    names = ("num_features", "num_labels", "hidden_size")
+    if not all(metadata.get(name, "").isdecimal() for name in names):
+        raise ValueError(f"the model file does not say its {', '.join(names)}: it was not saved by hvd-adaptive train")
+    shape = [int(metadata[name][:20]) for name in names]
+    if not any(shape[2] in tensor.shape for tensor in tensors.values()):
+        raise ValueError(f"the model file says hidden_size {shape[2]}, but none of its tensors has that size")
+    if shape[:2] != [num_features, num_labels]:
         raise ValueError(
-            f"the model has {shape[0]} features and {shape[1]} labels, the data {data.num_features} and {data.num_labels}: "
+            f"the model has {shape[0]} features and {shape[1]} labels, the data {num_features} and {num_labels}: "
             "give the data it was trained on with --data"
         )
     model = SparseMLP(*shape)

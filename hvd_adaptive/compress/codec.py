@@ -43,14 +43,18 @@ class Codec(Protocol):
     def payload_bytes(self, num_elements: int) -> int:
         """Returns the size of a payload for that many values, a multiple of 4; 0 for 0 values."""
 
-    def encode_(self, values: Tensor, payload: Tensor, *, key: int) -> None:
+    def encode_(self, values: Tensor, payload: Tensor, *, key: int, residual: Tensor | None = None) -> None:
         """Overwrites ``payload`` with the code of ``values``, which stay as they are.
+
+        With a residual that of their sum, and leaves in the residual what the code has lost: afterwards decoded + residual ==
+        values + old residual, to the rounding of that sum, so that residuals telescope over calls.
 
         Args:
             values: any shape, num_elements values.
             payload: uint8, contiguous, shape (payload_bytes(num_elements),), on the values' device.
             key: of the random numbers, 64 bits (`hvd_adaptive.kernels.reference.mix_key`): equal keys and values give
                 equal payloads.
+            residual: fp32, contiguous, shape (num_elements,), changed in place; None encodes without error feedback.
         """
 
     def decode_(self, payload: Tensor, out: Tensor, *, add: int = 0) -> None:
@@ -81,11 +85,15 @@ class Fp32Codec(ABC):
         """See :class:`Codec`."""
         return 0
 
-    def encode_(self, values: Tensor, payload: Tensor, *, key: int) -> None:
+    def encode_(self, values: Tensor, payload: Tensor, *, key: int, residual: Tensor | None = None) -> None:
         """See :class:`Codec`."""
-        if values.numel():
-            flat = values.detach().reshape(-1).to(torch.float32).contiguous()
+        if not values.numel():
+            return
+        flat = values.detach().reshape(-1).to(torch.float32).contiguous()
+        if residual is None:
             self._encode(flat, payload, key)
+        else:
+            self._encode_with_residual(flat, payload, key, residual)
 
     def decode_(self, payload: Tensor, out: Tensor, *, add: int = 0) -> None:
         """See :class:`Codec`."""
@@ -104,6 +112,11 @@ class Fp32Codec(ABC):
 
     @abstractmethod
     def _decode(self, payload: Tensor, out: Tensor, add: int) -> None: ...
+
+    def _encode_with_residual(self, values: Tensor, payload: Tensor, key: int, residual: Tensor) -> None:
+        residual.add_(values)
+        self._encode(residual, payload, key)
+        self._decode(payload, residual, -1)
 
 
 def store_(values: Tensor, out: Tensor, add: int) -> None:

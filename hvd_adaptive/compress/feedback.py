@@ -7,30 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_adaptive.compress.codec import Codec
-
-
-def encode_with_residual_(
-    codec: Codec, values: Tensor, payload: Tensor, residual: Tensor | None, *, key: int
-) -> None:
-    """Encodes values plus residual, and leaves in the residual what the code has lost.
-
-    Afterwards decoded + residual == values + old residual, to the rounding of that sum: residuals telescope over calls.
-
-    Args:
-        codec: any codec.
-        values: contiguous; with a residual, the old residual is added to them in place.
-        payload: as for `Codec.encode_`.
-        residual: of the values' shape and type, changed in place; None encodes without feedback.
-        key: as for `Codec.encode_`.
-    """
-    if residual is not None:
-        values.add_(residual)
-    codec.encode_(values, payload, key=key)
-    if residual is not None:
-        residual.copy_(values)
-        codec.decode_(payload, residual, add=-1)
-
 
 class ErrorFeedback:
     """The residuals of one rank: what it lost as a worker, and as the owner of a shard of the sum.

@@ -60,7 +60,7 @@ class PowerSgd:
         """
         raise self._refusal()
 
-    def encode_(self, values: Tensor, payload: Tensor, *, key: int) -> NoReturn:
+    def encode_(self, values: Tensor, payload: Tensor, *, key: int, residual: Tensor | None = None) -> NoReturn:
         """Not defined.
 
         Raises:

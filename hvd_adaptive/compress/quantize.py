@@ -58,6 +58,10 @@ class MaxMin(Fp32Codec):
         random = key if self.rounding == "stochastic" else None
         dispatch.maxmin_encode(values, payload, bits=self.bits, bucket=self.bucket, key=random)
 
+    def _encode_with_residual(self, values: Tensor, payload: Tensor, key: int, residual: Tensor) -> None:
+        random = key if self.rounding == "stochastic" else None
+        dispatch.maxmin_encode(values, payload, bits=self.bits, bucket=self.bucket, key=random, residual=residual)
+
     def _decode(self, payload: Tensor, out: Tensor, add: int) -> None:
         dispatch.maxmin_decode(payload, out, bits=self.bits, bucket=self.bucket, add=add)
 

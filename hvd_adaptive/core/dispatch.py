@@ -6,6 +6,7 @@ here is a pure function of the seed, the ledger and the cursor's values; the ato
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,6 +87,91 @@ class MegaBatch:
         first, last = np.searchsorted(self._starts, (start, stop))
         return self.rows[first:last]
 
+    def num_rows_before(self, stop: int) -> int:
+        """Returns how many rows the claims of [0, stop) have."""
+        return len(self.claimed(0, stop))
+
+
+# Samples: BatchNorm refuses one.
+_SMALLEST_CLAIM = 2.0
+
+
+def own_parts(shares: NDArray[np.float64], total_work: int) -> NDArray[np.int64]:
+    """Returns where each rank's part of a mega-batch begins, and where the last one ends: int64, shape (world_size + 1,).
+
+    Args:
+        shares: one number >= 0 a rank, of any scale, shape (world_size,).
+        total_work: work of the mega-batch.
+    """
+    edges = np.rint(np.concatenate(([0.0], np.cumsum(shares))) / shares.sum() * total_work)
+    return edges.astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClaimRule:
+    """How much one rank claims at a time in one round.
+
+    Attributes:
+        full_claim: work of this rank's whole batch, > 0.
+        others_full_claims: the sum of the other ranks' whole batches, >= 0.
+        speed_share: this rank's speed over the sum of all ranks' speeds; 1 where nobody else takes of this rank's part.
+        work_per_sample: mean work of a sample in this mega-batch, > 0.
+        least: work of the smallest claim of any rank, whole, >= 1.
+    """
+
+    full_claim: float
+    others_full_claims: float
+    speed_share: float
+    work_per_sample: float
+    least: int
+
+    @classmethod
+    def of_round(
+        cls,
+        rank: int,
+        *,
+        batch_sizes: NDArray[np.float64],
+        speed_shares: NDArray[np.float64],
+        work_per_sample: float,
+        dynamic: bool,
+    ) -> ClaimRule:
+        """Returns a rank's rule.
+
+        Args:
+            rank: whose.
+            batch_sizes: the ranks' batch sizes, samples, shape (world_size,).
+            speed_shares: the ranks' shares of their summed speed, shape (world_size,).
+            work_per_sample: mean work of a sample in this mega-batch.
+            dynamic: ranks claim from a shared cursor; else each from a part of its own.
+        """
+        # A batch size is in samples, a claim in work.
+        full_claims = batch_sizes * work_per_sample
+        return cls(
+            full_claim=float(full_claims[rank]),
+            others_full_claims=float(full_claims.sum() - full_claims[rank]),
+            speed_share=float(speed_shares[rank]) if dynamic else 1.0,
+            work_per_sample=work_per_sample,
+            least=max(1, int(min(_SMALLEST_CLAIM * work_per_sample, full_claims.min()))),
+        )
+
+    def size(self, remaining: int, *, pending: float, ceiling: float = math.inf) -> int:
+        """Returns how much work to claim; see :func:`claim_size`.
+
+        Args:
+            remaining: unclaimed work of the mega-batch, or of the rank's own part, >= 1.
+            pending: work this rank has claimed and not computed yet. The claim of the next batch is made when the one
+                before begins to compute, which then is what is pending.
+            ceiling: largest batch that fits this rank's memory, samples.
+        """
+        return claim_size(
+            remaining=remaining,
+            full_claim=min(self.full_claim, ceiling * self.work_per_sample),
+            own_pending=pending,
+            others_full_claims=self.others_full_claims,
+            speed_share=self.speed_share,
+            smallest=_SMALLEST_CLAIM * self.work_per_sample,
+        )
+
 
 def claim_size(
     *,
@@ -94,7 +180,7 @@ def claim_size(
     own_pending: float,
     others_full_claims: float,
     speed_share: float,
-    smallest: float = 2.0,
+    smallest: float = _SMALLEST_CLAIM,
 ) -> int:
     """Returns how much work a rank claims, so that all ranks finish the mega-batch together.
 
@@ -119,3 +205,16 @@ def claim_size(
     fair = speed_share * (remaining + own_pending + 0.5 * others_full_claims) - own_pending
     size = max(1, round(min(full_claim, max(fair, floor))))
     return remaining if remaining - size < floor else size
+
+
+# Steps that ranks which make them together promise each other at once: what a signal at the first of them waits for.
+_AHEAD_S, _MOST_AHEAD = 0.2, 32
+
+
+def steps_ahead(step_s: float) -> int:
+    """Returns how many synchronous steps a rank promises at once: those of about 0.2 s, at least 1 and at most 32.
+
+    Args:
+        step_s: seconds of a step, >= 0.
+    """
+    return max(1, min(_MOST_AHEAD, int(_AHEAD_S / max(step_s, 1e-9))))

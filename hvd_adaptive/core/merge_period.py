@@ -13,11 +13,22 @@ _NUM_MEASURED = 3
 _MAX_FACTOR = 2.0
 
 
+def least_mega_batch(communication_s: float, rest_s: float, *, share: float) -> float:
+    """Returns the fewest samples of a round in which communication takes at most a share of the time.
+
+    Args:
+        communication_s: seconds of communication a round.
+        rest_s: seconds of everything else a sample, over all ranks, > 0.
+        share: in (0, 1).
+    """
+    return communication_s * (1 - share) / (share * rest_s)
+
+
 class MergePeriod:
     """The mega-batch of the next round. Every rank feeds it the same gathered numbers and gets the same answer.
 
     ``fixed``: the starting one. ``auto``: the least for which communication takes at most ``share`` of a round:
-    with C seconds of communication a round and c of everything else a sample, C (1 - share) / (share c) samples.
+    `least_mega_batch`.
     ``qsr`` (the Quadratic Synchronization Rule, arXiv 2310.14423): H = max(H_base, (alpha / lr)^2) local steps, here with alpha
     such that both are equal at the starting learning rate: the starting mega-batch over the square of the learning
     rate's factor. ``auto-qsr``: the larger of the two, H_base being what ``auto`` says.
@@ -68,7 +79,7 @@ class MergePeriod:
         self.communication_share = float(communication_s / (communication_s + rest_s * num_samples))
         wanted = float(self._start)
         if self._rule.startswith("auto"):
-            wanted = max(wanted, communication_s * (1 - self._share) / (self._share * rest_s))
+            wanted = max(wanted, least_mega_batch(communication_s, rest_s, share=self._share))
         if self._rule.endswith("qsr"):
             wanted = max(wanted, self._start / lr_factor**2)
         wanted = min(wanted, max(largest, self._start))
@@ -77,9 +88,12 @@ class MergePeriod:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what :meth:`load_state_dict` takes."""
-        return {"mega_batch": self.mega_batch, "measured": self._measured.copy()}
+        return {"mega_batch": self.mega_batch, "start": self._start, "measured": self._measured.copy()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from the state of another one; its seconds are those of the ranks that measured them."""
-        self.mega_batch = int(state["mega_batch"])
+        """Goes on from the state of another one; its seconds are those of the ranks that measured them.
+
+        Another number of ranks may start at another mega-batch: what became of it is kept in proportion.
+        """
+        self.mega_batch = round(int(state["mega_batch"]) * self._start / int(state["start"]))
         self._measured = np.array(state["measured"], dtype=np.float64).reshape(-1, 2)

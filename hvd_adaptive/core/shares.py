@@ -7,8 +7,11 @@ samples. So sums are exact (``math.fsum``) and run over plain floats, not over a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+# The ranks' samples of a step's global batch.
+SharesAt = Callable[[int], Sequence[int]]
 
 
 def integer_shares(
@@ -39,7 +42,7 @@ def integer_shares(
         bound = f"at least {lower}" + ("" if upper is None else f" and at most {most}")
         raise ValueError(f"{total} samples cannot be split over {num_ranks} ranks with {bound} samples each")
     exact = [0.0] * num_ranks
-    free, remaining = list(range(num_ranks)), total
+    free, fixed, remaining = list(range(num_ranks)), [False] * num_ranks, total
     while free:
         weight = math.fsum(targets[r] for r in free)
         for r in free:
@@ -50,16 +53,14 @@ def integer_shares(
         # The larger violation pushes the other ranks further the other way, so that side is settled.
         settled = low if missing >= over else high
         for r in settled:
-            exact[r] = lower if missing >= over else most[r]
-        free = [r for r in free if r not in settled]
-        remaining = total - round(math.fsum(exact[r] for r in range(num_ranks) if r not in free))
+            exact[r], fixed[r] = lower if missing >= over else most[r], True
+        free = [r for r in free if not fixed[r]]
+        remaining = total - round(math.fsum(x for x, done in zip(exact, fixed, strict=True) if done))
         if not settled:
             break
     shares = [math.floor(x) for x in exact]
-    by_remainder = sorted(
-        (r for r in range(num_ranks) if shares[r] < most[r]), key=lambda r: (shares[r] - exact[r], r)
-    )
-    for r in by_remainder[: total - sum(shares)]:
+    by_remainder = sorted((shares[r] - exact[r], r) for r in range(num_ranks) if shares[r] < most[r])
+    for _, r in by_remainder[: total - sum(shares)]:
         shares[r] += 1
     return shares
 
@@ -108,35 +109,51 @@ class Part:
         return (self.stop - self.start) / (self.batch_stop - self.batch_start)
 
 
-def cut_round(
-    num_rows: int, *, shares: Sequence[int], rank: int, num_micro_batches: int = 1, smallest: int = 1
-) -> list[Part]:
-    """Returns a rank's micro-batches of a round: the same number on every rank, together every row exactly once.
-
-    The rows are cut into global batches of ``sum(shares)``, the last one smaller, whatever the number of ranks; a rank takes
-    a contiguous part of each and cuts it as evenly as it can. Only in the smaller one can parts be empty.
+def global_batches(
+    num_rows: int, *, total: int, shares_at: SharesAt, lower: int
+) -> Iterator[tuple[int, int, Sequence[int]]]:
+    """Yields the first row of each global batch of a round, the row after its last, and every rank's share of it.
 
     Args:
         num_rows: rows of the round, >= 0.
-        shares: the ranks' samples of a global batch, each >= ``num_micro_batches * smallest``.
+        total: rows of a global batch; the last one may be smaller.
+        shares_at: gives the ranks' shares of a whole global batch; asked for a step when its batch is due.
+        lower: fewest samples of a rank that gets any in the smaller one.
+    """
+    for step, first in enumerate(range(0, num_rows, total)):
+        last, shares = min(first + total, num_rows), shares_at(step)
+        yield first, last, shares if last - first == total else stub_shares(shares, last - first, lower=lower)
+
+
+def cut_round(
+    num_rows: int,
+    *,
+    total: int,
+    shares_at: SharesAt,
+    rank: int,
+    num_micro_batches: int = 1,
+    smallest: int = 1,
+) -> Iterator[Part]:
+    """Yields a rank's micro-batches of a round: the same number on every rank, together every row exactly once.
+
+    The rows are cut into global batches, whatever the number of ranks and their shares; a rank takes a contiguous part of
+    each and cuts it as evenly as it can. Only in the last one, which may be smaller, can parts be empty.
+
+    Args:
+        num_rows: rows of the round, >= 0.
+        total: rows of a global batch.
+        shares_at: gives the ranks' samples of a step's global batch, each >= ``num_micro_batches * smallest``; they add up
+            to ``total``. Asked for a step when its first micro-batch is due.
         rank: whose micro-batches.
         num_micro_batches: micro-batches a step.
         smallest: fewest samples in a micro-batch that has any, where there are so many.
     """
-    parts = []
-    size = sum(shares)
-    for first in range(0, num_rows, size):
-        last = min(first + size, num_rows)
-        mine = (
-            shares
-            if last - first == size
-            else stub_shares(shares, last - first, lower=smallest * num_micro_batches)
-        )
+    lower = smallest * num_micro_batches
+    for first, last, mine in global_batches(num_rows, total=total, shares_at=shares_at, lower=lower):
         position = first + sum(mine[:rank])
         pieces = min(num_micro_batches, max(1, mine[rank] // smallest))
-        sizes = integer_shares([1.0] * pieces, mine[rank], lower=0) + [0] * (num_micro_batches - pieces)
-        for number, count in enumerate(sizes):
-            ends = number == num_micro_batches - 1
-            parts.append(Part(position, position + count, first, last, ends))
+        even, rest = divmod(mine[rank], pieces)
+        for number in range(num_micro_batches):
+            count = even + (number < rest) if number < pieces else 0
+            yield Part(position, position + count, first, last, number == num_micro_batches - 1)
             position += count
-    return parts

@@ -6,6 +6,7 @@ of work (a sample, or a non-zero). Only the sum is seen, once a round; the two c
 
 from __future__ import annotations
 
+import bisect
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ _NOISE = 0.05
 _OVERHEAD_SHARE = 0.3
 # A surprise of so many standard deviations is a rank whose whole speed changed, not news about a against c.
 _JUMP = 3.0
-# The least part of a step that work costs; with none a rank could take any batch in the same time.
+# The least part of the first step that work costs; with none a rank could take any batch in the same time.
 _LEAST_WORK_SHARE = 0.05
 
 
@@ -59,41 +60,46 @@ class SpeedModel:
         """Which ranks have been observed, shape (world_size,)."""
         return self._scale > 0
 
-    def observe(self, num_steps: Array, work: Array, seconds: Array) -> None:
+    def observe(self, num_steps: Array, work: Array, seconds: Array, errors: Array | None = None) -> None:
         """Takes in what the ranks did in one round.
 
         Args:
             num_steps: steps of each rank, shape (world_size,), >= 0; a rank without steps teaches nothing.
             work: work of all these steps, shape (world_size,), >= 0.
             seconds: seconds of all these steps, shape (world_size,), >= 0.
+            errors: standard errors of the seconds, relative, shape (world_size,); None: what a hundred steps have.
         """
-        for rank in np.flatnonzero((num_steps > 0) & (work > 0) & (seconds > 0)):
-            self._observe_rank(int(rank), work[rank] / num_steps[rank], seconds[rank] / num_steps[rank])
+        active = (num_steps > 0) & (work > 0) & (seconds > 0)
+        step_work, step_s = work / np.where(active, num_steps, 1.0), seconds / np.where(active, num_steps, 1.0)
+        first = active & ~self.observed
+        noise = np.full(len(step_s), _NOISE) if errors is None else np.maximum(errors, _NOISE)
+        self._update(np.flatnonzero(active & self.observed), step_work, step_s, noise)
+        self._scale[first] = step_work[first]
+        self._theta[first] = np.stack((np.zeros(first.sum()), step_s[first]), axis=1)
+        # What a may be, c is not: at this batch size only the noise is unknown.
+        trade = np.array([[1.0, -1.0], [-1.0, 1.0]])
+        steady = np.array([[0.0, 0.0], [0.0, 1.0]])
+        variance = noise[first, None, None] ** 2
+        self._covariance[first] = step_s[first, None, None] ** 2 * (_OVERHEAD_SHARE**2 * trade + variance * steady)
 
-    def _observe_rank(self, rank: int, work: float, seconds: float) -> None:
-        if self._scale[rank] == 0:
-            self._scale[rank] = work
-            self._theta[rank] = (0.0, seconds)
-            # What a may be, c is not: at this batch size only the noise is unknown.
-            trade = np.array([[1.0, -1.0], [-1.0, 1.0]])
-            noise = np.array([[0.0, 0.0], [0.0, 1.0]])
-            self._covariance[rank] = seconds**2 * (_OVERHEAD_SHARE**2 * trade + _NOISE**2 * noise)
-            return
-        theta = self._theta[rank]
-        covariance = self._covariance[rank] + self._wander**2 * np.outer(theta, theta)
-        regressor = np.array([1.0, work / self._scale[rank]])
-        predicted = float(regressor @ theta)
-        variance = float(regressor @ covariance @ regressor) + (_NOISE * predicted) ** 2
+    def _update(self, ranks: NDArray[np.intp], step_work: Array, step_s: Array, noise: Array) -> None:
+        """One step of the filter for ranks that were observed before; n of them below."""
+        theta, seconds = self._theta[ranks], step_s[ranks]  # (n, 2), (n,)
+        covariance = self._covariance[ranks] + self._wander**2 * theta[:, :, None] * theta[:, None, :]  # (n, 2, 2)
+        relative_work = step_work[ranks] / self._scale[ranks]
+        # For the regressor r = (1, relative work): r theta, C r, and r C r.
+        predicted = theta[:, 0] + theta[:, 1] * relative_work
+        projected = covariance[:, :, 0] + covariance[:, :, 1] * relative_work[:, None]  # (n, 2)
+        variance = projected[:, 0] + projected[:, 1] * relative_work + (noise[ranks] * predicted) ** 2
         surprise = seconds - predicted
-        if surprise**2 > _JUMP**2 * variance:
-            ratio = seconds / predicted
-            self._theta[rank] = theta * ratio
-            self._covariance[rank] = covariance * ratio**2
-            return
-        gain = covariance @ regressor / variance
-        covariance = covariance - np.outer(gain, regressor @ covariance)
-        self._covariance[rank] = (covariance + covariance.T) / 2
-        self._theta[rank] = _bounded(theta + gain * surprise, regressor, seconds)
+        # Of the logarithm: else what goes up as a whole comes down as a change of the fixed part, and so bit by bit c grows.
+        jumped = (np.log(seconds / predicted) * predicted) ** 2 > _JUMP**2 * variance
+        ratio = np.where(jumped, seconds / predicted, 1.0)
+        gain = projected / variance[:, None]
+        filtered = covariance - gain[:, :, None] * projected[:, None, :]
+        estimate = _bounded(theta + gain * surprise[:, None], relative_work, seconds)
+        self._theta[ranks] = np.where(jumped[:, None], theta * ratio[:, None], estimate)
+        self._covariance[ranks] = np.where(jumped[:, None, None], covariance * ratio[:, None, None] ** 2, filtered)
 
     def coefficients(self) -> tuple[Array, Array]:
         """Returns a >= 0, seconds, and c > 0, seconds a unit of work; both shape (world_size,).
@@ -150,12 +156,16 @@ class SpeedModel:
                 f"total must be within the sums of the bounds, got {total} outside [{lower.sum()}, {upper.sum()}]; "
                 "change the bounds or the global batch size"
             )
+        if total <= lower.sum() or total >= upper.sum():
+            return np.array(lower if total <= lower.sum() else upper, dtype=np.float64)
         fixed, per_work = self.coefficients()
         first, last = fixed + per_work * lower, fixed + per_work * upper
         corners = np.unique(np.concatenate((first, last[np.isfinite(last)])))
-        sums = np.array([np.clip((t - fixed) / per_work, lower, upper).sum() for t in corners])
-        place = int(np.searchsorted(sums, total))
-        if place == 0:
+        # The sum rises with T, so few corners need it.
+        place = bisect.bisect_left(
+            corners, total, key=lambda t: np.clip((t - fixed) / per_work, lower, upper).sum()
+        )
+        if place == 0:  # by rounding only
             return np.array(lower, dtype=np.float64)
         left = corners[place - 1]
         # Between two corners, or beyond the last, the same ranks are free.
@@ -190,6 +200,37 @@ class SpeedModel:
         self._theta = np.array(state["theta"], dtype=np.float64)
         self._covariance = np.array(state["covariance"], dtype=np.float64)
         self._scale = np.array(state["scale"], dtype=np.float64)
+
+
+def fit_line(work: Array, seconds: Array) -> tuple[float, float, float]:
+    """Fits seconds = a + c x work by least squares of the relative errors, with a >= 0 and c > 0.
+
+    For steps measured at several sizes on purpose, where a rank's speed does not wander and nothing has to be forgotten.
+
+    Args:
+        work: work of each measured step, shape (num_steps,), > 0.
+        seconds: of each, shape (num_steps,), > 0.
+
+    Returns:
+        a, c, and the largest relative difference between the line and the measurements.
+
+    Raises:
+        ValueError: for nothing measured, or values that are not > 0.
+    """
+    if not len(work) == len(seconds) > 0 or not (np.all(work > 0) and np.all(seconds > 0)):
+        raise ValueError(f"work and seconds must be equally many, and > 0, got {work} and {seconds}")
+    columns = np.stack((1 / seconds, work / seconds), axis=1)
+    slope_only = float(columns[:, 1].sum() / (columns[:, 1] ** 2).sum())
+    a, c = 0.0, slope_only
+    if len(np.unique(work)) > 1:
+        a, c = map(float, np.linalg.lstsq(columns, np.ones(len(work)), rcond=None)[0])
+    if a < 0:
+        a, c = 0.0, slope_only
+    least = _LEAST_WORK_SHARE * float(np.median(seconds)) / float(np.median(work))
+    if c < least:
+        c = least
+        a = max(0.0, float(((1 - c * columns[:, 1]) * columns[:, 0]).sum() / (columns[:, 0] ** 2).sum()))
+    return a, c, float(np.abs((a + c * work) / seconds - 1).max())
 
 
 class Damping:
@@ -250,10 +291,12 @@ class Damping:
         self._in_a_row = np.array(state["in_a_row"], dtype=np.float64)
 
 
-def _bounded(theta: Array, regressor: Array, seconds: float) -> Array:
-    """Moves (a, c) along what the last observation could not tell apart, until a >= 0 and c is more than nothing."""
-    total = float(regressor @ theta)
-    if total <= 0:
-        total = seconds
-    work_part = np.clip(theta[1] * regressor[1], _LEAST_WORK_SHARE * total, total)
-    return np.array([total - work_part, work_part / regressor[1]])
+def _bounded(theta: Array, relative_work: Array, seconds: Array) -> Array:
+    """Moves each rank's (a, c), shape (n, 2), along what its last observation could not tell apart, until a >= 0 and c is more
+    than nothing."""
+    total = theta[:, 0] + theta[:, 1] * relative_work
+    total = np.where(total > 0, total, seconds)
+    # Of the first step's work: as much of a tiny batch's step would make one like the first several times longer.
+    least = _LEAST_WORK_SHARE / (1.0 - _LEAST_WORK_SHARE)
+    per_work = np.clip(theta[:, 1], least * total / (1.0 + least * relative_work), total / relative_work)
+    return np.stack((np.maximum(total - per_work * relative_work, 0.0), per_work), axis=1)

@@ -91,7 +91,7 @@ def merge_weights(
         perturbation is not None
         and norm_per_parameter is not None
         and rule in ("paper", "heterogpu")
-        and active.sum() > 1
+        and np.ptp(updates[active]) > 0
         and norm_per_parameter[active].max() < perturbation.threshold
     ):
         most = int(np.argmax(np.where(active, updates, -np.inf)))

@@ -18,6 +18,7 @@ import re
 import shutil
 import tempfile
 import time
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ import numpy as np
 
 from hvd_adaptive.data.array_file import sync_directory
 from hvd_adaptive.data.cache_content import ARRAY_DTYPES, FORMAT_VERSION, SPLITS, write_content
+from hvd_adaptive.data.chunk import MAX_ID
 from hvd_adaptive.data.source import DataSource
 from hvd_adaptive.data.sparse import SparseDataset
+from hvd_adaptive.validation import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +101,7 @@ def open_splits(source: DataSource, cache_dir: Path | None = None) -> tuple[Spar
             return _open_split(directory, meta, source.name, "train"), _open_split(
                 directory, meta, source.name, "test"
             )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, tokenize.TokenError) as error:
             fault = str(error)
     raise RuntimeError(
         f"no usable cache of {source.name} for its present files: {directory}: {fault}; "
@@ -173,7 +176,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _read_meta(directory: Path) -> dict[str, Any]:
-    meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+    meta = parse_json((directory / "meta.json").read_text(encoding="utf-8"))
     if not isinstance(meta, dict):
         raise ValueError("meta.json holds no object")
     return meta
@@ -200,8 +203,27 @@ def _fault(directory: Path) -> str | None:
     return None
 
 
+def _names_path(directory: Path, meta: dict[str, Any], kind: str) -> Path | None:
+    if not meta[f"has_{kind}"]:
+        return None
+    if f"{kind}.txt" not in meta["files"]:
+        raise ValueError(f"meta.json does not name {kind}.txt")
+    return directory / f"{kind}.txt"
+
+
+def _check_rows(where: str, indptr: Any, indices: Any, num_columns: int) -> None:
+    """Raises ValueError for rows that would lead out of an array: what reads them in C does not ask."""
+    if not len(indptr) or indptr[0] != 0 or indptr[-1] != len(indices) or (indptr[1:] < indptr[:-1]).any():
+        raise ValueError(f"{where}_indptr.npy does not lead from 0 to {len(indices)} in order")
+    if len(indices) and not 0 <= indices.min() <= indices.max() < num_columns:
+        raise ValueError(f"{where}_indices.npy holds a number outside [0, {num_columns})")
+
+
 def _open_split(directory: Path, meta: dict[str, Any], name: str, split: str) -> SparseDataset:
     sizes = meta["splits"][split]
+    for kind in ("num_features", "num_labels"):
+        if not isinstance(sizes[kind], int) or not 1 <= sizes[kind] <= MAX_ID:
+            raise ValueError(f"meta.json: {kind} must be in [1, {MAX_ID}], got {sizes[kind]!r}")
     arrays = {}
     for array, dtype in ARRAY_DTYPES.items():
         path = directory / f"{split}.{array}.npy"
@@ -211,13 +233,15 @@ def _open_split(directory: Path, meta: dict[str, Any], name: str, split: str) ->
             raise ValueError(
                 f"{path} holds {arrays[array].shape} of {arrays[array].dtype}, expected {expected}"
             )
+    for letter, columns in (("x", sizes["num_features"]), ("y", sizes["num_labels"])):
+        _check_rows(f"{directory / split}.{letter}", arrays[f"{letter}_indptr"], arrays[f"{letter}_indices"], columns)
     return SparseDataset(
         name=name,
         split=split,
         num_features=sizes["num_features"],
         num_labels=sizes["num_labels"],
         fingerprint=sizes["fingerprint"],
-        label_names_path=directory / "label_names.txt" if meta["has_label_names"] else None,
-        feature_names_path=directory / "feature_names.txt" if meta["has_feature_names"] else None,
+        label_names_path=_names_path(directory, meta, "label_names"),
+        feature_names_path=_names_path(directory, meta, "feature_names"),
         **arrays,
     )

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from hvd_adaptive.compress.codec import Codec
 from hvd_adaptive.compress.feedback import ErrorFeedback
 from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.compress.policy import Policy, TensorInfo
 from hvd_adaptive.exchange.auto import fastest
-from hvd_adaptive.exchange.low_rank import low_rank_bytes, sum_low_rank
-from hvd_adaptive.exchange.plan import Span
+from hvd_adaptive.exchange.layout import PACKED_ELEMENTS, Run, lay_out
+from hvd_adaptive.exchange.low_rank import sum_low_rank
+from hvd_adaptive.exchange.pipeline import Task, run_pipeline
 from hvd_adaptive.exchange.reducers import Job, allreduce, hierarchical, scatter_reduce_allgather
 from hvd_adaptive.kernels.reference import mix_key
 from hvd_adaptive.transport.base import Collectives, Transport, agree, agree_equal
@@ -26,23 +26,18 @@ log = logging.getLogger(__name__)
 
 REDUCERS = ("allreduce", "sra", "hierarchical", "auto")
 CHUNK_ELEMENTS = 1 << 20
-# Uncompressed tensors smaller than this travel together: a collective each would cost more than copying them.
-_PACKED_ELEMENTS = 1 << 18
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Neighbouring tensors of one codec."""
-
-    codec: Codec
-    span: Span
-    shapes: tuple[tuple[int, ...], ...]
-
-    @property
-    def payload_bytes(self) -> int:
-        if self.codec.factor_rank:
-            return low_rank_bytes(self.shapes, self.codec.factor_rank)
-        return self.codec.payload_bytes(self.span.size)
+def misfit(policy: Policy, reducer: str, tensors: Sequence[TensorInfo]) -> str | None:
+    """Returns why a reducer cannot go with the codec of one of the tensors, None if it can with all."""
+    for tensor in tensors:
+        codec = policy.codec(tensor)
+        if reducer == "allreduce" and codec.wire_dtype is None:
+            return (
+                f"{tensor.name}: codec {codec.spec} is not linear and cannot go with reducer 'allreduce'; use 'sra' or "
+                "'hierarchical', or a linear codec (none, fp16)"
+            )
+    return None
 
 
 class Exchange:
@@ -86,8 +81,8 @@ class Exchange:
         self._chunk_elements = chunk_elements
         self._one_host = False
         self._feedback = ErrorFeedback() if error_feedback else None
-        self._layouts: dict[str, list[_Run]] = {}
-        self._warm: dict[str, Tensor] = {}
+        self._layouts: dict[str, list[Run]] = {}
+        self._factors: dict[str, Tensor] = {}
         agree_equal(
             transport,
             {"reducer": reducer, "seed": seed, "error_feedback": error_feedback, "chunk_elements": chunk_elements},
@@ -135,32 +130,62 @@ class Exchange:
             AgreedError: on every rank, at the first call with this name, if the layouts differ, a codec cannot go with the
                 reducer, or the shapes do not fill ``flat``.
         """
+        self.prepare(flat, name, tensors)
+        run_pipeline(self.tasks(flat, name, step=step))
+
+    def prepare(self, flat: Tensor, name: str, tensors: Sequence[TensorInfo]) -> None:
+        """Lays out a group of tensors before its first `tasks`; "auto" tries the reducers. COLLECTIVE.
+
+        Args:
+            flat: as for `sum_`; stays as it is.
+            name: as for `sum_`.
+            tensors: as for `sum_`.
+
+        Raises:
+            AgreedError: as `sum_`.
+        """
         if name not in self._layouts:
             self._layouts[name] = self._lay_out(name, flat, tensors)
-        if self._transport.world_size == 1:
-            return
-        if self._reducer == "auto" and name not in self._chosen:
+        if self._reducer == "auto" and name not in self._chosen and self._transport.world_size > 1:
             self._try_reducers(flat, name)
-        reducer = self._chosen.get(name, self._reducer)
-        self._sum(flat, name, step, reducer, self._feedback)
 
-    def _sum(self, flat: Tensor, name: str, step: int, reducer: str, feedback: ErrorFeedback | None) -> None:
+    @torch.no_grad()
+    def tasks(self, flat: Tensor, name: str, *, step: int) -> list[Task]:
+        """Returns what `sum_` does as tasks, for a group that `prepare` knows. All ranks run them in the same order.
+
+        Args:
+            flat: as for `sum_`; holds the sum when all tasks are over.
+            name: as for `sum_`.
+            step: as for `sum_`.
+        """
+        if self._transport.world_size == 1:
+            return []
+        reducer = self._chosen.get(name, self._reducer)
+        return self._tasks(self._layouts[name], flat, name, step, reducer, self._feedback)
+
+    def _tasks(
+        self, runs: list[Run], flat: Tensor, name: str, step: int, reducer: str, feedback: ErrorFeedback | None
+    ) -> list[Task]:
         if reducer == "none":
-            self._sum_whole(flat, name)
-            return
-        exact = [run for run in self._layouts[name] if run.codec.exact]
-        self._sum_exact(flat, name, [run.span for run in exact])
-        for run in self._layouts[name]:
-            if not run.codec.exact:
-                job = Job(
-                    flat=flat[run.span.start : run.span.stop],
-                    name=f"{name}.{run.span.start}",
-                    codec=run.codec,
-                    key=mix_key(self._seed, step, crc32(name.encode()), run.span.start),
-                    chunk_elements=self._chunk_elements,
-                    feedback=feedback,
-                )
-                self._reduce(job, run, reducer)
+            return allreduce(self._transport, Job(flat, name, parse_codec("none"), 0, self._chunk_elements))
+        tasks = []
+        for run in runs:
+            first = run.spans[0]
+            key = mix_key(self._seed, step, crc32(name.encode()), first.start)
+            job = Job(flat[first.start : first.stop], f"{name}.{first.start}", run.codec, key, self._chunk_elements, feedback)
+            if len(run.spans) == 1:
+                tasks += self._reduce(job, run, reducer)
+            else:
+                tasks.append(self._packed(flat, job, run, reducer))
+        return tasks
+
+    def _packed(self, flat: Tensor, job: Job, run: Run, reducer: str) -> Task:
+        parts = [flat[span.start : span.stop] for span in run.spans]
+        packed = torch.cat(parts)
+        for task in self._reduce(replace(job, flat=packed), run, reducer):
+            yield from task
+        for part, value in zip(parts, packed.split([span.size for span in run.spans]), strict=True):
+            part.copy_(value)
 
     def payload_bytes(self, name: str) -> int:
         """Returns the size of one encoded copy of that group of tensors, after its first `sum_`."""
@@ -168,7 +193,7 @@ class Exchange:
 
     def reset(self) -> None:
         """Forgets residuals: when the number of ranks or the model changes."""
-        self._warm.clear()
+        self._factors.clear()
         if self._feedback is not None:
             self._feedback.reset()
 
@@ -179,79 +204,48 @@ class Exchange:
             "policy": self._policy.spec,
             "world_size": self._transport.world_size,
             "residuals": residuals,
-            "factors": dict(self._warm),
+            "factors": dict(self._factors),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes residuals over if policy and number of ranks are those that they were made with; else forgets them."""
         self.reset()
+        self._layouts.clear()
+        self._chosen.clear()
         fits = (state["policy"], state["world_size"]) == (self._policy.spec, self._transport.world_size)
         if fits and self._feedback is not None:
             self._feedback.load_state_dict(state["residuals"])
         if fits:
-            self._warm = {name: value.clone() for name, value in state["factors"].items()}
+            self._factors = {name: value.clone() for name, value in state["factors"].items()}
         elif state["residuals"]:
             log.warning("error feedback starts anew: codecs or the number of ranks have changed since the checkpoint")
 
-    def _reduce(self, job: Job, run: _Run, reducer: str) -> None:
+    def _reduce(self, job: Job, run: Run, reducer: str) -> list[Task]:
         if run.codec.factor_rank:
-            self._warm[job.name] = sum_low_rank(
-                self._transport,
-                job,
-                shapes=run.shapes,
-                rank=run.codec.factor_rank,
-                warm=self._warm.get(job.name),
-            )
-        elif reducer == "allreduce":
-            allreduce(self._transport, job)
-        elif reducer == "hierarchical" and self._groups is not None:
-            hierarchical(*self._groups, job)
-        elif reducer == "hierarchical" and self._one_host:
+            rank = run.codec.factor_rank
+            return [sum_low_rank(self._transport, job, shapes=run.shapes, rank=rank, factors=self._factors)]
+        if run.codec.exact or reducer == "allreduce":
+            return allreduce(self._transport, job)
+        if reducer == "hierarchical" and self._groups is not None:
+            return hierarchical(*self._groups, job)
+        if reducer == "hierarchical" and self._one_host:
             # All is full precision inside a host.
-            self._sum_whole(job.flat, job.name)
-        else:
-            scatter_reduce_allgather(self._transport, job)
+            return allreduce(self._transport, replace(job, codec=parse_codec("none"), feedback=None))
+        return scatter_reduce_allgather(self._transport, job)
 
-    def _sum_exact(self, flat: Tensor, name: str, spans: list[Span]) -> None:
-        for span in spans:
-            if span.size >= _PACKED_ELEMENTS or len(spans) == 1:
-                self._sum_whole(flat[span.start : span.stop], f"{name}.{span.start}")
-        small = [span for span in spans if span.size < _PACKED_ELEMENTS]
-        if small and len(spans) > 1:
-            packed = torch.cat([flat[span.start : span.stop] for span in small])
-            self._sum_whole(packed, f"{name}.packed")
-            for span, part in zip(small, packed.split([span.size for span in small]), strict=True):
-                flat[span.start : span.stop].copy_(part)
-
-    def _sum_whole(self, values: Tensor, name: str) -> None:
-        codec = parse_codec("none")
-        allreduce(
-            self._transport,
-            Job(flat=values, name=name, codec=codec, key=0, chunk_elements=self._chunk_elements),
-        )
-
-    def _lay_out(self, name: str, flat: Tensor, tensors: Sequence[TensorInfo]) -> list[_Run]:
-        runs: list[_Run] = []
-        start, error = 0, None
-        for tensor in tensors:
-            codec, span = self._policy.codec(tensor), Span(start, start + tensor.size)
-            start = span.stop
-            if self._reducer == "allreduce" and codec.wire_dtype is None:
-                error = (
-                    f"{tensor.name}: codec {codec.spec} is not linear and cannot go with reducer 'allreduce'; use 'sra' or "
-                    "'hierarchical', or a linear codec (none, fp16)"
-                )
-            if not span.size:
-                continue
-            if runs and runs[-1].codec == codec:
-                before = runs.pop()
-                runs.append(_Run(codec, Span(before.span.start, span.stop), (*before.shapes, tensor.shape)))
-            else:
-                runs.append(_Run(codec, span, (tensor.shape,)))
-        if start != flat.numel():
-            error = f"{name}: the tensors' shapes have {start} elements, but the flat tensor has {flat.numel()}"
+    def _lay_out(self, name: str, flat: Tensor, tensors: Sequence[TensorInfo]) -> list[Run]:
+        error, size = misfit(self._policy, self._reducer, tensors), sum(tensor.size for tensor in tensors)
+        if size != flat.numel():
+            error = f"{name}: the tensors' shapes have {size} elements, but the flat tensor has {flat.numel()}"
         agree(self._transport, error)
-        layout = [(run.codec.spec, *run.span) for run in runs]
+        runs = lay_out(
+            self._policy,
+            tensors,
+            flat.dtype,
+            packed_elements=PACKED_ELEMENTS,
+            most_elements=self._chunk_elements,
+        )
+        layout = [(run.codec.spec, *run.spans) for run in runs]
         agree_equal(self._transport, {"layout": layout}, "All ranks must hold the same model.")
         return runs
 
@@ -263,17 +257,13 @@ class Exchange:
         options = ["none", "sra", *(["hierarchical"] if self._groups is not None else [])]
 
         def candidate(reducer: str) -> Callable[[Tensor], None]:
-            # No residuals: trials must leave no trace.
-            return lambda values: self._sum(values, f"{name}.{reducer}", 0, reducer, None)
+            # No residuals, and other names: trials must leave no trace.
+            return lambda values: run_pipeline(self._tasks(runs, values, f"{name}.{reducer}", 0, reducer, None))
 
-        for option in options:
-            self._layouts[f"{name}.{option}"] = runs
         self._chosen[name], self.trials[name] = fastest(
             self._transport, {option: candidate(option) for option in options}, flat
         )
-        for option in options:
-            del self._layouts[f"{name}.{option}"]
-        self._warm = {key: value for key, value in self._warm.items() if not key.startswith(f"{name}.")}
+        self._factors = {key: value for key, value in self._factors.items() if not key.startswith(f"{name}.")}
 
     def _make_groups(self) -> tuple[Collectives, Collectives] | None:
         transport = self._transport

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.compress.low_rank import factor_shapes, matrix_shape, orthonormal, subtract_product_
+from hvd_adaptive.exchange.pipeline import Task
 from hvd_adaptive.exchange.reducers import Job
 from hvd_adaptive.kernels.reference import mix_key, uniform
 from hvd_adaptive.transport.base import Collectives
 
 
 def sum_low_rank(
-    world: Collectives, job: Job, *, shapes: Sequence[tuple[int, ...]], rank: int, warm: Tensor | None
-) -> Tensor:
-    """Replaces matrices by a low-rank approximation of their sum over ranks, with the same bits on every rank. COLLECTIVE.
+    world: Collectives, job: Job, *, shapes: Sequence[tuple[int, ...]], rank: int, factors: dict[str, Tensor]
+) -> Task:
+    """Replaces matrices by a low-rank approximation of their sum over ranks, with the same bits on every rank.
 
     A value that is not finite on any rank makes all matrices NaN, and leaves residuals as they were.
 
@@ -30,10 +31,7 @@ def sum_low_rank(
         job: the matrices one after the other, and error feedback.
         shapes: of the tensors in ``job.flat``.
         rank: of the factors.
-        warm: what the last call returned, to go on from; None at the start.
-
-    Returns:
-        The factors Q, fp32, equal on all ranks: give them to the next call.
+        factors: Q of the last call by the job's name, fp32, equal on all ranks: where it goes on from. Replaced by the new Q.
     """
     flat = job.flat
     residual = job.residual("worker", flat.numel())
@@ -44,23 +42,25 @@ def sum_low_rank(
     matrices = [part.view(matrix_shape(shape)) for part, shape in zip(values.split(sizes), shapes, strict=True)]
     p_shapes, q_shapes = zip(*(factor_shapes(shape, rank) for shape in shapes), strict=True)
     num_p, num_q = (sum(rows * columns for rows, columns in factors) for factors in (p_shapes, q_shapes))
-    if warm is None:
-        warm = uniform(num_q, mix_key(job.key, num_q), flat.device) - 0.5
-    p_flat = torch.cat([(m @ q).reshape(-1) for m, q in zip(matrices, _views(warm, q_shapes), strict=True)])
-    world.allreduce_sum_(p_flat, f"{job.name}.p")
+    start = factors.get(job.name)
+    if start is None:
+        start = _random_factors(job, num_q)
+    p_flat = torch.cat([(m @ q).reshape(-1) for m, q in zip(matrices, _views(start, q_shapes), strict=True)])
+    yield world.allreduce_sum_async_(p_flat, f"{job.name}.p")
     if not torch.isfinite(p_flat).all():
         # All ranks hold the same sum, so all return here.
         flat.fill_(float("nan"))
-        return uniform(num_q, mix_key(job.key, num_q), flat.device) - 0.5
+        factors[job.name] = _random_factors(job, num_q)
+        return
     if world.rank == 0:
         p_flat = torch.cat([orthonormal(p).reshape(-1) for p in _views(p_flat, p_shapes)])
     sent = p_flat.view(torch.uint8) if world.rank == 0 else p_flat.new_empty(0, dtype=torch.uint8)
     receive_bytes = [4 * num_p] + [0] * (world.world_size - 1)
-    pending = world.allgather_bytes_async(sent, receive_bytes=receive_bytes, name=f"{job.name}.basis")
-    bases = _views(pending.wait().view(torch.float32), p_shapes)
+    received = yield world.allgather_bytes_async(sent, receive_bytes=receive_bytes, name=f"{job.name}.basis")
+    bases = _views(received.view(torch.float32), p_shapes)
     own = torch.cat([(m.T @ p).reshape(-1) for m, p in zip(matrices, bases, strict=True)])
     q_flat = own.clone()
-    world.allreduce_sum_(q_flat, f"{job.name}.q")
+    yield world.allreduce_sum_async_(q_flat, f"{job.name}.q")
     if residual is not None:
         residual.copy_(values)
         lost = [part.view(matrix_shape(shape)) for part, shape in zip(residual.split(sizes), shapes, strict=True)]
@@ -70,7 +70,11 @@ def sum_low_rank(
         matrix.zero_()
         subtract_product_(matrix, p, q, sign=-1)
         part.copy_(matrix.view(-1))
-    return q_flat
+    factors[job.name] = q_flat
+
+
+def _random_factors(job: Job, num_elements: int) -> Tensor:
+    return uniform(num_elements, mix_key(job.key, num_elements), job.flat.device) - 0.5
 
 
 def low_rank_bytes(shapes: Sequence[tuple[int, ...]], rank: int) -> int:

@@ -4,6 +4,8 @@
 of each chunk encoded, which sums in fp32 in rank order, encodes the sum and sends it to all; everybody, the piece's
 owner too, decodes the same bytes, so that all ranks end with the same bits. Over two groups it is hierarchical: full
 precision inside a host, where each rank sums a part of the chunk, then SRA between hosts, one group for each such part.
+
+All return tasks (:mod:`hvd_adaptive.exchange.pipeline`), one a chunk, which every rank runs in the same order.
 """
 
 from __future__ import annotations
@@ -16,14 +18,21 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.compress.codec import Codec
-from hvd_adaptive.compress.feedback import ErrorFeedback, encode_with_residual_
-from hvd_adaptive.exchange.pipeline import Stage, run_pipeline
+from hvd_adaptive.compress.feedback import ErrorFeedback
+from hvd_adaptive.exchange.pipeline import Task
 from hvd_adaptive.exchange.plan import Span, chunks, pieces
 from hvd_adaptive.kernels.reference import mix_key
 from hvd_adaptive.transport.base import Collectives, Pending
 
+# The most bytes of an encoded chunk in SRA, which is the chunk of the default size at 4 bits. At 8 bits, twice as many took a
+# fifth longer over 1 Gbit/s: coding comes in bursts, in which a shared core leaves the wire alone.
+CHUNK_BYTES = 550_000
 
-@dataclass(frozen=True, kw_only=True)
+# What Horovod adds up.
+SUMMABLE = (torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
 class Job:
     """One tensor to sum.
 
@@ -32,7 +41,7 @@ class Job:
         name: of the exchange, equal on all ranks and different for each tensor of a model.
         codec: equal on all ranks.
         key: of the random numbers, equal on all ranks; mixed with the rank and place.
-        chunk_elements: the most elements of a chunk, about.
+        chunk_elements: the most elements of a chunk, about; SRA takes fewer where they would be over `CHUNK_BYTES` encoded.
         feedback: this rank's residuals; None without error feedback.
     """
 
@@ -51,8 +60,8 @@ class Job:
         return self.feedback.residual(f"{self.name}.{side}", like)
 
 
-def allreduce(world: Collectives, job: Job) -> None:
-    """Sums a linear code's payloads. COLLECTIVE.
+def allreduce(world: Collectives, job: Job) -> list[Task]:
+    """Sums a linear code's payloads.
 
     The sum is rounded as Horovod rounds in the payload's type: fp16 adds up in fp16. A codec that loses nothing sums the
     tensor itself.
@@ -61,9 +70,8 @@ def allreduce(world: Collectives, job: Job) -> None:
         ValueError: on every rank, if the codec is not linear.
     """
     codec, flat = job.codec, job.flat
-    if codec.exact and flat.dtype in (torch.float16, torch.float32, torch.float64):
-        world.allreduce_sum_(flat, job.name)
-        return
+    if codec.exact and flat.dtype in SUMMABLE:
+        return [_allreduce_itself(world, job)] if flat.numel() else []
     wire_dtype = codec.wire_dtype
     if wire_dtype is None:
         raise ValueError(
@@ -71,42 +79,42 @@ def allreduce(world: Collectives, job: Job) -> None:
             "it; use 'sra' or 'hierarchical', or a linear codec (none, fp16)"
         )
     spans = chunks(flat.numel(), chunk_elements=job.chunk_elements, granularity=codec.granularity, num_pieces=1)
-    residual = job.residual("worker", flat.numel())
-
-    def send(chunk: int, _: None) -> Pending:
-        span = spans[chunk]
-        payload = torch.empty(codec.payload_bytes(span.size), dtype=torch.uint8, device=flat.device)
-        values = flat[span.start : span.stop].to(torch.float32)
-        part = residual[span.start : span.stop] if residual is not None else None
-        encode_with_residual_(codec, values, payload, part, key=mix_key(job.key, world.rank, span.start))
-        return world.allreduce_sum_async_(payload.view(wire_dtype), f"{job.name}.{chunk}")
-
-    def receive(chunk: int, pending: Pending) -> None:
-        span = spans[chunk]
-        codec.decode_(pending.wait().view(torch.uint8), flat[span.start : span.stop])
-
-    run_pipeline(len(spans), (send, receive))
+    return [_allreduce_chunk(world, job, span, f"{job.name}.{chunk}") for chunk, span in enumerate(spans)]
 
 
-def scatter_reduce_allgather(world: Collectives, job: Job) -> None:
-    """Sums through one owner of each piece; see the module. COLLECTIVE.
+def _allreduce_itself(world: Collectives, job: Job) -> Task:
+    yield world.allreduce_sum_async_(job.flat, job.name)
 
-    Sums are fp32, whatever the tensor's type. Memory beyond the tensor: a few chunks; with error feedback one residual of the
-    tensor's size and one of the own shard's, fp32.
+
+def _allreduce_chunk(world: Collectives, job: Job, span: Span, name: str) -> Task:
+    codec, wire_dtype = job.codec, job.codec.wire_dtype
+    assert wire_dtype is not None
+    out = job.flat[span.start : span.stop]
+    residual = _slice(job.residual("worker", job.flat.numel()), span.start, span.size)
+    payload = torch.empty(codec.payload_bytes(span.size), dtype=torch.uint8, device=out.device)
+    codec.encode_(out, payload, key=mix_key(job.key, world.rank, span.start), residual=residual)
+    total = yield world.allreduce_sum_async_(payload.view(wire_dtype), name)
+    codec.decode_(total.view(torch.uint8), out)
+
+
+def scatter_reduce_allgather(world: Collectives, job: Job) -> list[Task]:
+    """Sums through one owner of each piece; see the module.
+
+    Sums are fp32, whatever the tensor's type. Memory beyond the tensor: the chunks under way; with error feedback one residual
+    of the tensor's size and one of the own shard's, fp32.
     """
-    if world.world_size > 1:
-        _Sra(job, cross=world, host=None).run()
+    return _Sra(job, cross=world, host=None).tasks() if world.world_size > 1 else []
 
 
-def hierarchical(host: Collectives, cross: Collectives, job: Job) -> None:
-    """Sums in fp32 inside each host, and encoded between hosts, all local ranks in parallel. COLLECTIVE.
+def hierarchical(host: Collectives, cross: Collectives, job: Job) -> list[Task]:
+    """Sums in fp32 inside each host, and encoded between hosts, all local ranks in parallel.
 
     Args:
         host: the ranks of this host.
         cross: the ranks that have this rank's place on their hosts; all hosts have equally many ranks.
         job: what to sum.
     """
-    _Sra(job, cross=cross, host=host).run()
+    return _Sra(job, cross=cross, host=host).tasks()
 
 
 @dataclass
@@ -124,9 +132,9 @@ class _Sra:
         self.local_size = self.host.world_size if self.host else 1
         self.local_rank = self.host.rank if self.host else 0
         num_pieces = self.local_size * self.cross.world_size
-        self.spans = chunks(
-            flat.numel(), chunk_elements=self.job.chunk_elements, granularity=granularity, num_pieces=num_pieces
-        )
+        most = self.job.chunk_elements
+        most = min(most, most * CHUNK_BYTES // self.job.codec.payload_bytes(most))
+        self.spans = chunks(flat.numel(), chunk_elements=most, granularity=granularity, num_pieces=num_pieces)
         self.pieces = [pieces(span, num_pieces=num_pieces, granularity=granularity) for span in self.spans]
         parts = [self.part(chunk, self.local_rank) for chunk in range(len(self.spans))]
         self.worker_offsets = [0, *accumulate(sum(p.size for p in part) for part in parts)]
@@ -148,44 +156,47 @@ class _Sra:
     def owner_residual(self) -> Tensor | None:
         return self.job.residual("owner", self.owner_offsets[-1])
 
-    def run(self) -> None:
-        stages: list[Stage] = [self.send_to_owners, self.reduce]
-        if self.host is not None:
-            stages = [self.gather_from_host, *stages, self.spread_in_host]
-        run_pipeline(len(self.spans), [*stages, self.decode])
+    def tasks(self) -> list[Task]:
+        return [self.task(chunk) for chunk in range(len(self.spans))]
 
-    def gather_from_host(self, chunk: int, _: None) -> Pending:
-        """Sends every local rank its part of the chunk in fp32."""
-        assert self.host is not None
+    def task(self, chunk: int) -> Task:
+        """Takes a chunk through the exchange; a rank whose part is empty has nothing to do with its owners."""
         span = self.spans[chunk]
+        part = self.part(chunk, self.local_rank)
+        first, size = part[0].start, sum(piece.size for piece in part)
+        if self.host is None:
+            values = self.job.flat[first : first + size].to(torch.float32)
+        else:
+            received = yield self.gather_from_host(self.host, chunk, span)
+            values = _sum_rows(received.view(torch.float32).view(self.local_size, size))
+        received = yield self.send_to_owners(chunk, values) if size else None
+        sums = yield self.send_sums(chunk, received) if size else None
+        if self.host is not None:
+            sums = yield self.spread_in_host(self.host, chunk, sums)
+        self.decode(chunk, sums)
+
+    def gather_from_host(self, host: Collectives, chunk: int, span: Span) -> Pending:
+        """Sends every local rank its part of the chunk in fp32."""
         values = self.job.flat[span.start : span.stop].to(torch.float32)
         sizes = [4 * sum(p.size for p in self.part(chunk, rank)) for rank in range(self.local_size)]
-        return self.host.alltoall_bytes_async(
+        return host.alltoall_bytes_async(
             values.view(torch.uint8),
             send_bytes=sizes,
             receive_bytes=[sizes[self.local_rank]] * self.local_size,
             name=f"{self.job.name}.{chunk}.host",
         )
 
-    def send_to_owners(self, chunk: int, arriving: Pending | None) -> Pending | None:
+    def send_to_owners(self, chunk: int, values: Tensor) -> Pending:
         """Encodes this rank's values, or its part of the host's sum, and sends each owner its piece."""
         codec, part = self.job.codec, self.part(chunk, self.local_rank)
-        first, size = part[0].start, sum(piece.size for piece in part)
-        if arriving is None:
-            values = self.job.flat[first : first + size].to(torch.float32)
-        else:
-            values = _sum_rows(arriving.wait().view(torch.float32).view(self.local_size, size))
-        if not size:
-            return None
-        sizes = self.payload_bytes(chunk, self.local_rank)
+        first, sizes = part[0].start, self.payload_bytes(chunk, self.local_rank)
         payload = torch.empty(sum(sizes), dtype=torch.uint8, device=values.device)
         for piece, buffer in zip(part, payload.split(sizes), strict=True):
-            encode_with_residual_(
-                codec,
+            codec.encode_(
                 values[piece.start - first : piece.stop - first],
                 buffer,
-                _slice(self.worker_residual, self.worker_offsets[chunk] + piece.start - first, piece.size),
                 key=mix_key(self.job.key, 0, self.cross.rank, piece.start),
+                residual=_slice(self.worker_residual, self.worker_offsets[chunk] + piece.start - first, piece.size),
             )
         return self.cross.alltoall_bytes_async(
             payload,
@@ -194,36 +205,30 @@ class _Sra:
             name=f"{self.job.name}.{chunk}.scatter",
         )
 
-    def reduce(self, chunk: int, arriving: Pending | None) -> Pending | None:
+    def send_sums(self, chunk: int, received: Tensor) -> Pending:
         """Decodes and sums the own piece in rank order, encodes the sum and sends it to the other owners."""
-        if arriving is None:
-            return None
         codec, sizes = self.job.codec, self.payload_bytes(chunk, self.local_rank)
         piece = self.part(chunk, self.local_rank)[self.cross.rank]
-        received = arriving.wait()
         total = torch.empty(piece.size, dtype=torch.float32, device=received.device)
         for rank, payload in enumerate(received.view(self.cross.world_size, sizes[self.cross.rank])):
             codec.decode_(payload, total, add=int(rank > 0))
         encoded = torch.empty(sizes[self.cross.rank], dtype=torch.uint8, device=received.device)
         residual = _slice(self.owner_residual, self.owner_offsets[chunk], piece.size)
-        encode_with_residual_(codec, total, encoded, residual, key=mix_key(self.job.key, 1, piece.start))
+        codec.encode_(total, encoded, key=mix_key(self.job.key, 1, piece.start), residual=residual)
         return self.cross.allgather_bytes_async(
             encoded, receive_bytes=sizes, name=f"{self.job.name}.{chunk}.gather"
         )
 
-    def spread_in_host(self, chunk: int, arriving: Pending | None) -> Pending:
+    def spread_in_host(self, host: Collectives, chunk: int, sums: Tensor | None) -> Pending:
         """Hands the encoded sums of this place on to the other ranks of the host."""
-        assert self.host is not None
         sizes = [sum(self.payload_bytes(chunk, rank)) for rank in range(self.local_size)]
-        payloads = arriving.wait() if arriving else self.job.flat.new_empty(0, dtype=torch.uint8)
-        return self.host.allgather_bytes_async(
-            payloads, receive_bytes=sizes, name=f"{self.job.name}.{chunk}.spread"
-        )
+        payloads = self.job.flat.new_empty(0, dtype=torch.uint8) if sums is None else sums
+        return host.allgather_bytes_async(payloads, receive_bytes=sizes, name=f"{self.job.name}.{chunk}.spread")
 
-    def decode(self, chunk: int, arriving: Pending) -> None:
+    def decode(self, chunk: int, sums: Tensor) -> None:
         """Decodes the sums of all pieces: on every rank from the same bytes."""
         sizes = [self.job.codec.payload_bytes(piece.size) for piece in self.pieces[chunk]]
-        for piece, payload in zip(self.pieces[chunk], arriving.wait().split(sizes), strict=True):
+        for piece, payload in zip(self.pieces[chunk], sums.split(sizes), strict=True):
             self.job.codec.decode_(payload, self.job.flat[piece.start : piece.stop])
 
 

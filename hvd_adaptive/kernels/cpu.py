@@ -164,16 +164,28 @@ def _unpack(packed: Any, codes: Any, bits: Any) -> None:
 
 
 @njit(**_options)
-def maxmin_encode(values: Any, meta: Any, packed: Any, bits: Any, bucket: Any, random: Any, key0: Any, key1: Any) -> None:
-    """Writes (unit, min) into ``meta``, fp32, shape (num_buckets, 2), and codes into ``packed``; see the reference."""
-    num = len(values)
-    words = values.view(np.int32)
+def maxmin_encode(
+    values: Any, residual: Any, meta: Any, packed: Any, bits: Any, bucket: Any, random: Any, key0: Any, key1: Any
+) -> None:
+    """Writes (unit, min) into ``meta``, fp32, shape (num_buckets, 2), and codes into ``packed``; see the reference.
+
+    A residual that is not empty is added to the values, and then holds what the code has lost: all while a bucket is in the
+    first cache.
+    """
+    num, feedback = len(values), len(residual) > 0
+    source = residual if feedback else values
+    words = source.view(np.int32)
     top = np.int32((1 << bits) - 1)
     codes = np.zeros(bucket, np.uint8)
     ends = np.empty(2, np.int32)
     floats = ends.view(np.float32)
     for b in range(len(meta)):
         start, stop = b * bucket, min((b + 1) * bucket, num)
+        part = source[start:stop]
+        if feedback:
+            own = values[start:stop]
+            for j in range(len(part)):
+                part[j] += own[j]
         least, most = _span(words[start:stop])
         ends[0] = least ^ ((least >> np.int32(31)) & _INT_MAX)
         ends[1] = most ^ ((most >> np.int32(31)) & _INT_MAX)
@@ -189,9 +201,12 @@ def maxmin_encode(values: Any, meta: Any, packed: Any, bits: Any, bucket: Any, r
         if np.isnan(low):
             block[:] = 0
         elif random:
-            _round_random(values[start:stop], block, low, inverse, top, np.uint32(start), key0, key1)
+            _round_random(part, block, low, inverse, top, np.uint32(start), key0, key1)
         else:
-            _round_nearest(values[start:stop], block, low, inverse, top)
+            _round_nearest(part, block, low, inverse, top)
+        if feedback:
+            for j in range(len(part)):
+                part[j] -= np.float32(block[j]) * unit + low
         eights = (stop - start + 7) // 8
         codes[stop - start : 8 * eights] = 0
         _pack(codes[: 8 * eights], packed[start // 8 * bits : (start // 8 + eights) * bits], bits)

@@ -15,16 +15,28 @@ from hvd_adaptive.kernels import reference
 
 log = logging.getLogger(__name__)
 
+_NONE = np.empty(0, np.float32)
 
-def maxmin_encode(values: Tensor, payload: Tensor, *, bits: int, bucket: int, key: int | None) -> None:
-    """Writes the max-min code of ``values``; see :func:`hvd_adaptive.kernels.reference.maxmin_encode`."""
+
+def maxmin_encode(
+    values: Tensor, payload: Tensor, *, bits: int, bucket: int, key: int | None, residual: Tensor | None = None
+) -> None:
+    """Writes the max-min code of ``values``; see :func:`hvd_adaptive.kernels.reference.maxmin_encode`.
+
+    A residual, fp32, of the values' shape, is added to them, and then holds what the code has lost.
+    """
     if values.is_cuda:
+        if residual is not None:
+            values = residual.add_(values)
         _cuda().maxmin_encode(values, payload, bits, bucket, key)
+        if residual is not None:
+            _cuda().maxmin_decode(payload, residual, bits, bucket, -1)
     elif values.numel():
         meta, packed = _split(payload, values.numel(), bucket, meta_size=2, num_bits=bits)
         first, second = (np.uint32(word) for word in ((key or 0) & 0xFFFFFFFF, (key or 0) >> 32))
+        own = _NONE if residual is None else residual.numpy()
         _cpu().maxmin_encode(
-            values.numpy(), meta.reshape(-1, 2), packed, bits, bucket, key is not None, first, second
+            values.numpy(), own, meta.reshape(-1, 2), packed, bits, bucket, key is not None, first, second
         )
 
 

@@ -72,16 +72,24 @@ def _read_int(env: Mapping[str, str], *names: str) -> int | None:
     return None
 
 
-def _slurm_local_size(env: Mapping[str, str]) -> int | None:
-    # SLURM_STEP_TASKS_PER_NODE is such as "2(x3),1": two tasks on each of three nodes, then one.
-    node, tasks = _read_int(env, "SLURM_NODEID"), env.get("SLURM_STEP_TASKS_PER_NODE", "")
-    sizes: list[int] = []
-    for part in tasks.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+def expand_counts(text: str) -> list[int] | None:
+    """Reads Slurm's compressed counts, one a node: "2(x3),1" is 2, 2, 2, 1. None for anything else.
+
+    Args:
+        text: as SLURM_STEP_TASKS_PER_NODE and its relatives have it.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", part)
         if match is None:
             return None
-        sizes += [int(match[1])] * int(match[2] or 1)
-    return sizes[node] if node is not None and node < len(sizes) else None
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _slurm_local_size(env: Mapping[str, str]) -> int | None:
+    node, sizes = _read_int(env, "SLURM_NODEID"), expand_counts(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return sizes[node] if sizes and node is not None and node < len(sizes) else None
 
 
 def read_launcher(env: Mapping[str, str]) -> LauncherInfo:
@@ -133,6 +141,35 @@ def read_launcher(env: Mapping[str, str]) -> LauncherInfo:
             wired="PMIX_RANK" in env or "PMI_RANK" in env,
         )
     return LauncherInfo(name="none")
+
+
+def idle_nodes(env: Mapping[str, str], num_hosts: int) -> str | None:
+    """A warning if nodes of a Slurm job have no rank, as under an mpirun that does not know Slurm; None: nothing to say.
+
+    Args:
+        env: rank 0's environment.
+        num_hosts: hosts that MPI's ranks are on.
+    """
+    num_nodes = _read_int(env, "SLURM_JOB_NUM_NODES")
+    if num_nodes is None or num_hosts >= num_nodes:
+        return None
+    return (
+        f"the Slurm job has {num_nodes} nodes, and all ranks are on {num_hosts} of them: the others idle. If that is not meant, "
+        "start with `srun --mpi=pmix`, or with an mpirun that was built for Slurm (`ompi_info | grep slurm`), and look whether "
+        "`--nodes` and the number of ranks fit"
+    )
+
+
+def num_restarts(env: Mapping[str, str]) -> int:
+    """How many times Slurm has requeued this job and started it again.
+
+    Args:
+        env: the process's environment.
+
+    Raises:
+        ValueError: SLURM_RESTART_COUNT is not a whole number.
+    """
+    return _read_int(env, "SLURM_RESTART_COUNT") or 0
 
 
 def starts_alone(info: LauncherInfo, env: Mapping[str, str]) -> bool:

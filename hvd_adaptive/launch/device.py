@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from hvd_adaptive.launch.binding import DevicePlace, choose_device, read_launcher
+from hvd_adaptive.launch.binding import (
+    DevicePlace,
+    choose_device,
+    num_threads,
+    read_launcher,
+    requested_threads,
+)
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +67,27 @@ def device_place(device: torch.device, option: str, host: str) -> DevicePlace:
         return DevicePlace(host)
     visible = tuple(_gpu_name(index) for index in range(torch.cuda.device_count()))
     return DevicePlace(host, visible[device.index], visible, option.startswith("cuda:"))
+
+
+def own_cores() -> list[int]:
+    """Returns the cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
+
+
+def compute_threads(places: Sequence[tuple[str, Sequence[int]]], rank: int) -> int:
+    """Returns the threads that a rank should compute with: OMP_NUM_THREADS, else its share of its host's cores.
+
+    Args:
+        places: host and `own_cores` of every rank, in rank order.
+        rank: whose threads.
+
+    Raises:
+        ValueError: OMP_NUM_THREADS is not a list of whole numbers >= 1.
+    """
+    host = places[rank][0]
+    neighbours = [cores for other, cores in places if other == host]
+    local_rank = sum(other == host for other, _ in places[:rank])
+    return requested_threads(os.environ) or num_threads(neighbours, local_rank)
 
 
 def _gpu_name(index: int) -> str:

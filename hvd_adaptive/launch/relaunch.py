@@ -85,6 +85,7 @@ def launch_command(
     launcher: Launcher,
     num_cores: int,
     is_root: bool,
+    hosts: Mapping[str, int] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """Builds the command and environment that run a program as N ranks.
 
@@ -99,6 +100,7 @@ def launch_command(
         launcher: the mpirun to use.
         num_cores: cores that this process may use, >= 1.
         is_root: the user is root, which Open MPI refuses unless told otherwise.
+        hosts: ranks on each host by its name; None: this machine, or where the scheduler puts them.
 
     Returns:
         The command, and the whole environment for it.
@@ -119,40 +121,91 @@ def launch_command(
     scheduled = any(name in env for name in _SCHEDULER_VARIABLES)
     # Below ERROR, torch's store writes a C++ backtrace for each connection that a dying rank loses.
     added = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-    if not scheduled:
+    # This machine's cores say nothing of other hosts'; ranks count theirs by themselves.
+    if not scheduled and not hosts:
         if requested_threads(env) is None:
             added["OMP_NUM_THREADS"] = str(max(1, num_cores // num_ranks))
         if num_ranks > num_cores:
             added |= {"OMPI_MCA_mpi_yield_when_idle": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
     if launcher.flavour != "hydra":
         added["OMPI_MCA_btl_base_warn_component_unused"] = "0"
+        # A signal is for the ranks, not for their DataLoaders' workers.
+        for project in ("OMPI", "PRTE"):
+            added[f"{project}_MCA_odls_base_signal_direct_children_only"] = "1"
         if is_root:
             for project in ("OMPI", "PRTE"):
                 added |= {f"{project}_ALLOW_RUN_AS_ROOT": "1", f"{project}_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     whole = {**env, **{name: value for name, value in added.items() if not env.get(name)}}
     command = [launcher.path, "-np", str(num_ranks)]
+    places = ",".join(f"{host}:{count}" for host, count in (hosts or {}).items())
     if launcher.flavour == "hydra":
-        command += ["-bind-to", "none"]
+        command += ["-bind-to", "none", *(["-hosts", places] if places else [])]
     else:
         by_slot = "slot" if scheduled or launcher.flavour == "openmpi4" else "slot:OVERSUBSCRIBE"
-        command += ["--bind-to", "none", "--map-by", by_slot]
+        command += ["--bind-to", "none", "--map-by", by_slot, *(["--host", places] if places else [])]
         if not scheduled and launcher.flavour == "openmpi4":
             command.append("--oversubscribe")
-        if scheduled:
+        if scheduled or places:
             for name in sorted(whole):
                 command += ["-x", name] if _FORWARDED.fullmatch(name) else []
     return [*command, *argv], whole
 
 
-def relaunch(num_ranks: int, argv: Sequence[str]) -> int:
-    """Runs ``python -m hvd_adaptive ARGV`` as N ranks and waits for them. From the main thread.
-
-    SIGINT and SIGTERM go on to the launcher, which ends the ranks; it runs in a session of its own, so
-    that Ctrl-C reaches it once and not twice, and without standard input.
+def build_command(
+    num_ranks: int, argv: Sequence[str], *, hosts: Mapping[str, int] | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Returns the command and environment that run ``python -m hvd_adaptive ARGV`` as N ranks from this process.
 
     Args:
         num_ranks: ranks to start, >= 1.
         argv: the command's arguments, without -np.
+        hosts: as for `launch_command`.
+
+    Raises:
+        ValueError: num_ranks is below 1.
+        RuntimeError: there is no usable mpirun, or this process is already a rank.
+    """
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return launch_command(
+        num_ranks,
+        [sys.executable, "-m", "hvd_adaptive", *argv],
+        env=os.environ,
+        launcher=find_launcher(os.environ),
+        num_cores=num_cores,
+        is_root=os.geteuid() == 0,
+        hosts=hosts,
+    )
+
+
+def start(command: Sequence[str], env: Mapping[str, str], *, stderr: int | None = None) -> subprocess.Popen[bytes]:
+    """Starts a launcher in a session of its own, without standard input. Signals that are blocked here are not blocked there.
+
+    Args:
+        command: from `build_command`.
+        env: from `build_command`.
+        stderr: as for Popen.
+    """
+    return subprocess.Popen(
+        command,
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stderr=stderr,
+        start_new_session=True,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, ()),
+    )
+
+
+def relaunch(num_ranks: int, argv: Sequence[str], *, ends_in_order: bool = False) -> int:
+    """Runs ``python -m hvd_adaptive ARGV`` as N ranks and waits for them. From the main thread.
+
+    SIGINT and SIGTERM go on to the launcher, which ends the ranks, and SIGUSR1 and SIGUSR2, which it passes on to them; it
+    runs in a session of its own, so that Ctrl-C reaches it once and not twice, and without standard input.
+
+    Args:
+        num_ranks: ranks to start, >= 1.
+        argv: the command's arguments, without -np.
+        ends_in_order: the ranks end by themselves after SIGUSR1: the first SIGTERM is passed on as that, as mpirun leaves its
+            ranks one second after a SIGTERM.
 
     Returns:
         The launcher's exit code; 128 + the signal's number if a signal ended it.
@@ -161,29 +214,17 @@ def relaunch(num_ranks: int, argv: Sequence[str]) -> int:
         ValueError: num_ranks is below 1.
         RuntimeError: there is no usable mpirun, or this process is already a rank.
     """
-    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    command, env = launch_command(
-        num_ranks,
-        [sys.executable, "-m", "hvd_adaptive", *argv],
-        env=os.environ,
-        launcher=find_launcher(os.environ),
-        num_cores=num_cores,
-        is_root=os.geteuid() == 0,
-    )
-    signals = (signal.SIGINT, signal.SIGTERM)
+    command, env = build_command(num_ranks, argv)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     # Until the child exists a signal must wait: it could not be passed on.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
-        child = subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, signals),
-        )
+        child = start(command, env)
+
+        first_terms = [signal.SIGUSR1] if ends_in_order else []
 
         def forward(number: int, frame: FrameType | None) -> None:
-            child.send_signal(number)
+            child.send_signal(first_terms.pop() if number == signal.SIGTERM and first_terms else number)
 
         before = {number: signal.signal(number, forward) for number in signals}
     finally:

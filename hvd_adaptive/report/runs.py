@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_adaptive.validation import parse_json
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,10 +22,12 @@ class Evaluation:
 
     Attributes:
         train_s: seconds of training before it, evaluations excluded.
+        samples: samples consumed before it.
         scores: "p1", "p3", "p5", "psp1", ..., each in [0, 1].
     """
 
     train_s: float
+    samples: float
     scores: dict[str, float]
 
 
@@ -28,13 +37,15 @@ class Run:
 
     Attributes:
         path: the directory.
-        label: the run's name in tables and pictures.
+        label: the run's name in tables and pictures, printable characters only; text of a user, to be escaped.
         strategy: "local", "horovod", ...
         slowdown: the emulated slowdowns in words, such as "1x, 2x"; "" where none were emulated.
         factors: the emulated slowdown of each rank where it is constant, else empty.
         rounds: the records of rounds.jsonl, in order.
-        evaluations: in order of time, at least one.
+        evaluations: in order of time; empty before the first.
+        config: the content of config.json.
         summary: the content of summary.json; empty for a run that has not ended.
+        written_at: when rounds.jsonl was last written, seconds since 1970.
     """
 
     path: Path
@@ -44,18 +55,52 @@ class Run:
     factors: tuple[float, ...]
     rounds: list[dict[str, Any]]
     evaluations: list[Evaluation]
+    config: dict[str, Any]
     summary: dict[str, Any]
+    written_at: float = 0.0
 
-    def best(self, metric: str) -> float:
-        """Returns the highest value of a metric over all evaluations.
+    @property
+    def finished(self) -> bool:
+        """Whether the run has ended by itself."""
+        return bool(self.summary)
 
-        Raises:
-            ValueError: no evaluation has this metric.
+    @property
+    def train_s(self) -> float:
+        """Seconds of training so far, evaluations excluded."""
+        return float(self.rounds[-1]["train_s"] if self.rounds else self.summary.get("train_s", 0.0))
+
+    @property
+    def num_samples(self) -> float:
+        """Samples consumed so far."""
+        return float(self.rounds[-1]["samples"] if self.rounds else self.summary.get("samples", 0))
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the last round; a resume may have changed their number."""
+        return _num_ranks(self.rounds[-1]) if self.rounds else int(self.summary.get("world_size", 1))
+
+    def column(self, name: str) -> Array:
+        """Returns a number of every round, shape (num_rounds,); NaN where a round does not have it."""
+        return np.array([_number(record.get(name)) for record in self.rounds])
+
+    def by_rank(self, name: str) -> Array | None:
+        """Returns a number of every round and rank.
+
+        Returns:
+            Shape (num_rounds, largest number of ranks), NaN for a rank that was not there; None if no round has it.
         """
-        values = [item.scores[metric] for item in self.evaluations if metric in item.scores]
-        if not values:
-            raise ValueError(f"{self.path}: no evaluation has the metric {metric!r}")
-        return max(values)
+        lists = [record["ranks"].get(name) for record in self.rounds]
+        if not any(lists):
+            return None
+        values = np.full((len(lists), max(map(_num_ranks, self.rounds))), np.nan)
+        for row, numbers in zip(values, lists, strict=True):
+            if numbers:
+                row[: len(numbers)] = [_number(number) for number in numbers]
+        return values
+
+    def best(self, metric: str) -> float | None:
+        """Returns the highest value of a metric over all evaluations, None before the first one with this metric."""
+        return max((item.scores[metric] for item in self.evaluations if metric in item.scores), default=None)
 
     def seconds_to(self, target_p1: float) -> float | None:
         """Returns the training seconds at the first evaluation with P@1 >= target_p1, None if never."""
@@ -63,42 +108,70 @@ class Run:
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
-    """Reads run directories; runs of the same label get their directory's name added to it.
+    """Reads run directories, of runs that still go on too; runs of the same label get their directory's name added to it.
 
     Raises:
-        ValueError: there are no directories, or one is not a readable run with at least one evaluation.
+        ValueError: there are no directories, or one is not a readable run with at least one finished round.
     """
     if not run_dirs:
         raise ValueError("run_dirs must name at least one run directory, got none")
     runs = [_read_run(Path(path)) for path in run_dirs]
-    labels = [run.label for run in runs]
-    return [
-        replace(run, label=f"{run.label} ({run.path.name})") if labels.count(run.label) > 1 else run
-        for run in runs
-    ]
+    for distinguish in (lambda run: run.path.resolve().name, lambda run: str(run.path)):
+        labels = [run.label for run in runs]
+        runs = [
+            replace(run, label=f"{run.label} ({printable(distinguish(run))})") if labels.count(run.label) > 1 else run
+            for run in runs
+        ]
+    return runs
 
 
 def find_target(runs: Sequence[Run]) -> tuple[float, Run] | None:
-    """Returns the best P@1 of the first run of plain Horovod, and that run; None without such a run."""
-    return next(((run.best("p1"), run) for run in runs if run.strategy == "horovod"), None)
+    """Returns the best P@1 of the first evaluated run of plain Horovod, and that run; None without such a run."""
+    for run in runs:
+        best = run.best("p1")
+        if run.strategy == "horovod" and best is not None:
+            return best, run
+    return None
+
+
+def printable(text: str) -> str:
+    """Returns the text with what no document may hold (control characters, lone surrogates) replaced."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _read_run(path: Path) -> Run:
+    if not path.is_dir():
+        raise ValueError(f"{path} is {'no directory' if path.exists() else 'not there'}: name a run directory")
+    try:
+        return _parse_run(path)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}: its files are not those of a run: {error!r}") from None
+
+
+def _parse_run(path: Path) -> Run:
     config = _read_json(path / "config.json", required=True)
     summary = _read_json(path / "summary.json", required=False)
+    for name in ("utilisation", "wait_share"):
+        if not isinstance(summary.get(name), (int, float, type(None))):
+            raise ValueError(f"{path / 'summary.json'}: {name} must be a number, got {summary[name]!r}")
     rounds = _read_rounds(path / "rounds.jsonl")
+    if not rounds and not summary.get("final"):
+        raise ValueError(f"{path}: no round of the run is finished yet; let it run longer")
     evaluations = [
-        Evaluation(train_s=record["train_s"], scores=record["eval"])
+        Evaluation(train_s=record["train_s"], samples=record["samples"], scores=record["eval"])
         for record in rounds
         if record.get("eval") is not None
     ]
     # A run that evaluates only at its end may have that evaluation in the summary alone.
     if summary.get("final") and not (rounds and rounds[-1].get("eval")):
-        evaluations.append(Evaluation(train_s=summary["train_s"], scores=summary["final"]))
-    if not evaluations:
-        raise ValueError(
-            f"{path}: the run has no evaluation yet; let it run longer, or evaluate more often with "
-            "--eval-rounds 1"
+        _check_scores(summary["final"], f"{path / 'summary.json'}: final")
+        last = rounds[-1] if rounds else {"train_s": 0.0, "samples": 0}
+        evaluations.append(
+            Evaluation(
+                train_s=summary.get("train_s", last["train_s"]),
+                samples=summary.get("samples", last["samples"]),
+                scores=summary["final"],
+            )
         )
     strategy = str(summary.get("strategy") or config.get("strategy") or "unknown")
     label = summary.get("label") or config.get("label") or config.get("name") or strategy
@@ -106,13 +179,15 @@ def _read_run(path: Path) -> Run:
     factors = _constant_factors(slowdown)
     return Run(
         path=path,
-        label=str(label),
-        strategy=strategy,
-        slowdown=", ".join(f"{f:g}x" for f in factors) or ("" if not slowdown else f"schedule {slowdown}"),
+        label=printable(str(label)),
+        strategy=printable(strategy),
+        slowdown=", ".join(f"{f:g}x" for f in factors) or ("" if not slowdown else f"schedule {printable(str(slowdown))}"),
         factors=factors,
         rounds=rounds,
         evaluations=evaluations,
+        config=config,
         summary=summary,
+        written_at=(path / "rounds.jsonl").stat().st_mtime,
     )
 
 
@@ -129,10 +204,12 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
     if not required and not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: is {path.parent} a run directory?") from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
@@ -140,16 +217,50 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
 
 
 def _read_rounds(path: Path) -> list[dict[str, Any]]:
-    """One record a line; an unreadable last line is what a killed run leaves, and is left out."""
+    """One record a line; an unreadable last line is what a killed run leaves, or one that is being written: it is left out."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: is {path.parent} a run directory?") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
     rounds = []
     for number, line in enumerate(lines, 1):
         try:
-            rounds.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            record = parse_json(line)
+        except ValueError as error:
             if number < len(lines):
                 raise ValueError(f"{path}, line {number}: not valid JSON: {error}") from None
+        else:
+            _check_record(record, f"{path}, line {number}")
+            rounds.append(record)
     return rounds
+
+
+def _check_record(record: Any, where: str) -> None:
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: must hold a JSON object, got {type(record).__name__}")
+    for name in ("round", "train_s", "samples"):
+        if not math.isfinite(_number(record.get(name))):
+            raise ValueError(f"{where}: {name} must be a finite number, got {record.get(name)!r}")
+    ranks = record.get("ranks")
+    if not isinstance(ranks, dict) or not ranks or not all(isinstance(values, list) and values for values in ranks.values()):
+        raise ValueError(f"{where}: ranks must hold one list of numbers a statistic, got {ranks!r}")
+    if len({len(values) for values in ranks.values()}) > 1:
+        raise ValueError(f"{where}: the lists of ranks must be equally long, one number a rank")
+    if record.get("eval") is not None:
+        _check_scores(record["eval"], f"{where}: eval")
+
+
+def _check_scores(scores: Any, where: str) -> None:
+    if not isinstance(scores, dict) or "p1" not in scores or any(math.isnan(_number(v)) for v in scores.values()):
+        raise ValueError(f"{where} must hold numbers by metric, p1 among them, got {scores!r}")
+
+
+def _num_ranks(record: dict[str, Any]) -> int:
+    return len(next(iter(record["ranks"].values())))
+
+
+def _number(value: Any) -> float:
+    """The value as a float; NaN for what is no number."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan

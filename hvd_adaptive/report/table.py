@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from hvd_adaptive.report.runs import Run, find_target, read_runs
+from hvd_adaptive.report.runs import Run, find_target
 
-_HEADER = (
+HEADER = (
     "run",
     "strategy",
     "best P@1",
@@ -21,28 +20,31 @@ _HEADER = (
 _NONE = "-"
 
 
-def summary_table(run_dirs: Sequence[Path], *, target_p1: float | None = None) -> str:
+def table_rows(runs: Sequence[Run], *, target_p1: float | None = None) -> tuple[list[tuple[str, ...]], list[str]]:
     """Compares runs: best metrics, training seconds to a target P@1, utilisation and waiting.
 
     Args:
-        run_dirs: run directories, one row each, in this order.
+        runs: the runs, one row each, in this order.
         target_p1: the target; None: the best P@1 of the first run whose strategy is "horovod".
 
     Returns:
-        A Markdown table with aligned columns, and below it a line on the target and one on emulated
-        slowdowns. The speed-up is the seconds to the target of the first "horovod" run divided by the run's
-        own.
-
-    Raises:
-        ValueError: a directory is not a readable run with at least one evaluation.
+        Rows of as many cells as ``HEADER`` has, and lines of notes on the target, emulated slowdowns and runs that have not
+        ended. The speed-up is the seconds to the target of the first "horovod" run divided by the run's own.
     """
-    runs = read_runs(run_dirs)
     found = find_target(runs)
     baseline = found[1] if found else None
     if target_p1 is None and found:
         target_p1 = found[0]
-    rows = [_HEADER, *(_row(run, target_p1, baseline) for run in runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    from_baseline = bool(found and target_p1 == found[0])
+    rows = [_row(run, target_p1, baseline) for run in runs]
+    return rows, _notes(runs, target_p1, baseline, from_baseline=from_baseline)
+
+
+def summary_table(runs: Sequence[Run], *, target_p1: float | None = None) -> str:
+    """Returns :func:`table_rows` as a Markdown table with aligned columns, and its notes below."""
+    cells, notes = table_rows(runs, target_p1=target_p1)
+    rows = [HEADER, *((row[0].replace("|", "/"), *row[1:]) for row in cells)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = [
         _line(
             [_pad(cell, width, column) for column, (cell, width) in enumerate(zip(row, widths, strict=True))]
@@ -51,18 +53,16 @@ def summary_table(run_dirs: Sequence[Path], *, target_p1: float | None = None) -
     ]
     rule = [("-" * width) if column < 2 else ("-" * (width - 1) + ":") for column, width in enumerate(widths)]
     lines.insert(1, _line(rule))
-    return "\n".join(
-        [*lines, "", *_notes(runs, target_p1, baseline, from_baseline=bool(found and target_p1 == found[0]))]
-    )
+    return "\n".join([*lines, "", *notes])
 
 
 def _row(run: Run, target_p1: float | None, baseline: Run | None) -> tuple[str, ...]:
     seconds = None if target_p1 is None else run.seconds_to(target_p1)
     reference = baseline.seconds_to(target_p1) if baseline is not None and target_p1 is not None else None
     return (
-        run.label.replace("|", "/"),
+        run.label,
         run.strategy,
-        *(f"{run.best(metric):.4f}" for metric in ("p1", "p3", "p5")),
+        *(_format(run.best(metric), ".4f") for metric in ("p1", "p3", "p5")),
         _NONE if seconds is None else f"{seconds:.1f}",
         f"{reference / seconds:.2f}x" if seconds and reference is not None else _NONE,
         _format(run.summary.get("utilisation"), ".3f"),
@@ -84,6 +84,10 @@ def _notes(
         notes.append(f"Emulated slowdowns of the ranks: {slowed.pop()}.")
     else:
         notes += [f"Emulated slowdowns in {run.label}: {run.slowdown}." for run in runs if run.slowdown]
+    for run in runs:
+        if not run.finished:
+            rounds = f"{len(run.rounds)} round{'s' * (len(run.rounds) > 1)}"
+            notes.append(f"{run.label} has not ended: {rounds}, {run.train_s:.0f} s of training so far.")
     return notes
 
 

@@ -15,12 +15,12 @@ from hvd_adaptive.config import Config
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows
 from hvd_adaptive.train.records import Array, GatheredStats, RoundStats
 from hvd_adaptive.train.strategy import OwnState
-from hvd_adaptive.train.synchronous import FixedWorkStrategy, SynchronousClock, equal_batches
+from hvd_adaptive.train.synchronous import FixedWorkStrategy, SynchronousClock
 from hvd_adaptive.transport.base import Transport
 
 
 class HorovodStrategy(FixedWorkStrategy):
-    """Plain synchronous data parallelism: nothing of ours takes part in a step. Construction is COLLECTIVE.
+    """Plain synchronous data parallelism, with nothing of ours in a step but claims ahead of it. Construction is COLLECTIVE.
 
     A "round" is only the interval of statistics and evaluation, as many samples as in strategy ``local``. The last batches
     of a round are padded from its beginning, as DistributedSampler pads an epoch, so that all ranks make as many steps.
@@ -35,7 +35,13 @@ class HorovodStrategy(FixedWorkStrategy):
         transport.broadcast_([*(p.detach() for p in model.parameters()), *model.buffers()])
         self.optimizer = transport.distributed_optimizer(optimizer, model)
         self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
-        self._clock = SynchronousClock(self.optimizer, next(model.parameters()).device, transport)
+        self._clock = SynchronousClock(
+            self.optimizer,
+            next(model.parameters()).device,
+            transport,
+            exchanged=model.parameters(),
+            emulates=config.slowdown is not None,
+        )
         self._reduced = ExitStack()
 
     def synchronize(self) -> bool:
@@ -52,17 +58,17 @@ class HorovodStrategy(FixedWorkStrategy):
         self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats
     ) -> Iterator[Batch]:
         """Yields this rank's equal share of each step's global batch; ``work`` is not used."""
-        for batch in equal_batches(
-            rows, batch_size=self._config.batch_size, transport=self._transport, source=source, stats=stats
-        ):
+        for batch in self._equal_batches(rows, round_id, source=source, stats=stats):
             self._reduced.close()
             yield batch
 
     def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
         """Gathers the statistics. COLLECTIVE. Waiting is the time in Horovod's synchronize, the exchange included."""
+        payload_bytes = self._clock.payload_bytes
         self._clock.end_round(stats)
         gathered = GatheredStats(self._transport.allgather_stats(stats.vector()))
-        return gathered, np.full(self._transport.world_size, 1.0 / self._transport.world_size), 0
+        self._forget_round()
+        return gathered, np.full(self._transport.world_size, 1.0 / self._transport.world_size), payload_bytes
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the model's parameters and rank 0's optimizer state (shared: the ranks' are equal), and this rank's

@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hvd_adaptive.train.state import unflatten_state
+from hvd_adaptive.validation import parse_json
 
 FORMAT = "hvd_adaptive checkpoint"
 FORMAT_VERSION = 1
@@ -67,6 +68,11 @@ def rank_file(rank: int) -> str:
 def directory_name(round_number: int) -> str:
     """Returns the name of the checkpoint after this many rounds."""
     return f"round-{round_number:08d}"
+
+
+def round_of(path: Path) -> int:
+    """Returns the number of rounds before a checkpoint, from its name."""
+    return int(path.name.removeprefix("round-"))
 
 
 def part_name(round_number: int, attempt: int) -> str:
@@ -131,11 +137,12 @@ def read_state(path: Path) -> Any:
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as opened:
-            skeleton = json.loads((opened.metadata() or {})["state"])
+            skeleton = parse_json((opened.metadata() or {})["state"])
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
         return unflatten_state(skeleton, tensors)
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise RefusedError(f"{path} cannot be read: {error}") from None
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+        # torch adds a stack of C++ to what it says.
+        raise RefusedError(f"{path} cannot be read: {str(error).partition(chr(10))[0]}") from None
 
 
 def measure_file(path: Path, *, sync: bool = False) -> Written:
@@ -223,13 +230,16 @@ def remove(path: Path) -> None:
 def remove_parts(folder: Path) -> None:
     """Removes what interrupted runs left half written."""
     for path in folder.glob(".part-*"):
-        remove(path)
+        if path.is_dir():
+            remove(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """Returns the checkpoints of a folder, newest first, whether valid or not."""
     found = [path for path in folder.glob("round-*") if re.fullmatch(r"round-\d{8,}", path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("round-")), reverse=True)
+    return sorted(found, key=round_of, reverse=True)
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -249,7 +259,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise RefusedError(f"{path / MANIFEST} cannot be read: {error}") from None
     try:
-        manifest = json.loads(text)
+        manifest = parse_json(text)
     except ValueError as error:
         raise RefusedError(f"{path / MANIFEST} is damaged: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -262,7 +272,24 @@ def read_manifest(path: Path) -> dict[str, Any]:
         )
     if manifest.pop("sha256", None) != _digest(manifest):
         raise RefusedError(f"{path / MANIFEST} is damaged: its checksum does not match")
+    _check_shape(path, manifest)
     return manifest
+
+
+def _check_shape(path: Path, manifest: dict[str, Any]) -> None:
+    """Raises RefusedError for a manifest that is whole, but not one of :func:`commit`'s."""
+    kinds: dict[str, type] = dict.fromkeys(("round", "epoch", "cursor", "world_size"), int)
+    kinds |= {"model": list, "data": dict, "options": dict, "files": dict}
+    wrong = [name for name, kind in kinds.items() if not isinstance(manifest.get(name), kind)]
+    if not wrong and manifest["world_size"] < 1:
+        wrong = ["world_size"]
+    for name, item in {} if wrong else manifest["files"].items():
+        whole = isinstance(item, dict) and isinstance(item.get("bytes"), int) and isinstance(item.get("sha256"), str)
+        # A name, never a way to another folder.
+        if not whole or name != os.path.basename(name) or name in ("", ".", ".."):
+            wrong.append(f"files: {name!r}")
+    if wrong:
+        raise RefusedError(f"{path / MANIFEST} is none of hvd_adaptive's: {', '.join(wrong[:3])} is missing or no such thing")
 
 
 def check_files(path: Path, manifest: dict[str, Any], names: list[str] | None = None) -> None:

@@ -13,7 +13,7 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from hvd_adaptive.train.records import RoundRecord, RoundStats
 from hvd_adaptive.train.resume import Identity, find_candidates, load_newest_valid, set_aside_newer
 from hvd_adaptive.train.session import Session
 from hvd_adaptive.train.state import flatten_state
-from hvd_adaptive.transport.base import AgreedError, agree, long_task
+from hvd_adaptive.transport.base import AgreedError, Transport, agree, long_task
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +69,11 @@ class Checkpointer:
         options: further options by name, as JSON has them. Like those of ``Config``, they must be the same at a resume.
         may_change: the options of which that is not true, besides ``hash_interval``, ``stall_limit_s`` and ``slowdown``.
         files: gives files to add, on rank 0; they may be replaced but never changed in place.
+        background: write beside the next round; else it begins when the checkpoint is complete, so that a lost rank costs no
+            more than the round in which it is lost.
 
     Attributes:
+        folder: folder of the checkpoints.
         counts: what became of the checkpoints; complete on rank 0.
 
     Raises:
@@ -89,6 +92,7 @@ class Checkpointer:
         options: dict[str, Any] | None = None,
         may_change: frozenset[str] = frozenset(),
         files: Callable[[], list[Path]] = list,
+        background: bool = True,
     ) -> None:
         if interval is not None and interval < 0:
             raise ValueError(f"interval must be >= 0 rounds, got {interval}")
@@ -96,13 +100,18 @@ class Checkpointer:
             raise ValueError(f"keep must be >= 1 checkpoint, got {keep}")
         self.counts = Counts()
         self._session = session
-        self._folder = Path(folder)
+        self.folder = Path(folder)
+        # Ranks may reach one folder by several names.
+        self._name = session.transport.allgather_object(str(folder))[0]
         self._interval = interval
         self._keep = keep
         self._identity = Identity.of(session, data=data or {}, options=options or {})
         self._may_change = may_change
         self._files = files
+        self._background = background
         self._thread: threading.Thread | None = None
+        # Tensors of the last checkpoint by file and name, to be overwritten by the next.
+        self._copies: dict[str, dict[str, Tensor]] = {}
         self._attempt = 0
         self._due_from = (0, 0.0)
         self._newest: tuple[int, Path] | None = None
@@ -111,11 +120,13 @@ class Checkpointer:
         self._last_copy_s = 0.0
         self._last_write_s = 0.0
         if interval != 0:
-            self._check_folder()
+            remedy = "run directory on storage that all hosts share, or switch checkpoints off with an interval of 0"
+            check_shared_folder(self.folder, session.transport, remedy)
+            session.preemption.saved = self._describe_newest
             session.records.append(self._after_round)
             session.before_gather.append(self._report)
 
-    def resume(self, source: str | Path | None = None) -> Path | None:
+    def resume(self, source: str | Path | None = None, *, also: Sequence[Path] = ()) -> Path | None:
         """Goes on from the newest valid checkpoint. COLLECTIVE. Before the first batch.
 
         One that is damaged, cut short, foreign or of a newer format is refused with its reason, and the next older one is
@@ -123,6 +134,7 @@ class Checkpointer:
 
         Args:
             source: a checkpoint, a folder of them or a run directory; None: this folder.
+            also: further folders of the same run's checkpoints, whose newest may be newer; each as rank 0 sees it.
 
         Returns:
             The checkpoint; None if this folder holds none at all and no source was named.
@@ -132,12 +144,12 @@ class Checkpointer:
                 may not change is not what it was.
         """
         session = self._session
-        candidates = find_candidates(Path(source) if source is not None else self._folder, session.transport)
+        candidates = find_candidates(Path(source) if source is not None else self.folder, session.transport, also)
         if not candidates:
             if source is not None:
                 raise AgreedError(f"resume: there is no checkpoint in {source}")
             if session.rank == 0:
-                log.warning("no checkpoint in %s: starting fresh", self._folder)
+                log.warning("no checkpoint in %s: starting fresh", self.folder)
             return None
         path, manifest = load_newest_valid(candidates, session, self._identity, self._may_change)
         error = None
@@ -147,13 +159,14 @@ class Checkpointer:
                 path, session.round, session.ledger.epoch, session.ledger.cursor, manifest["world_size"], session.world_size,
             )  # fmt: skip
             try:
-                set_aside_newer(self._folder, session.round)
+                set_aside_newer(self.folder, session.round)
             except OSError as failure:
                 error = f"checkpoints newer than {path} cannot be set aside: {failure}"
         agree(session.transport, error)
         self._due_from = (session.round, session.train_s)
-        if path.parent == self._folder:
-            self._newest = (session.round, path)
+        here = checkpoint.find_checkpoints(self.folder) if session.rank == 0 else []
+        if here:
+            self._newest = (checkpoint.round_of(here[0]), here[0])
         return path
 
     def save(self) -> bool:
@@ -183,37 +196,26 @@ class Checkpointer:
         counts: Counts = self._session.transport.allgather_object(self.counts)[0]
         return counts
 
-    def _check_folder(self) -> None:
-        transport = self._session.transport
-        token = transport.allgather_object(secrets.token_hex(8))[0]
-        probe = self._folder / f".part-probe-{token}"
-        error = None
-        if transport.rank == 0:
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                checkpoint.remove_parts(self._folder)
-                probe.mkdir()
-            except OSError as failure:
-                error = f"checkpoint folder {self._folder} cannot be written: {failure}"
-        agree(transport, error)
-        try:
-            (probe / str(transport.rank)).touch()
-        except OSError as failure:
-            error = (
-                f"checkpoint folder {self._folder}: {transport.host} cannot write where rank 0 can ({failure}); name a "
-                "run directory on storage that all hosts share, or switch checkpoints off with an interval of 0"
-            )
-        agree(transport, error)
-        if transport.rank == 0:
-            checkpoint.remove(probe)
+    def _has_room(self, state: dict[str, Any]) -> bool:
+        """Whether there is room for a checkpoint of this state; the same on every rank. COLLECTIVE."""
+        return True
+
+    def _describe_newest(self) -> str:
+        if self._session.rank:
+            return f"the newest checkpoint is in {self.folder}"
+        return f"the newest checkpoint is {self._newest[1] if self._newest else 'none'}"
 
     def _report(self, stats: RoundStats) -> None:
-        stats.checkpoint_s, self._copy_s = self._copy_s, 0.0
+        # A run may have two of these: one on the disk and one in memory.
+        stats.checkpoint_s += self._copy_s
         # Training stood still for it, though between two rounds.
-        stats.train_s += stats.checkpoint_s
-        stats.checkpoint_busy = float(self._thread is not None and self._thread.is_alive())
-        if not stats.checkpoint_busy:
-            stats.checkpoint_write_s, self._write_s = self._write_s, 0.0
+        stats.train_s += self._copy_s
+        self._copy_s = 0.0
+        if self._thread is not None and self._thread.is_alive():
+            stats.checkpoint_busy = 1.0
+        else:
+            stats.checkpoint_write_s += self._write_s
+            self._write_s = 0.0
 
     def _after_round(self, record: RoundRecord) -> None:
         # All ranks decide from the gathered record, and so decide the same.
@@ -225,11 +227,15 @@ class Checkpointer:
         else:
             pause_s = max(MIN_SECONDS, (self._last_copy_s + self._last_write_s) / MAX_SHARE)
             due = record.train_s - since_s >= pause_s
-        if due and record.stats["checkpoint_busy"].any():
+        if due and self._background and record.stats["checkpoint_busy"].any():
             self.counts.skipped += 1
             log.debug("round %d: the last checkpoint is still being written", self._session.round)
         elif due:
             self._start()
+            if not self._background:
+                start = time.perf_counter()
+                self._wait()
+                self._copy_s += time.perf_counter() - start
 
     def _start(self) -> None:
         """Copies the state and starts to write it. On every rank after the same round."""
@@ -239,10 +245,16 @@ class Checkpointer:
         self._attempt += 1
         self._due_from = (session.round, session.train_s)
         state = session.state_dict()
-        parts = [(checkpoint.rank_file(session.rank), *flatten_state(state["own"]))]
+        if not self._has_room(state):
+            return
+        names = {"own": checkpoint.rank_file(session.rank)}
         if session.rank == 0:
-            parts.append((checkpoint.GLOBAL_FILE, *flatten_state(state["shared"])))
-        part = self._folder / checkpoint.part_name(session.round, self._attempt)
+            names["shared"] = checkpoint.GLOBAL_FILE
+        parts = []
+        for key, name in names.items():
+            skeleton, self._copies[name] = flatten_state(state[key], self._copies.get(name))
+            parts.append((name, skeleton, self._copies[name]))
+        part = self.folder / checkpoint.part_name(session.round, self._attempt)
         added, error = [], None
         try:
             part.mkdir(exist_ok=True)
@@ -299,9 +311,9 @@ class Checkpointer:
                 for path in added:
                     files[path.name] = checkpoint.measure_file(path, sync=True)
                 checkpoint.sync_directory(part)
-        except (OSError, TypeError) as failure:
-            error = str(failure)
-        parts.clear()
+        except Exception as failure:
+            # Whatever it is: rank 0 waits for the report.
+            error = str(failure) or repr(failure)
         self._write_s += time.perf_counter() - start
         try:
             self._finish(part, attempt, files, error, content)
@@ -313,7 +325,7 @@ class Checkpointer:
         self, part: Path, attempt: int, files: dict[str, Written], error: str | None, content: dict[str, Any]
     ) -> None:
         """Reports this rank's files; on rank 0 waits for all reports and completes the checkpoint."""
-        transport, key = self._session.transport, f"checkpoint.{attempt}"
+        transport, key = self._session.transport, f"checkpoint.{self._name}.{attempt}"
         report = json.dumps({"files": {name: asdict(item) for name, item in files.items()}, "error": error})
         transport.compare_set(f"{key}.{transport.rank}", "", report)
         reported = transport.add(key, 1)
@@ -329,7 +341,7 @@ class Checkpointer:
         start = time.perf_counter()
         errors = [f"rank {rank}: {item['error']}" for rank, item in enumerate(reports) if item["error"]]
         round_number = content["round"]
-        path = self._folder / checkpoint.directory_name(round_number)
+        path = self.folder / checkpoint.directory_name(round_number)
         if not errors:
             everyone = {name: Written(**item) for r in reports for name, item in r["files"].items()}
             try:
@@ -347,7 +359,38 @@ class Checkpointer:
             self.counts.written += 1
             self._newest = (round_number, path)
             try:
-                checkpoint.prune(self._folder, self._keep)
+                checkpoint.prune(self.folder, self._keep)
             except OSError as failure:
                 log.warning("an old checkpoint cannot be removed: %s", failure)
         self._write_s += time.perf_counter() - start
+
+
+def check_shared_folder(folder: Path, transport: Transport, remedy: str) -> None:
+    """Makes a folder and tries whether every rank can write where rank 0 can. COLLECTIVE.
+
+    Args:
+        folder: for checkpoints or commits.
+        transport: the world.
+        remedy: what else to name, for the error.
+
+    Raises:
+        AgreedError: naming the host that cannot.
+    """
+    token = transport.allgather_object(secrets.token_hex(8))[0]
+    probe = folder / f".part-probe-{token}"
+    error = None
+    if transport.rank == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            checkpoint.remove_parts(folder)
+            probe.mkdir()
+        except OSError as failure:
+            error = f"checkpoint folder {folder} cannot be written: {failure}"
+    agree(transport, error)
+    try:
+        (probe / str(transport.rank)).touch()
+    except OSError as failure:
+        error = f"checkpoint folder {folder}: {transport.host} cannot write where rank 0 can ({failure}); name a {remedy}"
+    agree(transport, error)
+    if transport.rank == 0:
+        checkpoint.remove(probe)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hvd_adaptive.compress.policy import TensorInfo
 from hvd_adaptive.core.outer import OuterStep
-from hvd_adaptive.train.compressed import CompressedSum
+from hvd_adaptive.exchange.compressed import CompressedSum
 from hvd_adaptive.train.row_merge import RowMerge, RowRange, all_finite
 from hvd_adaptive.train.touched_rows import TouchedRows
 from hvd_adaptive.transport.base import Transport
@@ -129,15 +129,13 @@ class FlatModel:
 
     Construction is COLLECTIVE: all ranks start from rank 0's parameters and buffers.
 
-    Attributes:
-        device: where the model is.
-
     Args:
         model: any module; floating-point parameters on one device.
         transport: the world.
         touched: the sparse parameters whose touched rows are known, by ``id`` of the parameter.
 
     Attributes:
+        device: where the model is.
         compressed: sums the parameters' deltas in encoded form, where it is set.
 
     Raises:
@@ -184,6 +182,25 @@ class FlatModel:
         self.row_ranges = [r for g in self.parameter_groups for r in g.row_ranges.values()]
         for row_range in self.row_ranges:
             row_range.touched.clear()
+
+    def rebind(self) -> None:
+        """Takes the model's tensors anew, for a loop that may have put other ones of the same shapes in their place.
+
+        Raises:
+            RuntimeError: if there are other ones than at construction, or of other shapes.
+        """
+        self.check_trainable()
+        trainable = [p.detach() for p in self._model.parameters() if p.requires_grad]
+        buffers = list(self._model.buffers())
+        floats, integers = ([b for b in buffers if b.is_floating_point() is kind] for kind in (True, False))
+        found = [*_by_dtype(trainable).values(), *_by_dtype(floats).values(), integers]
+        held = [*(group.tensors for group in self.groups), self.buffers.integers]
+        if [[t.shape for t in tensors] for tensors in found] != [[t.shape for t in tensors] for tensors in held]:
+            raise RuntimeError(
+                "the model has other parameters or buffers, or of another shape or dtype, than when merges began"
+            )
+        for tensors, others in zip(held, found, strict=True):
+            tensors[:] = others
 
     @property
     def groups(self) -> list[_Group]:
@@ -326,21 +343,28 @@ def model_hash(model: nn.Module, *, buffers: bool = True) -> str:
 
 def _group(kind: str, tensors: list[Tensor], touched: Mapping[int, TouchedRows] | None = None) -> list[_Group]:
     groups = []
-    for dtype in (torch.float32, torch.float64):
-        members = [t for t in tensors if (t.dtype == torch.float64) == (dtype == torch.float64)]
-        if members:
-            flat = torch.cat([t.reshape(-1).to(dtype) for t in members])
-            name = f"{kind}.{str(dtype).removeprefix('torch.')}"
-            group = _Group(name=name, tensors=members, weights=flat, delta=torch.zeros_like(flat))
-            start = 0
-            for index, tensor in enumerate(members):
-                if touched and id(tensor) in touched:
-                    group.row_ranges[index] = RowRange(
-                        touched[id(tensor)], tensor, group.weights, group.delta, start
-                    )
-                start += tensor.numel()
-            groups.append(group)
+    for dtype, members in _by_dtype(tensors).items():
+        flat = torch.cat([t.reshape(-1).to(dtype) for t in members])
+        name = f"{kind}.{str(dtype).removeprefix('torch.')}"
+        group = _Group(name=name, tensors=members, weights=flat, delta=torch.zeros_like(flat))
+        start = 0
+        for index, tensor in enumerate(members):
+            if touched and id(tensor) in touched:
+                group.row_ranges[index] = RowRange(
+                    touched[id(tensor)], tensor, group.weights, group.delta, start
+                )
+            start += tensor.numel()
+        groups.append(group)
     return groups
+
+
+def _by_dtype(tensors: list[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    """The tensors by the dtype of their global values, where there are any."""
+    found = {
+        dtype: [t for t in tensors if (t.dtype == torch.float64) == (dtype == torch.float64)]
+        for dtype in (torch.float32, torch.float64)
+    }
+    return {dtype: members for dtype, members in found.items() if members}
 
 
 def _fill_deltas(groups: list[_Group], *, verify: bool = False) -> bool:

@@ -14,13 +14,13 @@ class LearningRateMultiplier:
         optimizer: any torch optimizer; hooks are registered on it.
 
     Attributes:
-        value: the factor on the next step's learning rate.
+        value: the factor on the learning rate of the step that is under way, else of the next one.
         applied_lr: the first group's learning rate in the last step, 0 before any.
         num_begun: steps that have begun, finished or not.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.value = 1.0
+        self._value = 1.0
         self.applied_lr = 0.0
         self.num_begun = 0
         self._saved: list[Any] | None = None
@@ -30,14 +30,34 @@ class LearningRateMultiplier:
             optimizer.register_step_post_hook(self._after),
         ]
 
+    @property
+    def value(self) -> float:
+        """The factor."""
+        return self._value
+
+    @value.setter
+    def value(self, factor: float) -> None:
+        self._value = factor
+        if self._saved is not None:
+            # Horovod's optimizer waits for the gradients inside its step, and what is known then may change the factor.
+            self._apply(self._saved)
+
+    @property
+    def own_lr(self) -> float:
+        """The first group's learning rate without the factor, also inside a step."""
+        return float(self._optimizer.param_groups[0]["lr"] if self._saved is None else self._saved[0])
+
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         self.num_begun += 1
         # A wrapping optimizer (Horovod's) runs the hooks again for the step inside its own.
         if self._saved is None:
             self._saved = [group["lr"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * self.value
-            self.applied_lr = float(optimizer.param_groups[0]["lr"])
+            self._apply(self._saved)
+
+    def _apply(self, rates: list[Any]) -> None:
+        for group, lr in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = lr * self._value
+        self.applied_lr = float(self._optimizer.param_groups[0]["lr"])
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         self.restore()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,19 +16,18 @@ from torch.optim import Optimizer
 
 from hvd_adaptive.config import Config
 from hvd_adaptive.core.balance import lr_multiplier, speed_shares
-from hvd_adaptive.core.dispatch import MegaBatch, claim_size
+from hvd_adaptive.core.dispatch import ClaimRule, MegaBatch, own_parts
 from hvd_adaptive.core.outer import OuterStep
-from hvd_adaptive.core.weights import Perturbation, merge_weights
+from hvd_adaptive.core.round_control import RoundControl
+from hvd_adaptive.exchange.compressed import CompressedSum
 from hvd_adaptive.train import optimizer_state
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows, prefetched
-from hvd_adaptive.train.claims import Claims, OwnPart, SharedCursor
-from hvd_adaptive.train.compressed import CompressedSum
-from hvd_adaptive.train.control import RoundControl
+from hvd_adaptive.train.claims import Claim, Claims, OwnPart, SharedCursor
 from hvd_adaptive.train.flat_model import FlatModel
-from hvd_adaptive.train.memory import cut, free_cached
+from hvd_adaptive.train.memory import MemoryCeiling
 from hvd_adaptive.train.overlap import OverlappedMerge
 from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
-from hvd_adaptive.train.replay import Claim, RecordedClaims, RoundClaims, WatchedClaims
+from hvd_adaptive.train.replay import RecordedClaims, RoundClaims, WatchedClaims
 from hvd_adaptive.train.row_merge import RowMerge
 from hvd_adaptive.train.strategy import OwnState
 from hvd_adaptive.train.touched_rows import TouchedRows, sparse_parameters, why_dense
@@ -61,7 +61,7 @@ class LocalStrategy:
         )
         if config.compression != "none":
             infos = [info for group in self.flat_model.parameter_groups for info in group.infos]
-            self.flat_model.compressed = CompressedSum(config, transport, infos)
+            self.flat_model.compressed = CompressedSum(config, transport, infos, auto_bits=config.auto_bits)
         self._overlap = None
         if config.overlap_merge:
             self._overlap = OverlappedMerge(self.flat_model, self._outer, transport)
@@ -71,16 +71,15 @@ class LocalStrategy:
         self.round_unit = 1
         self.inexact: list[str] = []
         self._warming_up = False
-        self._cursor_key = ""
+        self._cursor: SharedCursor | None = None
         self._control = RoundControl(config, transport.world_size, speaks=transport.rank == 0)
         # This rank's own, which the others know after the round.
-        self._ceiling = np.inf
-        self._device = next(model.parameters()).device
-        self._failed = False
-        self._returned: list[tuple[Rows, int]] = []
+        self._memory = MemoryCeiling(next(model.parameters()).device)
         self._dataset_size = 0
         self.repeat: list[Claim] | None = None
         self.claimed: list[Claim] = []
+        self._claims: Claims
+        self._mega_batch: MegaBatch | None = None
 
     @property
     def mega_batch(self) -> int:
@@ -115,9 +114,7 @@ class LocalStrategy:
 
     def take_back(self, batch: Batch) -> bool:
         """Gives the batch's samples to this rank again, as halves, and half its size is this rank's ceiling from now on."""
-        self._ceiling = min(self._ceiling, batch.num_samples // 2)
-        self._returned.append((batch.rows, batch.work))
-        self._failed = True
+        self._memory.take_back(batch)
         return True
 
     def repeat_round(self, recorded: RoundClaims) -> None:
@@ -147,35 +144,33 @@ class LocalStrategy:
             start = time.perf_counter()
             self._overlap.start_round_()
             stats.merge_s += time.perf_counter() - start
-        mega_batch = MegaBatch(rows, work)
+        mega_batch = self._mega_batch = MegaBatch(rows, work)
         rank = self._transport.rank
         # A control that was loaded from a checkpoint may know more.
-        self._ceiling = min(self._ceiling, float(self._control.ceilings[rank]))
-        self._cursor_key = f"claim.{round_id}"
+        self._memory.samples = min(self._memory.samples, float(self._control.ceilings[rank]))
         self._round = round_id
-        # A batch size is in samples, a claim in work.
-        work_per_sample = mega_batch.total_work / max(1, len(rows))
-        full_claims = self.batch_sizes * work_per_sample
-        dynamic = self._config.dispatch == "dynamic"
-        claims = WatchedClaims(self._claims(mega_batch.total_work))
+        rule = ClaimRule.of_round(
+            rank,
+            batch_sizes=self.batch_sizes,
+            speed_shares=self._shares,
+            work_per_sample=mega_batch.total_work / max(1, len(rows)),
+            dynamic=self._config.dispatch == "dynamic",
+        )
+        claims = self._claims = WatchedClaims(self._open_claims(mega_batch.total_work, least=rule.least))
         self.claimed = claims.taken
+        # Of each batch that was loaded and not yet computed: the number of its claim, and how a replay has to cut it.
+        loaded: deque[tuple[int, list[int]]] = deque()
 
         def fetch(pending: int) -> Batch | None:
             def size(remaining: int) -> int:
-                return claim_size(
-                    remaining=remaining,
-                    full_claim=min(full_claims[rank], self._ceiling * work_per_sample),
-                    own_pending=pending,
-                    others_full_claims=full_claims.sum() - full_claims[rank],
-                    # Nobody else takes of an own part.
-                    speed_share=self._shares[rank] if dynamic else 1.0,
-                    smallest=2 * work_per_sample,
-                )
+                return rule.size(remaining, pending=pending, ceiling=self._memory.samples)
 
             while (claim := claims.claim(size)) is not None:
-                claimed = mega_batch.claimed(*claim)
+                start, stop, *parts = claim
+                claimed = mega_batch.claimed(start, stop)
                 if len(claimed):
-                    return source.load(claimed, claim[1] - claim[0])
+                    loaded.append((len(claims.taken) - 1, parts))
+                    return source.load(claimed, stop - start)
             return None
 
         @contextmanager
@@ -185,36 +180,41 @@ class LocalStrategy:
             stats.claim_s += time.perf_counter() - start
 
         for batch in prefetched(fetch, timed):
-            if batch.num_samples <= self._ceiling:
-                yield batch
-            else:
-                # Claimed before the ceiling was known.
-                self._returned.append((batch.rows, batch.work))
-            yield from self._repeated(source, timed)
+            number, parts = loaded.popleft()
+            sizes = yield from self._memory.batches(batch, parts, source, timed)
+            if self._overlap is not None:
+                self._overlap.poll()
+            claims.taken[number] = (*claims.taken[number][:2], *sizes)
 
-    def _repeated(self, source: BatchSource, timed: Callable[[], AbstractContextManager[None]]) -> Iterator[Batch]:
-        """Yields the samples of batches that were too large, until all have been computed."""
-        if self._failed:
-            free_cached(self._device)
-            self._failed = False
-        while self._returned:
-            rows, work = self._returned.pop()
-            parts = cut(rows, work, most=int(min(self._ceiling, len(rows))))
-            if len(parts) > 1:
-                self._returned += reversed(parts)
-                continue
-            with timed():
-                batch = source.load(rows, work)
-            yield batch
+    def close_round(self) -> None:
+        """Ends the round at the shared cursor; where each rank has a part of its own, goes on to its end."""
+        self._claims.close()
 
-    def _claims(self, total_work: int) -> Claims:
+    def round_samples(self, num_rows: int) -> int:
+        """Returns the samples that were claimed."""
+        end = self._claims.end
+        return num_rows if end is None or self._mega_batch is None else self._mega_batch.num_rows_before(end)
+
+    def _check_claims(self, computed: int) -> None:
+        """Raises RuntimeError unless the ranks have computed what was claimed: the ledger must not count anything else."""
+        if self._mega_batch is None:
+            return  # no round was opened: there is no cursor
+        expected = self.round_samples(len(self._mega_batch.rows))
+        if self.repeat is None and computed != expected:
+            raise RuntimeError(
+                f"the ranks computed {computed} samples of round {self._round}, which has {expected}: its cursor was moved by "
+                "something else than their claims. Nothing of the round was merged; see docs/security.md"
+            )
+
+    def _open_claims(self, total_work: int, *, least: int) -> Claims:
         world_size, rank = self._transport.world_size, self._transport.rank
         if self.repeat is not None:
             return RecordedClaims(self.repeat)
         if self._config.dispatch == "dynamic":
-            return SharedCursor(self._transport, self._cursor_key, total_work=total_work)
+            self._cursor = SharedCursor(self._transport, f"claim.{self._round}", total_work=total_work, least=least)
+            return self._cursor
         shares = self._shares if self._config.dispatch == "proportional" else np.ones(world_size)
-        edges = np.rint(np.concatenate(([0.0], np.cumsum(shares))) / shares.sum() * total_work)
+        edges = own_parts(shares, total_work)
         return OwnPart(int(edges[rank]), int(edges[rank + 1]))
 
     def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
@@ -237,7 +237,7 @@ class LocalStrategy:
         else:
             finite = self.flat_model.compute_delta(verify=interval > 0 and (self._round + 1) % interval == 0)
         stats.finite = float(finite)
-        stats.ceiling = self._ceiling if np.isfinite(self._ceiling) else 0.0
+        stats.ceiling = self._memory.samples if np.isfinite(self._memory.samples) else 0.0
         if self._config.perturbation:
             stats.norm_per_parameter = self.flat_model.norm_per_parameter()
         delta_s = time.perf_counter() - start
@@ -245,6 +245,7 @@ class LocalStrategy:
 
         start = time.perf_counter()
         gathered = GatheredStats(self._transport.allgather_stats(stats.vector()))
+        self._check_claims(int(gathered["num_samples"].sum()))
         all_finite = gathered["finite"] > 0
         weight = self._weights(gathered)
         self._rebalance(gathered)
@@ -270,8 +271,8 @@ class LocalStrategy:
                 "If this repeats, lower --lr.",
                 np.flatnonzero(~all_finite).tolist(),
             )
-        if rank == 0:
-            self._transport.forget(self._cursor_key)
+        if rank == 0 and self._cursor is not None:
+            self._cursor.forget()
         stats.merge_s += delta_s + time.perf_counter() - start
         return gathered, weight, self.flat_model.payload_bytes
 
@@ -352,22 +353,8 @@ class LocalStrategy:
         self._control.load_state_dict(shared["control"])
 
     def _weights(self, gathered: GatheredStats) -> Array:
-        config = self._config
-        perturbation = None
-        if config.perturbation:
-            perturbation = Perturbation(
-                threshold=config.perturbation_threshold, delta=config.perturbation_delta
-            )
         try:
-            return merge_weights(
-                config.merge_weights,
-                num_updates=gathered["num_updates"],
-                num_samples=gathered["num_samples"],
-                batch_sizes=gathered["batch_size"],
-                finite=gathered["finite"] > 0,
-                norm_per_parameter=gathered["norm_per_parameter"],
-                perturbation=perturbation,
-            )
+            return self._control.weights(gathered)
         except RuntimeError as error:
             # Every rank has the same statistics, so every rank is here.
             raise AgreedError(str(error)) from None

@@ -132,6 +132,13 @@ class LogicalStrategy(LocalStrategy):
         """Returns False: parts of a failed batch would come in the turn of another logical rank."""
         return False
 
+    def close_round(self) -> None:
+        """Goes on to the round's end: the result must not depend on when someone wanted to stop."""
+
+    def round_samples(self, num_rows: int) -> int:
+        """Returns all of them."""
+        return num_rows
+
     def _mark_rows(self, model: nn.Module) -> dict[int, TouchedRows]:
         # Deltas of all rows are kept until the merge.
         return {}

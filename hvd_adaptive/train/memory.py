@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import itertools
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 
+import numpy as np
 import torch
 
-from hvd_adaptive.train.batches import Rows
+from hvd_adaptive.train.batches import Batch, BatchSource, Rows
 
 # What torch and its libraries say where they raise no OutOfMemoryError.
 _MESSAGES = (
@@ -42,21 +45,97 @@ def free_cached(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def cut(rows: Rows, work: int, *, most: int) -> list[tuple[Rows, int]]:
-    """Cuts a batch into parts of nearly equal length.
+def even_sizes(num_samples: int, *, most: int) -> list[int]:
+    """Returns the sizes of the fewest nearly equal parts of a batch of which none has more than ``most`` samples."""
+    num_parts = -(-num_samples // most)
+    edges = [num_samples * part // num_parts for part in range(num_parts + 1)]
+    return [stop - start for start, stop in itertools.pairwise(edges)]
+
+
+def cut(rows: Rows, work: int, sizes: Sequence[int]) -> list[tuple[Rows, int]]:
+    """Cuts a batch into parts.
 
     Args:
         rows: its rows, shape (num_samples,).
         work: their work, divided among the parts by length.
-        most: samples of the longest part, >= 1.
+        sizes: samples of each part, summing to num_samples.
 
     Returns:
         Each part's rows and work: rows in their order, work summing to ``work``.
+
+    Raises:
+        ValueError: if the sizes do not make up the batch.
     """
-    num_parts = -(-len(rows) // most)
-    edges = [len(rows) * part // num_parts for part in range(num_parts + 1)]
-    shares = [work * edge // max(1, len(rows)) for edge in edges]
+    edges = [0, *itertools.accumulate(sizes)]
+    if edges[-1] != len(rows) or min(sizes) < 1:
+        raise ValueError(f"parts of {', '.join(map(str, sizes))} samples do not make up a batch of {len(rows)}")
+    shares = [work * edge // len(rows) for edge in edges]
     return [
         (rows[start:stop], shares[part + 1] - shares[part])
         for part, (start, stop) in enumerate(itertools.pairwise(edges))
     ]
+
+
+class MemoryCeiling:
+    """The samples that fit into a rank's memory, as far as is known, and the batches that did not.
+
+    Args:
+        device: where batches are computed.
+
+    Attributes:
+        samples: of the largest batch that may be tried, infinite until one has failed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.samples = np.inf
+        self._device = device
+        self._failed = False
+        self._returned: list[tuple[Rows, int]] = []
+
+    def take_back(self, batch: Batch) -> None:
+        """Takes a batch that failed, to give it again in halves; half its size is the ceiling from now on."""
+        self.samples = min(self.samples, batch.num_samples // 2)
+        self._returned.append((batch.rows, batch.work))
+        self._failed = True
+
+    def batches(
+        self,
+        batch: Batch,
+        sizes: Sequence[int],
+        source: BatchSource,
+        timed: Callable[[], AbstractContextManager[None]],
+    ) -> Generator[Batch, None, list[int]]:
+        """Yields a batch, or its parts until all of its samples have been computed.
+
+        Args:
+            batch: to be computed.
+            sizes: samples of the parts to cut it into at once, as a replay does; empty for the whole, if it fits.
+            source: makes batches of rows.
+            timed: around the making of a part.
+
+        Returns:
+            Samples of each part that was computed; empty for the whole.
+        """
+        if sizes:
+            self._returned += reversed(cut(batch.rows, batch.work, sizes))
+        elif batch.num_samples <= self.samples:
+            yield batch
+        else:
+            # Claimed before the ceiling was known.
+            self._returned.append((batch.rows, batch.work))
+        computed = []
+        while self._returned:
+            if self._failed:
+                free_cached(self._device)
+                self._failed = False
+            rows, work = self._returned.pop()
+            parts = even_sizes(len(rows), most=int(min(self.samples, len(rows))))
+            if len(parts) > 1:
+                self._returned += reversed(cut(rows, work, parts))
+                continue
+            with timed():
+                part = source.load(rows, work)
+            yield part
+            if not self._failed:
+                computed.append(len(rows))
+        return computed

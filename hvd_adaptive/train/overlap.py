@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.core.outer import OuterStep
+from hvd_adaptive.exchange.pipeline import UnderWay
 from hvd_adaptive.train.flat_model import FlatModel
 from hvd_adaptive.train.row_merge import all_finite
 from hvd_adaptive.transport.base import Pending, Transport
@@ -24,7 +25,8 @@ class OverlappedMerge:
     Between rounds the model is G: evaluation, hashes and files see what all ranks hold. Float buffers are merged at once:
     a stale variance could become negative.
 
-    Needs one more copy of the trainable parameters: each rank's own progress, while its weighted copy is on the way.
+    Needs one more copy of the trainable parameters: each rank's own progress, while its weighted copy is on the way. What codecs
+    lose of it is added to what is sent a round later, as without overlap.
 
     Args:
         flat_model: the model; its delta is what is on the way.
@@ -33,6 +35,7 @@ class OverlappedMerge:
     """
 
     def __init__(self, flat_model: FlatModel, outer: OuterStep, transport: Transport) -> None:
+        self._under_way = UnderWay()
         self._flat_model = flat_model
         self._outer = outer
         self._transport = transport
@@ -69,16 +72,32 @@ class OverlappedMerge:
             buffer_weight: this rank's weight for float buffers.
         """
         self._arrive_()
+        compressed, encoded_bytes = self._flat_model.compressed, 0
+        if compressed is not None:
+            compressed.begin_round()
         for group, progress in zip(self._groups, self._progress, strict=True):
             if weight:
                 torch.mul(progress, weight, out=group.delta)
             else:
                 progress.zero_()
                 group.delta.zero_()
-            self._handles.append(self._transport.allreduce_sum_async_(group.delta, name=f"overlap.{group.name}"))
+            if compressed is None:
+                self._handles.append(self._transport.allreduce_sum_async_(group.delta, name=f"overlap.{group.name}"))
+            else:
+                compressed.prepare(group.delta, group.name, group.infos)
+                for task in compressed.tasks(group.delta, group.name):
+                    self._under_way.begin(task)
+                encoded_bytes += compressed.payload_bytes(group.delta, group.name)
+        if compressed is not None:
+            self._flat_model.payload_bytes = self._flat_model.buffers.payload_bytes + encoded_bytes
         self._pending = True
         self._flat_model.buffers.merge_(buffer_weight)
         self._flat_model.restore_()
+
+    @torch.no_grad()
+    def poll(self) -> None:
+        """Goes on with encoded sums as far as they have arrived; call it between steps."""
+        self._under_way.poll()
 
     @torch.no_grad()
     def drain_(self) -> None:
@@ -116,6 +135,7 @@ class OverlappedMerge:
         for handle in self._handles:
             handle.wait()
         self._handles.clear()
+        self._under_way.finish()
 
     def _arrive_(self) -> None:
         self._wait()

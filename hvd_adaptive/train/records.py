@@ -42,6 +42,11 @@ class RoundStats:
         checkpoint_s: seconds that training stood still for a checkpoint before the round; part of ``train_s``.
         checkpoint_write_s: seconds of writing a checkpoint beside the training, where a write ended in the round.
         checkpoint_busy: 1 while the rank's last checkpoint is being written.
+        preempted: the signal that has announced the job's end to the rank; 0: none.
+        payload_bytes: bytes that the rank put into the round's exchanges of models, gradients and buffers: dense values once,
+            whatever the algorithm makes of them on the wire; rows of sparse ones with their indices; encoded ones as encoded.
+        equal_share_s: seconds of its own that a step with an equal share of the global batch would take the rank, by what
+            strategy ``sync`` has learnt of its steps; 0: not known.
     """
 
     batch_size: float = 0.0
@@ -67,6 +72,9 @@ class RoundStats:
     checkpoint_s: float = 0.0
     checkpoint_write_s: float = 0.0
     checkpoint_busy: float = 0.0
+    preempted: float = 0.0
+    payload_bytes: float = 0.0
+    equal_share_s: float = 0.0
 
     def add_step(self, num_samples: int, work: int, loss: float | None) -> None:
         """Counts a step.
@@ -112,9 +120,10 @@ class RoundRecord:
         num_samples: samples consumed by the run after the round.
         loss: mean loss over the round's samples where it was reported, else None.
         weight: merge weight of each rank, shape (world_size,).
-        payload_bytes: bytes each rank put into exchanges in the round.
+        payload_bytes: bytes that a rank put into exchanges in the round, the mean over ranks.
         stats: the ranks' statistics.
         model_hash: SHA-256 of the merged model in rounds where the ranks compared it, else None.
+        stragglers: the ranks that are slower than ``Config.straggler_limit``: which, where, against what, their seconds.
         claims: the round for a recording, where the run is recorded or replayed.
     """
 
@@ -128,13 +137,14 @@ class RoundRecord:
     stats: GatheredStats
     model_hash: str | None = None
     claims: RoundClaims | None = None
+    stragglers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record for rounds.jsonl: plain numbers, and one list over ranks a statistic."""
         ranks: dict[str, Any] = {
             {"num_samples": "samples"}.get(name, name): self.stats[name].round(6).tolist()
             for name in FIELDS
-            if name not in ("loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy")
+            if name not in ("loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy", "preempted")
         }
         ranks["weight"] = self.weight.tolist()
         return {
@@ -146,5 +156,7 @@ class RoundRecord:
             "weight_sum": float(self.weight.sum()),
             "payload_bytes": self.payload_bytes,
             "model_hash": self.model_hash,
+            "preempted": bool(self.stats["preempted"].any()),
+            "stragglers": self.stragglers,
             "ranks": ranks,
         }

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
+import operator
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +20,9 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from hvd_adaptive.config import Config
-from hvd_adaptive.train.claims import Claims, ClaimSize
+from hvd_adaptive.train.claims import Claim, Claims, ClaimSize
 from hvd_adaptive.transport.base import AgreedError, Transport
+from hvd_adaptive.validation import parse_json
 
 if TYPE_CHECKING:
     from hvd_adaptive.train.records import RoundRecord
@@ -28,9 +31,7 @@ log = logging.getLogger(__name__)
 
 CLAIMS_FILE = "claims.jsonl"
 # What may differ between a run and its replay: none of them changes a bit of the model.
-_FREE = ("record", "replay", "stall_limit_s", "hash_interval", "slowdown")
-
-Claim = tuple[int, int]
+_FREE = ("record", "replay", "stall_limit_s", "hash_interval", "slowdown", "drain_limit_s", "straggler_limit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class RoundClaims:
         round: its number.
         data: what the rows are of, as text.
         num_samples: samples of the round, over all ranks.
-        claims: for each rank the work [start, stop) that it took, in its order.
+        claims: what each rank took, in its order.
         batch_size: of each rank.
         lr: learning rate of each rank's last step.
         weight: merge weight of each rank.
@@ -56,6 +57,19 @@ class RoundClaims:
     lr: list[float]
     weight: list[float]
     model_hash: str | None
+
+    def check(self) -> None:
+        """Raises ValueError for fields that are not what they should be, as in a file that was changed."""
+        num_ranks = len(self.claims)
+        for name in ("batch_size", "lr", "weight"):
+            numbers = getattr(self, name)
+            whole = isinstance(numbers, list) and len(numbers) == num_ranks
+            if not whole or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
+                raise ValueError(f"{name} must be {num_ranks} numbers, got {_short(numbers)}")
+        if not isinstance(self.round, int) or not isinstance(self.num_samples, int) or not isinstance(self.data, str):
+            raise ValueError("round and num_samples must be whole numbers, and data text")
+        if not isinstance(self.model_hash, (str, type(None))):
+            raise ValueError(f"model_hash must be text, got {_short(self.model_hash)}")
 
 
 class WatchedClaims:
@@ -79,13 +93,27 @@ class WatchedClaims:
             self.taken.append(claim)
         return claim
 
+    def close(self) -> None:
+        """Closes the source."""
+        self._source.close()
+
+    @property
+    def end(self) -> int | None:
+        """Of the source."""
+        return self._source.end
+
 
 class RecordedClaims:
     """The claims of a recording, whatever size is asked for.
 
     Args:
         claims: one rank's, of one round.
+
+    Attributes:
+        end: None.
     """
+
+    end = None
 
     def __init__(self, claims: list[Claim]) -> None:
         self._left = iter(claims)
@@ -93,6 +121,9 @@ class RecordedClaims:
     def claim(self, size: ClaimSize) -> Claim | None:
         """Takes the next recorded piece."""
         return next(self._left, None)
+
+    def close(self) -> None:
+        """Goes on to the recorded end."""
 
 
 def round_claims(
@@ -178,7 +209,7 @@ class Replay:
         read, error = None, None
         if transport.rank == 0:
             try:
-                read = _read(Path(path))
+                read = read_recording(Path(path))
             except (OSError, ValueError, KeyError, TypeError) as failure:
                 error = f"replay {path}: {failure}"
         read, error = transport.allgather_object((read, error))[0]
@@ -249,7 +280,16 @@ def _short(value: Any) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
-def _read(path: Path) -> tuple[dict[str, str], dict[int, RoundClaims]]:
+def read_recording(path: Path) -> tuple[dict[str, str], dict[int, RoundClaims]]:
+    """Reads a recording: which run it is of, and its rounds by number.
+
+    Args:
+        path: the run directory or the file.
+
+    Raises:
+        ValueError: naming the line, if it is none.
+        OSError: if it cannot be read.
+    """
     file = path if path.is_file() else path / CLAIMS_FILE
     if not file.exists():
         raise ValueError(f"{file} is not there; name the directory of a run that was started with --record")
@@ -259,14 +299,15 @@ def _read(path: Path) -> tuple[dict[str, str], dict[int, RoundClaims]]:
     # What stands after the last end of a line was cut off in writing.
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
-            value = json.loads(line)
+            value = parse_json(line)
             if "identity" in value:
                 identity = value["identity"]
                 continue
-            value["claims"] = [[(int(a), int(b)) for a, b in rank] for rank in value["claims"]]
+            value["claims"] = [[tuple(map(operator.index, claim)) for claim in rank] for rank in value["claims"]]
             entry = RoundClaims(**value)
-            ends = np.array(sorted(claim for rank in entry.claims for claim in rank))
-        except (ValueError, TypeError, KeyError) as error:
+            entry.check()
+            ends = np.array(sorted(claim[:2] for rank in entry.claims for claim in rank))
+        except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
             raise ValueError(f"line {number} of {file} is not of a recording: {error}") from None
         if not len(ends) or ends[0, 0] != 0 or (ends[1:, 0] != ends[:-1, 1]).any():
             raise ValueError(f"line {number} of {file}: the claims of round {entry.round} overlap or leave gaps")

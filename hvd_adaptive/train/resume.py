@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,17 @@ from hvd_adaptive.train import checkpoint
 from hvd_adaptive.train.checkpoint import RefusedError
 from hvd_adaptive.train.flat_model import model_hash
 from hvd_adaptive.train.session import Session
+from hvd_adaptive.train.state import check_like
 from hvd_adaptive.transport.base import AgreedError, Transport, agree_equal, long_task
 
 log = logging.getLogger(__name__)
 
-# Fields of Config that say how a run is watched, not what it computes. The rest must be as in the checkpoint.
-_MAY_CHANGE = frozenset({"hash_interval", "record", "replay", "slowdown", "stall_limit_s"})
+# Fields of Config that say how a run is watched, not what it computes, or what another number of ranks means for it. The rest
+# must be as in the checkpoint.
+_MAY_CHANGE = frozenset({
+    "drain_limit_s", "elastic_batch", "hash_interval", "record", "reference_ranks", "replay", "slowdown", "stall_limit_s",
+    "straggler_limit",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +92,14 @@ class Identity:
         ]
 
 
-def find_candidates(source: Path, transport: Transport) -> list[Path]:
-    """Returns the checkpoints that a path names, newest first: itself, or those in it or in its ``checkpoints``. COLLECTIVE."""
+def find_candidates(source: Path, transport: Transport, also: Sequence[Path] = ()) -> list[Path]:
+    """Returns the checkpoints that a path names, newest first: itself, or those in it or in its ``checkpoints``. COLLECTIVE.
+
+    Args:
+        source: the path.
+        transport: the world.
+        also: further folders to look in; of equally new ones theirs come first.
+    """
     found: list[Path] = []
     if transport.rank == 0:
         # One whose manifest is missing is to be refused by name, not overlooked.
@@ -95,6 +107,8 @@ def find_candidates(source: Path, transport: Transport) -> list[Path]:
             found = [source]
         else:
             found = checkpoint.find_checkpoints(source) or checkpoint.find_checkpoints(source / "checkpoints")
+        more = [path for folder in also for path in checkpoint.find_checkpoints(folder)]
+        found = sorted(more + found, key=checkpoint.round_of, reverse=True) if more else found
     result: list[Path] = transport.allgather_object(found)[0]
     return result
 
@@ -117,6 +131,8 @@ def load_newest_valid(
         AgreedError: on all ranks, if none is valid, or an option that may not change is not what it was.
     """
     refusals = []
+    # Once: what a checkpoint leaves behind that is refused halfway is not asked of the next.
+    like = session.state_dict()
     for path in candidates:
         manifest, error = _choose(path, session.transport, identity)
         if manifest is not None and (changed := identity.changed_options(manifest, may_change)):
@@ -125,7 +141,7 @@ def load_newest_valid(
                 "without resume and with another --out."
             )
         if manifest is not None:
-            error = _load(path, manifest, session)
+            error = _load(path, manifest, session, like)
             if error is None:
                 agree_equal(
                     session.transport,
@@ -156,8 +172,8 @@ def _choose(path: Path, transport: Transport, identity: Identity) -> tuple[dict[
     return verdict
 
 
-def _load(path: Path, manifest: dict[str, Any], session: Session) -> str | None:
-    """Loads a checkpoint on every rank; returns why some rank could not. COLLECTIVE."""
+def _load(path: Path, manifest: dict[str, Any], session: Session, like: dict[str, Any]) -> str | None:
+    """Loads a checkpoint of the form of a state on every rank; returns why some rank could not. COLLECTIVE."""
     error = None
 
     @functools.cache
@@ -166,7 +182,13 @@ def _load(path: Path, manifest: dict[str, Any], session: Session) -> str | None:
         if session.rank:
             # This host may see other bytes than rank 0's.
             checkpoint.check_files(path, manifest, [file])
-        return checkpoint.read_state(path / file)
+        return read(file, "own")
+
+    def read(file: str, part: str) -> Any:
+        state = checkpoint.read_state(path / file)
+        # Random states may have parts or not, and what others have registered is theirs to judge.
+        check_like(state, {name: {} if name in ("random", "registered") else value for name, value in like[part].items()}, file)
+        return state
 
     try:
         with long_task(session.transport, "loading a checkpoint"):
@@ -175,20 +197,28 @@ def _load(path: Path, manifest: dict[str, Any], session: Session) -> str | None:
             session.load_state_dict(
                 {
                     "world_size": manifest["world_size"],
-                    "shared": checkpoint.read_state(path / checkpoint.GLOBAL_FILE),
+                    "shared": read(checkpoint.GLOBAL_FILE, "shared"),
                 },
                 own_of,
             )
-    except (RefusedError, ValueError, KeyError, TypeError, RuntimeError) as failure:
-        error = f"rank {session.rank}: {path}: {failure}"
+    except Exception as failure:
+        # Its bytes are those that were written, but who wrote them is not known: whatever does not fit is a refusal.
+        error = f"rank {session.rank}: {path}: {_why(failure)}"
     errors: list[str | None] = session.transport.allgather_object(error)
     return next((text for text in errors if text is not None), None)
+
+
+def _why(failure: Exception) -> str:
+    if isinstance(failure, KeyError):
+        return f"its state has no {failure}"
+    # The others' words say little without their names: "list index out of range".
+    return str(failure) if isinstance(failure, ValueError) and str(failure) else f"it cannot be loaded: {failure!r}"
 
 
 def set_aside_newer(folder: Path, chosen: int) -> None:
     """Renames the checkpoints of a folder that are newer than the one a run goes on from: they are no part of it."""
     for path in checkpoint.find_checkpoints(folder):
-        if int(path.name.removeprefix("round-")) > chosen:
+        if checkpoint.round_of(path) > chosen:
             number = 1
             while (aside := path.with_name(f"set-aside-{number}-{path.name}")).exists():
                 number += 1

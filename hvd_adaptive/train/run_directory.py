@@ -7,8 +7,9 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,11 +18,24 @@ from torch import Tensor, nn
 
 from hvd_adaptive import __version__
 from hvd_adaptive.config import Config, TrainConfig
+from hvd_adaptive.validation import parse_json
 
 log = logging.getLogger(__name__)
 
 BEST_MODEL = "model.safetensors"
 LAST_MODEL = "model-last.safetensors"
+
+
+class RoundSink(Protocol):
+    """What wants every round's line beside rounds.jsonl."""
+
+    def add_round(self, record: dict[str, Any]) -> None:
+        """Takes a round's line."""
+        ...
+
+    def close(self) -> None:
+        """Takes no more lines."""
+        ...
 
 
 class RunDirectory:
@@ -30,13 +44,15 @@ class RunDirectory:
     Args:
         path: the folder; made if it is not there.
         resume: it may hold a run, which goes on; call :meth:`go_on` before the first round.
+        sinks: get every round's line too.
 
     Raises:
         ValueError: if the folder cannot be written, or holds a run already.
     """
 
-    def __init__(self, path: Path, *, resume: bool = False) -> None:
+    def __init__(self, path: Path, *, resume: bool = False, sinks: Sequence[RoundSink] = ()) -> None:
         self.path = path
+        self._sinks = sinks
         try:
             path.mkdir(parents=True, exist_ok=True)
             if (path / "rounds.jsonl").exists() and not resume:
@@ -44,19 +60,21 @@ class RunDirectory:
                     f"run directory {path} holds a run already: go on with it with --resume auto, name another with --out, or "
                     "remove it"
                 )
-            self._rounds: IO[str] = (path / "rounds.jsonl").open("a" if resume else "x", encoding="utf-8")
+            self._rounds = (path / "rounds.jsonl").open("ab" if resume else "xb", buffering=0)
+            self._unwritten = b""
         except OSError as error:
             raise ValueError(
                 f"run directory {path} cannot be written: {error}; name another with --out"
             ) from None
 
-    def go_on(self, num_rounds: int, checkpoint: Path | None) -> None:
+    def go_on(self, num_rounds: int, checkpoint: Path | None, *, own: bool = False) -> None:
         """Makes the folder what it was after this many rounds; later ones were lost and will be run again.
 
         Args:
             num_rounds: rounds to keep in rounds.jsonl.
             checkpoint: where the run goes on from, None for nowhere. It holds the best model of then; where it is another
                 run's, that run's rounds are taken over.
+            own: it is this run's, wherever it lies.
 
         Raises:
             OSError: if it cannot be written.
@@ -68,13 +86,13 @@ class RunDirectory:
             )
         self._rounds.close()
         source = self.path / "rounds.jsonl"
-        if checkpoint is not None and checkpoint.parent.parent != self.path.resolve():
+        if checkpoint is not None and not own and checkpoint.parent.parent != self.path.resolve():
             source = checkpoint.parent.parent / "rounds.jsonl"
         kept = _first_rounds(source, num_rounds)
         if len(kept) < num_rounds:
             log.warning("%s holds %d of the %d rounds before the resume", source, len(kept), num_rounds)
         self._write("rounds.jsonl", "".join(kept))
-        self._rounds = (self.path / "rounds.jsonl").open("a", encoding="utf-8")
+        self._rounds = (self.path / "rounds.jsonl").open("ab", buffering=0)
         (self.path / "summary.json").unlink(missing_ok=True)
         if checkpoint is not None and (checkpoint / BEST_MODEL).exists():
             temporary = self.path / (BEST_MODEL + ".part")
@@ -87,9 +105,17 @@ class RunDirectory:
         self._write_json("config.json", {name: value for name, value in values.items() if value is not None})
 
     def add_round(self, record: dict[str, Any]) -> None:
-        """Appends one round to rounds.jsonl."""
-        self._rounds.write(json.dumps(record) + "\n")
-        self._rounds.flush()
+        """Appends one round to rounds.jsonl, and hands it to the sinks. What does not fit on the disk is kept for later."""
+        late = bool(self._unwritten)
+        self._unwritten += (json.dumps(record) + "\n").encode()
+        try:
+            self._flush()
+        except OSError as error:
+            if not late:
+                path = self.path / "rounds.jsonl"
+                log.error("%s cannot be written: %s. The run goes on; its rounds are written when they can be.", path, error)
+        for sink in self._sinks:
+            sink.add_round(record)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Writes summary.json."""
@@ -102,23 +128,45 @@ class RunDirectory:
             name: file name in the folder.
             model: a model without tied parameters.
             metadata: what a reader needs to build the model.
+
+        Raises:
+            OSError: naming the file, if it cannot be written; the one that was there stays.
         """
         tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
         temporary = self.path / (name + ".part")
-        save_file(tensors, temporary, metadata={"hvd_adaptive": __version__, **metadata})
+        try:
+            save_file(tensors, temporary, metadata={"hvd_adaptive": __version__, **metadata})
+        except SafetensorError as error:
+            raise OSError(f"{self.path / name} cannot be written: {error}") from None
         os.replace(temporary, self.path / name)
 
     def close(self) -> None:
-        """Closes rounds.jsonl."""
+        """Closes rounds.jsonl and the sinks.
+
+        Raises:
+            OSError: if rounds are left that cannot be written.
+        """
+        self._flush()
         self._rounds.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def _flush(self) -> None:
+        while self._unwritten:
+            # A part may be written and the next refused: it goes on from there.
+            self._unwritten = self._unwritten[self._rounds.write(self._unwritten) or 0 :]
 
     def _write_json(self, name: str, value: Any) -> None:
         self._write(name, json.dumps(value, indent=2) + "\n")
 
     def _write(self, name: str, text: str) -> None:
         temporary = self.path / (name + ".part")
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, self.path / name)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, self.path / name)
+        except OSError as error:
+            # Neither open nor write of a full disk names the file.
+            raise OSError(error.errno, error.strerror or str(error), str(self.path / name)) from None
 
 
 def _first_rounds(path: Path, num_rounds: int) -> list[str]:
@@ -126,7 +174,7 @@ def _first_rounds(path: Path, num_rounds: int) -> list[str]:
     kept: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
         try:
-            number = json.loads(line)["round"]
+            number = parse_json(line)["round"]
         except (ValueError, KeyError, TypeError):
             break
         if number < num_rounds and line.endswith("\n"):
@@ -151,9 +199,11 @@ def load_model(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Path]:
         with safe_open(file, framework="pt", device="cpu") as opened:
             metadata = dict(opened.metadata() or {})
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        # torch adds a stack of C++ to what it says.
+        reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"model {file} cannot be read: {error}; name a run directory or its {BEST_MODEL}"
+            f"model {file} cannot be read: {reason}; name a run directory or its {BEST_MODEL}"
         ) from None
     if "hvd_adaptive" not in metadata or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
         raise ValueError(

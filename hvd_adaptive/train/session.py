@@ -26,31 +26,23 @@ from torch.optim import Optimizer
 from hvd_adaptive.config import Config
 from hvd_adaptive.core.balance import lr_schedule
 from hvd_adaptive.core.dispatch import Ledger, epoch_order, round_size
-from hvd_adaptive.train.baseline import HorovodStrategy
+from hvd_adaptive.core.slowdown import Slowdown
 from hvd_adaptive.train.batches import Batch, BatchSource
-from hvd_adaptive.train.emulation import Slowdown, compute_seconds
+from hvd_adaptive.train.emulation import compute_seconds
 from hvd_adaptive.train.learning_rate import LearningRateMultiplier
-from hvd_adaptive.train.local import LocalStrategy
-from hvd_adaptive.train.logical import LogicalStrategy
 from hvd_adaptive.train.memory import begun_step_error, is_out_of_memory
+from hvd_adaptive.train.preemption import PREEMPTION
 from hvd_adaptive.train.records import GatheredStats, RoundRecord, RoundStats
 from hvd_adaptive.train.replay import Replay, RoundClaims, round_claims, run_identity
 from hvd_adaptive.train.sameness import check_same_model, describe
 from hvd_adaptive.train.session_state import SessionState, Stateful
-from hvd_adaptive.train.sma import SmaStrategy
-from hvd_adaptive.train.strategy import OwnState, Strategy
-from hvd_adaptive.train.sync import SyncStrategy
+from hvd_adaptive.train.straggler_report import StragglerReport
+from hvd_adaptive.train.strategies import make_strategy
+from hvd_adaptive.train.strategy import OwnState
 from hvd_adaptive.transport import connect
 from hvd_adaptive.transport.base import Transport, agree_equal
 
 __all__ = ["Batch", "Session"]
-
-STRATEGIES: dict[str, Callable[[nn.Module, Optimizer, Config, Transport], Strategy]] = {
-    "local": LocalStrategy,
-    "sync": SyncStrategy,
-    "horovod": HorovodStrategy,
-    "sma": SmaStrategy,
-}
 
 
 class Session:
@@ -68,6 +60,7 @@ class Session:
         ledger: what has been consumed, by completed merges.
         round: number of rounds completed.
         train_s: seconds of training so far, without pauses.
+        preempted: the signal, on any rank, for which the run ended early; 0: none. See :func:`hvd_adaptive.catch_signals`.
         identity: what a replay must have in common with this run; empty where nothing is recorded or replayed.
         records: callables that get each :class:`RoundRecord`, on every rank.
         before_gather: callables that may add to this rank's statistics of a round just before they are gathered.
@@ -92,10 +85,12 @@ class Session:
         self.model = model
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.ledger = Ledger()
-        self.round = 0
+        self.round = self.preempted = 0
         self.train_s, self.num_samples = 0.0, 0
         self.records: list[Callable[[RoundRecord], None]] = []
         self.before_gather: list[Callable[[RoundStats], None]] = []
+        self.preemption = PREEMPTION
+        PREEMPTION.watch_over(self.transport, self.config.drain_limit_s)
         trained = describe(model, optimizer)
         agree_equal(
             self.transport,
@@ -105,7 +100,6 @@ class Session:
         self._slowdown = Slowdown(self.config.slowdown, world_size=self.world_size)
         if self.config.compute_threads is not None:
             torch.set_num_threads(self.config.compute_threads)
-        make_strategy = LogicalStrategy if self.config.logical_ranks else STRATEGIES[self.config.strategy]
         self._strategy = make_strategy(model, optimizer, self.config, self.transport)
         self.optimizer = self._strategy.optimizer
         self.identity: dict[str, str] = {}
@@ -117,9 +111,9 @@ class Session:
         self._data = ""
         self._lr = LearningRateMultiplier(self.optimizer)
         self._state = SessionState(self, self._strategy, self._lr)
+        self._stragglers = StragglerReport(self.transport, self.device, self.config.straggler_limit)
         self._stats = RoundStats()
-        self._stop = False
-        self._round_start = 0.0
+        self._stop, self._round_start = False, 0.0
         self._check_hash()
 
     @property
@@ -207,7 +201,9 @@ class Session:
             ):
                 self._lr.value = schedule * self._strategy.lr_multiplier(batch)
                 yield batch
-            self._end_round(len(rows), len(source))
+                if self.preemption.signal_number:
+                    self._strategy.close_round()
+            self._end_round(self._strategy.round_samples(len(rows)), len(source))
         self._strategy.drain()
 
     @contextmanager
@@ -275,7 +271,8 @@ class Session:
                 from a callable in ``records``, and the run ends there.
         """
         self._stats.stop = 1.0
-        self._stop = agreed
+        # Others may have asked before, and all ranks end then.
+        self._stop = self._stop or agreed
 
     def progress(self, what: str) -> None:
         """Tells the heartbeats that this rank gets on; for work of your own between batches that others wait for, such as
@@ -357,7 +354,7 @@ class Session:
         stats.lr = self._lr.applied_lr
         stats.train_s = self.train_s + time.perf_counter() - self._round_start
         self._strategy.take_foreign_seconds()
-        gathered, weight, payload_bytes = self._strategy.end_round(stats)
+        gathered, weight, stats.payload_bytes = self._strategy.end_round(stats)
         self.ledger = self.ledger.advance(num_samples, dataset_size)
         self.num_samples += num_samples
         model_hash = None
@@ -366,12 +363,14 @@ class Session:
         claims = self.transport.allgather_object(self._strategy.claimed) if self.config.repeatable else None
         # The merge's seconds are known only now; all ranks just met, so this costs microseconds.
         stats.train_s = self.train_s + time.perf_counter() - self._round_start
+        stats.preempted = float(self.preemption.signal_number)
         for add_to in self.before_gather:
             add_to(stats)
         final = GatheredStats(self.transport.allgather_stats(stats.vector()))
         self.train_s = float(final["train_s"].max())
         self._round_start = 0.0
-        self._stop = bool(gathered["stop"].any())
+        self.preempted = int(final["preempted"].max())
+        self._stop = bool(gathered["stop"].any()) or self.preempted > 0
         stats.stop = 0.0
         loss_samples = final["loss_samples"].sum()
         record = RoundRecord(
@@ -381,8 +380,9 @@ class Session:
             num_samples=self.num_samples,
             loss=float(final["loss_sum"].sum() / loss_samples) if loss_samples else None,
             weight=weight,
-            payload_bytes=payload_bytes,
+            payload_bytes=round(float(final["payload_bytes"].mean())),
             stats=final,
+            stragglers=self._stragglers.add_round(final),
             model_hash=model_hash,
         )
         if claims is not None:

@@ -18,7 +18,7 @@ from hvd_adaptive.train.batches import Batch, BatchSource, Rows
 from hvd_adaptive.train.flat_model import FlatModel
 from hvd_adaptive.train.records import Array, GatheredStats, RoundStats
 from hvd_adaptive.train.strategy import OwnState
-from hvd_adaptive.train.synchronous import FixedWorkStrategy, equal_batches
+from hvd_adaptive.train.synchronous import FixedWorkStrategy
 from hvd_adaptive.transport.base import AgreedError, Transport
 
 log = logging.getLogger(__name__)
@@ -59,9 +59,7 @@ class SmaStrategy(FixedWorkStrategy):
         if self._replica is not None:
             self.flat_model.load_(self._replica)
         stats.merge_s += time.perf_counter() - start
-        yield from equal_batches(
-            rows, batch_size=self._config.batch_size, transport=self._transport, source=source, stats=stats
-        )
+        yield from self._equal_batches(rows, round_id, source=source, stats=stats)
 
     def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
         """Corrects the replicas and moves the average model. COLLECTIVE.
@@ -82,6 +80,7 @@ class SmaStrategy(FixedWorkStrategy):
 
         start = time.perf_counter()
         gathered = GatheredStats(self._transport.allgather_stats(stats.vector()))
+        self._forget_round()
         finite = gathered["finite"] > 0
         if not finite.any():
             raise AgreedError(

@@ -6,6 +6,7 @@ A leaf that JSON has no form for, and a dict whose keys are not all strings, bec
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,14 @@ from torch import Tensor
 _KIND = "$"
 
 
-def flatten_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
+def flatten_state(state: Any, reuse: Mapping[str, Tensor] | None = None) -> tuple[Any, dict[str, Tensor]]:
     """Splits nested state into a skeleton for JSON and its tensors. COPIES every tensor and array.
 
     Args:
         state: dicts (keys: str, int, float, bool, None), lists, tuples, str, int, float, bool, None, NumPy arrays and
             scalars, dense tensors on any device.
+        reuse: the tensors of an earlier call that nobody needs any more, which are overwritten where they fit: the system
+            takes longer to find new memory than to copy into it.
 
     Returns:
         The skeleton, and the tensors by name: contiguous, on the CPU, sharing no memory with ``state``.
@@ -37,7 +40,10 @@ def flatten_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
         while name in tensors or name == "__metadata__":
             number += 1
             name = f"{first}#{number}"
-        tensors[name] = value
+        copied = None if reuse is None else reuse.get(name)
+        if copied is None or (copied.shape, copied.dtype) != (value.shape, value.dtype):
+            copied = torch.empty(value.shape, dtype=value.dtype)
+        tensors[name] = copied.copy_(value.detach())
         return name
 
     def split(value: Any, where: str) -> Any:
@@ -63,8 +69,7 @@ def flatten_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
             native = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
             return {_KIND: "array", "name": keep(torch.from_numpy(native), where)}
         if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
-            copied = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())
-            return {_KIND: "tensor", "name": keep(copied, where)}
+            return {_KIND: "tensor", "name": keep(value, where)}
         raise TypeError(
             f"state {where[1:]} cannot be saved, got {type(value).__name__}: use numbers, strings, None, "
             "lists, tuples, dicts, NumPy arrays of numbers and dense tensors"
@@ -100,4 +105,37 @@ def unflatten_state(skeleton: Any, tensors: dict[str, Tensor]) -> Any:
             return tensor if kind == "tensor" else tensor.numpy()
     except KeyError as error:
         raise ValueError(f"state names {error.args[0]!r}, which is not there") from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"state holds a {_KIND!r} of kind {kind!r} that is none: {error}") from None
     raise ValueError(f"state holds a {_KIND!r} of unknown kind {kind!r}")
+
+
+def check_like(state: Any, like: Any, where: str) -> None:
+    """Checks that a state of unknown origin has the form of one that is known: every name, and the kind of value under it.
+
+    What is optional, or keyed by data and not by names (an optimizer's state, logical ranks), is left to whoever takes it over,
+    as are shapes and the lengths of lists.
+
+    Args:
+        state: nested, as :func:`unflatten_state` returns it.
+        like: a state of the right form, as of an object that has just been made.
+        where: what they are called.
+
+    Raises:
+        ValueError: naming the first name that is missing, or that holds something else.
+    """
+    if like is None or (state is None and not isinstance(like, _SCALARS)):
+        return
+    kind: Any = next((kind for kind in _KINDS if isinstance(like, kind)), object)
+    if not isinstance(state, kind):
+        raise ValueError(f"{where} should be of type {type(like).__name__}, and is {type(state).__name__}")
+    if isinstance(like, dict) and all(isinstance(name, str) and name.isidentifier() for name in like):
+        for name, value in like.items():
+            if name not in state:
+                raise ValueError(f"{where} has no {name!r}")
+            check_like(state[name], value, f"{where}.{name}")
+
+
+_SCALARS = (bool, int, float, str, np.generic)
+# A number that happened to be whole is a number.
+_KINDS: tuple[Any, ...] = ((bool, np.bool_), (int, float, np.number), str, dict, (list, tuple), Tensor, np.ndarray)

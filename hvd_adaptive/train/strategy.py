@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from torch.optim import Optimizer
 
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows
+from hvd_adaptive.train.claims import Claim
 from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
-from hvd_adaptive.train.replay import Claim, RoundClaims
+from hvd_adaptive.train.replay import RoundClaims
 
 # What a saved rank held alone.
 OwnState = Callable[[int], dict[str, Any]]
@@ -22,7 +23,6 @@ class Strategy(Protocol):
 
     Attributes:
         optimizer: what the user's loop calls: the user's own optimizer, or a wrapper of it.
-        batch_sizes: the ranks' batch sizes, samples, shape (world_size,), equal on every rank.
         round_unit: a round is a whole number of so many samples, except at the end of an epoch.
         mega_batch: samples of the next round over all ranks, equal on every rank.
         inexact: what breaks the equality with one rank that the strategy promises, as sentences; empty where it promises none.
@@ -30,10 +30,13 @@ class Strategy(Protocol):
     """
 
     optimizer: Optimizer
-    batch_sizes: Array
     round_unit: int
     inexact: list[str]
     claimed: list[Claim]
+
+    @property
+    def batch_sizes(self) -> Array:
+        """The ranks' batch sizes, samples, shape (world_size,), equal on every rank."""
 
     @property
     def mega_batch(self) -> int:
@@ -85,6 +88,18 @@ class Strategy(Protocol):
             stats: gets the seconds spent waiting for batches.
         """
 
+    def close_round(self) -> None:
+        """Asks that the round ends early, at a place that all ranks find by themselves; batches that some rank has begun or
+        holds already are still to be computed. Between two batches, on any rank. A strategy that cannot end a round before
+        all its samples are consumed does nothing."""
+
+    def round_samples(self, num_rows: int) -> int:
+        """Returns how many of a round's first rows have been consumed, once the batches are over; the same on every rank.
+
+        Args:
+            num_rows: rows of the whole round.
+        """
+
     def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
         """Ends a round, so that all ranks hold the same model. COLLECTIVE.
 
@@ -92,7 +107,7 @@ class Strategy(Protocol):
             stats: this rank's round; gets the seconds of waiting, control and merge.
 
         Returns:
-            The statistics of all ranks, the merge weights, and the bytes this rank sent as far as they are known.
+            The statistics of all ranks, the merge weights, and the bytes that this rank put into exchanges.
 
         Raises:
             AgreedError: on all ranks, if no rank's parameters are finite.

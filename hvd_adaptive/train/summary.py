@@ -16,6 +16,7 @@ from hvd_adaptive.config import Config, TrainConfig
 from hvd_adaptive.train.calibration import Speeds
 from hvd_adaptive.train.records import RoundRecord
 from hvd_adaptive.train.session import Session
+from hvd_adaptive.train.state import check_like
 from hvd_adaptive.transport.base import Transport
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class Totals:
         self.best: dict[str, float] | None = None
         self._best_train_s: float | None = None
         self._target_train_s: float | None = None
+        self._like = self.state_dict()
 
     def improves(self, scores: dict[str, float]) -> bool:
         """Returns whether these scores beat the best P@1 so far."""
@@ -107,7 +109,12 @@ class Totals:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from the totals of any number of ranks; with another number, sums by rank begin anew."""
+        """Goes on from the totals of any number of ranks; with another number, sums by rank begin anew.
+
+        Raises:
+            ValueError: if it is none of :meth:`state_dict`'s.
+        """
+        check_like(state, self._like, "totals")
         self._earlier = dict(state["earlier"])
         sums = {name: np.array(values) for name, values in state["sums"].items()}
         if len(sums["busy_s"]) == self._transport.world_size:

@@ -5,22 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 
+class Exchanger(Protocol):
+    """What makes all ranks' gradients the same: Horovod's DistributedOptimizer, or
+    :class:`~hvd_adaptive.exchange.gradients.GradientExchange`."""
+
+    def synchronize(self) -> None:
+        """Waits for the reduced gradients. COLLECTIVE."""
+
+
 class SyncOptimizer(Optimizer):
-    """Horovod's DistributedOptimizer, or a plain one where there is one rank, behind one face.
+    """Any optimizer and what exchanges its gradients, behind one face.
 
     Within a window of micro-batches ``zero_grad`` acts only before the first and ``step`` only after the last, so that the loop
     is the same with and without accumulation. A step whose reduced gradients hold NaN or Inf is left out; as the reduced
     gradients are the same on every rank, all leave it out. Everything else is the wrapped optimizer's.
 
     Args:
-        inner: the wrapped optimizer.
+        inner: the wrapped optimizer; Horovod's may be both.
+        exchanger: None where there is one rank without Horovod.
 
     Attributes:
         step_due: whether the micro-batch in work is the last before a step.
@@ -30,9 +39,10 @@ class SyncOptimizer(Optimizer):
     # GradScaler would else leave the unscaling to the wrapped optimizer, which cannot see its scale.
     _step_supports_amp_scaling = False
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, exchanger: Exchanger | None = None) -> None:
         # Not Optimizer.__init__: parameters, state and hooks are the wrapped optimizer's.
         self._inner = inner
+        self._exchanger = exchanger
         self._opens_window = True
         self._synchronized = False
         self.step_due = True
@@ -67,8 +77,8 @@ class SyncOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Waits for the reduced gradients, after the last micro-batch of a window. COLLECTIVE."""
         if self.step_due and not self._synchronized:
-            if hasattr(self._inner, "synchronize"):
-                self._inner.synchronize()
+            if self._exchanger is not None:
+                self._exchanger.synchronize()
             self._synchronized = True
 
     def skip_synchronize(self) -> AbstractContextManager[None]:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvd_adaptive.config import Config
+from hvd_adaptive.core.world_scale import lr_factor
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows, prefetched
+from hvd_adaptive.train.claims import Claim, StepFrontier
 from hvd_adaptive.train.emulation import compute_seconds
 from hvd_adaptive.train.records import RoundRecord, RoundStats
-from hvd_adaptive.train.replay import Claim, RoundClaims
+from hvd_adaptive.train.replay import RoundClaims
 from hvd_adaptive.transport.base import Transport
 
 
@@ -28,13 +30,30 @@ class SynchronousClock:
             waits for nobody: a plain optimizer, None.
         device: where the model is.
         transport: the world; its heartbeats are told who waits.
+        exchanged: the parameters whose gradients Horovod exchanges.
+        emulates: whether a slowdown is emulated, for which :meth:`take_foreign_seconds` is needed.
+
+    Attributes:
+        waited_s: seconds of the present round.
+        payload_bytes: of the gradients that this rank has put into Horovod's exchanges in the present round.
     """
 
-    def __init__(self, optimizer: Any, device: torch.device, transport: Transport) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        device: torch.device,
+        transport: Transport,
+        *,
+        exchanged: Iterable[Tensor] = (),
+        emulates: bool = False,
+    ) -> None:
         self._device = device
         self._transport = transport
+        self._emulates = emulates
         self._foreign_s = 0.0
-        self._wait_s = 0.0
+        self._exchanged = [p for p in exchanged if p.requires_grad and transport.world_size > 1]
+        self.waited_s = 0.0
+        self.payload_bytes = 0
         if hasattr(optimizer, "synchronize"):
             optimizer.synchronize = self._timed(optimizer.synchronize)
 
@@ -45,9 +64,9 @@ class SynchronousClock:
 
     def end_round(self, stats: RoundStats) -> None:
         """Moves the round's waiting from ``stats.busy_s`` to ``stats.wait_s``."""
-        stats.wait_s += self._wait_s
-        stats.busy_s -= self._wait_s
-        self._wait_s = 0.0
+        stats.wait_s += self.waited_s
+        stats.busy_s -= self.waited_s
+        self.waited_s, self.payload_bytes = 0.0, 0
 
     def _timed(self, synchronize: Callable[[], None]) -> Callable[[], None]:
         on_gpu = self._device.type == "cuda"
@@ -56,14 +75,25 @@ class SynchronousClock:
             if on_gpu:
                 # The backward pass is this rank's own work. Its exchange has begun already, so this delays nothing.
                 torch.cuda.current_stream(self._device).synchronize()
-            wall, compute = time.perf_counter(), 0.0 if on_gpu else compute_seconds(self._device)
+            # Afterwards sparse gradients hold all ranks' rows.
+            self.payload_bytes += sum(map(_gradient_bytes, self._exchanged))
+            reads_cpu = self._emulates and not on_gpu
+            wall, compute = time.perf_counter(), compute_seconds(self._device) if reads_cpu else 0.0
             with self._transport.waiting("gradients"):
                 synchronize()
             wall_s = time.perf_counter() - wall
-            self._wait_s += wall_s
-            self._foreign_s += wall_s if on_gpu else compute_seconds(self._device) - compute
+            self.waited_s += wall_s
+            if self._emulates:
+                self._foreign_s += compute_seconds(self._device) - compute if reads_cpu else wall_s
 
         return timed
+
+
+def _gradient_bytes(parameter: Tensor) -> int:
+    gradient = parameter.grad
+    if gradient is None or not gradient.is_sparse:
+        return parameter.nbytes
+    return gradient._values().nbytes + gradient._indices().nbytes
 
 
 class FixedWorkStrategy:
@@ -94,8 +124,8 @@ class FixedWorkStrategy:
         """Batches keep their size; only the learning rate warms up."""
 
     def lr_multiplier(self, batch: Batch) -> float:
-        """Returns 1: the global batch stays."""
-        return 1.0
+        """Returns 1, but where the global batch follows the number of ranks."""
+        return lr_factor(self._config, self._transport.world_size)
 
     def take_foreign_seconds(self) -> float:
         """Returns compute seconds of this step spent polling for gradients, which an emulated slowdown must not stretch."""
@@ -112,6 +142,33 @@ class FixedWorkStrategy:
         """Returns False: the others wait for this step."""
         return False
 
+    def _open_round(self, round_id: int, *, num_steps: int, step_samples: int) -> StepFrontier:
+        """Returns the round's frontier, which every rank's batches must ask.
+
+        Args:
+            round_id: names the round.
+            num_steps: of each rank.
+            step_samples: samples of a step over all ranks.
+        """
+        self._frontier_key = f"steps.{round_id}"
+        self._frontier = StepFrontier(self._transport, self._frontier_key, num_steps=num_steps)
+        self._step_samples = step_samples
+        return self._frontier
+
+    def close_round(self) -> None:
+        """Ends the round after the last step that some rank has promised."""
+        self._frontier.close()
+
+    def round_samples(self, num_rows: int) -> int:
+        """Returns the samples of the steps that were made."""
+        end = self._frontier.end
+        return num_rows if end is None else min(num_rows, (end + 1) * self._step_samples)
+
+    def _forget_round(self) -> None:
+        """Removes the frontier; when every rank has made its last step."""
+        if self._transport.rank == 0:
+            self._transport.forget(self._frontier_key)
+
     def repeat_round(self, recorded: RoundClaims) -> None:
         """The configuration refuses recordings of these strategies."""
 
@@ -122,37 +179,38 @@ class FixedWorkStrategy:
         """Nothing is left on the model."""
 
 
-def equal_batches(
-    rows: Rows, *, batch_size: int, transport: Transport, source: BatchSource, stats: RoundStats
-) -> Iterator[Batch]:
-    """Yields a rank's equal share of each step's global batch, the last ones padded from the round's beginning.
+    def _equal_batches(self, rows: Rows, round_id: int, *, source: BatchSource, stats: RoundStats) -> Iterator[Batch]:
+        """Yields this rank's equal share of each step's global batch, the last ones padded from the round's beginning.
 
-    Args:
-        rows: the round's rows, the same on every rank.
-        batch_size: samples in each batch.
-        transport: the world.
-        source: makes batches of rows.
-        stats: gets the seconds spent waiting for batches.
-    """
-    num_steps = -(-len(rows) // (batch_size * transport.world_size))
-    padded = np.resize(rows, num_steps * batch_size * transport.world_size)
-    shares = padded.reshape(num_steps, transport.world_size, batch_size)[:, transport.rank]
-    yield from batches_in_order((functools.partial(source.load, share, len(share)) for share in shares), stats)
+        Args:
+            rows: the round's rows, the same on every rank.
+            round_id: names the round.
+            source: makes batches of rows.
+            stats: gets the seconds spent waiting for batches.
+        """
+        batch_size, world_size = self._config.batch_size, self._transport.world_size
+        num_steps = -(-len(rows) // (batch_size * world_size))
+        padded = np.resize(rows, num_steps * batch_size * world_size)
+        shares = padded.reshape(num_steps, world_size, batch_size)[:, self._transport.rank]
+        frontier = self._open_round(round_id, num_steps=num_steps, step_samples=batch_size * world_size)
+        loads = ((step, functools.partial(source.load, share, len(share))) for step, share in enumerate(shares))
+        yield from batches_in_order(loads, frontier, stats)
 
 
 def batches_in_order(
-    loads: Iterator[Callable[[], Batch]], stats: RoundStats
+    loads: Iterator[tuple[int, Callable[[], Batch]]], frontier: StepFrontier, stats: RoundStats
 ) -> Iterator[Batch]:
-    """Yields the batches that ``loads`` make, each made while the one before computes.
+    """Yields the batches that ``loads`` make, each made while the one before computes, until the round is over.
 
     Args:
-        loads: each makes one batch.
+        loads: the step of each batch, and what makes it.
+        frontier: of the round.
         stats: gets the seconds spent waiting for them.
     """
 
     def fetch(_: int) -> Batch | None:
-        load = next(loads, None)
-        return None if load is None else load()
+        step, load = next(loads, (0, None))
+        return load() if load is not None and frontier.begin(step) else None
 
     @contextmanager
     def timed() -> Iterator[None]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from hvd_adaptive.train.replay import CLAIMS_FILE, RecordingFile
 from hvd_adaptive.train.run_directory import BEST_MODEL, LAST_MODEL, RunDirectory
 from hvd_adaptive.train.session import Session
 from hvd_adaptive.train.summary import Totals
+from hvd_adaptive.train.supervised import MemoryCheckpointer, Supervised
 from hvd_adaptive.transport.base import Transport, agree
 
 log = logging.getLogger(__name__)
@@ -33,7 +37,7 @@ log = logging.getLogger(__name__)
 # Fields of TrainConfig that may change at a resume. Where the data lie may: their fingerprint counts.
 _MAY_CHANGE = frozenset({
     "data", "test_data", "cache_dir", "out", "name", "epochs", "time_limit", "target_p1", "device", "eval_rounds",
-    "eval_samples", "resume", "checkpoint_interval", "keep_checkpoints",
+    "eval_samples", "resume", "checkpoint_interval", "keep_checkpoints", "tensorboard",
 })  # fmt: skip
 
 ShowProgress = Callable[[RoundRecord, dict[str, float] | None, float | None], None]
@@ -48,6 +52,31 @@ def make_optimizer(train: TrainConfig, model: nn.Module) -> Optimizer:
     )
 
 
+def make_model(train: TrainConfig, data: SparseDataset, *, seed: int, device: torch.device) -> SparseMLP:
+    """Returns the model that the configuration names, for the data's features and labels."""
+    torch.manual_seed(seed)
+    return SparseMLP(
+        data.num_features, data.num_labels, train.hidden_size, sparse_gradients=train.input_gradients == "sparse"
+    ).to(device)
+
+
+def local_step(model: nn.Module, optimizer: Optimizer, batch: Batch, *, sums_loss: bool = False) -> torch.Tensor:
+    """Makes a local step on a batch; returns its mean loss, detached.
+
+    Args:
+        model: changed in place.
+        optimizer: over its parameters.
+        batch: of sparse inputs and labels.
+        sums_loss: the gradients are those of the sum over the samples.
+    """
+    optimizer.zero_grad()
+    loss = multilabel_softmax_loss(model(batch.x), batch.y)
+    # The mean over a batch times its samples is the sum; a batch without samples of its own then counts nothing.
+    (loss * batch.num_samples if sums_loss else loss).backward()
+    optimizer.step()
+    return loss.detach()
+
+
 class Trainer:
     """One run of ``hvd-adaptive train``. Construction and :meth:`run` are COLLECTIVE.
 
@@ -58,6 +87,7 @@ class Trainer:
         device: this rank's device.
         transport: the world.
         run_directory: on rank 0 the run's folder, on others None.
+        supervised: what the supervisor of ``--elastic`` asks for, None where there is none.
         show_progress: on rank 0 called after each round with the record, its evaluation and the seconds left, if known.
 
     Raises:
@@ -73,23 +103,20 @@ class Trainer:
         device: torch.device,
         transport: Transport,
         run_directory: RunDirectory | None,
+        supervised: Supervised | None = None,
         show_progress: ShowProgress | None = None,
     ) -> None:
         self._train = train
         self._transport = transport
         self._data, test = splits
         self._directory = run_directory
+        self._supervised = supervised
         self._show_progress = show_progress
         self._sums_loss = config.loss_reduction == "sum"
-        torch.manual_seed(config.seed)
-        self._model = SparseMLP(
-            self._data.num_features,
-            self._data.num_labels,
-            train.hidden_size,
-            sparse_gradients=train.input_gradients == "sparse",
-        ).to(device)
+        self._model = make_model(train, self._data, seed=config.seed, device=device)
         optimizer = make_optimizer(train, self._model)
-        speeds = self._calibrate(config, optimizer, device) if train.calibration else None
+        # Ranks that come and go were never all measured.
+        speeds = self._calibrate(config, optimizer, device) if train.calibration and supervised is None else None
         self._session = Session(self._model, optimizer, config, transport=transport)
         self._session.records.append(self._after_round)
         if config.record and run_directory:
@@ -101,6 +128,7 @@ class Trainer:
         self._totals = Totals(config, train, transport, speeds)
         self._last_scores: dict[str, float] | None = None
         self._session.register_state("totals", self._totals, shared=True)
+        self._in_memory: MemoryCheckpointer | None = None
         self._checkpoints = self._make_checkpointer()
         self._metadata = {
             "num_features": str(self._data.num_features),
@@ -108,72 +136,105 @@ class Trainer:
             "hidden_size": str(train.hidden_size),
         }
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> dict[str, Any] | None:
         """Trains until a limit is reached; returns what summary.json holds, the same on every rank.
+
+        A run that was preempted (:func:`hvd_adaptive.catch_signals`) saves a checkpoint instead and returns None.
 
         Raises:
             RuntimeError: if all ranks' parameters stop being finite, or the ranks' models differ.
         """
         train, session, optimizer = self._train, self._session, self._session.optimizer
         work = self._data.num_nonzeros() if session.config.work == "nonzeros" else None
+        if self._supervised is not None:
+            self._supervised.mark("load")
         for batch in session.batches(self._data, num_epochs=train.max_epochs, work=work):
             with session.step(batch):
                 batch.loss = self._step(optimizer, batch)
+        if session.preempted:
+            self._leave_early()
+            return None
         # The last round's evaluation was of this model, and of the whole test split unless it was cut short.
         # An overlapped merge has moved the model since.
         same = train.eval_samples is None and not session.config.overlap_merge
         final = self._last_scores if same and self._last_scores else None
         final = final or self._evaluator.evaluate(self._model)
-        if self._directory:
-            self._directory.save_model(LAST_MODEL, self._model, self._metadata)
-            if self._totals.best is None:
-                self._directory.save_model(BEST_MODEL, self._model, self._metadata)
+        names = [LAST_MODEL, *([BEST_MODEL] if self._totals.best is None else [])]
+        for name in names:
+            self._write(functools.partial(RunDirectory.save_model, name=name, model=self._model, metadata=self._metadata))
         counts = self._checkpoints.close() if self._checkpoints else Counts()
         self._transport.rendezvous("saved")
         digest = model_hash(self._model)
         agreed = len(set(self._transport.allgather_object(digest))) == 1
         summary = self._totals.summary(session, final=final, model_hash=digest, ranks_agreed=agreed)
         summary["checkpoints"] = dataclasses.asdict(counts)
-        if self._directory:
-            self._directory.write_summary(summary)
-            self._directory.close()
+        self._write(lambda directory: directory.close())
+        self._write(lambda directory: directory.write_summary(summary))
+        if self._directory and self._in_memory:
+            shutil.rmtree(self._in_memory.folder, ignore_errors=True)
         session.close()
         return summary
+
+    def _write(self, action: Callable[[RunDirectory], Any]) -> None:
+        """Writes in the run directory on rank 0; all ranks raise if that fails. COLLECTIVE."""
+        error = None
+        if self._directory:
+            try:
+                action(self._directory)
+            except OSError as failure:
+                path = self._directory.path
+                error = f"run directory {path} cannot be written: {failure}; make room there and go on with --resume auto"
+        agree(self._transport, error)
+
+    def _leave_early(self) -> None:
+        """Saves what there is and leaves the world. COLLECTIVE."""
+        session = self._session
+        counts = self._checkpoints.close() if self._checkpoints else Counts()
+        if self._directory:
+            log.warning(
+                "%s: the run ends after %d rounds, at %d samples of epoch %d; %s. %s",
+                signal.Signals(session.preempted).name, session.round, session.ledger.cursor, session.ledger.epoch,
+                session.preemption.saved(),
+                "Go on with --resume auto." if counts.written or self._train.checkpoint_interval != 0
+                else "checkpoint_interval is 0: what was computed is lost.",
+            )  # fmt: skip
+        self._write(RunDirectory.close)
+        session.close()
 
     def _make_checkpointer(self) -> Checkpointer | None:
         """Sets up the run's checkpoints and goes on from one, if that is asked for. COLLECTIVE."""
         train, directory = self._train, self._directory
         folder = self._transport.allgather_object(directory and directory.path.resolve() / "checkpoints")[0]
-        if folder is None or (train.checkpoint_interval == 0 and train.resume is None):
+        if folder is None or (train.checkpoint_interval == 0 and train.resume is None and not self._supervised):
             return None
-        checkpoints = Checkpointer(
-            self._session,
-            folder,
-            interval=train.checkpoint_interval,
-            keep=train.keep_checkpoints,
-            data={"training data": self._data.fingerprint},
-            options=dataclasses.asdict(train),
-            may_change=_MAY_CHANGE,
-            files=lambda: [folder.parent / BEST_MODEL] if self._totals.best else [],
-        )
+        options: dict[str, Any] = {
+            "data": {"training data": self._data.fingerprint},
+            "options": dataclasses.asdict(train),
+            "may_change": _MAY_CHANGE,
+            "files": lambda: [folder.parent / BEST_MODEL] if self._totals.best else [],
+        }
+        interval, memory = train.checkpoint_interval, self._supervised.memory if self._supervised else None
+        if memory is not None:
+            self._in_memory = MemoryCheckpointer(self._session, memory, **options)
+            interval = 1 if self._in_memory.refusal else interval
+        checkpoints = Checkpointer(self._session, folder, interval=interval, keep=train.keep_checkpoints, **options)
+        if self._in_memory is not None:
+            self._in_memory.beside = checkpoints
         if train.resume is not None:
-            path = checkpoints.resume(None if train.resume == "auto" else Path(train.resume).resolve())
+            source = None if train.resume == "auto" else Path(train.resume).resolve()
+            also = [self._in_memory.folder] if self._in_memory and self._in_memory.readable else []
+            path = checkpoints.resume(source, also=also)
             error = None
             if directory:
                 try:
-                    directory.go_on(self._session.round, path)
+                    directory.go_on(self._session.round, path, own=path is not None and path.parent in also)
                 except (OSError, ValueError) as failure:
                     error = f"resume: {failure}"
             agree(self._transport, error)
         return checkpoints
 
     def _step(self, optimizer: Optimizer, batch: Batch) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = multilabel_softmax_loss(self._model(batch.x), batch.y)
-        # The mean over a batch times its samples is the sum; a batch without samples of its own then counts nothing.
-        (loss * batch.num_samples if self._sums_loss else loss).backward()
-        optimizer.step()
-        return loss.detach()
+        return local_step(self._model, optimizer, batch, sums_loss=self._sums_loss)
 
     def _calibrate(self, config: Config, optimizer: Optimizer, device: torch.device) -> Speeds:
         moving = config.size_rule in ("paper", "heterogpu")
@@ -191,12 +252,15 @@ class Trainer:
     def _after_round(self, record: RoundRecord) -> None:
         train, session = self._train, self._session
         scores = None
-        if train.eval_rounds and (record.round + 1) % train.eval_rounds == 0:
+        if train.eval_rounds and not session.preempted and (record.round + 1) % train.eval_rounds == 0:
             scores = self._evaluator.evaluate(self._model, train.eval_samples)
             if self._totals.improves(scores) and self._directory:
-                self._directory.save_model(BEST_MODEL, self._model, self._metadata)
+                self._save_best(record.round)
         self._last_scores = scores
         line = self._totals.add_round(record, scores, session)
+        if self._supervised is not None and "first merge" not in self._supervised.parts_s:
+            self._supervised.mark("first merge")
+            line["start"] = self._supervised.to_json()
         if self._directory:
             self._directory.add_round(line)
         reached = bool(train.target_p1 and scores and scores["p1"] >= train.target_p1)
@@ -207,6 +271,13 @@ class Trainer:
             session.stop(agreed=True)
         if self._show_progress:
             self._show_progress(record, scores, self._seconds_left(record))
+
+    def _save_best(self, round_number: int) -> None:
+        assert self._directory is not None
+        try:
+            self._directory.save_model(BEST_MODEL, self._model, self._metadata)
+        except OSError as error:
+            log.error("the best model so far, of round %d, is lost: %s. The run goes on.", round_number, error)
 
     def _seconds_left(self, record: RoundRecord) -> float | None:
         left = []

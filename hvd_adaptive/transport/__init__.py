@@ -24,7 +24,9 @@ log = logging.getLogger(__name__)
 _UNKNOWN_LAUNCHERS = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
 
 
-def connect(*, stall_limit_s: float, groups: bool = False, repeatable: bool = False) -> Transport:
+def connect(
+    *, stall_limit_s: float, groups: bool = False, repeatable: bool = False, mpi_alone: bool = False
+) -> Transport:
     """Joins the world that a launcher started, or makes one of this process alone. COLLECTIVE.
 
     Args:
@@ -32,6 +34,7 @@ def connect(*, stall_limit_s: float, groups: bool = False, repeatable: bool = Fa
         groups: whether the ranks will be split into groups (for the hierarchical exchange).
         repeatable: the bits of sums must repeat from run to run: Horovod fuses no tensors then, as what is fused depends on
             timing.
+        mpi_alone: start MPI and Horovod also where no launcher started this process; one rank needs neither.
 
     Raises:
         RuntimeError: if the launcher's world, MPI's and Horovod's are not one.
@@ -44,7 +47,7 @@ def connect(*, stall_limit_s: float, groups: bool = False, repeatable: bool = Fa
                 f"a launcher that is not known here started this process ({', '.join(strangers)} is set): each rank would "
                 "train alone. Start with mpirun, horovodrun or srun, or unset the variable to run one rank."
             )
-    if starts_alone(info, os.environ):
+    if starts_alone(info, os.environ) and not (mpi_alone and info.name == "none"):
         from hvd_adaptive.transport.local import LocalTransport
 
         return LocalTransport()
@@ -58,8 +61,8 @@ def connect(*, stall_limit_s: float, groups: bool = False, repeatable: bool = Fa
         log.info("Horovod's tensor fusion is off (HOROVOD_FUSION_THRESHOLD=0), so that sums repeat bit for bit")
     from hvd_adaptive.transport.horovod_mpi import HorovodMpiTransport
 
-    with start_watch(info.rank, stall_limit_s=stall_limit_s):
-        return HorovodMpiTransport(info, stall_limit_s=stall_limit_s, groups=groups)
+    with start_watch(info.rank, stall_limit_s=stall_limit_s) as met:
+        return HorovodMpiTransport(info, stall_limit_s=stall_limit_s, groups=groups, met=met)
 
 
 def set_mpi_environment(info: LauncherInfo) -> None:
@@ -78,10 +81,12 @@ def set_mpi_environment(info: LauncherInfo) -> None:
     if embedded:
         # PyPI's Open MPI was moved from where it was built. mpirun tells its ranks; srun's ranks must be told.
         os.environ.setdefault("OPAL_PREFIX", sys.prefix)
+        # Its btl "ofi" is for one-sided communication, which nobody uses here, and sleeps for a second when it is closed.
+        os.environ.setdefault("OMPI_MCA_btl", "^ofi")
         os.environ["PATH"] = os.pathsep.join(
             [os.path.join(sys.prefix, "bin"), os.environ.get("PATH", os.defpath)]
         )
-    from hvd_adaptive.transport.horovod_mpi import mpi_library_version
+    from hvd_adaptive.transport.mpi_library import mpi_library_version
 
     # Before MPI_Init, in which Open MPI may end the process.
     check_srun(info, os.environ, mpi_library_version(), embedded=embedded)

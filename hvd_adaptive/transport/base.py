@@ -5,16 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+Result = TypeVar("Result")
+
 
 class Pending(Protocol):
     """A collective under way."""
+
+    def done(self) -> bool:
+        """Returns whether `wait` is known to return at once."""
 
     def wait(self) -> Tensor:
         """Returns its result once it is there. To be called once; every rank must get here in the end.
@@ -28,7 +33,8 @@ class Collectives(Protocol):
     """What the exchange of compressed tensors needs of the world, or of a group of ranks.
 
     Methods marked COLLECTIVE must be called by every rank of the group in the same order, from the main thread. Names
-    are equal on all ranks and differ between collectives that are under way together.
+    are equal on all ranks and differ between collectives that are under way together. Real ranks may start collectives
+    whose method ends in ``async`` in different orders, and from the thread of a backward pass.
 
     Attributes:
         rank: this rank, in [0, world_size).
@@ -56,12 +62,12 @@ class Collectives(Protocol):
             name: of the collective.
         """
 
-    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int], name: str) -> Pending:
+    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int] | None, name: str) -> Pending:
         """Starts gathering a part from every rank; ``wait()`` returns them in rank order. COLLECTIVE.
 
         Args:
             tensor: uint8, contiguous, one dimension, may be empty; leave it alone until the wait is over.
-            receive_bytes: size of the part from each rank; their sum is not 0.
+            receive_bytes: size of the part from each rank; their sum is not 0. None: not known, and not checked.
             name: of the collective.
         """
 
@@ -76,12 +82,14 @@ class Transport(Collectives, Protocol):
         local_size: ranks on its host.
         host: name of this rank's host.
         groups: whether `split` may be called.
+        last_words: says what the job leaves behind, for the heartbeats' message of its end; called from any thread.
     """
 
     local_rank: int
     local_size: int
     host: str
     groups: bool
+    last_words: Callable[[], str]
 
     def allgather_stats(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Gathers a small vector, shape (k,), from every rank: shape (world_size, k), float64. COLLECTIVE."""
@@ -128,7 +136,13 @@ class Transport(Collectives, Protocol):
         """Runs ``action`` on one rank of the whole world after the other, the others asleep. COLLECTIVE."""
 
     def distributed_optimizer(
-        self, optimizer: Optimizer, model: nn.Module, *, average: bool = True, backward_passes_per_step: int = 1
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        average: bool = True,
+        backward_passes_per_step: int = 1,
+        may_sleep: bool = False,
     ) -> Optimizer:
         """Wraps the optimizer in Horovod's own DistributedOptimizer, or returns it as it is where there is no other rank and no
         Horovod. COLLECTIVE in every step.
@@ -138,6 +152,15 @@ class Transport(Collectives, Protocol):
             model: names the parameters.
             average: whether gradients meet as their mean; else as their sum.
             backward_passes_per_step: backward passes whose gradients are added up before they are exchanged.
+            may_sleep: ``synchronize`` waits asleep where ranks share cores; else as Horovod does it, which uses a core.
+        """
+
+    def abort(self, text: str, code: int) -> None:
+        """Ends the job on all ranks at once. Any rank, any thread. Does not return.
+
+        Args:
+            text: why, for standard error.
+            code: this rank's exit code, and the launcher's where it passes one on.
         """
 
     def close(self) -> None:
@@ -192,6 +215,21 @@ def agree(transport: Transport, error: str | None) -> None:
         everyone = len(ranks) == transport.world_size
         lines.append(text if everyone else f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {text}")
     raise AgreedError("\n".join(lines))
+
+
+def attempt(transport: Transport, action: Callable[[], Result]) -> Result:
+    """Runs an action that may find bad input on some ranks only; all ranks raise if one does. COLLECTIVE.
+
+    Raises:
+        AgreedError: on all ranks, with the messages.
+    """
+    result, error = None, None
+    try:
+        result = action()
+    except (ValueError, RuntimeError, OSError) as failure:
+        error = str(failure)
+    agree(transport, error)
+    return result  # type: ignore[return-value]
 
 
 def agree_equal(transport: Transport, values: dict[str, Any], remedy: str) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from hvd_adaptive.validation import parse_json
 
 Phase = Literal["working", "waiting", "left"]
 FaultKind = Literal["silent", "stuck", "left early", "deadlocked"]
@@ -42,8 +44,20 @@ class Beat:
 
     @staticmethod
     def decode(data: bytes) -> Beat | None:
-        """Reads `encode`'s result; None for the empty value of a rank that has not started beating."""
-        return Beat(**json.loads(data)) if data else None
+        """Reads `encode`'s result; None for the empty value of a rank that has not started beating.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        if not data:
+            return None
+        values = parse_json(data)
+        kinds: dict[str, Any] = {"count": int, "phase": str, "phase_s": (int, float), "what": str, "host": str, "pid": int}
+        if not isinstance(values, dict) or values.keys() != kinds.keys():
+            raise ValueError(f"not a heartbeat: {data[:200]!r}")
+        if not all(isinstance(values[name], kind) for name, kind in kinds.items()):
+            raise ValueError(f"not a heartbeat: {data[:200]!r}")
+        return Beat(**values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,10 @@ judges.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
+import logging
 import os
 import select
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,13 +20,16 @@ from typing import NamedTuple
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined,unused-ignore]
 
 from hvd_adaptive.transport.faults import Beat, Fault, Phase, Sighting, describe, find_fault, process_state
+from hvd_adaptive.transport.job_end import end_job
 from hvd_adaptive.transport.launcher_end import GRACE_S, end_later, find_launcher_process
+from hvd_adaptive.transport.seal import UnsealedError
 from hvd_adaptive.transport.side_channel import SideChannel
+
+log = logging.getLogger(__name__)
 
 # When rank 0 fails, each other rank reports it later than the rank before: the first to do so ends the job.
 _TURN_S = 0.5
 _LAST_TURN_S = 5.0
-_ABORT_PATIENCE_S = 5
 _LEAVE_POLL_S = 0.02
 _OVER = "over"
 
@@ -52,6 +54,7 @@ class Heartbeat:
         limit_s: the stall limit in seconds, >= 1.
         abort: ends the whole job, as MPI_Abort does; called from a thread. If it has not ended this process
             after 5 s, the process ends itself.
+        last_words: says what the job leaves behind, for the message of its end; called from a thread.
 
     Raises:
         ValueError: limit_s is too small for beats to be told from noise.
@@ -66,6 +69,7 @@ class Heartbeat:
         pid: int,
         limit_s: float,
         abort: Callable[[], object],
+        last_words: Callable[[], str] = lambda: "",
     ) -> None:
         if not limit_s >= 1:
             raise ValueError(
@@ -77,6 +81,8 @@ class Heartbeat:
         self._pid = pid
         self._limit_s = limit_s
         self._abort = abort
+        self._last_words = last_words
+        self._has_complained = False
         self._interval_s = min(3.0, max(0.2, limit_s / 20))
         self._watched = range(side_channel.world_size) if rank == 0 else range(1)
         self._awake_s = 0.0
@@ -169,11 +175,11 @@ class Heartbeat:
                 leaving = self._leaving.is_set()
                 self._beat(store)
                 all_left = self._look(store, keys)
-                if leaving and (all_left if self._rank == 0 else store.check([_OVER])):
+                if leaving and (all_left if self._rank == 0 else self._is_over(store)):
                     break
                 self._sleep()
             if self._rank == 0:
-                store.set(_OVER, "")
+                store.set(_OVER, self._side.seal.close(_OVER, b""))  # type: ignore[arg-type]
         except (DistError, ConnectionError):
             self._cut_s = self._awake_s
             return
@@ -190,16 +196,38 @@ class Heartbeat:
             host=self._host,
             pid=self._pid,
         )
-        store.set(self._key(self._rank), beat.encode())  # type: ignore[arg-type]
+        key = self._key(self._rank)
+        store.set(key, self._side.seal.close(key, beat.encode()))  # type: ignore[arg-type]
 
     def _look(self, store: TCPStore, keys: list[str]) -> bool:
         """Takes in the watched ranks' beats; returns whether they all have left."""
-        beats = [Beat.decode(value) for value in store.multi_get(keys)]
+        found = zip(keys, store.multi_get(keys), self._beats, strict=True)
+        beats = [self._read_beat(key, value, old) for key, value, old in found]
         for index, (old, new) in enumerate(zip(self._beats, beats, strict=True)):
             if new != old:
                 self._seen_s[index] = self._awake_s
         self._beats = beats
         return all(beat is not None and beat.phase == "left" for beat in beats)
+
+    def _read_beat(self, key: str, value: bytes, old: Beat | None) -> Beat | None:
+        """Returns a rank's newest beat; what no rank of this job has sent is no sign of life."""
+        if not value:
+            return old
+        try:
+            return Beat.decode(self._side.seal.open(key, bytes(value)))
+        except (UnsealedError, ValueError) as error:
+            if not self._has_complained:
+                log.error("heartbeat: %s", error)
+            self._has_complained = True
+            return old
+
+    def _is_over(self, store: TCPStore) -> bool:
+        if not store.check([_OVER]):
+            return False
+        with contextlib.suppress(UnsealedError):
+            self._side.seal.open(_OVER, bytes(store.get(_OVER)))
+            return True
+        return False
 
     def _sleep(self) -> None:
         """Sleeps until the next beat is due, less when leaving.
@@ -253,11 +281,4 @@ class Heartbeat:
             if launcher is not None:
                 end_later(launcher)
                 text += f" If {launcher.name} (pid {launcher.pid}) still runs {GRACE_S} s later, it is ended, too."
-        # Two ways to end in time: MPI_Abort may hang, and may hold Python's lock while it does.
-        threading.Timer(_ABORT_PATIENCE_S, os._exit, (13,)).start()
-        with open(os.devnull, "w") as nowhere:
-            faulthandler.dump_traceback_later(_ABORT_PATIENCE_S + 2, exit=True, file=nowhere)
-            sys.stderr.write(f"\n{text}\n")
-            sys.stderr.flush()
-            self._abort()
-            time.sleep(2 * _ABORT_PATIENCE_S)
+        end_job(f"{text} {self._last_words()}".rstrip(), self._abort)

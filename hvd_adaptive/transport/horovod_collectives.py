@@ -7,7 +7,6 @@ through host memory here.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,17 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+from hvd_adaptive.transport.horovod_wait import wait_asleep
 
-_POLL_S = 1e-4
+log = logging.getLogger(__name__)
 
 
 class _Pending:
     """A Horovod operation under way; see :class:`hvd_adaptive.transport.base.Pending`."""
 
-    def __init__(self, finish: Callable[[], Tensor], waiting: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        finish: Callable[[], Tensor],
+        poll: Callable[[], bool],
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._finish = finish
+        self._poll = poll
         self._waiting = waiting
+
+    def done(self) -> bool:
+        return self._poll()
 
     def wait(self) -> Tensor:
         with self._waiting():
@@ -39,14 +47,16 @@ class HorovodCollectives:
         hvd: the module ``horovod.torch``, initialized.
         process_set: Horovod's own object for the group.
         waiting: marks this rank as waiting, for the heartbeats.
+        prefix: of all names, where others in this process use Horovod as well.
     """
 
     def __init__(
-        self, hvd: Any, process_set: Any, waiting: Callable[[str], AbstractContextManager[None]]
+        self, hvd: Any, process_set: Any, waiting: Callable[[str], AbstractContextManager[None]], *, prefix: str = ""
     ) -> None:
         self._hvd = hvd
         self._process_set = process_set
         self._waiting = waiting
+        self._prefix = prefix
         self.rank: int = process_set.rank()
         self.world_size: int = process_set.size()
         self._gpu_built = bool(hvd.nccl_built() or hvd.cuda_built())
@@ -63,21 +73,21 @@ class HorovodCollectives:
     def allreduce_sum_async_(self, tensor: Tensor, name: str) -> _Pending:
         host = self._to_host(tensor)
         handle = self._hvd.allreduce_async_(
-            host, name=name, op=self._hvd.Sum, process_set=self._process_set
+            host, name=self._prefix + name, op=self._hvd.Sum, process_set=self._process_set
         )
 
         def finish() -> Tensor:
             self._synchronize(handle)
             return tensor if host is tensor else tensor.copy_(host)
 
-        return _Pending(finish, lambda: self._waiting(f"allreduce of {name}"))
+        return _Pending(finish, lambda: self._hvd.poll(handle), lambda: self._waiting(f"allreduce of {name}"))
 
     def alltoall_bytes_async(
         self, tensor: Tensor, *, send_bytes: Sequence[int], receive_bytes: Sequence[int], name: str
     ) -> _Pending:
         host = self._to_host(tensor)
         splits = torch.tensor(send_bytes, dtype=torch.int32)
-        handle = self._hvd.alltoall_async(host, splits=splits, name=name, process_set=self._process_set)
+        handle = self._hvd.alltoall_async(host, splits=splits, name=self._prefix + name, process_set=self._process_set)
 
         def finish() -> Tensor:
             received, received_splits = self._synchronize(handle)
@@ -87,26 +97,40 @@ class HorovodCollectives:
                 )
             return self._to_device(received, tensor)
 
-        return _Pending(finish, lambda: self._waiting(f"alltoall of {name}"))
+        return _Pending(finish, lambda: self._hvd.poll(handle), lambda: self._waiting(f"alltoall of {name}"))
 
-    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int], name: str) -> _Pending:
+    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int] | None, name: str) -> _Pending:
         host = self._to_host(tensor)
-        handle = self._hvd.allgather_async(host, name=name, process_set=self._process_set)
+        handle = self._hvd.allgather_async(host, name=self._prefix + name, process_set=self._process_set)
 
         def finish() -> Tensor:
             received: Tensor = self._synchronize(handle)
-            if received.numel() != sum(receive_bytes):
+            if receive_bytes is not None and received.numel() != sum(receive_bytes):
                 raise RuntimeError(
                     f"{name}: the ranks sent {received.numel()} bytes, but {sum(receive_bytes)} were expected"
                 )
             return self._to_device(received, tensor)
 
-        return _Pending(finish, lambda: self._waiting(f"allgather of {name}"))
+        return _Pending(finish, lambda: self._hvd.poll(handle), lambda: self._waiting(f"allgather of {name}"))
+
+    def allreduce_max_(self, tensor: Tensor, name: str) -> None:
+        with self._waiting(f"allreduce of {name}"):
+            value = self._hvd.allreduce(
+                tensor.cpu(), name=self._prefix + name, op=self._hvd.Max, process_set=self._process_set
+            )
+            tensor.copy_(value)
+
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        with self._waiting("broadcast"), torch.no_grad():
+            for index, tensor in enumerate(tensors):
+                # Horovod takes neither bf16 nor bool nor 0-dim tensors; bytes carry them all.
+                flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+                if flat.numel():
+                    value = self._hvd.broadcast(flat.cpu(), root_rank=0, name=f"{self._prefix}broadcast.{index}")
+                    tensor.copy_(value.view(tensor.dtype).reshape(tensor.shape))
 
     def _synchronize(self, handle: int) -> Any:
-        # Horovod's own wait spins, and takes the core of the threads that move the bytes.
-        while not self._hvd.poll(handle):
-            time.sleep(_POLL_S)
+        wait_asleep(lambda: self._hvd.poll(handle))
         return self._hvd.synchronize(handle)
 
     def _must_stage(self, tensor: Tensor) -> bool:
@@ -135,5 +159,5 @@ class HorovodCollectives:
             self._staging = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
         host = self._staging[: tensor.numel()].view(tensor.shape)
         host.copy_(tensor)
-        self._hvd.allreduce_(host, name=name, op=self._hvd.Sum, process_set=self._process_set)
+        self._hvd.allreduce_(host, name=self._prefix + name, op=self._hvd.Sum, process_set=self._process_set)
         tensor.copy_(host)

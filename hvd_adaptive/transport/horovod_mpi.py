@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
+import signal
 import socket
 import sys
 import time
@@ -17,9 +17,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-import mpi4py
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,16 +26,14 @@ from hvd_adaptive.launch.binding import LauncherInfo, check_world
 from hvd_adaptive.transport.base import AgreedError, Pending
 from hvd_adaptive.transport.heartbeat import Heartbeat
 from hvd_adaptive.transport.horovod_collectives import HorovodCollectives
+from hvd_adaptive.transport.horovod_wait import is_crowded, waits_asleep
+from hvd_adaptive.transport.job_end import end_job
+from hvd_adaptive.transport.mpi_library import check_one_mpi, hold_back_mpi
 from hvd_adaptive.transport.side_channel import SideChannel
 
 _ABORT_PATIENCE_S = 5.0
-_ABORT_HEAD_START_S = 0.3
-
-
-def loaded_mpi_libraries(maps: str) -> list[str]:
-    """Returns the distinct MPI libraries in a process's memory map (the text of /proc/self/maps)."""
-    paths = re.findall(r"(/\S*/libmpi(?:ch)?\.so\S*)", maps)
-    return sorted({os.path.realpath(path) for path in paths})
+_ABORT_HEAD_START_S = 1.0
+_WORKER_END_S = 0.5
 
 
 def start_mpi(info: LauncherInfo) -> Any:
@@ -52,11 +48,11 @@ def start_mpi(info: LauncherInfo) -> Any:
         RuntimeError: if Horovod and mpi4py use different MPI libraries, the launcher's world is not MPI's, or MPI gives no
             MPI_THREAD_MULTIPLE.
     """
-    _hold_back_mpi()
+    hold_back_mpi()
     import horovod.torch  # noqa: F401  # loads its MPI library, for the check
     from mpi4py import MPI
 
-    _check_one_mpi()
+    check_one_mpi()
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     check_world(info, MPI.COMM_WORLD.Get_size())
@@ -79,12 +75,20 @@ class HorovodMpiTransport:
         info: what the launcher's environment says.
         stall_limit_s: seconds after which a dead, frozen or stuck rank ends the job.
         groups: whether `split` will be called.
+        met: called with the hosts by rank as soon as they are known; the start goes on after it.
 
     Raises:
         RuntimeError: if Horovod and mpi4py use different MPI libraries, or the launcher's world is not MPI's.
     """
 
-    def __init__(self, info: LauncherInfo, *, stall_limit_s: float, groups: bool = False) -> None:
+    def __init__(
+        self,
+        info: LauncherInfo,
+        *,
+        stall_limit_s: float,
+        groups: bool = False,
+        met: Callable[[Sequence[str]], None] = lambda hosts: None,
+    ) -> None:
         self._comm = start_mpi(info)
         self.rank = self._comm.Get_rank()
         self.world_size = self._comm.Get_size()
@@ -99,16 +103,18 @@ class HorovodMpiTransport:
         self._hvd = hvd
         self.host = socket.gethostname()
         hosts: list[str] = self._comm.allgather(self.host)
+        met(hosts)
         self.local_rank = hosts[: self.rank].count(self.host)
         self.local_size = hosts.count(self.host)
         self._world = HorovodCollectives(hvd, hvd.global_process_set, self.waiting)
         self.groups = groups
         self._process_sets: dict[tuple[int, ...], Any] = {}
         self._closed = False
+        self.last_words: Callable[[], str] = lambda: ""
         self.side = SideChannel(
             rank=self.rank,
             world_size=self.world_size,
-            broadcast=lambda value: self._comm.bcast(value, root=0),
+            gather=self._comm.allgather,
             same_host=len(set(hosts)) == 1,
             stall_limit_s=stall_limit_s,
         )
@@ -119,9 +125,23 @@ class HorovodMpiTransport:
             pid=os.getpid(),
             limit_s=stall_limit_s,
             abort=lambda: self._comm.Abort(14),
+            last_words=lambda: self.last_words(),
         )
         self.heartbeat.start()
         atexit.register(self._leave)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns, for people, the worlds' sizes, MPI's thread level, and who negotiates Horovod's collectives."""
+        from mpi4py import MPI
+
+        levels = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
+        names = {getattr(MPI, name): f"MPI_{name}" for name in levels}
+        return {
+            "mpi_size": self.world_size,
+            "horovod_size": self._hvd.size(),
+            "thread_level": names[MPI.Query_thread()],
+            "controller": "MPI" if self._hvd.mpi_enabled() else "Gloo",
+        }
 
     def allgather_stats(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         gathered = np.empty((self.world_size, len(values)))
@@ -154,7 +174,7 @@ class HorovodMpiTransport:
             tensor, send_bytes=send_bytes, receive_bytes=receive_bytes, name=name
         )
 
-    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int], name: str) -> Pending:
+    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int] | None, name: str) -> Pending:
         return self._world.allgather_bytes_async(tensor, receive_bytes=receive_bytes, name=name)
 
     def split(self, color: int) -> HorovodCollectives:
@@ -178,17 +198,10 @@ class HorovodMpiTransport:
         return HorovodCollectives(self._hvd, mine, self.waiting)
 
     def allreduce_max_(self, tensor: Tensor, name: str) -> None:
-        with self.waiting(f"allreduce of {name}"):
-            tensor.copy_(self._hvd.allreduce(tensor.cpu(), name=name, op=self._hvd.Max))
+        self._world.allreduce_max_(tensor, name)
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        with self.waiting("broadcast"), torch.no_grad():
-            for index, tensor in enumerate(tensors):
-                # Horovod takes neither bf16 nor bool nor 0-dim tensors; bytes carry them all.
-                flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
-                if flat.numel():
-                    value = self._hvd.broadcast(flat.cpu(), root_rank=0, name=f"broadcast.{index}")
-                    tensor.copy_(value.view(tensor.dtype).reshape(tensor.shape))
+        self._world.broadcast_(tensors)
 
     def add(self, key: str, amount: int) -> int:
         return self.side.add(key, amount)
@@ -219,15 +232,27 @@ class HorovodMpiTransport:
         return result
 
     def distributed_optimizer(
-        self, optimizer: Optimizer, model: nn.Module, *, average: bool = True, backward_passes_per_step: int = 1
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        average: bool = True,
+        backward_passes_per_step: int = 1,
+        may_sleep: bool = False,
     ) -> Optimizer:
-        wrapped: Optimizer = self._hvd.DistributedOptimizer(
+        wrapped: Any = self._hvd.DistributedOptimizer(
             optimizer,
             named_parameters=model.named_parameters(),
             op=self._hvd.Average if average else self._hvd.Sum,
             backward_passes_per_step=backward_passes_per_step,
         )
-        return wrapped
+        if may_sleep and is_crowded(self.local_size):
+            wrapped.synchronize = waits_asleep(self._hvd.mpi_ops.mpi_lib)(wrapped.synchronize)
+        result: Optimizer = wrapped
+        return result
+
+    def abort(self, text: str, code: int) -> None:
+        end_job(text, lambda: self._comm.Abort(code), code=code)
 
     def close(self) -> None:
         if not self._closed:
@@ -243,40 +268,32 @@ class HorovodMpiTransport:
             self.side.close()
 
 
-def mpi_library_version() -> str:
-    """Returns what the MPI library says of itself; loads it, and does not initialize it."""
-    _hold_back_mpi()
-    import horovod.torch  # noqa: F401 - first, as it finds its library by the path that it was built with
-    from mpi4py import MPI
-
-    return str(MPI.Get_library_version())
-
-
-def _hold_back_mpi() -> None:
-    mpi4py.rc.initialize = False
-    mpi4py.rc.finalize = True
-
-
-def _check_one_mpi() -> None:
+def _dead_worker(error: BaseException) -> str:
+    """Says that a worker of a DataLoader was killed, where the error may only be what came of it: a connection to nowhere."""
+    if not isinstance(error, (OSError, EOFError)):
+        return ""
+    # The connection ends before the process does.
+    deadline = time.monotonic() + _WORKER_END_S
     try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
-            libraries = loaded_mpi_libraries(file.read())
-    except FileNotFoundError:
-        # Only Linux lists a process's libraries there; elsewhere the world sizes are still compared.
-        return
-    if len(libraries) > 1:
-        raise RuntimeError(
-            f"Horovod and mpi4py use different MPI libraries: {' and '.join(libraries)}. "
-            "Run scripts/setup.sh --recreate, which builds both against one MPI, and unset MPI4PY_LIBMPI."
-        )
+        # Children that ended well are waited for on the way, which is nobody's loss: this process ends as well.
+        while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)) is None or child.si_code == os.CLD_EXITED:
+            if child is None:
+                if time.monotonic() > deadline:
+                    return ""
+                time.sleep(0.01)
+    except ChildProcessError:
+        return ""
+    return f"A worker (pid {child.si_pid}) was killed by signal: {signal.strsignal(child.si_status)}\n"
 
 
 def _install_abort(comm: Any, rank: int) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # PyTorch's handler would raise the death of a worker out of here, and nothing would be said.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if isinstance(error, AgreedError) and rank:
             # Rank 0 says it for all, and ends the job.
             time.sleep(_ABORT_PATIENCE_S)
-        text = "".join(traceback.format_exception(kind, error, trace))
+        text = "".join(traceback.format_exception(kind, error, trace)) + _dead_worker(error)
         sys.stdout.flush()
         sys.stderr.write(f"rank {rank} failed:\n{text}")
         sys.stderr.flush()

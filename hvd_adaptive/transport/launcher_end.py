@@ -10,11 +10,8 @@ GRACE_S = 10
 # As the kernel shows them: mpirun and its relatives on the first host, their daemons on the others.
 _NAMES = {"mpirun", "mpiexec", "orterun", "orterun_wrapper", "orted", "prterun", "prted", "mpiexec.hydra", "hydra_pmi_proxy"}
 _SCRIPT = """
-exit_if_gone_within() { i=0; while [ $i -lt $1 ]; do kill -0 "$pid" 2>/dev/null || exit 0; sleep 1; i=$((i + 1)); done; }
-pid=$1
-exit_if_gone_within "$2"
-kill -TERM "$pid"
-exit_if_gone_within 3
+pid=$1 i=0
+while [ $i -lt "$2" ]; do kill -0 "$pid" 2>/dev/null || exit 0; sleep 1; i=$((i + 1)); done
 kill -KILL "$pid"
 """
 
@@ -48,16 +45,31 @@ def find_launcher_process(pid: int, proc: Path = Path("/proc")) -> LauncherProce
     return None
 
 
+def end_command(launcher: LauncherProcess, grace_s: int = GRACE_S) -> list[str]:
+    """Returns the command that kills the launcher if it still runs after a while.
+
+    By SIGKILL: Open MPI 4.1's mpirun is in the midst of an abort and crashes at a SIGTERM: a stack trace would bury what the
+    ranks have said.
+
+    Run it in a session of its own and without the rank's output, as `end_later` does: the launcher would wait for whoever holds
+    that open, and kill whoever is in its group.
+
+    Args:
+        launcher: whom to end.
+        grace_s: seconds that it has to end by itself, >= 0.
+    """
+    return ["/bin/sh", "-c", _SCRIPT, "end-launcher", str(launcher.pid), str(grace_s)]
+
+
 def end_later(launcher: LauncherProcess, grace_s: int = GRACE_S) -> None:
     """Ends the launcher if it still runs after a while, from a process that outlives this one.
 
     Args:
-        launcher: whom to end: SIGTERM, and SIGKILL three seconds later.
-        grace_s: seconds that it has to end by itself, >= 0.
+        launcher: as for `end_command`.
+        grace_s: as for `end_command`.
     """
     subprocess.Popen(
-        ["/bin/sh", "-c", _SCRIPT, "end-launcher", str(launcher.pid), str(grace_s)],
-        # The launcher would wait for whoever holds a rank's output open, and kill whoever is in its group.
+        end_command(launcher, grace_s),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -15,11 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvd_adaptive.transport.job_end import end_job
 
-def joined(parts: Sequence[Tensor], receive_bytes: Sequence[int], name: str) -> Tensor:
+
+def joined(parts: Sequence[Tensor], receive_bytes: Sequence[int] | None, name: str) -> Tensor:
     """Returns the parts as one tensor, after a check of their sizes; for `LocalTransport`."""
     sizes = [part.numel() for part in parts]
-    if sizes != list(receive_bytes):
+    if receive_bytes is not None and sizes != list(receive_bytes):
         raise RuntimeError(f"{name}: the ranks sent {sizes} bytes, but {list(receive_bytes)} were expected")
     return torch.cat(list(parts))
 
@@ -74,6 +77,10 @@ class _Done:
     def __init__(self, result: Tensor) -> None:
         self._result = result
 
+    def done(self) -> bool:
+        # Simulated ranks meet in barriers, so what follows must come at the same place on all: where they wait.
+        return False
+
     def wait(self) -> Tensor:
         return self._result
 
@@ -90,6 +97,7 @@ class LocalTransport:
         self.local_rank = hosts[:rank].count(hosts[rank])
         self.local_size = hosts.count(hosts[rank])
         self.groups = True
+        self.last_words: Callable[[], str] = lambda: ""
         self.host = socket.gethostname() if num_hosts == 1 else f"host{hosts[rank]}"
 
     def allgather_object(self, value: Any) -> list[Any]:
@@ -124,7 +132,7 @@ class LocalTransport:
         gathered = self.allgather_object([part.clone() for part in tensor.split(list(send_bytes))])
         return _Done(joined([parts[self.rank] for parts in gathered], receive_bytes, name))
 
-    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int], name: str) -> _Done:
+    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int] | None, name: str) -> _Done:
         return _Done(joined(self.allgather_object(tensor.clone()), receive_bytes, name))
 
     def split(self, color: int) -> LocalTransport:
@@ -180,13 +188,22 @@ class LocalTransport:
         return result
 
     def distributed_optimizer(
-        self, optimizer: Optimizer, model: nn.Module, *, average: bool = True, backward_passes_per_step: int = 1
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        average: bool = True,
+        backward_passes_per_step: int = 1,
+        may_sleep: bool = False,
     ) -> Optimizer:
         if self.world_size > 1:
             raise RuntimeError(
                 "simulated ranks have no Horovod: strategies 'sync' and 'horovod' need real ranks (mpirun)"
             )
         return optimizer
+
+    def abort(self, text: str, code: int) -> None:
+        end_job(text, lambda: os._exit(code), code=code)
 
     def close(self) -> None:
         pass

@@ -18,7 +18,8 @@ from typing import Any
 from torch.distributed import DistError, DistStoreError, TCPStore  # type: ignore[attr-defined,unused-ignore]
 
 from hvd_adaptive.transport.in_process_store import InProcessStore, not_set
-from hvd_adaptive.transport.store_address import PROBE_S, Offer, find_server, serve
+from hvd_adaptive.transport.seal import Seal
+from hvd_adaptive.transport.store_address import PROBE_S, Offer, find_server, sending_addresses, serve
 
 # How long a rendezvous may last is for the heartbeats to judge: they know whether the others still make
 # progress.
@@ -32,7 +33,7 @@ class SideChannel:
     Args:
         rank: this rank, in [0, world_size).
         world_size: number of ranks, >= 1. A single rank needs no server: its counters are in this process.
-        broadcast: sends rank 0's small object to all ranks and returns it; called once. COLLECTIVE.
+        gather: gathers a small object from every rank, in rank order, on a way that strangers cannot reach. COLLECTIVE.
         same_host: all ranks are on one host; the store then listens on the loopback interface only.
         stall_limit_s: how long `get`, `close` and the first meeting of the ranks wait before they raise, in
             seconds.
@@ -47,7 +48,7 @@ class SideChannel:
         *,
         rank: int,
         world_size: int,
-        broadcast: Callable[[Any], Any],
+        gather: Callable[[Any], list[Any]],
         same_host: bool,
         stall_limit_s: float,
     ) -> None:
@@ -65,13 +66,28 @@ class SideChannel:
         self._alone = InProcessStore() if world_size == 1 else None
         if self._alone is not None:
             return
+        sources = sorted(set() if same_host else set().union(*gather(sending_addresses())))
         self._server: TCPStore | None = None
-        offer: Offer | None = None
+        server = None
+        answer: Offer | str | None = None
         if rank == 0:
-            self._server, offer = serve(same_host=same_host, world_size=world_size)
-        offer = Offer(*broadcast(offer))
+            try:
+                server, answer = serve(same_host=same_host, world_size=world_size, sources=sources)
+                self._server = server.store
+            except RuntimeError as error:
+                answer = str(error)
+        answer = gather(answer)[0]
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        assert answer is not None
+        offer = Offer(*answer)
+        self.seal = Seal(offer.secret)
         self._port = offer.port
         self._address = find_server(offer, rank)
+        if not same_host:
+            used = set(gather(self._address))
+            if server is not None:
+                server.narrow(sources, sorted(used))
         self._claims = self.connect()
         self._arrivals = self.connect()
         self._meet_first()
@@ -128,7 +144,9 @@ class SideChannel:
         if self._alone is not None:
             return self._alone.compare_set(key, expected, desired)
         with self._translated():
-            return bytes(self._claims.compare_set(f"user/{key}", expected, desired)).decode()
+            name = f"user/{key}"
+            sealed = [self.seal.close(name, text.encode()).decode() if text else "" for text in (expected, desired)]
+            return self.seal.open(name, bytes(self._claims.compare_set(name, *sealed))).decode()
 
     def set(self, key: str, value: bytes) -> None:
         """Stores a small value under a key of its own (not a counter's). Any thread.
@@ -140,7 +158,8 @@ class SideChannel:
             self._alone.set(key, value)
             return
         with self._translated():
-            self._claims.set(f"user/{key}", value)  # type: ignore[arg-type]  # torch's stub knows str only
+            name = f"user/{key}"
+            self._claims.set(name, self.seal.close(name, value))  # type: ignore[arg-type]  # torch's stub knows str only
 
     def get(self, key: str) -> bytes:
         """Returns the value of a key, waiting for it up to the stall limit. Any thread.
@@ -155,7 +174,7 @@ class SideChannel:
         try:
             with self._translated():
                 self._claims.wait([f"user/{key}"], timedelta(seconds=self._stall_limit_s))
-                return bytes(self._claims.get(f"user/{key}"))
+                return self.seal.open(f"user/{key}", bytes(self._claims.get(f"user/{key}")))
         except DistStoreError as error:
             raise not_set(key, self._stall_limit_s) from error
 
@@ -244,10 +263,12 @@ class SideChannel:
         store, key, checksum = self._arrivals, f"arrive/{number}", zlib.crc32(name.encode()) & 0x3FFFFF
         total = store.add(key, 1 + (checksum << _COUNT_BITS))
         if total % (1 << _COUNT_BITS) < self.world_size:
-            store.wait([key + "/go"], limit)
-            return bytes(store.get(key + "/go"))
+            if limit is not _FOREVER:
+                store.wait([key + "/go"], limit)
+            # Waits as long as the connection may; a wait before it would be another message from every rank at once.
+            return self.seal.open(key + "/go", bytes(store.get(key + "/go")))
         verdict = "together" if total >> _COUNT_BITS == checksum * self.world_size else "apart"
-        store.set(key + "/go", verdict)
+        store.set(key + "/go", self.seal.close(key + "/go", verdict.encode()))  # type: ignore[arg-type]
         # Every rank is here, so none still reads the previous rendezvous.
         store.delete_key(f"arrive/{number - 1}")
         store.delete_key(f"arrive/{number - 1}/go")

@@ -3,40 +3,83 @@
 from __future__ import annotations
 
 import fcntl
+import logging
+import os
 import resource
 import secrets
 import socket
 import struct
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
+import psutil
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined,unused-ignore]
 
+from hvd_adaptive.transport.address_filter import admit_only
+from hvd_adaptive.transport.seal import new_secret
+
 PROBE_S = 3.0
+_PATIENT_PROBES_S = 20.0
 CONNECTIONS_PER_RANK = 4  # claims, rendezvous, heartbeats, and the heartbeats' lifeline
 _OTHER_FILES = 512
 _SIOCGIFADDR = 0x8915
 _TOKEN_KEY = "token"
+_LOOPBACK = ("127.0.0.1", "::1")
+
+log = logging.getLogger(__name__)
 
 
 class Offer(NamedTuple):
-    """What rank 0 tells the others: addresses to try in turn, the port, and a token to tell it by."""
+    """What rank 0 tells the others over MPI.
+
+    Attributes:
+        addresses: to try in turn.
+        port: of the store.
+        token: to tell the store by.
+        secret: of the job, for :class:`hvd_adaptive.transport.seal.Seal`.
+    """
 
     addresses: list[str]
     port: int
     token: str
+    secret: str
 
 
-def serve(*, same_host: bool, world_size: int) -> tuple[TCPStore, Offer]:
+class Server(NamedTuple):
+    """Rank 0's store, and its listening socket, None where nobody on another host can reach it."""
+
+    store: TCPStore
+    door: socket.socket | None
+
+    def narrow(self, sources: Sequence[str], destinations: Sequence[str]) -> None:
+        """Has the kernel drop what does not come from a host of the job to an address that its ranks use.
+
+        Args:
+            sources: addresses of the job's hosts.
+            destinations: addresses of this host.
+        """
+        if self.door is not None:
+            reason = admit_only(self.door, [*sources, *_LOOPBACK], [*destinations, *_LOOPBACK])
+            if reason is not None:
+                log.warning(
+                    "rank 0's side channel on port %d can be reached from every host that reaches this one: %s. See "
+                    "docs/security.md", self.door.getsockname()[1], reason,
+                )  # fmt: skip
+            self.door.close()
+
+
+def serve(*, same_host: bool, world_size: int, sources: Sequence[str] = ()) -> tuple[Server, Offer]:
     """Starts the store on a port that the system picks.
 
-    The store asks for no password, as MPI's own connections do not: with ranks on several hosts it listens on
-    all interfaces, and the cluster's network must be trusted.
+    The store itself asks for no password. The kernel drops what other hosts than the job's send to it, and what it says is
+    believed only with a code that needs the job's secret.
 
     Args:
         same_host: all ranks are on this host, so listen on the loopback interface only.
         world_size: number of ranks that will connect.
+        sources: addresses of the job's hosts.
 
     Raises:
         RuntimeError: this process may not open enough files for that many connections.
@@ -51,7 +94,9 @@ def serve(*, same_host: bool, world_size: int) -> tuple[TCPStore, Offer]:
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         listener = socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=dual)
+        admit_only(listener, [*sources, *addresses, *_LOOPBACK])
     port: int = listener.getsockname()[1]
+    door = None if same_host else socket.socket(fileno=os.dup(listener.fileno()))
     store = TCPStore(
         "127.0.0.1",
         port,
@@ -61,7 +106,7 @@ def serve(*, same_host: bool, world_size: int) -> tuple[TCPStore, Offer]:
     )
     token = secrets.token_hex(8)
     store.set(_TOKEN_KEY, token)
-    return store, Offer(addresses, port, token)
+    return Server(store, door), Offer(addresses, port, token, new_secret())
 
 
 def find_server(offer: Offer, rank: int) -> str:
@@ -76,18 +121,21 @@ def find_server(offer: Offer, rank: int) -> str:
     Raises:
         RuntimeError: none answers.
     """
-    failures = []
-    for address in offer.addresses:
-        try:
-            # A plain connection first: torch's client retries and logs each refusal.
-            socket.create_connection((address, offer.port), timeout=PROBE_S).close()
-            limit = timedelta(seconds=PROBE_S)
-            store = TCPStore(address, offer.port, is_master=False, wait_for_workers=False, timeout=limit)
-            if store.check([_TOKEN_KEY]) and store.get(_TOKEN_KEY) == offer.token.encode():
-                return address
-            failures.append(f"{address}: another program answers")
-        except (OSError, DistError) as error:
-            failures.append(f"{address}: {error}")
+    failures: list[str] = []
+    # Soon on to the next one; where none answered, rank 0 may be held up.
+    for limit_s in (PROBE_S, max(PROBE_S, _PATIENT_PROBES_S / len(offer.addresses))):
+        failures.clear()
+        for address in offer.addresses:
+            try:
+                # A plain connection first: torch's client retries and logs each refusal.
+                socket.create_connection((address, offer.port), timeout=limit_s).close()
+                limit = timedelta(seconds=limit_s)
+                store = TCPStore(address, offer.port, is_master=False, wait_for_workers=False, timeout=limit)
+                if store.check([_TOKEN_KEY]) and store.get(_TOKEN_KEY) == offer.token.encode():
+                    return address
+                failures.append(f"{address}: another program answers")
+            except (OSError, DistError) as error:
+                failures.append(f"{address}: {error}")
     raise RuntimeError(
         f"rank {rank} on {socket.gethostname()} cannot reach rank 0's side channel at port {offer.port} "
         f"({'; '.join(failures)}): the hosts must accept TCP connections from each other on all ports; ask "
@@ -123,6 +171,17 @@ def own_addresses() -> list[str]:
             "several hosts: bring up the network interface that connects them"
         )
     return usable
+
+
+def sending_addresses() -> list[str]:
+    """Returns all addresses that this host's packets may come from, loopback excluded; of every interface, IPv4 and IPv6."""
+    found = {
+        entry.address.partition("%")[0]
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    }
+    return sorted(found - set(_LOOPBACK))
 
 
 def _allow_open_files(needed: int) -> None:

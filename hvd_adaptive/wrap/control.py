@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_adaptive.core.speed_model import Damping, SpeedModel
+from hvd_adaptive.core.share_balance import ShareBalance, StepWindow
 from hvd_adaptive.wrap.reasons import Reason, unmask
 
 Array = NDArray[np.float64]
@@ -31,9 +31,16 @@ FIELDS = (
     "timed_samples",
     "timed_global_samples",
     "compute_s",
+    "compute_sq",
     "wait_s",
     "smallest",
+    "num_batches",
 )
+
+
+# What shares follow, and of how many steps at the least: a step or two say more of the machine's other work than of speeds.
+_POOLED = ("timed_steps", "timed_samples", "timed_global_samples", "compute_s", "compute_sq")
+_LEAST_STEPS = 4
 
 
 @dataclass
@@ -52,8 +59,10 @@ class Window:
     timed_samples: int = 0
     timed_global_samples: int = 0
     compute_s: float = 0.0
+    compute_sq: float = 0.0
     wait_s: float = 0.0
     smallest: int = 1
+    num_batches: int = 0
 
     def row(self) -> Array:
         """Returns the numbers in the order of :data:`FIELDS`."""
@@ -111,9 +120,9 @@ class Controller:
 
     def __init__(self, world_size: int, *, pinned: tuple[float, ...] | None) -> None:
         self._pinned = None if pinned is None else np.array(pinned) / sum(pinned)
-        self._model = SpeedModel(world_size)
-        self._damping = Damping(world_size)
+        self._balance = ShareBalance(world_size)
         self._sizes: Array | None = None
+        self._pool = {name: np.zeros(world_size) for name in _POOLED}
         self.world_size = world_size
         self.proposal = np.zeros(world_size) if self._pinned is None else self._pinned
 
@@ -124,15 +133,19 @@ class Controller:
             gathered: the ranks' numbers by field.
             upper: most samples in a batch of any rank; None: no bound.
         """
-        steps = gathered["timed_steps"]
-        self._model.observe(steps, gathered["timed_samples"], gathered["compute_s"])
-        if self._pinned is not None or not self._model.observed.all() or not steps.all():
+        pool = {name: self._pool[name] + gathered[name] for name in _POOLED}
+        steps = pool["timed_steps"]
+        if steps.min() < _LEAST_STEPS:
+            self._pool = pool
             return
-        total = float(gathered["timed_global_samples"][0] / steps[0])
+        self._pool = {name: np.zeros(self.world_size) for name in _POOLED}
+        window = StepWindow(steps, pool["timed_samples"], pool["compute_s"], pool["compute_sq"])
+        self._balance.learn(window)
+        if self._pinned is not None or not self._balance.is_ready:
+            return
+        total = float(pool["timed_global_samples"][0] / steps[0])
         low = np.full(self.world_size, min(float(gathered["smallest"].max()), total / self.world_size))
         high = np.full(self.world_size, np.inf if upper is None else max(upper, total / self.world_size))
-        target = self._model.equalize(total, low, high)
         sizes = np.full(self.world_size, total / self.world_size) if self._sizes is None else self._sizes
-        sizes = sizes * (total / sizes.sum())
-        self._sizes = self._damping.next(sizes, target, lower=low, upper=high)
+        self._sizes = self._balance.next(sizes * (total / sizes.sum()), lower=low, upper=high)
         self.proposal = self._sizes / self._sizes.sum()

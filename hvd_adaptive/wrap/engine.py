@@ -5,26 +5,35 @@ All that ranks tell each other goes within synchronize, where Horovod needs ever
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_adaptive.wrap.control import Array, Controller, Window, judge, pack, unpack
+from hvd_adaptive.transport.base import Transport
+from hvd_adaptive.transport.script_world import ScriptWorld
+from hvd_adaptive.wrap.control import Array, Controller, judge, pack, unpack
+from hvd_adaptive.wrap.encoded import EncodedGradients
 from hvd_adaptive.wrap.follow import Follower
-from hvd_adaptive.wrap.loaders import Handed, IndexStream, Loader
+from hvd_adaptive.wrap.loaders import IndexStream, Loader
+from hvd_adaptive.wrap.local import LocalSteps
+from hvd_adaptive.wrap.meeting import Meetings, Store
+from hvd_adaptive.wrap.meter import Meter
 from hvd_adaptive.wrap.options import RunConfig, parse_shares
 from hvd_adaptive.wrap.reasons import Reason, mask
 from hvd_adaptive.wrap.report import Report
-from hvd_adaptive.wrap.stopwatch import Emulation, Stopwatch
+from hvd_adaptive.wrap.stopwatch import Emulation, Stopwatch, Stretch
+from hvd_adaptive.wrap.weights import GradientWeights
 
 # Looks at the speeds come early at first, as every equal step before them is slow.
 _FIRST_EXCHANGES = (4, 8, 12, 16)
+# How long a rank stands where other ranks may come, too; one that is only slow comes within a step.
+_PATIENCE_S = 60.0
 
 
 class DryRunOver(SystemExit):
@@ -43,7 +52,9 @@ class Engine:
     Attributes:
         report: what is told at the end.
         on_start: called when Horovod has been initialized, on every rank.
+        on_step: called after each step of a wrapped optimizer.
         on_failure: called on a rank whose script ends with an exit code other than 0.
+        find_store: returns what ranks share beside Horovod, once it runs; None: nothing.
     """
 
     def __init__(
@@ -58,18 +69,27 @@ class Engine:
         self.world_size, self.rank = 1, 0
         self.report = Report(is_dry_run=config.dry_run)
         self.on_start: list[Callable[[], None]] = []
+        self.on_step: Callable[[], None] = lambda: None
         self.on_failure: list[Callable[[], None]] = []
+        self.find_store: Callable[[], Store | None] = lambda: None
         self._make_emulation = make_emulation
         self._pinned = None if config.shares is None else parse_shares(config.shares)
         self._loaders: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
         self._reasons: set[Reason] = set()
-        self._weighted = WeakTensorKeyDictionary()
+        self._weights = GradientWeights(self._weigh)
         self._num_steps = 0
-        self._window = Window()
+        self._meter = Meter()
         self._watch = Stopwatch(clock)
-        self._follower = Follower(describe, self.report.condition)
-        self._tail_s = 0.0
+        self._follower = Follower(describe if config.strategy == "sync" else lambda module: [], self.report.condition)
+        self._tail: Stretch | None = None
         self._untimed = True
+        self._local = LocalSteps(config, make_world=self._make_world, note=self.report.note)
+        self._encoded = EncodedGradients(config, self._make_world)
+        self.report.more = lambda: [*self._local.lines(), *self._encoded.lines()]
+        # The pass that fed the last step.
+        self._fed_by: IndexStream | None = None
+        self._exchange_due = self._exchanging = False
+        self._meetings: Meetings | None = None
 
     # -- of Horovod
 
@@ -89,8 +109,15 @@ class Engine:
         self.report.started(world_size)
         for loader in self.report.loaders:
             loader.controller, loader.fractions = None, None
+        self._local.forget()
         for action in self.on_start:
             action()
+        store = self.find_store() if self.config.strategy == "local" and world_size > 1 else None
+        if store is not None and self._meetings is None:
+            self._meetings = Meetings(
+                store, rank=rank, world_size=world_size, patience_s=min(_PATIENCE_S, self.config.stall_limit_s)
+            )
+        self._local.meet_through(self._meetings)
 
     def refuse(self, reason: Reason) -> None:
         """Takes note of something for which all shares must be equal."""
@@ -98,53 +125,128 @@ class Engine:
         self.report.note(reason.value)
 
     def joining(self) -> None:
-        """Takes note of the script's hvd.join(); the ranks that go on see it in the next exchange."""
+        """Takes note of the script's hvd.join(); the ranks that go on see it in the next exchange.
+
+        Raises:
+            RuntimeError: if the gradients are exchanged encoded, in which a rank that has joined cannot take part.
+        """
+        if self._encoded.is_used:
+            raise RuntimeError(
+                "hvd.join() does not go with --compression in strategy sync: encoded gradients need every rank in every step. "
+                "Run the script without --compression, or with its own compression=hvd.Compression.fp16"
+            )
         self.report.note(Reason.JOIN.value)
 
     def registered(self, optimizer: Any, parameters: list[Tensor]) -> None:
-        """Hooks the parameters of a wrapped optimizer, each once."""
+        """The script has wrapped an optimizer."""
+        import horovod.torch as hvd
+
         self.report.optimizer(optimizer)
         self._follower.trains(parameters)
-        for parameter in parameters:
-            if self.world_size > 1 and parameter not in self._weighted:
-                self._weighted[parameter] = True
-                parameter.register_hook(self.scale)
+        if self.config.strategy == "local":
+            if self._merges_change_something() and not self._reasons:
+                self._local.registered(optimizer)
+        elif self.config.compression != "none" and self.world_size > 1 and not self._reasons:
+            self._encoded.registered(optimizer)
+        # Of a sum over ranks the rank's own gradient is one part.
+        local_weight = float(self.world_size) if optimizer.op == hvd.Sum else 1.0
+        if self.world_size > 1:
+            self._weights.registered(optimizer, parameters, local_weight=local_weight)
 
-    def scale(self, gradient: Tensor) -> Tensor | None:
-        """Weights a parameter's gradient of one backward, before Horovod takes it; None: as it is."""
-        weight = self._follower.backward()
-        return None if weight == 1.0 else gradient * weight
+    def accumulated(self, optimizer: Any) -> bool:
+        """A gradient of an optimizer's has been added up; returns whether Horovod shall leave it alone."""
+        self._follower.backward()
+        return self._local.steps_alone(optimizer) or self._encoded.exchanges(optimizer)
 
-    def synchronize(self, action: Callable[[], None]) -> None:
-        """Runs the optimizer's synchronize, and around it what the ranks have to tell each other."""
-        if self.world_size == 1:
+    def synchronize(self, optimizer: Any, action: Callable[[], None]) -> bool:
+        """Runs the optimizer's synchronize, and around it what the ranks have to tell each other.
+
+        Returns:
+            False if Horovod exchanged nothing.
+        """
+        local = self._local.steps_alone(optimizer)
+        if self.world_size == 1 and not local:
             action()
-            return
+            return True
+        self._settle()
         stretch = self._watch.stop()
         untimed = self._untimed or self._follower.was_traced
-        stream, batches = self._follower.take_step()
+        stream, batches = self._follower.take_step(optimizer)
         self._num_steps += 1
-        exchange = self._num_steps in _FIRST_EXCHANGES or self._num_steps % self.config.interval == 0
-        finish = self._begin_exchange(stream) if exchange else None
+        # A step that began with the start of workers, or before it was known to be one, says nothing of speed.
+        stretches = [] if untimed or stretch is None else [part for part in (self._tail, stretch) if part is not None]
+        if local:
+            local = self._local.begin_step(optimizer, stream, batches, refused=bool(self._reasons))
+        exchange = self._num_steps in _FIRST_EXCHANGES or (not local and self._num_steps % self.config.interval == 0)
+        finish = None
+        if stream is not None or self._fed_by is None or not self._fed_by.is_open:
+            # Else a synchronize without gradients of its own, as of a GAN's other optimizer: it is of the same pass.
+            self._fed_by = stream
+        if local:
+            self._exchange_due = exchange
+        elif exchange:
+            finish = self._begin_exchange(self._fed_by)
         before_s = self._watch.waiting_s
-        action()
-        self._window.wait_s += self._watch.waiting_s - before_s
-        self._window.num_steps += 1
+        by_horovod = not local and not self._exchange_encoded(optimizer)
+        if by_horovod:
+            # One wait around those for each gradient, of which there may be hundreds.
+            with self._watch.waiting():
+                action()
+        self._meter.waited(self._watch.waiting_s - before_s)
         if stream is not None:
-            self._count_step(stream, batches, None if untimed or stretch is None else stretch.seconds() + self._tail_s)
-        self._tail_s = 0.0
+            stream.loader.num_steps += 1
+        tell = functools.partial(self._local.timed, optimizer) if local else None
+        self._meter.step(None if stream is None else batches, stretches, tell)
+        self._tail = None
         if finish is not None:
             finish()
         self._watch.start()
+        return by_horovod
 
-    def stepped(self) -> None:
-        """Ends what counts as computing after the wait for the gradients."""
-        stretch = self._watch.stop()
-        self._tail_s = 0.0 if stretch is None else stretch.seconds()
+    def stepped(self, optimizer: Any) -> None:
+        """Ends what counts as computing after the wait for the gradients.
+
+        What comes now counts if another step follows on the same batch.
+        """
+        self._tail = self._watch.stop()
+        self._watch.start()
+        self._local.end_step(optimizer)
+        self._settle()
+        self.on_step()
 
     def waited(self, action: Callable[[], Any]) -> Any:
         """Runs an action that waits for other ranks; its seconds do not count as computing."""
-        return self._watch.waited(action)
+        if self._watch.is_waiting:
+            return action()
+        self._settle()
+        if not self._exchanging:
+            self._local.goes_on()
+        with self._watch.waiting():
+            return action()
+
+    # -- of modules
+
+    def looked_at(self, kind: str, module: nn.Module) -> None:
+        """The script is about to validate or to save a model: merges it first, if all ranks are here."""
+        if self._exchanging:
+            return
+        mergers = self._local.looked_at(kind, module)
+        if not mergers:
+            return
+        self._exchanging = True
+        try:
+            with self._watch.waiting():
+                self._local.merge_if_all_here(kind, mergers)
+        finally:
+            self._exchanging = False
+
+    def loaded(self, module: nn.Module) -> None:
+        """The script has loaded weights into a model."""
+        self._local.loaded(module)
+
+    def over(self) -> None:
+        """The script has ended on this rank."""
+        self._local.over()
 
     # -- of loaders
 
@@ -155,6 +257,9 @@ class Engine:
         known = self._loaders.get(loader)
         if known is None:
             known = self._loaders[loader] = Loader(loader, len(self.report.loaders) + 1)
+            # A script may make its loader anew in each epoch. The speeds are then known, its use is looked at again.
+            before = [other for other in self.report.loaders if other.is_gone and other.kind == known.kind and other.num_steps]
+            known.controller = before[-1].controller if before else None
             self.report.loaders.append(known)
         stream = IndexStream(
             known,
@@ -168,6 +273,7 @@ class Engine:
 
     def fetching(self, stream: IndexStream) -> None:
         """Begins what counts as computing for a step."""
+        self._settle()
         self._follower.finish_trace()
         if stream.loader.num_steps and self._follower.is_between_steps:
             self._watch.start()
@@ -176,32 +282,63 @@ class Engine:
     def delivered(self, stream: IndexStream, batch: Any) -> None:
         """Takes note of the batch that the script has got."""
         self._follower.delivered(stream, batch)
+        if stream.weight_differs:
+            self._weights.need()
 
     def exhausted(self, stream: IndexStream) -> None:
         """Takes note that a pass is over."""
         self._follower.exhausted(stream)
         self._watch.drop()
+        self._settle(stream if stream.loader.ends_together else None)
 
     # -- inside
 
-    def _count_step(self, stream: IndexStream, batches: list[Handed], seconds: float | None) -> None:
-        window = self._window
-        stream.loader.num_steps += 1
-        num_samples = sum(handed.num_samples for handed in batches)
-        global_samples = sum(handed.global_samples for handed in batches)
-        window.num_samples += num_samples
-        window.global_samples += global_samples
-        # The step that began with the start of workers, or before it was known to be one, says nothing of speed.
-        if seconds:
-            window.timed_steps += 1
-            window.timed_samples += num_samples
-            window.timed_global_samples += global_samples
-            window.compute_s += seconds
+    def _make_world(self) -> Transport:
+        import horovod.torch as hvd
+
+        return cast(Transport, ScriptWorld(hvd, self._watch.waiting))
+
+    def _exchange_encoded(self, optimizer: Any) -> bool:
+        import horovod.torch as hvd
+
+        if not self._encoded.exchanges(optimizer):
+            return False
+        return self._encoded.synchronize(optimizer, refused=bool(self._reasons), average=optimizer.op == hvd.Average)
+
+    def _merges_change_something(self) -> bool:
+        """Whether local steps are any different: not on one rank whose merges would not change its model."""
+        return self.world_size > 1 or self.config.outer_step != "none" or self.config.compression != "none"
+
+    def _weigh(self, optimizer: Any, local_weight: float) -> float:
+        weight = self._follower.backward()
+        return local_weight if self._local.steps_alone(optimizer) else weight
+
+    def _settle(self, over: IndexStream | None = None) -> None:
+        """Local steps: makes the merges that are due on every rank, and those of a pass that is over on every rank.
+
+        Called after each step; where a rank left the step out, before anything in which it could wait for others.
+        """
+        local = self._local
+        if local.is_merging or self._exchanging:
+            return
+        merge = local.is_due() or (over is not None and local.ended_with(over))
+        if not merge and not self._exchange_due:
+            return
+        self._exchange_due, self._exchanging = False, True
+        before_s = self._watch.waiting_s
+        try:
+            if self.world_size > 1:
+                self._begin_exchange(self._fed_by)()
+            if merge:
+                local.merge(over)
+        finally:
+            self._exchanging = False
+        self._meter.waited(self._watch.waiting_s - before_s)
 
     def _begin_exchange(self, stream: IndexStream | None) -> Callable[[], None]:
         import horovod.torch as hvd
 
-        window, self._window = self._window, Window()
+        window = self._meter.take()
         reasons, proposal = set(self._reasons), np.zeros(self.world_size)
         if stream is None:
             reasons.add(Reason.NO_LOADER)
@@ -210,6 +347,7 @@ class Engine:
             reasons |= loader.reasons | (set() if loader.is_traced else {Reason.NO_FORWARD})
             window.num_delivered, window.num_handed = stream.num_delivered, stream.num_handed
             window.dataset = loader.fingerprint()
+            window.num_batches = stream.num_batches
             window.smallest = loader.smallest
             window.checksum = stream.last_checksum() or 0
             proposal = self._controller(loader).proposal
@@ -245,9 +383,12 @@ class Engine:
     ) -> None:
         loader = stream.loader
         loader.smallest = int(gathered["smallest"].max())
+        lengths = set(gathered["num_batches"])
+        loader.ends_together = len(lengths) == 1 and 0 not in lengths and Reason.OUT_OF_STEP not in reasons
         # A forward that was not seen yet may still be.
         loader.reasons |= reasons - {Reason.NO_FORWARD}
-        usable = not reasons and not loader.reasons and not self._reasons and not self.config.dry_run and agreed.any()
+        # Equal shares are the script's own batches, with nothing to pool; zeros stand for them, too.
+        usable = not reasons and not loader.reasons and not self._reasons and not self.config.dry_run and np.ptp(agreed) > 1e-9
         loader.fractions = tuple(float(part) for part in agreed) if usable else None
         stream.change_fractions(loader.fractions, first=int(gathered["num_handed"].max()))
         self.report.window(loader, gathered)

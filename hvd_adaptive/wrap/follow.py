@@ -50,6 +50,8 @@ class Follower:
         self._used: list[tuple[IndexStream, Handed]] = []
         self._tracer = Tracer()
         self._traced: IndexStream | None = None
+        # Optimizers that have stepped on the traced batch.
+        self._stepped: set[int] = set()
         self._mismatch: str | None = None
         set_guard(self._check_forward)
 
@@ -72,6 +74,7 @@ class Follower:
         if not loader.is_traced and loader.num_traces < _MOST_TRACES and stream.current.num_samples:
             loader.num_traces += 1
             self._traced, self.was_traced = stream, True
+            self._stepped.clear()
             self._tracer.begin(batch, stream.current.num_samples)
 
     def exhausted(self, stream: IndexStream) -> None:
@@ -91,16 +94,20 @@ class Follower:
             self._begin_backward()
         return self.weight
 
-    def take_step(self) -> tuple[IndexStream | None, list[Handed]]:
-        """The optimizer synchronizes; returns the pass that fed it since the last time, and its batches.
+    def take_step(self, optimizer: Any = None) -> tuple[IndexStream | None, list[Handed]]:
+        """An optimizer synchronizes; returns the pass that fed it since the last time, and its batches.
 
         No batches where another optimizer has stepped on the same batch before.
         """
+        # Several optimizers may each take a step on a batch, but one that takes its second has seen it all.
+        if self._traced is not None and id(optimizer) in self._stepped:
+            self.finish_trace()
+        self._stepped.add(id(optimizer))
         stream = self.stream if self._has_gradients else None
         batches = [handed for used, handed in self._used if used is stream]
         self._used.clear()
         self._has_gradients = False
-        self.was_traced = False
+        self.was_traced = self._traced is not None
         return stream, batches
 
     @property
@@ -114,6 +121,8 @@ class Follower:
         if stream is None:
             return
         self._tracer.end()
+        if self._stepped:
+            self.was_traced = False
         if self.stream is not stream or not self._is_backward:
             return
         loader = stream.loader
@@ -127,12 +136,7 @@ class Follower:
 
     def _candidates(self) -> list[IndexStream]:
         """The passes that may feed the next backward, the latest last."""
-        # A loop that was left early has freed its iterator.
-        found = [
-            s
-            for s in self._streams
-            if s.delivered_at > self._last_backward and not s.is_over and s.owner() is not None
-        ]
+        found = [s for s in self._streams if s.delivered_at > self._last_backward and s.is_open]
         return sorted(found, key=lambda stream: stream.delivered_at)
 
     def _begin_backward(self) -> None:
@@ -141,7 +145,7 @@ class Follower:
         self._last_backward = self._event
         if candidates:
             self._begin_with(candidates)
-        elif self.stream is not None and (self.stream.is_over or self.stream.owner() is None):
+        elif self.stream is not None and not self.stream.is_open:
             # Neither a new batch nor a loop that is still open.
             self.stream, self.weight = None, 1.0
 
@@ -176,11 +180,15 @@ class Follower:
         for sentence in self._describe(module):
             self._condition(sentence)
 
-    def _check_forward(self, module: nn.Module, tensors: list[Tensor]) -> None:
+    def _check_forward(self, module: nn.Module, find_tensors: Callable[[], list[Tensor]]) -> None:
         """Compares a forward's batch size with the loader's; a difference counts once backward follows."""
+        # With equal shares the script may do what it likes.
+        if not any(stream.weight_differs for stream in self._streams):
+            return
         places, candidates = self._tracer.places.get(module), self._candidates()
         if not places or not candidates:
             return
+        tensors = find_tensors()
         num_samples = candidates[-1].current.num_samples
         for number, dim, rows in places:
             shape = tensors[number].shape if number < len(tensors) else ()

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_adaptive.wrap.reasons import Reason
 
@@ -35,6 +36,12 @@ _LOSSES = {
 _CUTS = {Tensor.narrow, torch.narrow, Tensor.split, torch.split, Tensor.chunk, torch.chunk, Tensor.unbind, torch.unbind}
 _CUTS |= {Tensor.select, torch.select, Tensor.tensor_split, torch.tensor_split, Tensor.__iter__}
 _SUMS, _MEANS = {Tensor.sum, torch.sum}, {Tensor.mean, torch.mean}
+_SIZES = {Tensor.size, Tensor.shape.__get__, Tensor.__len__}  # type: ignore[attr-defined]
+# Functions that are given a size, not data.
+_FACTORIES = {
+    torch.empty, torch.zeros, torch.ones, torch.full, torch.eye, torch.arange, torch.linspace, torch.range,
+    torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal,
+}  # fmt: skip
 
 # Where a forward's batch size stands: the number of the tensor among its arguments, the dimension, and samples a row.
 Place = tuple[int, int, int]
@@ -73,13 +80,16 @@ class Tracer(TorchFunctionMode):
         self.num_forwards = 0
         self.is_complete = True
         self.places: weakref.WeakKeyDictionary[nn.Module, set[Place]] = weakref.WeakKeyDictionary()
-        self._trained: set[int] = set()
+        self._trained = WeakTensorKeyDictionary()
         self._entered = False
         self._watching = False
         self._num_samples = 0
         # Tensors made of the batch, kept alive so that neither their ids nor their memory is used again; True: cut.
         self._made: dict[int, tuple[Tensor, bool]] = {}
         self._memory: set[int] = set()
+        # Tensors as long as the batch and its like: made since, from data or by a script that has asked how long the batch is.
+        self._as_long: dict[int, Tensor] = {}
+        self._size_asked = False
         self._inside = False
         self._own_reduction = False
         self._mean_seen = False
@@ -87,13 +97,14 @@ class Tracer(TorchFunctionMode):
 
     def train(self, parameters: list[Tensor]) -> None:
         """Adds parameters that an optimizer trains: modules that own some are of interest."""
-        self._trained |= {id(parameter) for parameter in parameters}
+        for parameter in parameters:
+            self._trained[parameter] = True
 
     def begin(self, batch: Any, num_samples: int) -> None:
         """Begins to follow a batch."""
         self.end()
         self.findings, self.num_forwards, self.is_complete = set(), 0, True
-        self._inside = False
+        self._inside = self._size_asked = False
         self._own_reduction = self._mean_seen = False
         self._num_samples = num_samples
         for tensor in tensors_in([batch]):
@@ -112,6 +123,7 @@ class Tracer(TorchFunctionMode):
             self._finder.remove()
             self._finder = None
         self._made.clear()
+        self._as_long.clear()
         self._memory.clear()
 
     def __torch_function__(
@@ -139,9 +151,12 @@ class Tracer(TorchFunctionMode):
         found = False
         for number, tensor in enumerate(tensors_in([args, kwargs])):
             cut = self._is_cut(tensor)
-            if cut is None:
-                if self._num_samples in tensor.shape:
+            if cut is None and self._num_samples in tensor.shape:
+                if id(tensor) not in self._as_long:
                     self.findings.add(Reason.OTHER_INPUT)
+                    continue
+                cut = False
+            if cut is None:
                 continue
             if cut:
                 self.findings.add(Reason.SUB_BATCHES)
@@ -164,7 +179,7 @@ class Tracer(TorchFunctionMode):
         # Only found here: hooks that are registered now take part from the module's next call on.
         if self._inside or module in self.places:
             return
-        if any(id(parameter) in self._trained for parameter in module.parameters()):
+        if any(parameter in self._trained for parameter in module.parameters()):
             self.places[module], self.is_complete = set(), False
             module.register_forward_pre_hook(_before_forward, with_kwargs=True)
             module.register_forward_hook(_after_forward, with_kwargs=True)
@@ -172,10 +187,20 @@ class Tracer(TorchFunctionMode):
             self._finder = None
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        states = [cut for tensor in tensors_in([args, kwargs]) if (cut := self._is_cut(tensor)) is not None]
+        given, results = list(tensors_in([args, kwargs])), list(tensors_in([result]))
+        states = [cut for tensor in given if (cut := self._is_cut(tensor)) is not None]
         if not states:
+            # What comes from a tensor that was there before is as fixed as that.
+            is_new = all(id(tensor) in self._as_long for tensor in given if self._num_samples in tensor.shape)
+            if is_new and (self._size_asked or func not in _FACTORIES):
+                self._as_long.update((id(tensor), tensor) for tensor in results if self._num_samples in tensor.shape)
             return
-        results = list(tensors_in([result]))
+        self._size_asked |= func in _SIZES
+        for tensor in given:
+            # Labels of a fixed number, an order of a fixed length. What trains is as long by chance.
+            is_other = self._is_cut(tensor) is None and id(tensor) not in self._as_long and not tensor.requires_grad
+            if is_other and tensor.dim() > 0 and tensor.shape[0] == self._num_samples:
+                self.findings.add(Reason.OTHER_INPUT)
         cut = any(states) or self._cuts(func, args, kwargs, results)
         if any(tensor.requires_grad for tensor in results):
             self._look_at_loss(func, args, kwargs)
@@ -260,11 +285,11 @@ class Tracer(TorchFunctionMode):
 
 _tracer: Tracer | None = None
 # What looks at every forward once the tracing is over; set by the engine.
-_guard: Callable[[nn.Module, list[Tensor]], None] | None = None
+_guard: Callable[[nn.Module, Callable[[], list[Tensor]]], None] | None = None
 
 
-def set_guard(guard: Callable[[nn.Module, list[Tensor]], None]) -> None:
-    """Sets what is called before each forward with gradients, with the module and the tensors in its arguments."""
+def set_guard(guard: Callable[[nn.Module, Callable[[], list[Tensor]]], None]) -> None:
+    """Sets what is called before each forward with gradients, with the module and what finds the tensors in its arguments."""
     global _guard
     _guard = guard
 
@@ -274,7 +299,7 @@ def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if _tracer is not None and _tracer._watching:
         _tracer.before(module, args, kwargs)
     elif _guard is not None and torch.is_grad_enabled():
-        _guard(module, list(tensors_in([args, kwargs])))
+        _guard(module, lambda: list(tensors_in([args, kwargs])))
 
 
 def _after_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

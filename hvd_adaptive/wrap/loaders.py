@@ -7,6 +7,7 @@ handed out, which with workers is some batches before its batch is delivered.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ class Loader:
     """What is known of one DataLoader; alive while it is.
 
     Attributes:
+        kind: its data set, sampler and batch size, for the report.
         label: how the report names it.
         reasons: why its shares stay equal; empty: nothing known against it.
         fractions: each rank's part of its global batches from the next pass on; None: as the script has it.
@@ -44,13 +46,14 @@ class Loader:
         is_traced: the way of a batch from loader to backward was seen.
         num_traces: batches that were followed for that.
         controller: what proposes its shares.
+        ends_together: its passes are known to have as many batches on all ranks.
     """
 
     def __init__(self, loader: DataLoader[Any], number: int) -> None:
         sampler = loader.sampler if loader.batch_size is not None else loader.batch_sampler
-        self.label = f"DataLoader {number} ({type(loader.dataset).__name__}, {type(sampler).__name__}, " + (
-            f"batch_size={loader.batch_size})" if loader.batch_size is not None else "own batches)"
-        )
+        size = f"batch_size={loader.batch_size}" if loader.batch_size is not None else "own batches"
+        self.kind = f"({type(loader.dataset).__name__}, {type(sampler).__name__}, {size})"
+        self.label = f"DataLoader {number} {self.kind}"
         self.reasons: set[Reason] = set()
         self._loader = weakref.ref(loader)
         self._fingerprint: int | None = None
@@ -60,6 +63,7 @@ class Loader:
         self.is_traced = False
         self.num_traces = 0
         self.controller: Controller | None = None
+        self.ends_together = False
         if isinstance(loader.dataset, IterableDataset):
             self.reasons.add(Reason.ITERABLE)
         elif loader.batch_sampler is None:
@@ -67,6 +71,10 @@ class Loader:
         if loader.num_workers > 0 and not getattr(loader, "in_order", True):
             self.reasons.add(Reason.OUT_OF_ORDER)
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the script has let go of the loader."""
+        return self._loader() is None
 
     def fingerprint(self) -> int:
         """Returns a checksum of what its data set held when this was first asked for."""
@@ -88,6 +96,7 @@ class IndexStream:
         delivered_at: when that was, in events counted by the follower.
         is_over: the pass has come to its end.
         num_unrelated: batches that were followed by one of another loader before backward.
+        num_batches: batches of the whole pass; 0: not known.
     """
 
     def __init__(
@@ -102,6 +111,10 @@ class IndexStream:
         self.delivered_at = 0
         self.is_over = False
         self.num_unrelated = 0
+        self.num_batches = 0
+        if not loader.reasons & {Reason.ITERABLE, Reason.NO_BATCHING}:
+            with contextlib.suppress(TypeError):
+                self.num_batches = len(index_sampler)
         self._index_sampler = index_sampler
         self._own = iter(index_sampler)
         self._world_size = world_size
@@ -112,6 +125,11 @@ class IndexStream:
         self._changes: deque[tuple[int, tuple[float, ...] | None]] = deque()
         self._queue: deque[tuple[Handed, Any]] = deque()
         self._last_own: Any = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the script may still ask for batches; a loop that was left early has freed its iterator."""
+        return not self.is_over and self.owner() is not None
 
     @property
     def weight_differs(self) -> bool:

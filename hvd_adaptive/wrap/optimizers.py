@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from hvd_adaptive.transport.horovod_wait import is_crowded, sleeping_wait
 from hvd_adaptive.wrap.reasons import Reason
 
 
@@ -26,10 +27,13 @@ class Listener(Protocol):
     def registered(self, optimizer: Any, parameters: list[Tensor]) -> None:
         """The script has wrapped an optimizer."""
 
-    def synchronize(self, action: Callable[[], None]) -> None:
-        """The optimizer waits for its gradients; `action` does it."""
+    def accumulated(self, optimizer: Any) -> bool:
+        """A gradient of an optimizer's has been added up; returns whether Horovod shall leave it alone."""
 
-    def stepped(self) -> None:
+    def synchronize(self, optimizer: Any, action: Callable[[], None]) -> bool:
+        """The optimizer waits for its gradients; `action` does it. Returns False if it was not needed."""
+
+    def stepped(self, optimizer: Any) -> None:
         """The optimizer has moved its parameters."""
 
     def waited(self, action: Callable[[], Any]) -> Any:
@@ -43,10 +47,15 @@ def intercept_horovod(listener: Listener) -> None:
 
     basics = mpi_ops._basics
     initialize = basics.init
+    library = mpi_ops.mpi_lib
+    own, asleep = library.horovod_torch_wait_and_clear, sleeping_wait(library)
+    wait = own
 
     @functools.wraps(initialize)
     def init(*args: Any, **options: Any) -> None:
+        nonlocal wait
         initialize(*args, **options)
+        wait = asleep if is_crowded(hvd.local_size()) else own
         listener.started(hvd.size(), hvd.rank())
 
     basics.init = init
@@ -73,17 +82,16 @@ def intercept_horovod(listener: Listener) -> None:
         return join(*args)
 
     mpi_ops.mpi_lib.horovod_torch_join = torch_join
-    wait = mpi_ops.mpi_lib.horovod_torch_wait_and_clear
 
     def wait_and_clear(*args: Any) -> Any:
         return listener.waited(lambda: wait(*args))
 
     # The one place where a rank waits for others; all of Horovod's functions look it up in its module.
-    mpi_ops.mpi_lib.horovod_torch_wait_and_clear = wait_and_clear
+    library.horovod_torch_wait_and_clear = wait_and_clear
 
 
 def _intercept_optimizer(listener: Listener, cls: Any, all_ranks: Any) -> None:
-    construct, synchronize, step = cls.__init__, cls.synchronize, cls.step
+    construct, make_hook, synchronize, step = cls.__init__, cls._make_hook, cls.synchronize, cls.step
 
     @functools.wraps(construct)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
@@ -93,14 +101,26 @@ def _intercept_optimizer(listener: Listener, cls: Any, all_ranks: Any) -> None:
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         listener.registered(self, parameters)
 
+    @functools.wraps(make_hook)
+    def _make_hook(self: Any, parameter: Any) -> Callable[..., None]:
+        exchange = make_hook(self, parameter)
+
+        def hook(*gradients: Any) -> None:
+            if not listener.accumulated(self):
+                exchange(*gradients)
+
+        return hook
+
     @functools.wraps(synchronize)
     def synchronize_(self: Any) -> None:
-        listener.synchronize(lambda: synchronize(self))
+        if not listener.synchronize(self, lambda: synchronize(self)):
+            # As Horovod's own has it, which step() looks at.
+            self._synchronized = True
 
     @functools.wraps(step)
     def step_(self: Any, closure: Any = None) -> Any:
         result = step(self, closure)
-        listener.stepped()
+        listener.stepped(self)
         return result
 
     @functools.wraps(cls.zero_grad)
@@ -113,4 +133,5 @@ def _intercept_optimizer(listener: Listener, cls: Any, all_ranks: Any) -> None:
             )
         super(self.__class__, self).zero_grad(set_to_none=set_to_none)
 
-    cls.__init__, cls.synchronize, cls.step, cls.zero_grad = __init__, synchronize_, step_, zero_grad
+    cls.__init__, cls._make_hook, cls.synchronize, cls.step = __init__, _make_hook, synchronize_, step_
+    cls.zero_grad = zero_grad

@@ -5,11 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvd_adaptive.config import Config
 from hvd_adaptive.validation import check_positive, check_types_and_choices
 
 
 def _option(default: Any, text: str, *choices: str) -> Any:
     return field(default=default, metadata={"help": text, "choices": choices})
+
+
+def _as_in_train(
+    name: str, *, default: Any = None, text: str = "", choices: tuple[str, ...] = (), strategy: str = "local: "
+) -> Any:
+    """An option of :class:`Config` with the same meaning."""
+    known = Config.__dataclass_fields__[name]
+    return field(
+        default=known.default if default is None else default,
+        metadata={
+            "help": strategy + (text or known.metadata["help"]),
+            "choices": choices or known.metadata["choices"],
+        },
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,9 +36,11 @@ class RunConfig:
     """
 
     strategy: str = _option(
-        "sync", "sync: the script's own updates, of which each rank computes a share by its speed"
+        "sync",
+        "sync: the script's own updates, of which each rank computes a share by its speed; local: each rank steps by itself, "
+        "and the ranks' models are merged every mega-batch",
+        *("sync", "local"),
     )
-    compression: str | None = _option(None, "not there yet; the script's own compression is kept")
     shares: str | None = _option(
         None,
         "fixed proportions of the global batch, one a rank, as in 1,2 (default: by the ranks' measured speeds)",
@@ -38,6 +55,27 @@ class RunConfig:
     slowdown: str | None = _option(
         None, "emulate unequal ranks: stretch each rank's compute by a factor, 1,2, or by a schedule (see train)"
     )
+    mega_batch: int | None = _as_in_train(
+        "mega_batch", text="samples between two merges, over all ranks (default: 100 of the script's batches)"
+    )
+    merge_period: str = _as_in_train(
+        "merge_period",
+        text="samples between two merges; fixed: mega_batch; auto: as many more as keep merges at merge_share of the time; "
+        "qsr: more as the script lowers its learning rate (by its square); auto-qsr: the larger of both",
+    )
+    merge_share: float = _as_in_train("merge_share")
+    merge_weights: str = _as_in_train("merge_weights")
+    lr_rule: str = _as_in_train("lr_rule", text="how the learning rate follows a rank's share of the batch")
+    outer_step: str = _as_in_train("outer_step", default="none")
+    outer_lr: float | None = _as_in_train("outer_lr")
+    outer_momentum: float = _as_in_train("outer_momentum")
+    optimizer_state: str = _as_in_train("optimizer_state")
+    hash_interval: int = _as_in_train(
+        "hash_interval", text="merges between checks that all ranks hold the same model; 0: never"
+    )
+    compression: str = _as_in_train("compression", strategy="")
+    reducer: str = _as_in_train("reducer", choices=("sra", "allreduce", "auto"), strategy="")
+    error_feedback: bool = _as_in_train("error_feedback", strategy="")
     stall_limit_s: float = _option(
         300.0, "seconds after which a rank whose process is dead or frozen ends the job"
     )
@@ -47,17 +85,33 @@ class RunConfig:
         check_positive(self, "interval", "max_batch_size")
         if self.stall_limit_s < 1:
             raise ValueError(f"stall_limit_s must be >= 1, got {self.stall_limit_s}")
-        if self.strategy != "sync":
-            raise ValueError(
-                f"strategy must be sync, got {self.strategy!r}: local steps for wrapped scripts are not there yet"
-            )
-        if self.compression is not None:
-            raise ValueError(
-                f"compression {self.compression!r}: compression for wrapped scripts is not there yet; the script's own "
-                "(compression=hvd.Compression.fp16) works as before"
-            )
+        if self.strategy == "sync":
+            for name in LOCAL_OPTIONS:
+                if name not in _ENCODING and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise ValueError(f"{name} needs strategy 'local', got {getattr(self, name)!r} with strategy 'sync'")
+        self.merging()
         if self.shares is not None:
             parse_shares(self.shares)
+
+    def merging(self) -> Config:
+        """Returns the rules by which models are merged and values are encoded, as ``train`` has them.
+
+        Raises:
+            ValueError: for a value that they do not allow.
+        """
+        values = {name: getattr(self, name) for name in LOCAL_OPTIONS}
+        # There QSR needs a schedule of the learning rate, which here is the script's.
+        values["merge_period"] = {"qsr": "fixed", "auto-qsr": "auto"}.get(self.merge_period, self.merge_period)
+        return Config(strategy="local", sparse_merge="never", **values)
+
+
+LOCAL_OPTIONS = (
+    "mega_batch", "merge_period", "merge_share", "merge_weights", "lr_rule", "outer_step", "outer_lr", "outer_momentum",
+    "optimizer_state", "hash_interval", "compression", "reducer", "error_feedback",
+)  # fmt: skip
+
+
+_ENCODING = ("compression", "reducer", "error_feedback")
 
 
 def parse_shares(text: str) -> tuple[float, ...]:

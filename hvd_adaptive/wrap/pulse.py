@@ -24,6 +24,9 @@ class Pulse:
     Args:
         comm: a communicator of all ranks.
         limit_s: seconds without a sign of life after which the job ends, >= 1.
+
+    Attributes:
+        side: what the ranks share beside MPI, while it beats; None before and after, and where it could not be opened.
     """
 
     def __init__(self, comm: Any, limit_s: float) -> None:
@@ -32,6 +35,7 @@ class Pulse:
         self._running = ExitStack()
         self._is_started = False
         self._pid = os.getpid()
+        self.side: SideChannel | None = None
 
     def start(self) -> None:
         """Begins to beat; a second call does nothing. COLLECTIVE."""
@@ -44,7 +48,7 @@ class Pulse:
             side = SideChannel(
                 rank=self._comm.Get_rank(),
                 world_size=self._comm.Get_size(),
-                broadcast=lambda value: self._comm.bcast(value, root=0),
+                gather=self._comm.allgather,
                 same_host=len(set(hosts)) == 1,
                 stall_limit_s=self._limit_s,
             )
@@ -65,6 +69,7 @@ class Pulse:
             abort=lambda: self._comm.Abort(14),
         )
         heartbeat.start()
+        self.side = side
         self._running.callback(side.close)
         self._running.callback(heartbeat.leave)
         self._running.enter_context(long_task(cast(Transport, heartbeat), "the script"))

@@ -34,7 +34,7 @@ class Reason(enum.Enum):
     INTERLEAVED = "batches of several loaders go into one step"
     OUT_OF_STEP = "the ranks are at different batches of their loaders"
     SUB_BATCHES = "the script cuts its batches into pieces before the forward, whose number would differ between ranks"
-    OTHER_INPUT = "a forward gets a tensor as long as the batch that was not made from it; it may have a fixed size"
+    OTHER_INPUT = "a forward or a loss gets a tensor as long as the batch that was not made from it; it may have a fixed size"
     UNSEEN = "the size of the batch cannot be seen in the forward's arguments"
     NO_FORWARD = "no forward of a module that has the optimizer's parameters was seen between batch and backward"
     SUM_LOSS = "a loss with reduction='sum' is not a mean over samples, as the weights of unequal shares need"

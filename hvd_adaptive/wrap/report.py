@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +32,13 @@ class Report:
         loaders: every loader that the script iterated.
         is_started: Horovod was initialized.
         is_dry_run: shares were not changed.
+        more: gives further lines.
     """
 
     loaders: list[Loader] = field(default_factory=list)
     is_started: bool = False
     is_dry_run: bool = False
+    more: Callable[[], list[str]] = list
     _world_size: int = 1
     _optimizers: list[str] = field(default_factory=list)
     _notes: list[str] = field(default_factory=list)
@@ -81,8 +84,15 @@ class Report:
         lines += [f"  note: {text}" for text in self._notes]
         if self._world_size == 1:
             lines.append("  note: there is one rank, so there is nothing to share out")
+        lines += self.more()
+        # Of loaders that were made anew, as in each epoch, the last one that was looked at speaks.
+        alike: dict[Any, list[Loader]] = {}
         for loader in self.loaders:
-            lines += self._loader_lines(loader)
+            alike.setdefault((loader.kind, loader.num_steps > 0, frozenset(loader.reasons)), []).append(loader)
+        for group in alike.values():
+            lines += self._loader_lines(next((loader for loader in reversed(group) if loader.is_traced), group[-1]))
+            if len(group) > 1:
+                lines.append(f"    made anew {len(group) - 1} times; {sum(loader.num_steps for loader in group)} steps in all")
         if not self._optimizers:
             lines.append("  not intercepted: the script wrapped no optimizer in hvd.DistributedOptimizer")
         return lines
@@ -94,7 +104,7 @@ class Report:
             return [f"  not adaptive: {loader.label}, {loader.num_steps} steps, too few to see how it is used"]
         if loader.reasons:
             return [
-                f"  not adaptive: {loader.label}, {loader.num_steps} steps with equal shares as in plain Horovod, because",
+                f"  not adaptive: {loader.label}, {loader.num_steps} steps with equal shares, because",
                 *(f"    - {reason.value}" for reason in sorted(loader.reasons, key=lambda reason: reason.bit)),
             ]
         would = "would be " if self.is_dry_run else ""
@@ -114,10 +124,13 @@ class Report:
         before_s, now_s = (w["compute_s"] / np.maximum(w["timed_steps"], 1) for w in (first, newest))
         gain = before_s.max() / now_s.max()
         lines = [
-            f"    speeds with equal shares: {_numbers(speeds, '.4g')} samples/s",
+            f"    speeds with {'these' if windows.equal is None else 'equal'} shares: {_numbers(speeds, '.4g')} samples/s",
             f"    shares: {_numbers(100 * shares, '.1f')} % of each global batch, changed {windows.num_changes} times",
         ]
-        if windows.equal is not None and windows.equal is not newest:
+        if windows.equal is None:
+            # Pinned shares, from so early on that no step with equal ones was timed.
+            return lines
+        if windows.equal is not newest:
             before, after = (w["wait_s"] / np.maximum(w["num_steps"], 1) for w in (windows.equal, newest))
             lines.append(
                 f"    waiting in a step: {_numbers(1e3 * before, '.1f')} ms with equal shares, "

@@ -10,16 +10,22 @@ import time
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hvd_adaptive.launch.binding import read_launcher, starts_alone
+from hvd_adaptive.launch.elastic_jobs import EXIT_STOPPED
+from hvd_adaptive.launch.output import refuse
 from hvd_adaptive.wrap.engine import DryRunOver, Emulation, Engine
 from hvd_adaptive.wrap.loaders import intercept_loaders
+from hvd_adaptive.wrap.modules import intercept_modules
 from hvd_adaptive.wrap.optimizers import intercept_horovod
 from hvd_adaptive.wrap.options import RunConfig
 from hvd_adaptive.wrap.pulse import Pulse
+
+if TYPE_CHECKING:
+    from hvd_adaptive.wrap.launched import Launched
 
 EmulationMaker = Callable[[int], Emulation]
 
@@ -47,11 +53,13 @@ def start_world(stall_limit_s: float = 60.0) -> Any:
         RuntimeError: if the launcher's world and MPI's are not one.
     """
     info = read_launcher(os.environ)
-    if starts_alone(info, os.environ) or info.name == "horovodrun-gloo":
+    if info.name == "horovodrun-gloo":
         return None
     from hvd_adaptive.transport import set_mpi_environment
 
     set_mpi_environment(info)
+    if starts_alone(info, os.environ):
+        return None
     from hvd_adaptive.transport.horovod_mpi import start_mpi
     from hvd_adaptive.transport.start_watch import start_watch
 
@@ -82,20 +90,31 @@ def intercept(
         pulse = Pulse(comm, config.stall_limit_s)
         engine.on_start.append(pulse.start)
         engine.on_failure.append(pulse.abandon)
+        engine.find_store = lambda: pulse.side
         # Before Horovod's own: then it runs after Horovod's shutdown, which frees ranks that still wait for this one.
         atexit.register(pulse.stop)
+    # Before that, as it needs it.
+    atexit.register(engine.over)
     intercept_loaders(engine)
+    if config.strategy == "local":
+        intercept_modules(engine)
     intercept_horovod(engine)
     return engine
 
 
-def run_script(path: str, arguments: Sequence[str], make_engine: Callable[[Any], Engine]) -> int:
+def run_script(
+    path: str,
+    arguments: Sequence[str],
+    make_engine: Callable[[Any], Engine],
+    make_launched: Callable[[], Launched] | None = None,
+) -> int:
     """Runs a script as ``python path arguments`` would, as this rank. COLLECTIVE as far as the script is.
 
     Args:
         path: the script.
         arguments: its arguments.
         make_engine: intercepts, see :func:`intercept`; called with what :func:`start_world` returned.
+        make_launched: under a supervisor, says which launch this is.
 
     Returns:
         The exit code.
@@ -104,6 +123,9 @@ def run_script(path: str, arguments: Sequence[str], make_engine: Callable[[Any],
         RuntimeError: if the world cannot be joined.
     """
     engine = make_engine(start_world())
+    launched = None if make_launched is None else make_launched()
+    if launched is not None:
+        _tell_supervisor(engine, launched)
     sys.argv = [path, *arguments]
     # As python does; workers that are spawned or served by a fork server find the script's classes through it.
     sys.path[0] = str(Path(path).resolve().parent)
@@ -116,27 +138,42 @@ def run_script(path: str, arguments: Sequence[str], make_engine: Callable[[Any],
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
         if isinstance(leave.code, str):
             print(leave.code, file=sys.stderr)
+        if launched is not None and code not in (0, EXIT_STOPPED):
+            launched.say("raised", any_rank=True)
         if code:
             for action in engine.on_failure:
                 action()
     except BaseException as error:
+        # Else it is another rank's fault, whom the launcher or the heartbeats name.
+        if launched is not None and type(error).__name__ != "HorovodInternalError":
+            launched.say("raised", any_rank=True)
         sys.excepthook(type(error), error, _from_script(error, path))
         return 1
+    engine.over()
     asks_for_help = not {"-h", "--help"}.isdisjoint(arguments)
     if not engine.report.is_started and code == 0 and not asks_for_help:
-        if (read_launcher(os.environ).rank or 0) == 0:
-            print(
-                f"hvd-adaptive: error: {path} never called hvd.init() of horovod.torch, so nothing was shared between ranks: "
-                "is it a Horovod script for PyTorch?",
-                file=sys.stderr,
-                flush=True,
-            )
-        else:
-            # A launcher ends the job when the first rank exits; rank 0 must have spoken by then.
-            time.sleep(2)
-        return 2
+        return refuse(
+            f"{path} never called hvd.init() of horovod.torch, so nothing was shared between ranks: is it a Horovod script for "
+            "PyTorch?",
+            speaks=(read_launcher(os.environ).rank or 0) == 0,
+        )
     print_report(engine)
+    if launched is not None and code == 0:
+        launched.say("finished")
     return code
+
+
+def _tell_supervisor(engine: Engine, launched: Launched) -> None:
+    """Has the supervisor hear how far the script is, the script which launch it is in, and commits outlive the job."""
+    from hvd_adaptive.wrap.commits import intercept_elastic
+
+    def started() -> None:
+        launched.rank = engine.rank
+
+    engine.on_start.append(started)
+    engine.on_step = launched.stepped
+    os.environ["HVD_ADAPTIVE_LAUNCH"] = str(launched.launch)
+    intercept_elastic(launched, engine.report.note)
 
 
 def print_report(engine: Engine) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,8 +26,12 @@ class Stretch(NamedTuple):
     waited_s: float
     events: tuple[Any, Any] | None
 
+    def is_over(self) -> bool:
+        """Whether the device is through with it, too. Does not wait."""
+        return self.events is None or all(event.query() for event in self.events)
+
     def seconds(self) -> float:
-        """Returns its seconds; on a GPU waits for its end, at once after what needs its results has been waited for."""
+        """Returns its seconds; on a GPU waits for its end unless :meth:`is_over`."""
         if self.events is None:
             return self.process_s
         self.events[1].synchronize()
@@ -47,12 +52,18 @@ class Stopwatch:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.waiting_s = 0.0
         self._clock = clock
+        self._is_waiting = False
         self._waiting_clock_s = 0.0
         # Where the present stretch began, by the clock, and what had been waited until then.
         self._begin: tuple[float, float, Any] | None = None
         self._emulation: Emulation | None = None
         self._rank = 0
         self._first_s: float | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this rank is within :meth:`waiting`."""
+        return self._is_waiting
 
     def emulate(self, emulation: Emulation, rank: int) -> None:
         """Stretches all that is measured from now on by this rank's factor."""
@@ -86,12 +97,18 @@ class Stopwatch:
         time.sleep((factor - 1.0) * seconds)
         return Stretch(factor * seconds, 0.0, None)
 
-    def waited(self, action: Callable[[], Any]) -> Any:
-        """Runs an action that waits for other ranks."""
+    @contextmanager
+    def waiting(self, what: str = "") -> Iterator[None]:
+        """Marks a wait for other ranks, which does not count as computing; may be nested."""
+        if self._is_waiting:
+            yield
+            return
+        self._is_waiting = True
         begin_s, begin = time.perf_counter(), self._clock()
         try:
-            return action()
+            yield
         finally:
+            self._is_waiting = False
             self.waiting_s += time.perf_counter() - begin_s
             self._waiting_clock_s += self._clock() - begin
 

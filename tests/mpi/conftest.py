@@ -1,31 +1,97 @@
-"""Data that several files train on."""
+"""Data that several files train on, and the command run by ranks that are there already."""
 
 from __future__ import annotations
 
-import gzip
+import logging
+import os
+import sys
+import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 import pytest
+from campaign import write_data
+from mpi_world import REPORTS
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small learnable data set in the XMC format: a label's words are its own."""
-    folder = tmp_path_factory.mktemp("data")
-    generator = np.random.default_rng(0)
-    for split, count in (("train", 2000), ("test", 700)):
-        lines = [f"{count} 300 40"]
-        for _ in range(count):
-            labels = np.unique(generator.integers(0, 40, generator.integers(1, 4)))
-            words = np.unique(
-                np.concatenate([generator.integers(label * 7, label * 7 + 7, 3) for label in labels])
-            )
-            lines.append(
-                ",".join(map(str, labels))
-                + " "
-                + " ".join(f"{w}:{generator.random() + 0.5:.3f}" for w in words)
-            )
-        with gzip.open(folder / f"toy_{split}.txt.gz", "wt") as file:
-            file.write("\n".join(lines) + "\n")
+    """A small learnable data set in the XMC format: a label's words are its own. Ranks share one."""
+    if REPORTS not in os.environ:
+        folder = tmp_path_factory.mktemp("data")
+        write_data(folder)
+        return folder
+    from mpi4py import MPI
+
+    folder = Path(os.environ[REPORTS]) / "data"
+    if MPI.COMM_WORLD.Get_rank() == 0 and not folder.exists():
+        folder.mkdir()
+        write_data(folder)
+    MPI.COMM_WORLD.Barrier()
     return folder
+
+
+_LAUNCHERS = ("OMPI_COMM_", "PMIX_", "PMI_", "MPI_LOCAL", "HYDRA_")  # variables of ranks
+
+
+class Answer(NamedTuple):
+    """What the command said on this rank."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def command(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Answer]:
+    """Runs ``hvd-adaptive`` on the ranks of an mpi test: for what is not about starting or ending a job. COLLECTIVE.
+
+    As a job of its own, but that standard error also has what was logged, and that torch is there already. ``alone``: as without
+    a launcher, by this rank by itself.
+    """
+    from hvd_adaptive.cli.main import main
+    from hvd_adaptive.train.preemption import PREEMPTION
+
+    caplog.set_level(logging.INFO)
+    # It sleeps so that rank 0 may speak before a launcher ends the job, which none does here.
+    monkeypatch.setattr(sys.modules[main.__module__], "time", types.SimpleNamespace(sleep=lambda seconds: None))
+
+    def run(*arguments: str | Path, alone: bool = False) -> Answer:
+        caplog.clear()
+        capfd.readouterr()
+        with monkeypatch.context() as patch:
+            for name in os.environ if alone else ():
+                if name.startswith(_LAUNCHERS):
+                    patch.delenv(name)
+            try:
+                code = main([str(argument) for argument in arguments])
+            finally:
+                PREEMPTION.stop()  # as the end of the process would
+        captured = capfd.readouterr()
+        return Answer(code, captured.out, captured.err + caplog.text)
+
+    return run
+
+
+@pytest.fixture
+def train(command: Callable[..., Answer], data: Path, shared_tmp_path: Path) -> Callable[..., Answer]:
+    """Runs ``hvd-adaptive train`` on the ranks of an mpi test; the run is in ``shared_tmp_path / out``. COLLECTIVE.
+
+    ``alone``: on rank 0 only, as without a launcher.
+    """
+    from mpi4py import MPI
+
+    def run(*options: str | Path, out: str = "run", code: int = 0, alone: bool = False) -> Answer:
+        where = ["--data", data, "--cache-dir", data / "cache", "--out", shared_tmp_path / out]
+        answer = Answer(code, "", "")
+        if MPI.COMM_WORLD.Get_rank() == 0 or not alone:
+            answer = command("train", *where, "--no-calibration", *options, alone=alone)
+        if alone:
+            MPI.COMM_WORLD.Barrier()
+        assert answer.code == code, answer
+        return answer
+
+    return run

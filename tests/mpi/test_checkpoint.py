@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import read_run
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -20,41 +21,33 @@ from hvd_adaptive.train.checkpoint import find_checkpoints
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive", "train"]
 OPTIONS = [
-    "--no-calibration", "--batch-size", "16", "--mega-batch", "400", "--lr", "0.5", "--checkpoint-interval", "1",
+    "--batch-size", "16", "--mega-batch", "400", "--lr", "0.5", "--checkpoint-interval", "1",
     "--eval-rounds", "5",
 ]  # fmt: skip
 
 
-@pytest.fixture
-def train(run_job: Any, data: Path, tmp_path: Path) -> Any:
-    def run(out: str, *options: str, np: int | None, **job: Any) -> Any:
-        where = ["--data", str(data), "--cache-dir", str(data / "cache"), "--out", str(tmp_path / out)]
-        return run_job([*COMMAND, *where, *OPTIONS, *options], np=np, **{"timeout": 300, **job})
-
-    return run
-
-
-def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    rounds = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
-    return json.loads((path / "summary.json").read_text()), rounds
+def train_job(run_job: Any, data: Path, out: Path, *options: str, **job: Any) -> Any:
+    where = ["--data", str(data), "--cache-dir", str(data / "cache"), "--out", str(out), "--no-calibration"]
+    return run_job([*COMMAND, *where, *OPTIONS, *options], np=2, timeout=400, **job)
 
 
 def succeed(job: Any) -> None:
     assert job.returncode == 0 and not job.leftover, job.describe()
 
 
+@pytest.mark.mpi(1)
 @pytest.mark.parametrize("strategy", ["local", "horovod"])
-def test_an_interrupted_run_of_one_rank_ends_with_the_same_bits(train: Any, tmp_path: Path, strategy: str) -> None:
-    options = ["--strategy", strategy, "--input-gradients", "dense", "--momentum", "0.9", "--lr", "0.2"]
-    succeed(train("whole", *options, "--epochs", "4", "--checkpoint-interval", "0", np=1))
-    succeed(train("parts", *options, "--epochs", "2", np=1))
-    succeed(train("parts", *options, "--epochs", "4", "--resume", "auto", np=1))
-    (whole, rounds), (parts, both) = read(tmp_path / "whole"), read(tmp_path / "parts")
+def test_an_interrupted_run_of_one_rank_ends_with_the_same_bits(train: Any, shared_tmp_path: Path, strategy: str) -> None:
+    options = [*OPTIONS, "--strategy", strategy, "--input-gradients", "dense", "--momentum", "0.9", "--lr", "0.2"]
+    train(*options, "--epochs", "4", "--checkpoint-interval", "0", out="whole")
+    train(*options, "--epochs", "2", out="parts")
+    train(*options, "--epochs", "4", "--resume", "auto", out="parts")
+    (whole, rounds), (parts, both) = read_run(shared_tmp_path / "whole"), read_run(shared_tmp_path / "parts")
     assert parts["model_hash"] == whole["model_hash"] and parts["final"] == whole["final"]
     assert parts["best"] == whole["best"] and parts["samples"] == 8000
     assert [(r["round"], r["loss"], r["eval"]) for r in both] == [(r["round"], r["loss"], r["eval"]) for r in rounds]
-    assert not (tmp_path / "whole" / "checkpoints").exists()
-    assert json.loads((tmp_path / "parts" / "config.json").read_text())["epochs"] == 4
+    assert not (shared_tmp_path / "whole" / "checkpoints").exists()
+    assert json.loads((shared_tmp_path / "parts" / "config.json").read_text())["epochs"] == 4
 
 
 def rank_pid(out: Path, rank: int) -> int:
@@ -69,25 +62,25 @@ def rank_pid(out: Path, rank: int) -> int:
     raise ProcessLookupError(f"rank {rank} is not there")
 
 
-def test_after_kill_9_the_run_goes_on_with_every_sample_once(train: Any, tmp_path: Path) -> None:
+def test_after_kill_9_the_run_goes_on_with_every_sample_once(run_job: Any, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
 
-    def kill(_: Any) -> None:
-        end = time.monotonic() + 60
+    def kill(child: Any) -> None:
+        end = time.monotonic() + 240
         while not [path for path in find_checkpoints(out / "checkpoints") if int(path.name[-8:]) >= 7]:
-            assert time.monotonic() < end
+            assert child.poll() is None and time.monotonic() < end
             time.sleep(0.02)
         os.kill(rank_pid(out, 1), signal.SIGKILL)
 
-    job = train("run", "--epochs", "1000", np=2, during=kill)
+    job = train_job(run_job, data, out, "--epochs", "1000", during=kill)
     assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
     newest = find_checkpoints(out / "checkpoints")[0]
     manifest = json.loads((newest / "MANIFEST.json").read_text())
     epochs = manifest["epoch"] + 2
-    job = train("run", "--epochs", str(epochs), "--resume", "auto", np=2)
+    job = train_job(run_job, data, out, "--epochs", str(epochs), "--resume", "auto")
     succeed(job)
     assert f"resumed from {newest}" in job.stderr, job.describe()
-    summary, rounds = read(out)
+    summary, rounds = read_run(out)
     assert summary["samples"] == 2000 * epochs
     assert [r["round"] for r in rounds] == list(range(5 * epochs))
     assert all(sum(r["ranks"]["samples"]) == 400 for r in rounds)
@@ -95,21 +88,22 @@ def test_after_kill_9_the_run_goes_on_with_every_sample_once(train: Any, tmp_pat
     assert not list((out / "checkpoints").glob(".part*"))
 
 
-def test_other_numbers_of_ranks(train: Any, tmp_path: Path) -> None:
-    succeed(train("whole", "--epochs", "4", np=2))
-    succeed(train("run", "--epochs", "1.3", np=1))
-    first, _ = read(tmp_path / "run")
-    manifest = json.loads((find_checkpoints(tmp_path / "run" / "checkpoints")[0] / "MANIFEST.json").read_text())
-    assert (manifest["epoch"], manifest["cursor"], first["samples"]) == (1, 800, 2800)
-    succeed(train("run", "--epochs", "2.5", "--resume", "auto", np=4))
-    succeed(train("run", "--epochs", "4", "--resume", "auto", np=3))
-    (whole, _), (summary, rounds) = read(tmp_path / "whole"), read(tmp_path / "run")
-    assert summary["world_size"] == 3 and summary["samples"] == 8000 and summary["ranks_agreed"]
+@pytest.mark.mpi(2, 4, timeout=400)
+def test_other_numbers_of_ranks(train: Any, shared_tmp_path: Path, num_ranks: int) -> None:
+    path = shared_tmp_path / "run"
+    train(*OPTIONS, "--epochs", "4", out="whole")
+    train(*OPTIONS, "--epochs", "1.3", alone=True)
+    manifest = json.loads((find_checkpoints(path / "checkpoints")[0] / "MANIFEST.json").read_text())
+    assert (manifest["epoch"], manifest["cursor"], read_run(path)[0]["samples"]) == (1, 800, 2800)
+    train(*OPTIONS, "--epochs", "2.5", "--resume", "auto")
+    train(*OPTIONS, "--epochs", "4", "--resume", "auto", alone=True)
+    (whole, _), (summary, rounds) = read_run(shared_tmp_path / "whole"), read_run(path)
+    assert summary["world_size"] == 1 and summary["samples"] == 8000 and summary["ranks_agreed"]
     counts = [len(r["ranks"]["samples"]) for r in rounds]
-    assert counts == [1] * 7 + [4] * 6 + [3] * 7
+    assert counts == [1] * 7 + [num_ranks] * 6 + [1] * 7
     assert all(sum(r["ranks"]["samples"]) == 400 for r in rounds)
     assert [r["samples"] for r in rounds] == list(range(400, 8001, 400))
-    assert summary["final"]["p1"] == pytest.approx(whole["final"]["p1"], abs=0.03)
+    assert summary["final"]["p1"] == pytest.approx(whole["final"]["p1"], abs=0.06)
 
 
 SCRIPT = """
@@ -137,7 +131,7 @@ checkpoint.write_state, checkpoint.commit = write_half, commit_half
 x = torch.randn(400, 6, generator=torch.Generator().manual_seed(0))
 model = torch.nn.Linear(6, 2)
 session = hvd_adaptive.Session(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-                               hvd_adaptive.Config(batch_size=8, mega_batch=100, stall_limit_s=10))
+                               hvd_adaptive.Config(batch_size=8, mega_batch=100))
 # Waits for the last one, so that none is skipped.
 checkpoints = hvd_adaptive.Checkpointer(session, folder, interval=1000)
 session.records.append(lambda record: checkpoints.save())
@@ -158,11 +152,11 @@ session.close()
 def test_sigkill_while_writing_leaves_the_older_one(run_job: Any, tmp_path: Path, where: str) -> None:
     script, folder = tmp_path / "own_loop.py", tmp_path / "checkpoints"
     script.write_text(SCRIPT)
-    job = run_job([sys.executable, str(script), str(folder), where], np=2, timeout=90)
+    job = run_job([sys.executable, str(script), str(folder), where], np=2, timeout=200)
     assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
     assert [path.name for path in find_checkpoints(folder)] == ["round-00000002", "round-00000001"]
     assert len(list(folder.glob(".part-*"))) == 1
-    job = run_job([sys.executable, str(script), str(folder), "nowhere"], np=3, timeout=90)
+    job = run_job([sys.executable, str(script), str(folder), "nowhere"], np=3, timeout=200)
     succeed(job)
     names = [f"round-{number:08d}" for number in (2, 3, 4)]
     assert f"samples 400 files {names}" in job.stdout, job.describe()
@@ -202,15 +196,26 @@ def test_every_rank_has_its_random_numbers_back(num_ranks: int, shared_tmp_path:
     session.close()
 
 
-def test_what_cannot_be_resumed_is_left_as_it_was(train: Any, tmp_path: Path) -> None:
-    succeed(train("run", "--epochs", "1", np=2))
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+@pytest.mark.mpi(2)
+def test_what_cannot_be_resumed_is_left_as_it_was(train: Any, shared_tmp_path: Path) -> None:
+    from mpi4py import MPI
+
+    path = shared_tmp_path / "run"
+
+    def files() -> dict[Path, bytes]:
+        MPI.COMM_WORLD.Barrier()
+        found = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+        MPI.COMM_WORLD.Barrier()
+        return found
+
+    train(*OPTIONS, "--epochs", "1")
+    before = files()
     for options, message in (
         (["--resume", "auto", "--lr", "3"], "lr was 0.5 and is 3.0"),
-        (["--resume", str(tmp_path / "run" / "x")], f"there is no checkpoint in {tmp_path / 'run' / 'x'}"),
+        (["--resume", str(path / "x")], f"there is no checkpoint in {path / 'x'}"),
         ([], "holds a run already: go on with it with --resume auto"),
     ):
-        job = train("run", *options, np=2)
-        assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
-        assert job.stderr.count("hvd-adaptive: error:") == 1 and message in job.stderr, job.describe()
-        assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+        stderr = train(*OPTIONS, *options, code=2).stderr
+        if MPI.COMM_WORLD.Get_rank() == 0:
+            assert stderr.count("hvd-adaptive: error:") == 1 and message in stderr, stderr
+        assert files() == before

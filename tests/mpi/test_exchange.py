@@ -11,6 +11,7 @@ import torch
 
 from hvd_adaptive.compress import parse_codec
 from hvd_adaptive.compress.feedback import ErrorFeedback
+from hvd_adaptive.exchange.pipeline import run_pipeline
 from hvd_adaptive.exchange.reducers import Job, allreduce, hierarchical, scatter_reduce_allgather
 from hvd_adaptive.transport import connect, horovod_mpi
 
@@ -26,7 +27,8 @@ def check(transport: Any, spec: str, name: str, run: Any, *, nums: tuple[int, ..
     for num in nums:
         for dtype in (torch.float32, torch.float64) if spec in ("fp16", "maxmin:4") else (torch.float32,):
             flat = values(transport.rank, num).to(dtype)
-            run(Job(flat=flat, name=f"{name}.{spec}.{num}.{dtype}", codec=parse_codec(spec), key=num, chunk_elements=8192))
+            job = Job(flat=flat, name=f"{name}.{spec}.{num}.{dtype}", codec=parse_codec(spec), key=num, chunk_elements=8192)
+            run_pipeline(run(job))
             others = transport.allgather_object(flat.numpy().tobytes())
             assert all(other == others[0] for other in others)
             exact = sum(values(rank, num).to(dtype).double() for rank in range(transport.world_size))
@@ -72,7 +74,8 @@ def test_layers_larger_than_the_fusion_buffer(num_ranks: int, monkeypatch: pytes
             if reducer is allreduce and spec != "fp16":
                 continue
             flat = values(transport.rank, 300_007)
-            reducer(transport, Job(flat=flat, name=f"large.{spec}", codec=parse_codec(spec), key=1, chunk_elements=1 << 22))
+            job = Job(flat=flat, name=f"large.{spec}", codec=parse_codec(spec), key=1, chunk_elements=1 << 22)
+            run_pipeline(reducer(transport, job))
             exact = sum(values(rank, 300_007) for rank in range(3))
             assert float((flat - exact).norm() / exact.norm()) < 0.35
             others = transport.allgather_object(flat.numpy().tobytes())
@@ -91,7 +94,7 @@ def test_real_ranks_give_the_simulated_ranks_bits(num_ranks: int) -> None:
             flat = values(transport.rank + 10 * step, 20_001)
             codec = parse_codec("maxmin:2")
             job = Job(flat=flat, name="x", codec=codec, key=step, chunk_elements=4096, feedback=feedback)
-            scatter_reduce_allgather(transport, job)
+            run_pipeline(scatter_reduce_allgather(transport, job))
         return flat
 
     transport = connect(stall_limit_s=60)
@@ -107,5 +110,5 @@ def test_ranks_whose_codecs_differ_fail_together(num_ranks: int) -> None:
     codec = parse_codec(f"maxmin:{4 + transport.rank}")
     job = Job(flat=values(0, 900), name="x", codec=codec, key=1, chunk_elements=4096)
     with pytest.raises(RuntimeError, match=r"the ranks sent .* bytes, but .* were expected"):
-        scatter_reduce_allgather(transport, job)
+        run_pipeline(scatter_reduce_allgather(transport, job))
     transport.close()

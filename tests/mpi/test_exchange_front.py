@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +73,23 @@ def test_over_two_hosts(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None
     _, exchange = train(transport, "auto")
     assert set(exchange.trials["parameters"]) == {"none", "sra", "hierarchical"}
     transport.close()
+
+
+def test_bench_comm(run_job: Any, tmp_path: Path) -> None:
+    file = tmp_path / "link.json"
+    options = ["--mb", "1", "--repeat", "2", "--rate-mbit", "1000", "--json", str(file)]
+    codecs = "horovod-fp32;horovod-fp16;maxmin:4;powersgd:2;auto"
+    job = run_job([sys.executable, "-m", "hvd_adaptive", "bench", "comm", *options, "--codecs", codecs], np=2, timeout=300)
+    assert job.returncode == 0 and not job.leftover, job.describe()
+    content = json.loads(file.read_text())
+    fp32, fp16, coded, _, auto = content["rows"]
+    assert content["ranks"] == 2 and content["ranks_per_host"] == 2
+    assert fp32["error"] < 1e-6 < fp16["error"] < 1e-3 and 0.05 < coded["error"] < 0.3
+    assert fp32["wire_seconds"] == pytest.approx(2 * fp16["wire_seconds"], rel=1e-6)
+    assert fp32["wire_seconds"] == pytest.approx(0.008 * 1538 / 1448, rel=1e-3)
+    assert fp32["bits"] == 32 and coded["bits"] < 4.2 and auto["reducer"] in ("none", "sra")
+    assert coded["break_even_mbit"] > 1 and "decode" not in job.stdout and "Mbit/s" in job.stdout
+
+    job = run_job([sys.executable, "-m", "hvd_adaptive", "bench", "comm", "--codecs", "maxmin:0"], np=2, timeout=300)
+    assert job.returncode == 2 and job.stderr.count("hvd-adaptive: error:") == 1, job.describe()
+    assert "bits must be in [1, 8], got 0" in job.stderr and "Traceback" not in job.stderr, job.describe()

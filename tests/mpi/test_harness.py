@@ -1,105 +1,158 @@
-"""The multi-rank harness itself: what fails on one rank, or does not run, must fail the test."""
+"""The multi-rank harness itself: what fails on one rank, or does not run, fails the test; tests that share ranks do not meet."""
 
 from __future__ import annotations
 
-import shutil
+import os
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+TESTS_FOLDER = Path(__file__).parents[1]
 
 TESTS = """
-import os, time
+import os, sys, threading, time
 import pytest
+
+FOLDER, PIDS = os.getcwd(), []
+
+def world():
+    from mpi4py import MPI
+    return MPI.COMM_WORLD
 
 @pytest.mark.mpi(1, 2)
 def test_passes(num_ranks):
-    from mpi4py import MPI
-    assert MPI.COMM_WORLD.size == num_ranks
+    assert world().size == num_ranks
+
+@pytest.mark.mpi(2)
+def test_changes_what_can_be_put_back(shared_tmp_path, tmp_path):
+    PIDS.append(os.getpid())
+    os.environ["LEFT"], sys.argv[:], sys.path[:0] = "behind", ["x"], ["/left"]
+    sys.excepthook = print
+    os.chdir(tmp_path)
+    (shared_tmp_path / f"file{world().rank}").write_text("")
+    world().barrier()
+    assert len(list(shared_tmp_path.iterdir())) == 2
+
+@pytest.mark.mpi(2)
+def test_finds_all_as_it_was(shared_tmp_path):
+    assert PIDS == [os.getpid()]
+    assert "LEFT" not in os.environ and sys.argv != ["x"] and sys.path[0] != "/left" and sys.excepthook is not print
+    assert os.getcwd() == FOLDER and not list(shared_tmp_path.iterdir())
+
+def leave_thread():
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True, name="forgotten").start()
+
+def leave_message():
+    world().isend("hello", dest=1 - world().rank)
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("leave", [leave_thread, leave_message])
+def test_leaves_something_behind(leave):
+    assert bool(PIDS) == (leave is leave_thread), "ranks with something left behind were used again"
+    if leave is not leave_thread or world().rank == 1:
+        leave()
 
 @pytest.mark.mpi(2)
 def test_fails_on_rank_1_only():
-    from mpi4py import MPI
-    assert MPI.COMM_WORLD.rank == 0, "wrong on purpose"
+    assert not PIDS
+    assert world().rank == 0, "wrong on purpose"
 
 @pytest.mark.mpi(2)
 def test_fails_while_the_other_waits():
-    from mpi4py import MPI
-    if MPI.COMM_WORLD.rank == 1:
+    if world().rank == 1:
         raise ValueError("raised on purpose")
-    MPI.COMM_WORLD.barrier()
+    world().barrier()
 
 @pytest.mark.mpi(2)
 def test_skips_on_one_rank():
-    from mpi4py import MPI
-    if MPI.COMM_WORLD.rank == 1:
+    if world().rank == 1:
         pytest.skip("no reason")
 
 @pytest.mark.mpi(2)
 def test_ends_silently():
     os._exit(0)
 
-@pytest.mark.mpi(2, timeout=8)
+@pytest.mark.mpi(2, timeout=12)
 def test_hangs():
-    from mpi4py import MPI
-    if MPI.COMM_WORLD.rank == 1:
+    if world().rank == 1:
         time.sleep(1000)
-    MPI.COMM_WORLD.barrier()
+    world().barrier()
+
+@pytest.mark.mpi(2)
+def test_passes_after_all_that():
+    assert world().allreduce(1) == 2
 
 if "HVD_TEST_REPORTS" not in os.environ:
     @pytest.mark.mpi(2)
     def test_is_not_there_for_the_ranks():
         pass
+
+@pytest.mark.mpi(2)
+def test_leaves_a_process_that_outlives_it():
+    if world().rank == 0:
+        import subprocess
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
 """
 
 
 @pytest.fixture
-def run_pytest(run_job, tmp_path):
-    def run(name, **options):
-        shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path)
-        (tmp_path / "test_inner.py").write_text(TESTS)
-        (tmp_path / "pytest.ini").write_text("[pytest]\n")
-        argv = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"test_inner.py::{name}"]
-        return run_job(argv, cwd=tmp_path, timeout=90, **options)
+def run_pytest(run_job: Any, tmp_path: Path) -> Any:
+    def run(*arguments: str, **options: Any) -> Any:
+        folder = tmp_path / "inner"
+        folder.mkdir(exist_ok=True)
+        (folder / "conftest.py").write_text((TESTS_FOLDER / "conftest.py").read_text())
+        (folder / "test_inner.py").write_text(TESTS)
+        (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {TESTS_FOLDER / 'support'}\n")
+        argv = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", *arguments]
+        return run_job(argv, cwd=folder, **{"timeout": 600, **options})
 
     return run
 
 
-def test_passing_ranks_pass_for_every_number(run_pytest):
-    result = run_pytest("test_passes")
-    assert result.returncode == 0, result.describe()
-    assert "2 passed" in result.stdout
-    assert "MPI: " in result.stdout
-    assert "torch " in result.stdout
+MUST_FAIL = {
+    "test_fails_on_rank_1_only": ["rank 1 failed in call", "wrong on purpose"],
+    "test_fails_while_the_other_waits": ["rank 1 failed in call", "raised on purpose"],
+    "test_skips_on_one_rank": ["rank 1 skipped"],
+    "test_ends_silently": ["rank 0 did not run", "rank 1 did not run"],
+    "test_is_not_there_for_the_ranks": ["rank 0 did not run", "rank 1 did not run"],
+    "test_hangs": ["not done after 12 s", "rank 1 did not run", "in test_hangs"],
+    "test_leaves_a_process_that_outlives_it": ["processes outlived the job: ['sleep 1000 ']"],
+}
+LEFT_BEHIND = {
+    "leave_thread": "rank 1: threads run: ['forgotten']",
+    "leave_message": "rank 0: a message that nobody has received",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "messages"),
-    [
-        ("test_fails_on_rank_1_only", ["rank 1 failed in call", "wrong on purpose"]),
-        ("test_fails_while_the_other_waits", ["rank 1 failed in call", "raised on purpose"]),
-        ("test_skips_on_one_rank", ["rank 1 skipped"]),
-        ("test_ends_silently", ["rank 0 did not run", "rank 1 did not run"]),
-        ("test_is_not_there_for_the_ranks", ["rank 0 did not run", "rank 1 did not run"]),
-        ("test_hangs", ["not done after 8 s", "rank 1 did not run", "in test_hangs"]),
-    ],
-)
-def test_what_must_fail(run_pytest, name, messages):
-    result = run_pytest(name)
-    assert result.returncode == 1, result.describe()
-    assert "1 failed" in result.stdout
-    for message in messages:
-        assert message in result.stdout, result.describe()
-    assert not result.leftover
+def test_what_ranks_do_becomes_the_tests_result(run_pytest: Any) -> None:
+    result = run_pytest()
+    text = result.stdout
+    assert result.returncode == 1 and not result.leftover, result.describe()
+    assert "MPI: " in text and "torch " in text, result.describe()
+    passed, failed = (set(re.findall(rf"^{word} test_inner.py::(\w+)", text, re.MULTILINE)) for word in ("PASSED", "FAILED"))
+    assert failed == set(MUST_FAIL), result.describe()
+    assert passed == set(re.findall(r"def (test_\w+)", TESTS)) - failed, result.describe()
+    sections = dict(re.findall(r"^_+ (\w+)\[np2\] _+$(.*?)(?=^_+ \w+\[np2\] _+$|^=+ )", text, re.MULTILINE | re.DOTALL))
+    for name, messages in MUST_FAIL.items():
+        assert all(message in sections[name] for message in messages), (name, sections[name])
+    for name, message in LEFT_BEHIND.items():
+        assert re.search(rf"^left .*test_leaves_something_behind\[np2-{name}\]: .*{re.escape(message)}", text, re.MULTILINE), name
+    # One for one rank; for two: the first, one after each of those that failed or left something, but for the last test.
+    tests, starts = map(int, re.findall(r"(\d+) tests ran on ranks; ranks were started (\d+) times", text)[0])
+    assert starts == 2 + len(LEFT_BEHIND) + len(MUST_FAIL) - 1 and tests == len(passed) + len(failed) + 1 + len(LEFT_BEHIND) - 1
 
 
-def test_without_mpirun_it_skips_by_name_and_fails_in_ci(run_pytest, tmp_path):
+def test_without_mpirun_it_skips_by_name_and_fails_in_ci(run_pytest: Any, tmp_path: Path) -> None:
     # A Python without an mpirun beside it: a link to this one in a folder of its own.
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.executable = {str(tmp_path / 'python')!r}\n")
-    env = {"PATH": str(tmp_path), "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "CI": ""}
-    result = run_pytest("test_passes", env=env)
+    path = os.pathsep.join([str(tmp_path), str(TESTS_FOLDER.parent)])
+    env = {"PATH": str(tmp_path), "PYTHONPATH": path, "CI": ""}
+    result = run_pytest("-k", "test_passes", env=env)
     assert result.returncode == 0, result.describe()
-    assert "2 skipped" in result.stdout
-    result = run_pytest("test_passes", env={**env, "CI": "true"})
+    assert "3 skipped" in result.stdout
+    result = run_pytest("-k", "test_passes", env={**env, "CI": "true"})
     assert result.returncode == 1
     assert "CI must have an MPI" in result.stdout

@@ -18,9 +18,11 @@ from two_hosts import ENVIRONMENT, NETWORK, TwoHosts
 COMMAND = [sys.executable, "-m", "hvd_adaptive"]
 SAMPLES = 46_071  # of the embedded training split
 QUICK = ["--no-calibration", "--hidden-size", "16", "--batch-size", "256", "--eval-rounds", "0"]
-LIMIT_S = 8
-# MPI's own way to end a job, the launcher's grace, and the last resort.
-END_S = LIMIT_S + 5 + 10 + 5
+LIMIT_S = 12
+# The job ends by then, whatever has become of its ranks.
+DEAD_S = 75.0
+# The ranks on a host that is cut off end by their own clock, and their daemon 10 s later.
+FAR_END_S = 60.0
 
 
 @pytest.fixture
@@ -28,13 +30,13 @@ def train(run_job: Any, hosts: TwoHosts, tmp_path: Path) -> Callable[..., Any]:
     def run(*options: str, ranks_per_host: int, **job: Any) -> Any:
         arguments = ["train", "--cache-dir", str(hosts.local / "cache"), "--out", str(tmp_path / "run"), *QUICK]
         command = hosts.mpirun(ranks_per_host, [*COMMAND, *arguments, *options])
-        return run_job(command, env=ENVIRONMENT, **job)
+        return run_job(command, env=ENVIRONMENT, **{"timeout": 300.0, **job})
 
     return run
 
 
 @pytest.mark.root
-@pytest.mark.parametrize(("ranks_per_host", "strategy"), [(1, "local"), (2, "local"), (1, "horovod")])
+@pytest.mark.parametrize(("ranks_per_host", "strategy"), [(2, "local"), (1, "horovod")])
 def test_two_hosts_train_and_agree(
     train: Any, hosts: TwoHosts, tmp_path: Path, ranks_per_host: int, strategy: str
 ) -> None:
@@ -64,7 +66,7 @@ transport.close()
 
 @pytest.mark.root
 def test_ranks_know_their_hosts_and_reach_rank_0(run_job: Any, hosts: TwoHosts) -> None:
-    job = run_job(hosts.mpirun(2, [sys.executable, "-c", RANK]), env=ENVIRONMENT)
+    job = run_job(hosts.mpirun(2, [sys.executable, "-c", RANK]), env=ENVIRONMENT, timeout=300)
     assert job.returncode == 0, job.describe()
     places = sorted(json.loads(line) for line in job.stdout.splitlines())
     assert [place[:4] for place in places] == [
@@ -83,7 +85,7 @@ def test_hosts_with_unlike_data_are_refused(train: Any, hosts: TwoHosts, fault: 
         for split in ("train", "test"):
             rows = "".join(f"{row % 4} {row % 5}:{value}\n" for row in range(40))
             (hosts.disk(name) / f"toy_{split}.txt").write_text(f"40 5 4\n{rows}")
-    job = train("--data", str(hosts.local / "toy"), ranks_per_host=1, timeout=60)
+    job = train("--data", str(hosts.local / "toy"), ranks_per_host=1)
     assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
     message = {
         "other data": "the ranks do not agree: fingerprint of the test data",
@@ -109,9 +111,10 @@ def disturb(train: Any, tmp_path: Path) -> Callable[..., Any]:
             begin_s = time.monotonic()
 
         options = ["--epochs", "10000", "--mega-batch", "2000", "--stall-limit-s", str(LIMIT_S)]
-        job = train(*options, ranks_per_host=2, during=during)
+        job = train(*options, ranks_per_host=2, during=during, grace_s=FAR_END_S)
+        took_s = time.monotonic() - job.outlived_s - begin_s
         assert not job.timed_out and job.returncode != 0 and not job.leftover, job.describe()
-        assert time.monotonic() - begin_s < 2 * END_S, job.describe()
+        assert took_s < DEAD_S, job.describe()
         return job
 
     return run
@@ -129,7 +132,7 @@ def test_a_cut_link_ends_the_job(disturb: Any, hosts: TwoHosts) -> None:
 def test_killed_and_frozen_ranks_of_the_other_host_end_the_job(
     disturb: Any, hosts: TwoHosts, number: signal.Signals
 ) -> None:
-    job = disturb(lambda: [os.kill(pid, number) for pid in hosts.ranks("beta")])
+    job = disturb(lambda: hosts.signal_ranks("beta", number))
     if number == signal.SIGKILL:
         # mpirun may be the first to notice.
         assert "on node beta exited on signal 9" in job.stderr or "on beta (pid " in job.stderr, job.describe()

@@ -30,7 +30,7 @@ def run(root: Path, *arguments: str, **environment: str) -> subprocess.Completed
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
 
 

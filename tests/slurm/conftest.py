@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-from needs import need_root_and
+from needs import need_root_and, skip_or_fail
 from slurm_site import SlurmSite
 from two_hosts import TwoHosts
 
@@ -26,3 +30,24 @@ def slurm(hosts: TwoHosts) -> Iterator[SlurmSite]:
     site = SlurmSite(hosts)
     yield site
     site.close()
+
+
+@pytest.fixture
+def run_in_slurm(run_job: Any, slurm: SlurmSite) -> Iterator[Callable[..., Any]]:
+    """Runs one of Slurm's commands; brings back nodes that the test has lost."""
+
+    def run(*argv: str, **options: Any) -> Any:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        env = {**slurm.environment, "PATH": path, "VENV": sys.prefix}
+        return run_job(slurm.command(argv), env=env, **{"timeout": 400.0, **options})
+
+    yield run
+    slurm.restore()
+
+
+@pytest.fixture
+def pmix(run_in_slurm: Callable[..., Any]) -> None:
+    """Goes on only where this Slurm has PMIx."""
+    job = run_in_slurm("srun", "-n", "1", "--mpi=pmix", "true")
+    if job.returncode:
+        skip_or_fail(f"needs PMIx for Slurm (Debian: libpmix-dev): {job.stderr.strip()}")

@@ -15,14 +15,23 @@ def skip_or_fail(reason: str) -> None:
     pytest.skip(reason)
 
 
+def lacks(**packages: str) -> str | None:
+    """Says what this process lacks of root and of some programs, None if it has all.
+
+    Args:
+        packages: Debian's package of each program.
+    """
+    if os.geteuid() != 0:
+        return "needs root"
+    lacking = sorted({package for program, package in packages.items() if shutil.which(program) is None})
+    return f"needs Debian's {', '.join(lacking)}" if lacking else None
+
+
 def need_root_and(**packages: str) -> None:
     """Goes on only for root, and with all programs that are needed.
 
     Args:
         packages: Debian's package of each program.
     """
-    if os.geteuid() != 0:
-        skip_or_fail("needs root")
-    lacking = sorted({package for program, package in packages.items() if shutil.which(program) is None})
-    if lacking:
-        skip_or_fail(f"needs Debian's {', '.join(lacking)}")
+    if reason := lacks(**packages):
+        skip_or_fail(reason)

@@ -1,4 +1,4 @@
-"""A real Slurm over two hosts of this machine: munged, slurmctld, and a slurmd on each host."""
+"""A real Slurm over two hosts of this machine: munged, slurmctld, and a slurmd on each host; and a job in its queue."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from two_hosts import ENVIRONMENT, NAMES, NETWORK, TwoHosts
 
 CPUS_PER_NODE = 4
-_START_S = 60.0
+_START_S = 180.0
 _END_S = 10.0
 
 _CONFIGURATION = """
@@ -22,7 +22,8 @@ ClusterName=tests
 SlurmctldHost={first}({network}.1)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
+MessageTimeout=30
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 TmpFS={folder}/tmp-%n
@@ -38,7 +39,7 @@ JobCompType=jobcomp/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=1,sched_interval=2
+SchedulerParameters=bf_interval=1,sched_interval=2,permit_job_expansion
 ReturnToService=2
 KillWait=2
 SlurmdParameters=config_overrides
@@ -69,6 +70,7 @@ class SlurmSite:
             "PRTE_MCA_prte_if_include": f"{NETWORK}.0/24",
         }
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
         try:
             self._start()
         except BaseException:
@@ -97,31 +99,60 @@ class SlurmSite:
         files = {"key-file": key, "socket": folder / "munge.socket", "pid-file": folder / "munged.pid"}
         files |= {"log-file": folder / "munged.log", "seed-file": folder / "munged.seed"}
         # The folder is root's alone, which munged by itself does not think of /tmp.
-        self._daemon("munged", "--foreground", "--force", *(f"--{name}={file}" for name, file in files.items()))
+        munged = self._daemon("munged", "--foreground", "--force", *(f"--{name}={file}" for name, file in files.items()))
+        end_s = time.monotonic() + _START_S
+        while munged.poll() is None and not files["socket"].is_socket() and time.monotonic() < end_s:
+            time.sleep(0.05)
         self._daemon(*self._hosts.on(NAMES[0], ["slurmctld", "-D"]))
         for name in NAMES:
-            self._daemon(*self._hosts.on(name, ["slurmd", "-D", "-N", name]))
+            self._start_node(name)
+        self._wait_for_nodes()
+
+    def _start_node(self, name: str) -> None:
+        self._nodes[name] = self._daemon(*self._hosts.on(name, ["slurmd", "-D", "-N", name]))
+
+    def lose(self, name: str) -> None:
+        """Ends all that runs on a node at once, as when its power fails, and has Slurm take note."""
+        self._daemons.remove(self._nodes[name])
+        self._hosts.kill_all(name)
+        self._nodes.pop(name).wait()
+        self.query("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
+
+    def bring_back(self, name: str) -> None:
+        """Starts a node again that was lost; jobs that it belonged to do not get it back by that."""
+        self._start_node(name)
+        self._wait_for_nodes()
+
+    def restore(self) -> None:
+        """Brings back what was lost."""
+        for name in NAMES:
+            if name not in self._nodes:
+                self.bring_back(name)
+
+    def _wait_for_nodes(self) -> None:
         end_s = time.monotonic() + _START_S
-        while self._query("sinfo", "--noheader", "--states=idle", "--format=%D") != str(len(NAMES)):
+        up = ("sinfo", "--noheader", "--Node", "--responding", "--states=idle,mixed,alloc", "--format=%N")
+        while len(self.query(*up).split()) != len(NAMES):
             if time.monotonic() > end_s or any(daemon.poll() is not None for daemon in self._daemons):
-                logs = "\n".join(f"-- {log.name}\n{log.read_text()[-2000:]}" for log in folder.glob("*.log"))
+                logs = "\n".join(f"-- {log.name}\n{log.read_text()[-2000:]}" for log in self._folder.glob("*.log"))
                 raise RuntimeError(f"Slurm did not start within {_START_S:g} s\n{logs}")
             time.sleep(0.2)
 
-    def _daemon(self, *argv: str) -> None:
+    def _daemon(self, *argv: str) -> subprocess.Popen[bytes]:
         path = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
-        self._daemons.append(
-            subprocess.Popen(
-                argv,
-                env={**os.environ, **self.environment, "PATH": path},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd=self._folder,
-            )
+        daemon = subprocess.Popen(
+            argv,
+            env={**os.environ, **self.environment, "PATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=self._folder,
         )
+        self._daemons.append(daemon)
+        return daemon
 
-    def _query(self, *argv: str) -> str:
+    def query(self, *argv: str) -> str:
+        """Runs one of Slurm's commands; returns what it writes."""
         result = subprocess.run(
             self.command(argv), env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=60
         )
@@ -134,9 +165,9 @@ class SlurmSite:
     def close(self) -> None:
         """Ends all jobs, then the daemons."""
         if len(self._daemons) > 1 and all(daemon.poll() is None for daemon in self._daemons):
-            self._query("scancel", "--user=root", "--signal=KILL", "--full")
+            self.query("scancel", "--user=root", "--signal=KILL", "--full")
             end_s = time.monotonic() + _END_S
-            while self._query("squeue", "--noheader") and time.monotonic() < end_s:
+            while self.query("squeue", "--noheader") and time.monotonic() < end_s:
                 time.sleep(0.2)
         # munged last: the others need it to say goodbye.
         for daemon in reversed(self._daemons):
@@ -147,3 +178,51 @@ class SlurmSite:
                 daemon.kill()
                 daemon.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class SlurmJob:
+    """A job in the queue, with what it writes."""
+
+    def __init__(self, slurm: SlurmSite, number: str, run: Path, output: Path) -> None:
+        self._slurm = slurm
+        self.number = number
+        self.run = run
+        self._output = output
+
+    def ask(self, *argv: str) -> str:
+        return self._slurm.query(*argv)
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text() if self._output.exists() else ""
+
+    @property
+    def state(self) -> str:
+        """As `scontrol show job` has it, such as RUNNING."""
+        return self.show().partition("JobState=")[2].partition(" ")[0]
+
+    def show(self) -> str:
+        return self.ask("scontrol", "show", "job", self.number)
+
+    @property
+    def num_rounds(self) -> int:
+        rounds = self.run / "rounds.jsonl"
+        return rounds.read_text().count("\n") if rounds.exists() else 0
+
+    def has_rounds(self, number: int) -> bool:
+        return self.num_rounds >= number
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is something to go on from: rounds go on while the first checkpoint is being written."""
+        return any((self.run / "checkpoints").glob("round-*"))
+
+    def wait(self, condition: Callable[[], bool], limit_s: float = 300) -> None:
+        end_s = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < end_s, f"{self.state}\n{self.output[-6000:]}"
+            time.sleep(0.2)
+
+    def signal(self, name: str) -> None:
+        """To the batch script, as Slurm sends it near the time limit."""
+        self.ask("scancel", "--batch", f"--signal={name}", self.number)

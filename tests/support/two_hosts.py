@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shlex
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,18 +23,42 @@ ENVIRONMENT = {
     "OMPI_MCA_mpi_yield_when_idle": "1",
     **{f"{p}_ALLOW_RUN_AS_ROOT{c}": "1" for p in ("OMPI", "PRTE") for c in ("", "_CONFIRM")},
 }
-_DEVICE = "eth0"
+DEVICE = "eth0"
 
 
-def run(*argv: str) -> None:
-    """Runs a command; its output is the error's text if it fails."""
+def run(*argv: str) -> str:
+    """Runs a command and returns its output, which is the error's text if it fails."""
     result = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     if result.returncode:
         raise RuntimeError(f"{' '.join(argv)} failed: {result.stderr or result.stdout}")
+    return result.stdout
+
+
+def _shape(rate: str, burst: str = "256kb") -> list[str]:
+    return ["root", "tbf", "rate", rate, "burst", burst, "latency", "50ms"]
+
+
+def _processes(space: str) -> list[int]:
+    found = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, timeout=60)
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def _kill_all(space: str) -> None:
+    for pid in _processes(space):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _remove(space: str) -> None:
+    # It would live on with them, without a name.
+    _kill_all(space)
+    subprocess.run(["ip", "netns", "del", space], capture_output=True, timeout=60)
+    shutil.rmtree(Path("/etc/netns") / space, ignore_errors=True)
 
 
 class TwoHosts:
-    """Makes the hosts; `close` removes them. Names carry this process's id, so that two runs do not meet.
+    """Makes the hosts; `close` removes them. Names carry this process's id, so that two runs do not meet, and the next one can
+    remove what is left of one that was killed.
 
     As on many a cluster, a host's own name means 127.0.1.1, and both have a container bridge with one and the
     same address: neither may be taken for the way to the other host.
@@ -57,19 +85,21 @@ class TwoHosts:
             raise
 
     def _make(self, rate: str) -> None:
+        for space in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.split():
+            if (match := re.fullmatch(r"hva-(\d+)-\w+", space)) and not Path("/proc", match[1]).exists():
+                _remove(space)
         first, second = self._spaces
         for space in self._spaces:
             run("ip", "netns", "add", space)
         # Made inside a namespace, so that the device names meet nobody's.
-        run("ip", "-n", first, "link", "add", _DEVICE, "type", "veth", "peer", "name", _DEVICE, "netns", second)
+        run("ip", "-n", first, "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", second)
         for index, (space, name) in enumerate(zip(self._spaces, NAMES, strict=True)):
-            run("ip", "-n", space, "addr", "add", f"{NETWORK}.{index + 1}/24", "dev", _DEVICE)
+            run("ip", "-n", space, "addr", "add", f"{NETWORK}.{index + 1}/24", "dev", DEVICE)
             run("ip", "-n", space, "link", "add", "docker0", "type", "bridge")
             run("ip", "-n", space, "addr", "add", "172.17.0.1/16", "dev", "docker0")
-            for device in ("lo", _DEVICE, "docker0"):
+            for device in ("lo", DEVICE, "docker0"):
                 run("ip", "-n", space, "link", "set", device, "up")
-            shape = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
-            run("tc", "-n", space, "qdisc", "add", "dev", _DEVICE, *shape)
+            run("tc", "-n", space, "qdisc", "add", "dev", DEVICE, *_shape(rate))
             # `ip netns exec` shows a namespace its own files of these.
             files = Path("/etc/netns") / space
             files.mkdir(parents=True)
@@ -101,13 +131,16 @@ class TwoHosts:
         """The command that runs a command on a host."""
         return [str(self._folder / "enter"), name, *argv]
 
-    def mpirun(self, ranks_per_host: int, argv: Sequence[str], *, forward: Sequence[str] = ()) -> list[str]:
+    def mpirun(
+        self, ranks_per_host: int, argv: Sequence[str], *, forward: Sequence[str] = (), shared_memory: bool = False
+    ) -> list[str]:
         """The command that runs a program as ranks over both hosts, started on the first.
 
         Args:
             ranks_per_host: ranks on each.
             argv: the program and its arguments.
             forward: variables to pass on to the other host, too.
+            shared_memory: between the ranks of a host, instead of TCP there, too.
         """
         launcher = find_launcher(os.environ)
         agent = str(self._folder / "agent")
@@ -119,7 +152,8 @@ class TwoHosts:
         else:
             flags += ["--prtemca", "plm_ssh_agent", agent, "--prtemca", "prte_if_include", f"{NETWORK}.0/24"]
             flags += ["--prefix", str(Path(launcher.path).parents[1])]
-        flags += ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self"]
+        inside = {"openmpi4": "vader,"}.get(launcher.flavour, "sm,") if shared_memory else ""
+        flags += ["--mca", "pml", "ob1", "--mca", "btl", f"tcp,{inside}self"]
         flags += ["--mca", "btl_tcp_if_include", f"{NETWORK}.0/24"]
         for name in ("PYTHONPATH", "OMP_NUM_THREADS", "OMPI_MCA_mpi_yield_when_idle", *forward):
             flags += ["-x", name]
@@ -127,16 +161,48 @@ class TwoHosts:
 
     def ranks(self, name: str) -> list[int]:
         """The ids of the Python processes on a host."""
-        found = subprocess.run(["ip", "netns", "pids", self._space(name)], capture_output=True, text=True, check=True)
-        names = {int(pid): Path(f"/proc/{pid}/comm").read_text() for pid in found.stdout.split()}
-        return [pid for pid, name in names.items() if name.startswith("python")]
+        found = []
+        for pid in _processes(self._space(name)):
+            # One that was there may have ended.
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().startswith("python"):
+                    found.append(pid)
+        return found
+
+    def signal_ranks(self, name: str, number: signal.Signals, *, argument: str = "") -> None:
+        """Sends a signal to the Python processes on a host, or to those of them that were started with an argument."""
+        for pid in self.ranks(name):
+            # As above: the launcher ends what is left when the first is killed.
+            with contextlib.suppress(OSError):
+                if not argument or argument.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                    os.kill(pid, number)
+
+    def kill_all(self, name: str) -> None:
+        """Ends all processes on a host at once, as when its power fails."""
+        _kill_all(self._space(name))
+
+    def slow(self, rate: str = "1gbit", burst: str = "256kb") -> None:
+        """Gives the link another rate, both ways."""
+        for space in self._spaces:
+            run("tc", "-n", space, "qdisc", "change", "dev", DEVICE, *_shape(rate, burst))
 
     def cut(self) -> None:
         """Takes the link down."""
-        run("ip", "-n", self._spaces[0], "link", "set", _DEVICE, "down")
+        run("ip", "-n", self._spaces[0], "link", "set", DEVICE, "down")
+
+    def mend(self) -> None:
+        """Brings the link up again; it carries when this returns."""
+        run("ip", "-n", self._spaces[0], "link", "set", DEVICE, "up")
+        end = time.monotonic() + 60.0
+        for space in self._spaces:
+            while "state UP" not in run("ip", "-n", space, "link", "show", DEVICE):
+                if time.monotonic() > end:
+                    raise RuntimeError(f"{DEVICE} of {space} does not come up")
+                time.sleep(0.02)
+            # Who looked for the other host in vain would tell the next one as well: "No route to host".
+            run("ip", "-n", space, "neigh", "flush", "dev", DEVICE)
 
     def close(self) -> None:
-        """Removes the hosts; processes still inside keep their namespace until they end."""
+        """Removes the hosts, and ends what still runs there."""
         for space in self._spaces:
-            subprocess.run(["ip", "netns", "del", space], capture_output=True, timeout=60)
-            shutil.rmtree(Path("/etc/netns") / space, ignore_errors=True)
+            _remove(space)

@@ -19,11 +19,18 @@ ALLOWED = {
     "exchange": {"compress", "kernels", "transport"},
     "data": {"core"},
     "launch": set(),
+    "doctor": {"compress", "launch", "transport"},
     "report": set(),
+    # The rules of core, and the bytes that codecs and reducers put on the wire; it never meets a rank.
+    "simulate": {"compress", "core", "exchange"},
     "transport": {"launch"},
-    "train": {"compress", "core", "data", "exchange", "transport"},
-    "wrap": {"core", "launch", "transport"},
-    "cli": {"core", "data", "launch", "option_sources", "report", "train", "transport", "wrap"},
+    "train": {"calibration_file", "compress", "core", "data", "exchange", "transport"},
+    "wrap": {"core", "exchange", "launch", "train", "transport"},
+    "bench": {"compress", "exchange", "transport"},
+    "cli": {
+        *("bench", "core", "data", "doctor", "exchange", "launch", "option_sources", "report", "simulate", "train", "transport"),
+        *("wrap", "calibration_file"),
+    },
 }
 
 
@@ -46,7 +53,7 @@ def test_the_core_loads_without_horovod_and_mpi() -> None:
     ]
     code = f"import sys, {', '.join(modules)}; print(sorted({{'horovod', 'mpi4py'}} & set(sys.modules)))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stdout.strip() == "[]"
 
@@ -64,7 +71,7 @@ def test_arrows_point_one_way(path: Path) -> None:
         assert not roots & {"os", "time", "socket", "threading"}
     if room in ALLOWED:
         rooms = {name.split(".")[1] for name in found if name.startswith("hvd_adaptive.")}
-        assert rooms <= ALLOWED[room] | {room, "combinations", "config", "validation", "__version__"}
+        assert rooms <= ALLOWED[room] | {room, "calibration_file", "combinations", "config", "validation", "__version__"}
     assert not roots & {"pickle", "cloudpickle", "dill"}
 
 

@@ -13,7 +13,9 @@ from hvd_adaptive.launch.binding import (
     check_srun,
     check_world,
     choose_device,
+    idle_nodes,
     mpi_environment,
+    num_restarts,
     num_threads,
     read_launcher,
     requested_threads,
@@ -284,3 +286,17 @@ def test_binding_imports_no_mpi():
     code = "import sys, hvd_adaptive.launch.binding as _; "
     code += "assert not {'mpi4py', 'horovod', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_nodes_without_a_rank_are_noticed() -> None:
+    assert idle_nodes({}, 1) is None and idle_nodes({"SLURM_JOB_NUM_NODES": "2"}, 2) is None
+    # A component of a heterogeneous job counts only its own.
+    assert idle_nodes({"SLURM_JOB_NUM_NODES": "1"}, 2) is None
+    warning = idle_nodes({"SLURM_JOB_NUM_NODES": "4"}, 1)
+    assert warning is not None and "has 4 nodes, and all ranks are on 1 of them" in warning
+
+
+def test_restarts_are_counted_by_slurm() -> None:
+    assert num_restarts({}) == 0 and num_restarts({"SLURM_RESTART_COUNT": "2"}) == 2
+    with pytest.raises(ValueError, match="SLURM_RESTART_COUNT must be a whole number"):
+        num_restarts({"SLURM_RESTART_COUNT": "x"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,10 @@ def make_model() -> nn.Module:
     return model
 
 
-def train(transport: LocalTransport, *, state: Any = None, num_epochs: float = 2, **options: Any) -> dict[str, Any]:
+def train(
+    transport: LocalTransport, *, state: Any = None, num_epochs: float = 2, stop_at: int = 0, **options: Any
+) -> dict[str, Any]:
+    """The state is that after round ``stop_at``, where an overlapped merge still has sums on the way, or the last."""
     model = make_model()
     options = {"batch_size": 15, "mega_batch": 150, "hash_interval": 1, "dispatch": "equal", **options}
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), Config(**options), transport=transport)
@@ -39,13 +43,21 @@ def train(transport: LocalTransport, *, state: Any = None, num_epochs: float = 2
         session.load_state_dict(state[transport.rank])
     records: list[Any] = []
     session.records.append(records.append)
+    kept: list[Any] = []
+
+    def keep(record: Any) -> None:
+        if session.round == stop_at:
+            kept.append(copy.deepcopy(session.state_dict()))
+            session.stop(agreed=True)
+
+    session.records.append(keep)
     for batch in session.batches(TensorDataset(X, Y), num_epochs=num_epochs):
         with session.step(batch):
             session.optimizer.zero_grad()
             batch.loss = nn.functional.cross_entropy(model(batch.x), batch.y)
             batch.loss.backward()
             session.optimizer.step()
-    saved = session.state_dict()
+    saved = kept[0] if kept else session.state_dict()
     session.close()
     return {"records": records, "hash": model_hash(model), "state": saved, "loss": records[-1].loss, "model": model}
 
@@ -64,6 +76,19 @@ def test_fewer_bytes_and_equal_models(codec: str, largest_share: float, world_si
     assert 0.02 < share < largest_share
     assert ours[0]["loss"] < 0.8 * ours[0]["records"][0].loss
     assert ours[0]["loss"] < plain[0]["loss"] + 0.1
+
+
+@pytest.mark.parametrize("codec", ["maxmin:4", "powersgd:2"])
+def test_overlapped_merges_are_encoded_and_lose_no_progress(codec: str) -> None:
+    options = {"overlap_merge": True, "outer_step": "none"}
+    plain = LocalWorld(3).run(lambda t: train(t, **options))
+    exact = LocalWorld(3).run(lambda t: train(t, compression="maxmin:4; *=none", **options))
+    ours = LocalWorld(3).run(lambda t: train(t, compression=codec, **options))
+    for a, b in zip(plain[0]["model"].parameters(), exact[0]["model"].parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-7)
+    assert len({result["hash"] for result in ours}) == 1 and ours[0]["hash"] != plain[0]["hash"]
+    assert ours[0]["records"][0].payload_bytes < 0.25 * plain[0]["records"][0].payload_bytes
+    assert ours[0]["loss"] < plain[0]["loss"] + 0.1 and ours[0]["loss"] < 0.8 * ours[0]["records"][0].loss
 
 
 def test_none_is_the_plain_merge() -> None:
@@ -86,12 +111,14 @@ def test_what_a_codec_loses_comes_later() -> None:
 
 
 @pytest.mark.parametrize("codec", ["maxmin:2", "powersgd:2"])
-def test_a_resume_goes_on_with_the_residuals(codec: str) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_resume_goes_on_with_the_residuals(codec: str, overlap: bool) -> None:
     # The order of claims and all seconds are out of play: parts are fixed, and no rule looks at speeds.
-    whole = LocalWorld(2).run(lambda t: train(t, compression=codec, num_epochs=2))
-    first = LocalWorld(2).run(lambda t: train(t, compression=codec, num_epochs=1))
+    options = {"compression": codec, "overlap_merge": overlap, "outer_step": "none" if overlap else "nesterov"}
+    whole = LocalWorld(2).run(lambda t: train(t, num_epochs=2, stop_at=6, **options))
+    first = LocalWorld(2).run(lambda t: train(t, num_epochs=2, stop_at=3, **options))
     states = [result["state"] for result in first]
-    second = LocalWorld(2).run(lambda t: train(t, compression=codec, num_epochs=2, state=states))
+    second = LocalWorld(2).run(lambda t: train(t, num_epochs=2, stop_at=6, state=states, **options))
     assert second[0]["hash"] == whole[0]["hash"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -21,9 +22,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hvd_adaptive.config import Config
-from hvd_adaptive.core.dispatch import epoch_order
-from hvd_adaptive.train.control import RoundControl
-from hvd_adaptive.train.memory import cut, is_out_of_memory
+from hvd_adaptive.core.balance import speed_shares
+from hvd_adaptive.core.dispatch import epoch_order, own_parts
+from hvd_adaptive.core.round_control import RoundControl
+from hvd_adaptive.train.memory import cut, even_sizes, is_out_of_memory
 from hvd_adaptive.train.records import FIELDS, GatheredStats, RoundRecord
 from hvd_adaptive.train.session import Session
 from hvd_adaptive.transport.local import LocalTransport, LocalWorld
@@ -100,8 +102,8 @@ def test_a_batch_that_does_not_fit_is_computed_in_parts_and_the_ceiling_is_kept(
     world_size: int, rule: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = Config(
-        batch_size=32, min_batch_size=2, max_batch_size=64, mega_batch=200, batch_size_rule=rule, batch_size_step=4,
-        hash_interval=1,
+        batch_size=32, min_batch_size=2, max_batch_size=64, mega_batch=200, batch_size_rule=rule,
+        batch_size_step=4 if rule == "heterogpu" else None, hash_interval=1,
     )  # fmt: skip
     with caplog.at_level(logging.WARNING):
         results = LocalWorld(world_size).run(
@@ -112,13 +114,19 @@ def test_a_batch_that_does_not_fit_is_computed_in_parts_and_the_ceiling_is_kept(
     failed = [size for size in poor["tried"] if size > 10]
     # What failed halves the next try, also of the batch that was claimed meanwhile.
     assert failed and all(after <= before // 2 for before, after in itertools.pairwise(failed))
-    for record in results[0]["records"][1:]:
-        assert record.stats["batch_size"][-1] <= 8 and (record.stats["ceiling"][:-1] == 0).all()
-    for result in results[:-1]:
-        assert max(result["tried"]) > 10
     messages = [r.message for r in caplog.records if "did not fit into memory" in r.message]
     assert len(messages) == 1
-    assert f"ranks [{world_size - 1}] take at most 8 samples" in messages[0] and "--max-batch-size 8" in messages[0]
+    found = re.search(rf"ranks \[{world_size - 1}\] take at most (\d+) samples .* Set --max-batch-size \1 ", messages[0])
+    # Half of what failed last: 8, where the rank's first batch came in the first round, with the size that all begin with.
+    assert found is not None and int(found[1]) == failed[-1] // 2 <= 10
+    is_known = False
+    for record in results[0]["records"]:
+        assert not is_known or record.stats["batch_size"][-1] <= int(found[1])
+        is_known = is_known or record.stats["ceiling"][-1] > 0
+        assert (record.stats["ceiling"][:-1] == 0).all()
+    assert is_known
+    for result in results[:-1]:
+        assert max(result["tried"]) > 10
 
 
 def test_claims_of_the_same_round_already_obey_the_ceiling() -> None:
@@ -253,7 +261,7 @@ def test_out_of_memory_is_known_by_what_torch_and_numpy_raise() -> None:
 def test_parts_of_a_batch_are_nearly_equal_and_complete() -> None:
     for length in range(1, 40):
         for most in range(1, length + 1):
-            parts = cut(np.arange(length), 7 * length + 3, most=most)
+            parts = cut(np.arange(length), 7 * length + 3, even_sizes(length, most=most))
             lengths = [len(rows) for rows, _ in parts]
             assert np.concatenate([rows for rows, _ in parts]).tolist() == list(range(length))
             assert sum(work for _, work in parts) == 7 * length + 3
@@ -289,7 +297,7 @@ for batch in session.batches(Rows(), num_epochs=1):
         session.optimizer.step()
         done += rows.tolist()
 assert sorted(done) == list(range(4096)), len(done)
-print("ceiling", session._strategy._ceiling)
+print("ceiling", session._strategy._memory.samples)
 """
 
 
@@ -355,7 +363,8 @@ def test_a_ceiling_bounds_one_rank_and_the_others_take_what_it_leaves() -> None:
 
 
 def test_the_warm_up_obeys_a_ceiling() -> None:
-    config = Config(batch_size=64, min_batch_size=16, warmup_epochs=1, mega_batch=200)
+    # With a shared cursor, another rank might take the whole first round.
+    config = Config(batch_size=64, min_batch_size=16, warmup_epochs=1, mega_batch=200, dispatch="equal")
     results = LocalWorld(2).run(lambda t: train(t, config, before_step=small_memory(5, rank=0)))
     assert_consumed_once(results)
     sizes = np.array([record.stats["batch_size"] for record in results[0]["records"]])
@@ -386,15 +395,18 @@ def test_any_dispatch_consumes_every_sample_once(dispatch: str, world_size: int,
 
 
 def test_equal_parts_whatever_the_speeds_and_parts_by_speed() -> None:
-    def samples(dispatch: str) -> np.ndarray:
+    def rounds(dispatch: str) -> list[GatheredStats]:
         config = Config(batch_size=10, mega_batch=200, dispatch=dispatch, slowdown="8,1", merge_weights="uniform")
-        records = LocalWorld(2).run(lambda t: train(t, config, num_epochs=3))[0]["records"]
-        return np.array([record.stats["num_samples"] for record in records])
+        return [r.stats for r in LocalWorld(2).run(lambda t: train(t, config, num_epochs=3))[0]["records"]]
 
-    equal = samples("equal")
-    assert (equal == 100).all()
-    by_speed = samples("proportional")
-    assert by_speed[0].tolist() == [100, 100] and (by_speed[1:, 1] > 1.5 * by_speed[1:, 0]).all()
+    assert all((stats["num_samples"] == 100).all() for stats in rounds("equal"))
+    by_speed = rounds("proportional")
+    assert by_speed[0]["num_samples"].tolist() == [100, 100]
+    for before, after in itertools.pairwise(by_speed):
+        edges = own_parts(speed_shares(before["work"], before["busy_s"]), 200)
+        assert after["num_samples"].tolist() == np.diff(edges).tolist()
+    # A busy machine may hold the fast rank up in a round or two.
+    assert np.median([stats["num_samples"][1] / stats["num_samples"][0] for stats in by_speed[1:]]) > 1.5
 
 
 def test_equal_dispatch_gives_contiguous_parts_in_full_batches() -> None:
@@ -413,7 +425,8 @@ def test_a_slow_merge_makes_rounds_longer_on_all_ranks() -> None:
     class Slow(LocalTransport):
         def allreduce_sum_(self, tensor: torch.Tensor, name: str) -> None:
             super().allreduce_sum_(tensor, name)
-            time.sleep(0.01)
+            # Long beside the steps, also where those have to wait for a core.
+            time.sleep(0.05)
 
     def run(transport: LocalTransport) -> dict[str, Any]:
         slow = Slow(transport._world, transport.rank)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -90,3 +92,24 @@ def test_the_other_kinds(kind):
 def test_process_state():
     assert process_state(os.getpid()) == "R"
     assert process_state(2**22 + 1) == ""
+
+
+WORKERS = """
+import os, subprocess
+from hvd_adaptive.transport.horovod_mpi import _dead_worker
+well, worker = subprocess.Popen(["true"]), subprocess.Popen(["sleep", "60"])
+if KILL:
+    worker.kill()
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+os.waitid(os.P_PID, well.pid, os.WEXITED | os.WNOWAIT)
+print(worker.pid, _dead_worker(EOFError()))
+worker.kill()
+"""
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_killed_worker_is_found_behind_a_child_that_ended_well(kill):
+    script = WORKERS.replace("KILL", str(kill))
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    pid, _, said = answer.stdout.partition(" ")
+    assert said.strip() == (f"A worker (pid {pid}) was killed by signal: Killed" if kill else ""), answer

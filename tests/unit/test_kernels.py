@@ -25,6 +25,19 @@ def awkward(num: int, seed: int) -> torch.Tensor:
     return x
 
 
+def assert_the_same_with_a_residual(x: torch.Tensor, residual: torch.Tensor, bits: int, key: int | None) -> None:
+    expected = torch.empty(maxmin_bytes(len(x), bits, 512), dtype=torch.uint8)
+    payload, lost, before = expected.clone(), x + residual, x.clone()
+    reference.maxmin_encode(lost, expected, bits, 512, key)
+    reference.maxmin_decode(expected, lost, bits, 512, -1)
+    dispatch.maxmin_encode(x, payload, bits=bits, bucket=512, key=key, residual=residual)
+    assert torch.equal(payload, expected)
+    assert torch.equal(residual.view(torch.int32), lost.view(torch.int32)) or torch.equal(
+        residual.nan_to_num(7.0), lost.nan_to_num(7.0)
+    )
+    assert torch.equal(x.view(torch.int32), before.view(torch.int32))
+
+
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_numba_gives_the_references_bits(bits: int) -> None:
     for num in SIZES:
@@ -36,6 +49,7 @@ def test_numba_gives_the_references_bits(bits: int) -> None:
             reference.maxmin_encode(x, expected, bits, 512, key)
             dispatch.maxmin_encode(x, payload, bits=bits, bucket=512, key=key)
             assert torch.equal(payload, expected)
+            assert_the_same_with_a_residual(x, awkward(num, seed + 6), bits, key)
             for add in (0, 1, -1):
                 a = torch.randn(num, generator=torch.Generator().manual_seed(9))
                 b = a.clone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,14 +45,45 @@ def test_without_proc_nothing_is_found(tmp_path: Path) -> None:
     ("launcher", "code"),
     [
         ("trap '' TERM; while :; do sleep 0.1; done", -signal.SIGKILL),
-        ("trap 'exit 3' TERM; while :; do sleep 0.1; done", 3),
         ("trap 'exit 4' TERM; sleep 1; exit 5", 5),
     ],
-    ids=["stubborn", "obedient", "ends by itself"],
+    ids=["stubborn", "ends by itself"],
 )
 def test_a_launcher_is_ended_after_its_grace(launcher: str, code: int) -> None:
     script = launcher.replace("; ", "; echo ready; ", 1)
     with subprocess.Popen(["/bin/bash", "-c", script], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-        end_later(LauncherProcess(child.pid, "mpirun"), grace_s=0 if code != 5 else 3)
-        assert child.wait(20) == code
+        end_later(LauncherProcess(child.pid, "mpirun"), grace_s=0 if code != 5 else 60)
+        assert child.wait(120) == code
+
+
+RANK = """
+import functools, sys, time
+import hvd_adaptive.transport
+module = sys.modules["hvd_adaptive.transport.start_watch"]
+module.end_command = functools.partial(module.end_command, grace_s=0)
+with module.start_watch(0, stall_limit_s=0.1) as met:
+    HOSTS and met(HOSTS)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("hosts", "names"),
+    [
+        ([], "Some rank has not started"),
+        (["a", "a", "b", "b"], "no longer answers: rank 1 on a; rank 2, 3 on b."),
+        ([f"n{i}" for i in range(12)], "; rank 8 on n8; 3 more hosts."),
+    ],
+    ids=["before MPI has connected them", "after it", "many hosts"],
+)
+def test_ranks_that_do_not_meet_end_a_launcher_that_waits_for_ever(tmp_path: Path, hosts: list[str], names: str) -> None:
+    """As mpirun does for the daemon of a host that it no longer reaches."""
+    launcher = tmp_path / "mpirun"
+    launcher.write_text('#!/bin/bash\n"$0" -c "$1"\nwhile :; do sleep 0.1; done\n'.replace("$0", sys.executable))
+    launcher.chmod(0o755)
+    with subprocess.Popen([launcher, RANK.replace("HOSTS", str(hosts))], stderr=subprocess.PIPE, text=True) as child:
+        assert child.wait(120) == -signal.SIGKILL
+        assert child.stderr is not None
+        said = child.stderr.read()
+        assert "rank 0 on " in said and "has waited 0.5 s for all ranks to meet" in said and names in said

@@ -106,6 +106,10 @@ def test_the_state_survives_a_restart() -> None:
     run(one, **job)
     two.load_state_dict(one.state_dict())
     assert run(one, **job) == run(two, **job)
+    # A quarter of the ranks, each with as much work as before.
+    two = MergePeriod("auto", start=25, share=0.03)
+    two.load_state_dict(one.state_dict())
+    assert two.mega_batch == round(one.mega_batch / 4)
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,8 @@ def test_ranks_agree_after_every_round_and_at_the_end(world_size: int) -> None:
     # The first round's progress is still on the way when it ends, the last one's has arrived.
     assert len(set(results[0]["hashes"])) == len(results[0]["hashes"]) == 16
     losses = [record.loss for record in results[0]["records"]]
-    assert losses[-1] < 0.9 * losses[0]
+    # Of one round's samples it may be any; so the last four.
+    assert np.mean(losses[-4:]) < 0.9 * losses[0]
 
 
 def test_a_rank_that_is_not_finite_starts_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -162,7 +163,8 @@ def test_a_rank_that_is_not_finite_starts_again(caplog: pytest.LogCaptureFixture
             with torch.no_grad():
                 session.model[0].weight[0, 0] = float("nan")
 
-    config = Config(batch_size=10, mega_batch=60, hash_interval=1, overlap_merge=True)
+    # With a shared cursor, the other rank might take a whole round.
+    config = Config(batch_size=10, mega_batch=60, hash_interval=1, overlap_merge=True, dispatch="equal")
     results = LocalWorld(2).run(lambda t: train(t, config, on_batch=poison))
     assert results[0]["hashes"] == results[1]["hashes"]
     assert "ranks [1] had NaN or Inf" in caplog.text

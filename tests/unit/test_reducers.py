@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from hvd_adaptive.compress import parse_codec
 from hvd_adaptive.compress.feedback import ErrorFeedback
-from hvd_adaptive.exchange.pipeline import run_pipeline
+from hvd_adaptive.exchange.pipeline import UnderWay, run_pipeline
 from hvd_adaptive.exchange.plan import chunks, pieces
 from hvd_adaptive.exchange.reducers import Job, allreduce, hierarchical, scatter_reduce_allgather
 from hvd_adaptive.transport.local import LocalTransport, LocalWorld
@@ -25,14 +26,14 @@ def values(rank: int, num: int, step: int = 0) -> torch.Tensor:
 
 def total(transport: LocalTransport, reducer: str, job: Job, num_hosts: int = 2) -> torch.Tensor:
     if reducer == "allreduce":
-        allreduce(transport, job)
+        run_pipeline(allreduce(transport, job))
     elif reducer == "sra":
-        scatter_reduce_allgather(transport, job)
+        run_pipeline(scatter_reduce_allgather(transport, job))
     else:
         local_size = transport.world_size // num_hosts
         host = transport.split(transport.rank // local_size)
         cross = transport.split(num_hosts + transport.rank % local_size)
-        hierarchical(host, cross, job)
+        run_pipeline(hierarchical(host, cross, job))
     return job.flat
 
 
@@ -178,16 +179,38 @@ def test_pieces_partition_a_tensor_in_whole_granules(num_pieces: int, granularit
         assert all(span.size <= max(5000, granularity * num_pieces) + granularity * num_pieces for span in spans)
 
 
+class Wire:
+    """Collectives that arrive when they are told to, and what happened in which order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.arrived: set[str] = set()
+
+    def send(self, what: str) -> Any:
+        self.log.append(what)
+        return SimpleNamespace(done=lambda: what in self.arrived, wait=lambda: what)
+
+    def task(self, chunk: int, num_steps: int = 2) -> Any:
+        for letter in "abcd"[:num_steps]:
+            assert (yield self.send(f"{letter}{chunk}")) == f"{letter}{chunk}"
+        self.log.append(f"end{chunk}")
+
+
 def test_the_next_chunk_is_sent_before_the_last_is_awaited() -> None:
-    order: list[str] = []
+    wire = Wire()
+    run_pipeline([wire.task(0), wire.task(1), wire.task(2, num_steps=1)])
+    assert wire.log == ["a0", "a1", "b0", "a2", "b1", "end0", "end2", "end1"]
 
-    def stage(name: str) -> Any:
-        def run(chunk: int, before: Any) -> str:
-            assert before == (f"{chr(ord(name) - 1)}{chunk}" if name != "a" else None)
-            order.append(f"{name}{chunk}")
-            return order[-1]
 
-        return run
-
-    run_pipeline(3, [stage("a"), stage("b"), stage("c")])
-    assert order == ["a0", "a1", "b0", "a2", "b1", "c0", "b2", "c1", "c2"]
+def test_tasks_go_on_as_their_collectives_arrive() -> None:
+    wire, under_way = Wire(), UnderWay()
+    for chunk, num_steps in enumerate((3, 2, 3)):
+        under_way.begin(wire.task(chunk, num_steps))
+    under_way.poll()
+    assert wire.log == ["a0", "a1", "a2"]
+    wire.arrived = {"a1", "b1", "a2"}
+    under_way.poll()
+    assert wire.log[3:] == ["b1", "end1", "b2"]
+    under_way.finish()
+    # What is least advanced comes first, or ranks could wait for each other.
+    assert wire.log[6:] == ["b0", "c0", "c2", "end0", "end2"]

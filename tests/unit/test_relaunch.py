@@ -121,13 +121,14 @@ def test_no_launcher_at_all(tmp_path):
 
 # A stand-in for the package: `python -m hvd_adaptive` in this folder runs these ranks instead.
 RANKS = """
-import os, sys, time
+import os, pathlib, sys, time
 from mpi4py import MPI
 comm = MPI.COMM_WORLD
 sys.stdout.write(f"rank {comm.rank} of {comm.size} {sys.argv[1:]} {os.environ['OMP_NUM_THREADS']}\\n")
 sys.stdout.flush()
 if sys.argv[1:] == ["sleep"]:
-    time.sleep(60)
+    pathlib.Path(f"started-{comm.rank}").touch()
+    time.sleep(300)
 sys.exit(int(sys.argv[1]))
 """
 PARENT = """
@@ -162,10 +163,13 @@ def test_signals_reach_the_ranks(run_job, parent, number):
     argv, options = parent
 
     def interrupt(child):
-        time.sleep(4)
+        while len(list(options["cwd"].glob("started-*"))) < 2 and child.poll() is None:
+            time.sleep(0.02)
+        # What they have said is on its way through the launcher.
+        time.sleep(1)
         os.kill(child.pid, number)
 
-    result = run_job([*argv, "sleep"], **options, during=interrupt, timeout=30)
+    result = run_job([*argv, "sleep"], **options, during=interrupt, timeout=120)
     assert not result.timed_out, result.describe()
     assert "rank 1 of 2" in result.stdout
     assert result.returncode != 0

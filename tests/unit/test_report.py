@@ -1,73 +1,25 @@
-"""Tables and pictures from synthetic run directories."""
+"""Tables, pictures and pages from synthetic run directories."""
 
 from __future__ import annotations
 
 import json
-import math
+import re
 import struct
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import escape
+from run_files import write_run
 
-from hvd_adaptive.report.plots import plot_runs
+from hvd_adaptive.cli.main import main
+from hvd_adaptive.report import analysis
+from hvd_adaptive.report.charts import comparison_charts, run_charts
+from hvd_adaptive.report.figures import draw_overview, write_pngs
+from hvd_adaptive.report.page import render_page
 from hvd_adaptive.report.runs import read_runs
 from hvd_adaptive.report.table import summary_table
-
-
-def write_run(
-    path: Path,
-    *,
-    strategy: str,
-    label: str | None = None,
-    best: float = 0.67,
-    rate: float = 0.05,
-    num_rounds: int = 40,
-    eval_every: int = 2,
-    slowdown: Any = (4, 4, 2, 1),
-    with_summary: bool = True,
-) -> Path:
-    path.mkdir()
-    speeds = [1 / s for s in slowdown or (1, 1, 1, 1)]
-    records = []
-    for number in range(num_rounds):
-        seconds = 1.5 * (number + 1)
-        p1 = best * (1 - math.exp(-rate * seconds)) + 0.002 * math.sin(number)
-        scores = {f"{name}{k}": p1 / k**0.4 for name in ("p", "psp") for k in (1, 3, 5)}
-        target = [64 * 4 * speed / sum(speeds) for speed in speeds]
-        progress = 1 - math.exp(-number / 6)
-        sizes = [64 + (t - 64) * progress for t in target] if strategy == "local" else [64.0] * 4
-        per_rank = {
-            name: [1.0] * 4
-            for name in ("num_updates", "samples", "lr", "weight", "busy_s", "wait_s", "claim_s", "merge_s")
-        }
-        records.append(
-            {
-                "round": number,
-                "epoch": 0.1 * (number + 1),
-                "train_s": seconds,
-                "wall_s": 1.1 * seconds,
-                "samples": 6400 * (number + 1),
-                "loss": 3.0,
-                "eval": scores if number % eval_every == eval_every - 1 else None,
-                "ranks": {"batch_size": sizes, **per_rank},
-            }
-        )
-    (path / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (path / "config.json").write_text(json.dumps({"strategy": strategy, "name": label}))
-    summary = {
-        "strategy": strategy,
-        "label": label,
-        "train_s": records[-1]["train_s"],
-        "final": records[-1]["eval"],
-        "utilisation": 0.913 if strategy == "local" else 0.497,
-        "wait_share": 0.021 if strategy == "local" else 0.473,
-        "world_size": 4,
-        "slowdown": list(slowdown) if slowdown else None,
-    }
-    if with_summary:
-        (path / "summary.json").write_text(json.dumps(summary))
-    return path
 
 
 @pytest.fixture
@@ -78,13 +30,17 @@ def run_dirs(tmp_path: Path) -> list[Path]:
     ]
 
 
+def table_of(paths: list[Path], **options: float) -> str:
+    return summary_table(read_runs(paths), **options)
+
+
 def cells(table: str) -> list[list[str]]:
     lines = [line for line in table.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def test_table_compares_to_the_first_baseline(run_dirs: list[Path]) -> None:
-    table = summary_table(run_dirs)
+    table = table_of(run_dirs)
     header, _, baseline, adaptive = cells(table)
     target = read_runs(run_dirs)[0].best("p1")
     assert header[:3] == ["run", "strategy", "best P@1"]
@@ -98,14 +54,14 @@ def test_table_compares_to_the_first_baseline(run_dirs: list[Path]) -> None:
 
 
 def test_table_with_a_given_target_and_one_that_nobody_reaches(run_dirs: list[Path]) -> None:
-    table = summary_table(run_dirs, target_p1=0.5)
+    table = table_of(run_dirs, target_p1=0.5)
     assert "Target: P@1 0.5000. " in table
     assert float(cells(table)[3][6][:-1]) > 2
-    assert [row[5:7] for row in cells(summary_table(run_dirs, target_p1=0.99))[2:]] == [["-", "-"]] * 2
+    assert [row[5:7] for row in cells(table_of(run_dirs, target_p1=0.99))[2:]] == [["-", "-"]] * 2
 
 
 def test_table_without_a_baseline_says_so(run_dirs: list[Path]) -> None:
-    table = summary_table(run_dirs[1:])
+    table = table_of(run_dirs[1:])
     assert "No target" in table
     assert cells(table)[2][5:7] == ["-", "-"]
 
@@ -117,8 +73,8 @@ def test_a_killed_run_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
     (run,) = read_runs([path])
     assert len(run.rounds) == 6
     assert run.label == run.strategy == "local"
-    assert cells(summary_table([path]))[2][7:] == ["-", "-"]
-    plot_runs([path], tmp_path / "picture.png")
+    assert cells(table_of([path]))[2][7:] == ["-", "-"]
+    draw_overview(read_runs([path]), tmp_path / "picture.png")
 
 
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
@@ -132,12 +88,16 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
 
 def test_missing_evaluations_and_files_are_errors(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a", strategy="local", num_rounds=3, eval_every=10, with_summary=False)
-    with pytest.raises(ValueError, match=r"a: the run has no evaluation yet"):
-        summary_table([path])
+    assert cells(table_of([path]))[2][2:5] == ["-", "-", "-"]
+    (path / "rounds.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"a: no round of the run is finished yet; let it run longer"):
+        table_of([path])
+    with pytest.raises(ValueError, match=r"absent is not there: name a run directory"):
+        read_runs([tmp_path / "absent"])
     with pytest.raises(ValueError, match=r"config\.json is missing: is .* a run directory"):
-        plot_runs([tmp_path], tmp_path / "picture.png")
+        read_runs([tmp_path])
     with pytest.raises(ValueError, match="at least one run directory"):
-        summary_table([])
+        table_of([])
 
 
 def test_an_evaluation_at_the_end_alone_counts(tmp_path: Path) -> None:
@@ -145,14 +105,14 @@ def test_an_evaluation_at_the_end_alone_counts(tmp_path: Path) -> None:
     summary = json.loads((path / "summary.json").read_text())
     summary["final"] = {"p1": 0.4, "p3": 0.3, "p5": 0.2}
     (path / "summary.json").write_text(json.dumps(summary))
-    assert cells(summary_table([path]))[2][2:5] == ["0.4000", "0.3000", "0.2000"]
+    assert cells(table_of([path]))[2][2:5] == ["0.4000", "0.3000", "0.2000"]
 
 
 def test_equal_labels_are_told_apart_and_schedules_are_shown(tmp_path: Path) -> None:
     paths = [write_run(tmp_path / name, strategy="local", num_rounds=4) for name in ("a", "b")]
     summary = json.loads((paths[1] / "summary.json").read_text())
     (paths[1] / "summary.json").write_text(json.dumps({**summary, "slowdown": "0:1,2;30:2,1"}))
-    table = summary_table(paths)
+    table = table_of(paths)
     assert [row[0] for row in cells(table)[2:]] == ["local (a)", "local (b)"]
     assert "Emulated slowdowns in local (b): schedule 0:1,2;30:2,1." in table
 
@@ -161,7 +121,7 @@ def test_equal_labels_are_told_apart_and_schedules_are_shown(tmp_path: Path) -> 
 def test_picture_is_a_png_of_readme_size(run_dirs: list[Path], tmp_path: Path, count: int) -> None:
     write_run(tmp_path / "c", strategy="local", slowdown=None, label="equal speeds")
     path = tmp_path / "picture.png"
-    plot_runs([*run_dirs, tmp_path / "c"][:count], path)
+    draw_overview(read_runs([*run_dirs, tmp_path / "c"][:count]), path)
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", content[16:24])
@@ -173,8 +133,173 @@ def test_picture_of_a_run_whose_number_of_ranks_changed(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a", strategy="local", slowdown=None, label="resumed")
     records = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
     for number, record in enumerate(records):
-        sizes = record["ranks"]["batch_size"]
-        record["ranks"]["batch_size"] = sizes[:1] if number < 5 else sizes if number < 10 else sizes[:3]
+        count = 1 if number < 5 else 4 if number < 10 else 3
+        record["ranks"] = {name: values[:count] for name, values in record["ranks"].items()}
     (path / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    plot_runs([path], tmp_path / "picture.png")
+    draw_overview(read_runs([path]), tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    page = render_page(read_runs([path]))
+    assert "From round 5 on there were 4 ranks instead of 1." in page
+    assert "From round 10 on there were 3 ranks instead of 4." in page
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train_s": None}, "line 2: train_s must be a finite number, got None"),
+        ({"ranks": {"lr": 1.0}}, "line 2: ranks must hold one list of numbers a statistic"),
+        ({"ranks": {"lr": [1.0], "busy_s": [1.0, 2.0]}}, "line 2: the lists of ranks must be equally long"),
+        ({"eval": {"p3": 0.1}}, "line 2: eval must hold numbers by metric, p1 among them"),
+        ([], "line 2: must hold a JSON object, got list"),
+    ],
+)
+def test_a_record_of_another_shape_is_named(tmp_path: Path, change: Any, message: str) -> None:
+    path = write_run(tmp_path / "a", strategy="local", num_rounds=3)
+    lines = (path / "rounds.jsonl").read_text().splitlines()
+    lines[1] = json.dumps({**json.loads(lines[1]), **change} if change else change)
+    (path / "rounds.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=message):
+        read_runs([path])
+
+
+HOSTILE = "<script>alert(1)</script>\"'&$x_{y}$\x00\ud800#0072b2 url(#a)"
+
+
+def test_text_of_users_is_escaped_wherever_it_stands(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a<b>&", strategy="local", label=HOSTILE, slowdown=None)
+    summary = json.loads((path / "summary.json").read_text())
+    hostile = {"hosts": [HOSTILE] * 4, "inexact": [HOSTILE], "utilisation_error": HOSTILE, "versions": {HOSTILE: HOSTILE}}
+    (path / "summary.json").write_text(json.dumps({**summary, **hostile, "strategy": HOSTILE, "slowdown": HOSTILE}))
+    (path / "config.json").write_text(json.dumps({HOSTILE: HOSTILE, "nested": {"a": HOSTILE}}))
+    page = render_page(read_runs([path]))
+    page.encode("utf-8")
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;alert(1)") >= 9
+    parser = Elements()
+    parser.feed(page)
+    assert parser.names <= ELEMENTS
+    assert not {name for name in parser.attributes if name.startswith("on")}
+    assert not re.findall(r'(?:src|href|action)="(?!#)[^"]*"', page)
+    assert not re.findall(r"url\((?!#)|@import", page.replace(HOSTILE, ""))
+    files = write_pngs(read_runs([path]), tmp_path / "png")
+    assert all(file.parent == tmp_path / "png" and file.stat().st_size > 5000 for file in files)
+
+
+class Elements(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.attributes: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+
+ELEMENTS = {
+    *("html", "head", "meta", "title", "style", "body", "header", "main", "footer", "nav", "section", "h1", "h2", "h3", "p", "a"),
+    *("span", "ul", "li", "strong", "div", "table", "thead", "tbody", "tr", "th", "td", "figure", "figcaption", "details"),
+    *("summary", "dl", "dt", "dd", "svg", "defs", "g", "path", "use", "text", "clippath", "rect"),
+}
+
+
+def test_page_holds_every_chart_with_its_words(run_dirs: list[Path]) -> None:
+    runs = read_runs(run_dirs)
+    charts = [*comparison_charts(runs), *(chart for run in runs for chart in run_charts(run))]
+    page = render_page(runs)
+    assert len(charts) >= 10
+    for chart in charts:
+        assert escape(chart.title) in page
+        assert f'aria-label="{chart.alt[:40]}' in page
+    assert page.count('role="img"') == len(charts)
+    ids = re.findall(r' id="([^"]*)"', page)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', page)) <= set(ids)
+    for text in ("sooner: Adaptive SGD reached P@1", "Stragglers", "0.913", "batch size 64"):
+        assert text in page
+
+
+def test_a_run_that_still_goes_on_and_one_without_evaluation_have_a_page(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", strategy="local", num_rounds=1, eval_every=5, with_summary=False)
+    with (path / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 1, "tra')
+    page = render_page(read_runs([path]))
+    assert "Still going, or interrupted: 1 round, 6,400 samples" in page
+    assert "Accuracy over" not in page
+    assert "Where each rank&#39;s time went" in page
+
+
+def test_many_ranks_and_long_runs_keep_the_page_small(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", strategy="local", slowdown=None, num_rounds=1200)
+    lines = []
+    for line in (path / "rounds.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        record["ranks"] = {name: values * 16 for name, values in record["ranks"].items()}
+        lines.append(json.dumps(record))
+    (path / "rounds.jsonl").write_text("\n".join(lines))
+    page = render_page(read_runs([path]))
+    assert "ranks 62-63" in page
+    assert "The slowest of 64 ranks. Came last" in page
+    assert page.count('<tr><th scope="row">') < 150
+    assert len(page) < 1_500_000
+
+
+def test_idle_time_at_equal_shares(tmp_path: Path) -> None:
+    """Ranks at 10, 30 and 20 samples/s compute 60 a second; equal shares take them 2, 2/3 and 1 s: 4/3 + 1 s of waiting."""
+    path = write_run(tmp_path / "a", strategy="local", num_rounds=5, slowdown=None)
+    lines = []
+    for number in range(5):
+        record = json.loads((path / "rounds.jsonl").read_text().splitlines()[number])
+        waits = {"wait_s": [0.1, 0.0, 0.05], "claim_s": [0.0, 0.1, 0.05], "merge_s": [0.2, 0.2, 0.2]}
+        stats = {"samples": [10.0, 30.0, 20.0], "busy_s": [1.0, 1.0, 1.0], **waits}
+        lines.append(json.dumps({**record, "train_s": 1.5 * (number + 1), "ranks": stats}))
+    (path / "rounds.jsonl").write_text("\n".join(lines))
+    (run,) = read_runs([path])
+    idle = analysis.idle(run)
+    assert idle is not None
+    assert idle.equal_s == pytest.approx(5 * 7 / 3)
+    assert (idle.actual_s, idle.reclaimed_s) == pytest.approx((1.5, 5 * 7 / 3 - 1.5))
+    assert analysis.equal_shares_ceiling(run) == pytest.approx(0.5)
+    parts = analysis.rank_seconds(run)
+    assert sum(values for values in parts.values()) == pytest.approx([7.5, 7.5, 7.5])
+    assert parts["other"] == pytest.approx([1.0, 1.0, 1.0])
+    slow, fast, _ = analysis.rank_reports(run)
+    assert (slow.relative_speed, slow.last_share, fast.last_share) == (pytest.approx(1 / 3), 0.0, 1.0)
+
+
+def test_a_slow_round_is_found(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", strategy="local", num_rounds=30, slowdown=None)
+    records = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+    for record in records:
+        record["ranks"]["samples"] = [100.0] * 4
+    records[17]["ranks"]["busy_s"][2] = 3.0
+    noticed = {"rank": 2, "host": "<alpha>", "device": "cuda:0", "against": "the other ranks"}
+    for number, factor in ((17, 3.1), (18, 4.2)):
+        records[number]["stragglers"] = [{**noticed, "factor": factor}]
+    records[29]["preempted"] = True
+    (path / "rounds.jsonl").write_text("\n".join(map(json.dumps, records)))
+    page = render_page(read_runs([path]))
+    assert "Rank 2 on &lt;alpha&gt; (cuda:0) was up to 4.2 times slower than the other ranks: round 17-18." in page
+    assert "The job&#39;s end was announced to the ranks in round 29." in page
+    reports = analysis.rank_reports(read_runs([path])[0])
+    assert [report.slow_rounds for report in reports] == [(), (), (17,), ()]
+    assert reports[2].worst == pytest.approx(3.0)
+
+
+def test_the_command_writes_page_and_pictures(
+    run_dirs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [str(path) for path in run_dirs]
+    assert main(["report", *names, "--out", str(tmp_path / "r.html"), "--png", str(tmp_path / "new" / "png")]) == 0
+    assert (tmp_path / "r.html").read_text().startswith("<!DOCTYPE html>")
+    assert (tmp_path / "new" / "png" / "overview.png").exists()
+    assert (tmp_path / "new" / "png" / "2-adaptive-sgd-batch-size.png").exists()
+    capsys.readouterr()
+    for arguments, message in (
+        (["--png", str(tmp_path / "a.png")], "--png names a folder, which gets one picture a chart, got the file"),
+        (["--out", str(tmp_path)], "--out names the page's file, such as"),
+        (["--out", str(tmp_path / "absent" / "r.html")], "absent/r.html: cannot be written"),
+        (["--target-p1", "7"], "--target-p1 must be in (0, 1], got 7.0"),
+    ):
+        assert main(["report", *names, *arguments]) == 2
+        assert message in capsys.readouterr().err

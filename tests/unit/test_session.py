@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -92,10 +93,10 @@ def test_a_parameter_changed_on_one_rank_outside_a_step_is_found() -> None:
             # The delta is exchanged, but this rank's global copy is not what the others have.
             session._strategy.flat_model.parameter_groups[0].weights[0] += 1
 
+    # With a shared cursor, the other rank might take a whole round.
+    config = Config(batch_size=16, mega_batch=100, hash_interval=1, dispatch="equal")
     with pytest.raises(AgreedError, match=r"after round 1 the models of ranks \[1\] differ"):
-        LocalWorld(2).run(
-            lambda t: train(t, Config(batch_size=16, mega_batch=100, hash_interval=1), on_batch=break_rank_1)
-        )
+        LocalWorld(2).run(lambda t: train(t, config, on_batch=break_rank_1))
 
 
 def test_one_rank_without_outer_step_is_plain_sgd() -> None:
@@ -165,6 +166,13 @@ def test_frozen_tied_and_half_precision_parameters() -> None:
 def test_buffers_merge_by_weight_and_integers_by_maximum() -> None:
     config = Config(batch_size=16, mega_batch=500, outer_step="nesterov", merge_weights="samples")
     local: list[Any] = [None, None]
+    both, met = threading.Barrier(2), [False, False]
+
+    def meet(session: Session, batch: Any) -> None:
+        # Neither takes all batches before the other has one.
+        if not met[session.rank]:
+            met[session.rank] = True
+            both.wait(60)
 
     def run(transport: LocalTransport) -> dict[str, Any]:
         model = make_model()
@@ -172,7 +180,7 @@ def test_buffers_merge_by_weight_and_integers_by_maximum() -> None:
         running = model[1].register_forward_hook(
             lambda module, *_: count.update(mean=module.running_mean.clone(), batches=count["batches"] + 1)
         )
-        result = train(transport, config, model=model, num_epochs=1)
+        result = train(transport, config, model=model, num_epochs=1, on_batch=meet)
         running.remove()
         local[transport.rank] = (count, sum(len(rows) for rows in result["rows"]))
         return result
@@ -198,7 +206,8 @@ def test_a_rank_that_is_not_finite_contributes_nothing_and_starts_again(
     results = LocalWorld(2).run(
         lambda t: train(
             t,
-            Config(batch_size=16, mega_batch=100, hash_interval=1),
+            # So that each rank has samples in each round.
+            Config(batch_size=16, mega_batch=100, hash_interval=1, dispatch="equal"),
             on_batch=poison,
             optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         )
@@ -233,7 +242,8 @@ def test_optimizer_state_after_a_merge(state: str, kind: Any) -> None:
 
         train(
             transport,
-            Config(batch_size=16, mega_batch=250, optimizer_state=state),
+            # So that each rank has samples in each round.
+            Config(batch_size=16, mega_batch=250, optimizer_state=state, dispatch="equal"),
             optimizer=lambda p: kind(p, lr=0.01),
             on_batch=look,
         )
@@ -275,9 +285,9 @@ def test_one_ranks_wish_to_stop_ends_all() -> None:
         if session.rank == 1 and session.round == 2:
             session.stop()
 
-    results = LocalWorld(2).run(
-        lambda t: train(t, Config(batch_size=16, mega_batch=100), num_epochs=9, on_batch=wish)
-    )
+    # So that it has samples in that round.
+    config = Config(batch_size=16, mega_batch=100, dispatch="equal")
+    results = LocalWorld(2).run(lambda t: train(t, config, num_epochs=9, on_batch=wish))
     assert [len(result["records"]) for result in results] == [3, 3]
 
 

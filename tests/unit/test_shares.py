@@ -92,7 +92,11 @@ def test_a_small_batch_goes_to_whom_it_is_enough_for() -> None:
 def test_a_rounds_parts_are_every_row_once_and_in_step(num_rows: int, num_micro_batches: int, smallest: int) -> None:
     shares = [6, 7, 9, 18]
     ranks = [
-        cut_round(num_rows, shares=shares, rank=rank, num_micro_batches=num_micro_batches, smallest=smallest)
+        list(
+            cut_round(
+                num_rows, total=40, shares_at=lambda _: shares, rank=rank, num_micro_batches=num_micro_batches, smallest=smallest
+            )
+        )
         for rank in range(4)
     ]
     rows = [row for parts in ranks for part in parts for row in range(part.start, part.stop)]
@@ -112,3 +116,11 @@ def test_a_rounds_parts_are_every_row_once_and_in_step(num_rows: int, num_micro_
         if whole:
             assert [sum(p.stop - p.start for p in parts[window]) for parts in ranks] == shares
             assert all(part.start < part.stop for parts in ranks for part in parts[window])
+
+
+def test_shares_that_change_within_a_round_lose_no_row() -> None:
+    generator = np.random.default_rng(0)
+    shares = [integer_shares(generator.exponential(size=3).tolist(), 20) for _ in range(6)]
+    ranks = [list(cut_round(117, total=20, shares_at=shares.__getitem__, rank=rank)) for rank in range(3)]
+    assert sorted(row for parts in ranks for p in parts for row in range(p.start, p.stop)) == list(range(117))
+    assert [[parts[step].stop - parts[step].start for parts in ranks] for step in range(5)] == shares[:5]

@@ -12,8 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from hvd_adaptive.transport import side_channel
+from hvd_adaptive.transport.address_filter import admit_only, program
+from hvd_adaptive.transport.heartbeat import Heartbeat
+from hvd_adaptive.transport.seal import UnsealedError
 from hvd_adaptive.transport.side_channel import SideChannel
 from hvd_adaptive.transport.store_address import PROBE_S, find_server, own_addresses, serve
+
+# After so long nobody has answered: the kernel asks again only after a second.
+DROPPED_S = 0.5
 
 
 class Ranks:
@@ -24,17 +31,18 @@ class Ranks:
         self.pool = ThreadPoolExecutor(world_size)
         barrier, box = threading.Barrier(world_size), {}
 
-        def broadcast(rank, value):
-            if rank == 0:
-                box["value"] = value
+        def gather(rank, value):
+            box[rank] = value
             barrier.wait()
-            return box["value"]
+            values = [box[other] for other in range(world_size)]
+            barrier.wait()
+            return values
 
         def open_channel(rank):
             return SideChannel(
                 rank=rank,
                 world_size=world_size,
-                broadcast=lambda value: broadcast(rank, value),
+                gather=lambda value: gather(rank, value),
                 same_host=same_host,
                 stall_limit_s=stall_limit_s,
             )
@@ -86,24 +94,43 @@ def test_values_counters_and_deletion(make_ranks, world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_key_that_nobody_sets(make_ranks, world_size, capfd):
-    ranks = make_ranks(world_size, stall_limit_s=0.3)
+    ranks = make_ranks(world_size)
+    # Of this rank's waiting only: at the end rank 0 waits for as long for the others.
+    ranks.channels[-1]._stall_limit_s = 0.3
     with pytest.raises(RuntimeError, match=r"no rank set 'absent' within 0\.3 s"):
         ranks.channels[-1].get("absent")
     capfd.readouterr()
 
 
+def wait_for_arrivals(store, number, num_ranks):
+    """Waits until so many ranks have arrived at a rendezvous; the low bits of its counter count them."""
+    while store.add(f"arrive/{number}", 0) % (1 << 20) < num_ranks:
+        time.sleep(0.005)
+
+
 def test_arrive_waits_for_the_last_and_says_how_long(make_ranks):
     ranks = make_ranks(3)
+    store = ranks.channels[2].connect()
 
     def arrive(channel):
-        time.sleep(0.2 * channel.rank)
-        return channel.arrive("here"), time.monotonic()
+        found = []
+        for number in range(1, 6):
+            if channel.rank == 2:
+                wait_for_arrivals(store, number, 2)
+                time.sleep(0.1)
+            begin = time.monotonic()
+            found.append((begin, channel.arrive("here"), time.monotonic()))
+        return found
 
-    waited, woken = zip(*ranks.run(arrive), strict=True)
-    assert 0.35 < waited[0] < 0.7
-    assert 0.15 < waited[1] < 0.5
-    assert waited[2] < 0.1
-    assert max(woken) - min(woken) < 0.1
+    late = []
+    for meeting in zip(*ranks.run(arrive), strict=True):
+        begun, waited, woken = zip(*meeting, strict=True)
+        # The others had arrived before the last one slept, and nobody goes on before it comes.
+        assert min(waited[:2]) >= 0.1 and min(woken) >= begun[2]
+        assert all(seconds <= end - begin for begin, seconds, end in zip(begun, waited, woken, strict=True))
+        late.append(max(woken) - begun[2])
+    # A busy machine holds up a rank now and then, but not each time.
+    assert min(late) < 0.2
 
 
 def test_arrive_sleeps(make_ranks):
@@ -122,11 +149,11 @@ def test_arrive_sleeps(make_ranks):
 def test_a_claim_goes_through_while_the_same_rank_waits(make_ranks):
     ranks = make_ranks(2)
     waiting = ranks.pool.submit(ranks.channels[0].arrive, "here")
-    time.sleep(0.1)
+    wait_for_arrivals(ranks.channels[1].connect(), 1, 1)
     assert ranks.channels[0].add("cursor", 1) == 1
     assert not waiting.done()
     ranks.channels[1].arrive("here")
-    assert waiting.result(5) > 0.05
+    assert waiting.result(60) > 0
 
 
 def test_ranks_that_meet_in_different_places_all_raise(make_ranks):
@@ -151,7 +178,7 @@ def test_a_long_run_does_not_grow_the_store(make_ranks):
 
 
 def test_alone_needs_no_server():
-    channel = SideChannel(rank=0, world_size=1, broadcast=pytest.fail, same_host=True, stall_limit_s=1)
+    channel = SideChannel(rank=0, world_size=1, gather=pytest.fail, same_host=True, stall_limit_s=1)
     assert channel.arrive("here") == 0.0
     with pytest.raises(RuntimeError, match="one rank"):
         channel.connect()
@@ -164,7 +191,7 @@ def test_alone_needs_no_server():
 def test_bad_arguments(rank, world_size, limit):
     with pytest.raises(ValueError, match=r"rank|stall_limit_s"):
         SideChannel(
-            rank=rank, world_size=world_size, broadcast=lambda v: v, same_host=True, stall_limit_s=limit
+            rank=rank, world_size=world_size, gather=lambda v: [v], same_host=True, stall_limit_s=limit
         )
 
 
@@ -175,7 +202,7 @@ def test_ranks_on_several_hosts_meet_at_a_real_address(make_ranks):
         pytest.skip(f"no network: {error}")
     ranks = make_ranks(2, same_host=False)
     assert not ranks.channels[1]._address.startswith("127.")
-    assert ranks.run(lambda channel: channel.arrive("here") < 5) == [True, True]
+    assert ranks.run(lambda channel: channel.arrive("here") < 60) == [True, True]
 
 
 def test_another_program_at_the_address_is_passed_over():
@@ -206,10 +233,14 @@ def test_using_it_after_close(make_ranks):
 RANK = """
 import os, sys, time
 from mpi4py import MPI
+from hvd_adaptive.transport import side_channel
+from hvd_adaptive.transport.address_filter import admit_only, program
+from hvd_adaptive.transport.heartbeat import Heartbeat
+from hvd_adaptive.transport.seal import UnsealedError
 from hvd_adaptive.transport.side_channel import SideChannel
 comm = MPI.COMM_WORLD
-side = SideChannel(rank=comm.rank, world_size=comm.size, broadcast=comm.bcast, same_host=True,
-                   stall_limit_s=10)
+side = SideChannel(rank=comm.rank, world_size=comm.size, gather=comm.allgather, same_host=True,
+                   stall_limit_s=60)
 side.add("n", 1)
 side.arrive("end")
 time.sleep(0.3 * comm.rank)
@@ -220,7 +251,7 @@ side.close()
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_proper_end_is_silent(run_job, num_ranks):
     result = run_job(
-        [sys.executable, "-c", RANK], np=num_ranks, env={"TORCH_CPP_LOG_LEVEL": "WARNING"}, timeout=60
+        [sys.executable, "-c", RANK], np=num_ranks, env={"TORCH_CPP_LOG_LEVEL": "WARNING"}, timeout=200
     )
     assert result.returncode == 0, result.describe()
     assert result.stderr == ""
@@ -237,3 +268,97 @@ def test_the_servers_port_is_only_on_the_loopback_interface(make_ranks):
     hosts = re.findall(rf"(\S+):{port}\s", listening.stdout)
     assert hosts
     assert all("127.0.0.1" in host for host in hosts)
+
+
+def connects(port, *, source, destination, limit_s=30.0):
+    with socket.socket() as stranger:
+        stranger.settimeout(limit_s)
+        stranger.bind((source, 0))
+        try:
+            stranger.connect((destination, port))
+        except TimeoutError:
+            return False
+    return True
+
+
+def test_the_kernel_drops_what_comes_from_elsewhere():
+    # All of 127.0.0.0/8 is this host's: addresses that stand for other hosts.
+    server, offer = serve(same_host=False, world_size=2, sources=["127.0.0.5"])
+    assert connects(offer.port, source="127.0.0.5", destination="127.0.0.1")
+    assert connects(offer.port, source="127.0.0.1", destination="127.0.0.7")
+    assert not connects(offer.port, source="127.0.0.6", destination="127.0.0.1", limit_s=DROPPED_S)
+    server.narrow(["127.0.0.5", "fd00::1"], ["127.0.0.9", "fd00::2"])
+    assert connects(offer.port, source="127.0.0.5", destination="127.0.0.9")
+    assert connects(offer.port, source="127.0.0.1", destination="127.0.0.1")
+    assert not connects(offer.port, source="127.0.0.5", destination="127.0.0.7", limit_s=DROPPED_S)
+    assert not connects(offer.port, source="127.0.0.6", destination="127.0.0.9", limit_s=DROPPED_S)
+
+
+def test_filters_of_both_ip_versions_fit_many_hosts():
+    many = [f"10.{i // 250}.{i % 250}.1" for i in range(600)] + [f"fd00::{i:x}" for i in range(1, 200)]
+    with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as door:
+        assert admit_only(door, [*many, "::1"], ["127.0.0.1", "::1"]) is None
+        port = door.getsockname()[1]
+        with socket.create_connection(("::1", port), timeout=30):
+            pass
+        assert not connects(port, source="127.0.0.1", destination="127.0.0.1", limit_s=DROPPED_S)
+        assert "too many" in (admit_only(door, [f"10.{i // 250}.{i % 250}.1" for i in range(5000)]) or "")
+    with pytest.raises(ValueError, match="does not appear to be an IPv4 or IPv6 address"):
+        program(["alpha"])
+
+
+def test_a_stranger_in_the_store_is_not_believed(make_ranks):
+    ranks = make_ranks(2)
+    first, last = ranks.channels
+    store = last.connect()
+    first.set("key", b"true")
+    assert last.get("key") == b"true"
+    stored = bytes(store.get("user/key"))
+    for forged in (b"false", stored[:-4] + b"fals", b"", stored[:10]):
+        store.set("user/key", forged)
+        with pytest.raises(UnsealedError, match="that no rank of this job has put there"):
+            last.get("key")
+    # What is right under one key is not under another.
+    store.set("user/other", stored)
+    with pytest.raises(UnsealedError):
+        last.get("other")
+    store.set("user/vote", b"mine")
+    with pytest.raises(UnsealedError):
+        first.compare_set("vote", "", "ours")
+    assert first.compare_set("free", "", "ours") == last.compare_set("free", "", "theirs") == "ours"
+    assert last.compare_set("free", "ours", "theirs") == "theirs"
+
+
+def test_ranks_do_not_leave_a_rendezvous_for_a_stranger(make_ranks):
+    ranks = make_ranks(2)
+    ranks.channels[1].connect().set("arrive/1/go", "together")
+    with pytest.raises(UnsealedError, match="arrive/1/go"):
+        ranks.channels[0].arrive("here")
+
+
+def test_every_rank_hears_that_rank_0_cannot_serve(make_ranks, monkeypatch):
+    def fail(**options):
+        raise RuntimeError("no files left")
+
+    monkeypatch.setattr(side_channel, "serve", fail)
+    with pytest.raises(RuntimeError, match="no files left"):
+        make_ranks(2)
+
+
+def test_a_strangers_beat_is_no_sign_of_life(make_ranks, caplog):
+    ranks = make_ranks(2)
+    failed = threading.Event()
+    beats = [
+        Heartbeat(channel, rank=rank, host="here", pid=os.getpid(), limit_s=1.0, abort=failed.set)
+        for rank, channel in enumerate(ranks.channels)
+    ]
+    store = ranks.channels[1].connect()
+    own = beats[0]._read_beat("beat/1", b"", None)
+    beats[1]._beat(store)
+    true = beats[0]._read_beat("beat/1", bytes(store.get("beat/1")), own)
+    assert own is None and true is not None and true.count == 1
+    for forged in (b"{}", true.encode(), b"0" * 32 + true.encode()):
+        assert beats[0]._read_beat("beat/1", forged, true) is true
+    # Nor is one that is right under another rank's key.
+    assert beats[0]._read_beat("beat/0", bytes(store.get("beat/1")), None) is None
+    assert caplog.text.count("that no rank of this job has put there") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -106,8 +107,12 @@ def test_a_replica_that_is_not_finite_starts_again(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_session_trains_with_equal_shares_and_agrees(world_size: int) -> None:
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double()
+
     def run(transport: Transport) -> dict[str, Any]:
-        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double()
+        # A copy: ranks that draw at the same time would draw from one generator.
+        model = copy.deepcopy(first)
         config = Config(strategy="sma", batch_size=10, mega_batch=60, hash_interval=1, outer_momentum=0.5)
         session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=transport)
         records: list[Any] = []

@@ -82,6 +82,17 @@ def test_flattening_copies() -> None:
     assert not saved["tensor"].any() and not saved["array"].any()
 
 
+def test_flattening_again_overwrites_what_fits() -> None:
+    state = {"same": torch.ones(3), "longer": torch.ones(3), "other": torch.ones(3), "turned": torch.ones(2, 3)}
+    _, first = flatten_state(state)
+    kept = dict(first)
+    turned = torch.eye(3)[:, :2].T
+    state = {"same": torch.full((3,), 2.0), "longer": torch.ones(4), "other": torch.ones(3).double(), "turned": turned}
+    skeleton, second = flatten_state(state, first)
+    assert equal(unflatten_state(skeleton, second), state) and first == kept
+    assert [second[name] is first[name] for name in state] == [True, False, False, True]
+
+
 @pytest.mark.parametrize(
     ("value", "kind"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,12 @@ from torch.utils.data import TensorDataset
 from hvd_adaptive.config import Config
 from hvd_adaptive.core.dispatch import epoch_order, round_size
 from hvd_adaptive.train.exactness import what_breaks_equality
-from hvd_adaptive.train.records import FIELDS, GatheredStats
 from hvd_adaptive.train.session import Session
+from hvd_adaptive.train.sync import GradientWeight
 from hvd_adaptive.train.sync_optimizer import SyncOptimizer, all_finite
+from hvd_adaptive.train.weighted_gradient import LARGE
 from hvd_adaptive.transport.base import AgreedError
-from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+from hvd_adaptive.transport.local import LocalTransport
 
 _generator = torch.Generator().manual_seed(0)
 X = torch.randn(130, 6, dtype=torch.float64, generator=_generator)
@@ -94,6 +96,107 @@ def test_hooks_are_off_the_model_after_the_session() -> None:
         m.zero_grad()
         nn.functional.cross_entropy(m(X), Y).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("size", [3, LARGE])
+@pytest.mark.parametrize("taken", [False, True], ids=["ours alone", "taken by another hook"])
+def test_each_gradient_of_a_step_has_its_own_weight(size: int, taken: bool) -> None:
+    parameter = nn.Parameter(torch.ones(size))
+    seen: list[float] = []
+    if taken:
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad[0].item()))  # type: ignore[index]
+    weight = GradientWeight(torch.optim.SGD([parameter], lr=0.1), [])
+    for _ in range(2):
+        for weight.value, expected in ((0.5, 1.0), (0.25, 1.5), (1.0, 3.5)):
+            # Used twice: one gradient, the sum of both uses'.
+            (parameter + parameter).sum().backward()
+            assert parameter.grad is not None and parameter.grad.eq(expected).all()
+        parameter.grad = None
+    assert seen == [1.0, 1.5, 3.5] * 2 * taken
+    # Gradients that are not accumulated have their weight, and leave nothing behind.
+    weight.value = 0.5
+    assert torch.autograd.grad((2 * parameter).sum(), parameter)[0].eq(1).all()
+    squares = (parameter**2).sum()
+    (slope,) = torch.autograd.grad(squares, parameter, create_graph=True)
+    assert slope.eq(1).all()
+    slope.sum().backward()
+    assert parameter.grad is not None and parameter.grad.eq(0.5).all()
+    (2 * parameter).sum().backward()
+    assert parameter.grad.eq(1.5).all()
+    parameter.grad = None
+    (2 * parameter).sum().backward(inputs=[parameter])
+    assert parameter.grad is not None and parameter.grad.eq(1).all()
+    parameter.grad = None
+    (parameter**2).sum().backward(create_graph=True)
+    assert torch.autograd.grad(parameter.grad.sum(), parameter)[0].eq(0.5).all()  # type: ignore[attr-defined]
+    # Nor does one of a backward pass that fails.
+    parameter.grad = None
+    broken = parameter.register_hook(lambda gradient: gradient[:1])
+    with pytest.raises(RuntimeError, match="changed the size"):
+        (2 * parameter).sum().backward()
+    broken.remove()
+    parameter.grad = torch.ones(size)
+    (2 * parameter).sum().backward()
+    assert parameter.grad.eq(2).all()
+    weight.remove()
+
+
+def test_the_first_gradient_of_a_step_is_weighted_where_it_lies_and_a_copy_of_the_parameter_has_none() -> None:
+    parameter, gradient = nn.Parameter(torch.ones(LARGE)), torch.ones(LARGE)
+    weight = GradientWeight(torch.optim.SGD([parameter], lr=0.1), [])
+    weight.value = 0.5
+    other, loaded = copy.deepcopy(parameter), io.BytesIO()
+    torch.save(parameter, loaded)
+    loaded.seek(0)
+    for one in (other, torch.load(loaded, weights_only=False)):
+        one.sum().backward()
+        assert one.grad.eq(1).all()
+
+    class Given(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
+            nonlocal gradient
+            address.append(gradient.data_ptr())
+            given, gradient = gradient, None  # type: ignore[assignment]
+            return given
+
+    address: list[int] = []
+    Given.apply(parameter).backward()
+    assert parameter.grad is not None and parameter.grad.eq(0.5).all() and parameter.grad.data_ptr() == address[0]
+    weight.remove()
+
+
+def test_a_large_sparse_gradient_is_weighted_with_several_values_for_a_row() -> None:
+    table = nn.Embedding(LARGE, 1, sparse=True)
+    weight = GradientWeight(torch.optim.SGD(table.parameters(), lr=0.1), [])
+    weight.value = 0.5
+    for expected in ([0.5, 1.0], [1.0, 2.0]):
+        table(torch.tensor([3, 1, 3])).sum().backward()
+        gradient = table.weight.grad
+        assert gradient is not None and gradient.to_dense()[[1, 3], 0].tolist() == expected
+    weight.remove()
+
+
+def test_the_values_for_a_row_are_added_up_before_they_are_exchanged() -> None:
+    table = nn.Embedding(5, 2, sparse=True)
+    weight = GradientWeight(torch.optim.SGD(table.parameters(), lr=0.1), [table.weight])
+    for factor in (1.0, 0.5):
+        weight.value, table.weight.grad = factor, None
+        table(torch.tensor([3, 1, 3])).sum().backward()
+        gradient = table.weight.grad
+        assert gradient is not None and gradient._indices().tolist() == [[1, 3]]
+        assert gradient._values().tolist() == [[factor] * 2, [2 * factor] * 2]
+    table.weight.grad = None
+    (table(torch.tensor([3])).sum() + table.weight.sum()).backward()
+    assert table.weight.grad is not None and not table.weight.grad.is_sparse
+    weight.remove()
+    table.weight.grad = None
+    table(torch.tensor([3, 3])).sum().backward()
+    assert table.weight.grad is not None and table.weight.grad._nnz() == 2
 
 
 def test_a_window_begins_and_ends_on_its_borders_only() -> None:
@@ -223,69 +326,6 @@ def test_a_global_batch_that_does_not_fit_the_ranks_is_refused(options: dict[str
     model = make_model()
     with pytest.raises(AgreedError, match="global_batch_size must hold a share for every rank"):
         make_session(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
-
-
-class UnexchangedTransport(LocalTransport):
-    """Simulated ranks whose gradients stay their own, for what follows from statistics only."""
-
-    def distributed_optimizer(self, optimizer: Any, model: nn.Module, **_: Any) -> Any:
-        return optimizer
-
-
-def shares_over_rounds(speeds: list[list[float]], *, overhead_s: float = 0.0, **options: Any) -> np.ndarray:
-    """The shares of each round, if the ranks compute so many samples a second in it and a step costs ``overhead_s``."""
-
-    def run(transport: LocalTransport) -> list[list[float]]:
-        world = UnexchangedTransport(transport._world, transport.rank)
-        model = make_model()
-        config = Config(strategy="sync", global_batch_size=400, **options)
-        strategy: Any = Session(model, torch.optim.SGD(model.parameters(), lr=1), config, transport=world)._strategy
-        shares = [strategy.batch_sizes.tolist()]
-        for speed in speeds:
-            values = np.zeros((4, len(FIELDS)))
-            steps = 10.0 * config.accumulation_steps
-            for name, column in {
-                "num_steps": np.full(4, steps),
-                "num_samples": 10 * strategy.batch_sizes,
-                "busy_s": 10 * strategy.batch_sizes / np.array(speed) + steps * overhead_s,
-            }.items():
-                values[:, FIELDS.index(name)] = column
-            strategy._rebalance(GatheredStats(values))
-            shares.append(strategy.batch_sizes.tolist())
-        return shares
-
-    results = LocalWorld(4).run(run)
-    assert all(result == results[0] for result in results)
-    shares = np.array(results[0])
-    assert (shares.sum(axis=1) == 400).all()
-    return shares
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-def test_shares_follow_the_speeds_by_a_quarter_at_a_time(steps: int) -> None:
-    shares = shares_over_rounds(
-        [[100, 100, 200, 400]] * 12 + [[400, 400, 200, 200]] * 15, overhead_s=0.002, accumulation_steps=steps
-    )
-    assert (np.abs(np.diff(shares, axis=0)) <= 0.25 * shares[:-1] + 1).all()
-    for settled, speed in ((shares[12], [100, 100, 200, 400]), (shares[-1], [400, 400, 200, 200])):
-        seconds = settled / np.array(speed) + steps * 0.002
-        assert seconds.max() < 1.12 * seconds.min(), settled.tolist()
-
-
-def test_equal_ranks_keep_equal_shares_through_noise() -> None:
-    noise = np.random.default_rng(0).normal(1, 0.02, (40, 4))
-    assert (shares_over_rounds((200 * noise).tolist()) == 100).all()
-
-
-def test_static_shares_are_those_of_the_first_round() -> None:
-    shares = shares_over_rounds([[100, 100, 200, 400], [400, 100, 100, 100]], batch_size_rule="static")
-    assert shares[1:].tolist() == [[50, 50, 100, 200]] * 2
-    assert (shares_over_rounds([[100, 100, 200, 400]] * 3, batch_size_rule="fixed") == 100).all()
-
-
-def test_shares_stay_within_a_ranks_bounds() -> None:
-    shares = shares_over_rounds([[1, 100, 100, 400]] * 20, min_batch_size=20, max_batch_size=150)
-    assert shares.min() == 20 and shares.max() == 150
 
 
 def test_shares_survive_a_restart_with_as_many_ranks() -> None:

@@ -87,6 +87,9 @@ def test_the_perturbation_by_hand() -> None:
     assert weights_of("heterogpu", [1.0, 3], [8, 8], norm_per_parameter=large, **options) == pytest.approx(
         [0.25, 0.75]
     )
+    # Nobody made most or fewest updates.
+    for rule in ("heterogpu", "paper"):
+        assert weights_of(rule, [2.0, 2], [8, 8], norm_per_parameter=small, **options).tolist() == [0.5, 0.5]
 
 
 def test_a_rank_without_updates_counts_nothing() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from hvd_adaptive.wrap.follow import Follower
@@ -130,6 +132,29 @@ def test_batches_of_two_loaders_with_unequal_shares_are_an_error(follower: Follo
             follower.take_step()
     with pytest.raises(RuntimeError, match="several loaders"):
         follower.backward()
+
+
+def test_a_batch_is_watched_until_an_optimizer_takes_its_second_step_on_it(follower: Follower) -> None:
+    """A script that stays with one batch must not be watched for ever."""
+    num_hooks = len(torch_module._global_forward_pre_hooks)
+    iteration = Iteration(follower, make_loader(), Loader(make_loader(), 1))
+    iteration.next()
+    for optimizer in ("discriminator's", "generator's"):
+        follower.backward()
+        follower.take_step(optimizer)
+        assert follower.was_traced
+    assert _get_current_function_mode() is not None and len(torch_module._global_forward_pre_hooks) == num_hooks + 1
+    follower.take_step("discriminator's")
+    assert not follower.was_traced
+    iteration.next()
+    follower.backward()
+    follower.take_step("discriminator's")
+    iteration.next()
+    assert follower.was_traced
+    follower.finish_trace()
+    # Of an accumulation's first batch: its step is still to come.
+    assert follower.was_traced
+    assert _get_current_function_mode() is None and len(torch_module._global_forward_pre_hooks) == num_hooks
 
 
 def test_fetching_ahead_is_noticed(follower: Follower) -> None:

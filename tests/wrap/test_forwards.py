@@ -15,6 +15,7 @@ from hvd_adaptive.wrap.forwards import Tracer
 from hvd_adaptive.wrap.reasons import Reason
 
 BATCH = 6
+FIXED = torch.ones(BATCH, 3)
 
 
 class Model(nn.Module):
@@ -55,7 +56,10 @@ def test_a_plain_step_has_no_findings() -> None:
     "step",
     [
         lambda m, x, y: F.cross_entropy(m(x.to(torch.float64).float().clone()), y),
-        lambda m, x, y: F.cross_entropy(m(x=x[torch.randperm(BATCH)]), y),
+        lambda m, x, y: F.cross_entropy(m(x=x[torch.randperm(len(x))]), y),
+        lambda m, x, y: F.mse_loss(m(x), torch.ones(x.shape[0], 3) * 2),
+        lambda m, x, y: F.cross_entropy(m(x), torch.tensor([0, 1, 2] * (BATCH // 3)).clone()),
+        lambda m, x, y: F.cross_entropy(m(x, torch.zeros(x.size(0), 2)), y),
         lambda m, x, y: F.cross_entropy(m(torch.cat([x, x + 1])), y.repeat(2)),
         lambda m, x, y: F.cross_entropy(m(x[:, :4]), y, label_smoothing=0.1),
         lambda m, x, y: F.cross_entropy(m(x), y, reduction="none").mean(),
@@ -78,6 +82,10 @@ def test_steps_that_only_look_odd(step: Any) -> None:
         (lambda m, x, y: F.cross_entropy(m(x.narrow(0, 0, 4)), y[:4]), Reason.SUB_BATCHES),
         (lambda m, x, y: F.cross_entropy(m(x[y > 0]), y[y > 0]), Reason.SUB_BATCHES),
         (lambda m, x, y: F.cross_entropy(m(x, torch.zeros(BATCH, 2)), y), Reason.OTHER_INPUT),
+        (lambda m, x, y: F.cross_entropy(m(x[torch.randperm(BATCH)]), y), Reason.OTHER_INPUT),
+        # Made before the batch came, however much the script asks since.
+        (lambda m, x, y: F.mse_loss(m(x[: len(x)]), FIXED.fill_(1.0)), Reason.OTHER_INPUT),
+        (lambda m, x, y: F.mse_loss(m(x)[: len(x)], FIXED * 2), Reason.OTHER_INPUT),
         (lambda m, x, y: F.cross_entropy(m(torch.from_numpy(x.numpy().copy())), y), Reason.UNSEEN),
         (lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum"), Reason.SUM_LOSS),
         (lambda m, x, y: F.cross_entropy(m(x), y, reduction="none").sum() / BATCH, Reason.SUM_LOSS),
@@ -115,7 +123,7 @@ def test_batches_of_any_shape_are_followed() -> None:
             self.x = x
 
     for batch in (lambda x, y: {"a": (x, [y])}, lambda x, y: x, lambda x, y: [Fields(x), y]):
-        assert not trace(lambda model, x, y: F.cross_entropy(model(x), y).backward(), batch).findings
+        assert not trace(lambda model, x, y: model(x).pow(2).mean().backward(), batch).findings
 
 
 def test_forwards_without_gradients_do_not_count() -> None:

@@ -15,18 +15,28 @@ import pytest
 
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN = [sys.executable, "-m", "hvd_adaptive", "run"]
+# Where a step costs nearly the same whatever its samples, equal shares are as good as others, and are kept; batches of two sizes
+# look like noise; and other processes may disturb a rank for a while.
+COSTLY_SAMPLES = ["--batch-size", "64", "--width", "2048", "--drop-last", "--epochs", "20"]
+
+
+def check_shares_followed(job: Any) -> None:
+    """The ranks' speeds are 4:1. In the end a disturbance may have made them alike, or equal shares be on trial."""
+    shares = re.search(r"shares: ([\d.]+), ([\d.]+) % of each global batch, changed (\d+) times", job.stderr)
+    assert shares is not None and float(shares[1]) >= 50 and int(shares[3]) >= 1, job.describe()
+    of_rank_0 = [int(size) for size in re.findall(r"Train Epoch: .* Batch: (\d+)", job.stdout)]
+    assert of_rank_0[0] == 64 and max(of_rank_0) > 0.6 * 128, job.describe()
 
 
 def test_measured_speeds_with_workers_that_unpickle_the_scripts_classes(run_job: Any, tmp_path: Path) -> None:
     out = tmp_path / "model.pt"
     job = run_job(
         [*RUN, "-np", "2", "--interval", "5", "--slowdown", "1,4", str(SCRIPTS / "mnist.py"), "--out", str(out),
-         "--num-workers", "1", "--context", "forkserver", "--persistent", "--epochs", "4"],
+         "--num-workers", "1", "--context", "forkserver", "--persistent", *COSTLY_SAMPLES],
         timeout=300,
     )  # fmt: skip
     assert job.returncode == 0 and out.exists(), job.describe()
-    shares = re.search(r"shares: ([\d.]+), ([\d.]+) %", job.stderr)
-    assert shares is not None and float(shares[1]) > 60, job.describe()
+    check_shares_followed(job)
     assert "left alone: DataLoader 2" in job.stderr and "the ceiling" in job.stderr, job.describe()
 
 
@@ -38,6 +48,20 @@ def test_a_dry_run_reports_and_ends(run_job: Any, tmp_path: Path) -> None:
     assert job.returncode == 0 and not job.timed_out and not out.exists(), job.describe()
     assert "intercepted: DistributedOptimizer (SGD, op=Average)" in job.stderr, job.describe()
     assert "would be adaptive: DataLoader 1 (Doubled, DistributedSampler, batch_size=16)" in job.stderr, job.describe()
+
+
+def test_local_steps(run_job: Any) -> None:
+    """Options of the script that begin like ours are its own."""
+    job = run_job(
+        [*RUN, "-np", "2", "--strategy", "local", "--mega-batch", "400", "--slowdown", "1,4", str(SCRIPTS / "mnist.py"),
+         "--out", os.devnull, *COSTLY_SAMPLES],
+        timeout=300,
+    )  # fmt: skip
+    assert job.returncode == 0, job.describe()
+    merges = re.search(r"local steps: (\d+) merges, at last every [3-5] steps", job.stderr)
+    assert merges is not None and 12 <= int(merges[1]) <= 24, job.describe()
+    check_shares_followed(job)
+    assert "validation and checkpoints at the end of an epoch see the merged model" in job.stderr, job.describe()
 
 
 def test_the_drop_in_is_one_changed_line(run_job: Any) -> None:
@@ -54,18 +78,20 @@ def test_horovods_own_launcher(launcher: list[str], run_job: Any) -> None:
     """Under Gloo, too: what ranks tell each other goes through Horovod."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = ["horovodrun", *launcher, "-np", "2", "hvd-adaptive", "run", "--shares", "1,3", str(SCRIPTS / "mnist.py")]
-    # As in an activated environment.
-    job = run_job(["env", f"PATH={path}", *command], timeout=300)
+    # As in an activated environment; ranks of a busy machine may come to Gloo's meeting more than its 30 s apart.
+    job = run_job(["env", f"PATH={path}", "HOROVOD_GLOO_TIMEOUT_SECONDS=120", *command], timeout=300)
     assert job.returncode == 0, job.describe()
     assert "shares: 25.0, 75.0 %" in job.stdout + job.stderr, job.describe()
 
 
 def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(run_job: Any) -> None:
     job = run_job([*RUN, "-np", "3", str(SCRIPTS / "failing.py"), "raise"], timeout=200)
-    end = time.time()
+    end = time.time() - job.outlived_s
     assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
-    lines = job.stderr.strip().splitlines()
-    assert lines[0] == "rank 1 failed:" and "failing.py" in lines[2], job.describe()
+    # Of what ranks say: the launcher's notice of the end comes another way, and may overtake the reason.
+    lines = job.stderr.splitlines()
+    first = next((n for n, line in enumerate(lines) if re.match(r"rank \d+ failed:|hvd_adaptive: |Traceback", line)), 0)
+    assert lines[first] == "rank 1 failed:" and "failing.py" in lines[first + 2], job.describe()
     assert "KeyError: 'on purpose'" in job.stderr, job.describe()
     raised = re.search(r"raising at ([\d.]+)", job.stdout)
     assert raised is not None and end - float(raised[1]) < 10, job.describe()
@@ -86,7 +112,7 @@ def test_a_frozen_rank_is_named(run_job: Any, tmp_path: Path) -> None:
         os.kill(int(ready.read_text()), signal.SIGSTOP)
 
     job = run_job(
-        [*RUN, "-np", "2", "--stall-limit-s", "5", str(SCRIPTS / "failing.py"), "freeze", str(ready)],
+        [*RUN, "-np", "2", "--stall-limit-s", "10", str(SCRIPTS / "failing.py"), "freeze", str(ready)],
         timeout=240,
         during=freeze,
     )
@@ -98,17 +124,35 @@ def test_a_frozen_rank_is_named(run_job: Any, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["-np", "2", "no_such.py"], "'no_such.py' is not there"),
-        (["--strategy", "local", "x.py"], "not there yet"),
-        (["--compression", "maxmin:4", "x.py"], "not there yet"),
+        (["--mega-batch", "64", str(SCRIPTS / "mnist.py")], "needs strategy 'local'"),
+        (["--strategy", "local", "--compression", "maxmin:99", str(SCRIPTS / "mnist.py")], "compression: "),
         (["--shares", "1,0", "x.py"], "one number > 0 a rank"),
         (["--slowdown", "0.5,1", "x.py"], ">= 1"),
     ],
 )
 def test_bad_options_are_refused_at_once(arguments: list[str], message: str, run_job: Any) -> None:
-    job = run_job([*RUN, *arguments], timeout=60)
+    job = run_job([*RUN, *arguments])
     assert job.returncode == 2 and message in job.stderr, job.describe()
 
 
+def test_one_rank_needs_no_launcher(run_job: Any) -> None:
+    # Horovod starts MPI by itself there, which must find its files.
+    job = run_job([*RUN, str(SCRIPTS / "synthetic.py")], timeout=200)
+    assert job.returncode == 0 and "there is one rank" in job.stderr, job.describe()
+
+
 def test_a_script_without_horovod_is_named(run_job: Any) -> None:
-    job = run_job([*RUN, str(SCRIPTS / "failing.py"), "never"], timeout=100)
+    job = run_job([*RUN, str(SCRIPTS / "failing.py"), "never"], timeout=200)
     assert job.returncode == 2 and "never called hvd.init()" in job.stderr, job.describe()
+
+
+def test_a_worker_that_dies_ends_the_job_with_its_error(run_job: Any) -> None:
+    job = run_job([*RUN, "-np", "2", str(SCRIPTS / "worker_dies.py")], timeout=200)
+    end = time.time() - job.outlived_s
+    assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
+    # PyTorch's words ("is killed") or ours ("was killed"); or PyTorch's where it has lost the worker's status by asking twice.
+    words = r"worker \((pid \d+\) (is|was) killed by signal: Killed|pid\(s\) \d+\) exited unexpectedly)"
+    assert re.search(words, job.stderr), job.describe()
+    assert "rank 1 failed" in job.stderr, job.describe()
+    # PyTorch looks after its workers every five seconds; the stall limit is sixty.
+    assert end - float(job.stdout.partition("killed at ")[2].split()[0]) < 40, job.describe()

@@ -31,9 +31,9 @@ def weights(values: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def run_both(
-    commands: list[str], num_ranks: int, rtol: float = 1e-9
+    commands: list[str], num_ranks: int, rtol: float = 1e-9, **options: Any
 ) -> tuple[list[tuple[list[Any], list[Any]]], Any]:
-    """Runs scripts plain and wrapped with unequal shares, and compares their weights.
+    """Runs scripts plain and wrapped with unequal shares, or as options say, and compares their weights.
 
     Returns:
         For each script the loaders that it trained from and the shares of all its loaders at the end; and the engine.
@@ -42,8 +42,8 @@ def run_both(
 
     start_world()
     plain = [weights(run(command)) for command in commands]
-    shares = ",".join(str(rank + 1) for rank in range(num_ranks))
-    engine = intercept(RunConfig(shares=shares, interval=5))
+    shares = ",".join(str(2**rank) for rank in range(num_ranks))
+    engine = intercept(RunConfig(**{"shares": shares, "interval": 5, **options}))
     results = []
     for command, expected in zip(commands, plain, strict=True):
         before = len(engine.report.loaders)
@@ -56,28 +56,34 @@ def run_both(
     return results, engine
 
 
+SHARED = [
+    "mnist.py",
+    "mnist.py --op Sum --wrap-late --groups 2",
+    "mnist.py --drop-last --gradient-predivide-factor 2 --batch-size 7",
+    "mnist.py --num-workers 2 --persistent --epochs 3",
+    "amp.py",
+    "accumulate.py",
+    "own_batches.py",
+    "own_batches.py --sparse --num-workers 1",
+    "own_batches.py --sparse --sparse-as-dense",
+    "gan.py",
+    "odd.py own_mean",
+    "odd.py eval_inside",
+]
+
+
 @pytest.mark.mpi(2, 3, timeout=600)
 def test_shared_batches_give_the_scripts_own_weights(num_ranks: int) -> None:
-    commands = [
-        "mnist.py",
-        "mnist.py --op Sum --wrap-late --groups 2",
-        "mnist.py --drop-last --gradient-predivide-factor 2 --batch-size 7",
-        "mnist.py --num-workers 2 --persistent --epochs 3",
-        "amp.py",
-        "accumulate.py",
-        "own_batches.py",
-        "own_batches.py --sparse --num-workers 1",
-        "own_batches.py --sparse --sparse-as-dense",
-        "odd.py own_mean",
-        "odd.py eval_inside",
-    ]
-    results, _ = run_both(commands, num_ranks)
-    expected = [2 * (rank + 1) / num_ranks / (num_ranks + 1) for rank in range(num_ranks)]
-    for command, (trained, fractions) in zip(commands, results, strict=True):
+    results, engine = run_both(SHARED, num_ranks)
+    # Speeds of 1:2, and of 1:2:4.
+    expected = [2**rank / (2**num_ranks - 1) for rank in range(num_ranks)]
+    for command, (trained, fractions) in zip(SHARED, results, strict=True):
         (train,) = trained
         assert not train.reasons and train.is_traced, (command, train.reasons)
         used = [shares for shares in fractions if shares is not None]
         assert len(used) == 1 and used[0] == pytest.approx(expected), command
+    # Every synchronize was of a loader's batch, also the GAN's that has no gradients of its own.
+    assert not any(Reason.NO_LOADER.value in line for line in engine.report.lines())
 
 
 PLAIN = {
@@ -90,6 +96,7 @@ PLAIN = {
     "odd.py sum": Reason.SUM_LOSS,
     "odd.py class_weights": Reason.WEIGHTED_LOSS,
     "odd.py hidden": Reason.OTHER_INPUT,
+    "odd.py fixed": Reason.OTHER_INPUT,
 }
 
 
@@ -124,3 +131,98 @@ def test_a_batch_of_a_wrong_size_later_on_is_an_error_and_not_a_wrong_weight(num
     intercept(RunConfig(shares="1,3", interval=5))
     with pytest.raises(RuntimeError, match="a forward of Net got tensors of shape"):
         run("odd.py late_cut")
+
+
+def reconfigure(engine: Any, **options: Any) -> None:
+    """Gives the next script other options; an interception is for good, and starting ranks is dear."""
+    engine.config = engine._local._config = engine._encoded._config = RunConfig(**options)
+
+
+@pytest.mark.mpi(1, timeout=600)
+def test_one_rank_alone(num_ranks: int) -> None:
+    commands = [command for command in SHARED if "num-workers" not in command]
+    commands += ["imagenet.py --batches-per-allreduce 2", "odd.py adasum", "odd.py join", "synthetic.py"]
+    _, engine = run_both(commands, num_ranks, rtol=0.0)
+    assert any("there is one rank" in line for line in engine.report.lines())
+    commands = ["mnist.py", "accumulate.py", "own_batches.py --sparse"]
+    plain = [weights(run(command)) for command in commands]
+    # Without an outer step there is nothing to merge; with one that changes nothing, every merge gives the rank's own model.
+    for options in ({}, {"outer_step": "momentum", "outer_momentum": 0.0, "mega_batch": 48}):
+        reconfigure(engine, strategy="local", **options)
+        for command, expected in zip(commands, plain, strict=True):
+            for name, value in weights(run(command)).items():
+                assert torch.allclose(value, expected[name], rtol=1e-9 if options else 0.0, atol=1e-12), (command, name)
+    assert sum("merges" in line for line in engine.report.lines()) == len(commands) + 1  # accumulate.py makes two optimizers
+
+
+@pytest.mark.mpi(2, timeout=600)
+def test_local_steps_that_are_merged_at_once_are_the_scripts_own(num_ranks: int) -> None:
+    """With the learning rate in proportion to the share, and every step merged, plain SGD's mean over samples comes out."""
+    commands = [
+        "mnist.py --momentum 0 --op Sum --wrap-late --groups 2",
+        "accumulate.py --momentum 0",
+        "own_batches.py --sparse",
+        # Shares stay equal, so momentum meets as its mean as well.
+        "imagenet.py --batches-per-allreduce 2",
+        "odd.py pairs",
+        "synthetic.py --same-data",
+        # Not local at all.
+        "odd.py adasum",
+        "odd.py elastic",
+    ]
+    results, engine = run_both(commands, num_ranks, strategy="local", mega_batch=1)
+    for command, (trained, fractions) in list(zip(commands, results, strict=True))[:3]:
+        assert [shares for shares in fractions if shares] == [pytest.approx((1 / 3, 2 / 3))], (command, trained)
+    lines = engine.report.lines()
+    # accumulate.py makes two optimizers.
+    assert sum("local steps: " in line for line in lines) == len(commands) - 2 + 1, lines
+
+
+@pytest.mark.mpi(3, timeout=600)
+def test_merged_models_have_the_same_bits_on_all_ranks(num_ranks: int) -> None:
+    import horovod.torch as hvd
+
+    from hvd_adaptive.wrap.script import intercept, start_world
+
+    world = start_world()
+    engine = intercept(RunConfig(shares="1,2,3", strategy="local"), comm=world)
+    common = {"strategy": "local", "shares": "1,2,3", "mega_batch": 150, "hash_interval": 1}
+    for command, options in {
+        "mnist.py --wrap-late": {"outer_step": "nesterov", "optimizer_state": "average"},
+        "mnist.py --batch-norm": {"compression": "maxmin:4", "merge_weights": "samples", "lr_rule": "none"},
+        "accumulate.py": {"optimizer_state": "reset", "merge_period": "auto-qsr"},
+        "own_batches.py --sparse": {"merge_weights": "fednova"},
+    }.items():
+        reconfigure(engine, **common, **options)
+        before = len(engine._local._logs)
+        model = weights(run(command))
+        bits = hvd.allgather_object([value.numpy().tobytes() for value in model.values()])
+        assert bits[0] == bits[1] == bits[2], command
+        num_merges = [log.num_merges for log in engine._local._logs[before:]]
+        assert all(num >= 2 for num in num_merges) and num_merges, (command, num_merges)
+    # Where a script validates or saves between merges, on all ranks or not.
+    reconfigure(engine, **{**common, "mega_batch": 10_000})
+    assert run("mid_epoch.py")["found"] == {"validated": True, "left early": True, "epoch": True}
+    lines = engine.report.lines()
+    assert any("state_dict() between merges on some ranks only" in line for line in lines) == (hvd.rank() == 0), lines
+    assert any("state_dict() at every step" in line for line in lines), lines
+    # The first step, eval(), the early end, and the end of the second epoch.
+    assert engine._local._logs[-1].num_merges == 4, engine._local._logs[-1]
+    # Strategy sync with encoded gradients: the same bits as well, near to those of full precision, but not those.
+    exact = {"shares": "1,2,3", "interval": 5}
+    for command, encoded in {
+        "mnist.py --wrap-late --op Sum --groups 2": True,
+        "accumulate.py": True,
+        # Sparse gradients, and what has few values, go as they are.
+        "own_batches.py --sparse": False,
+    }.items():
+        reconfigure(engine, **exact)
+        plain = weights(run(command))
+        reconfigure(engine, **exact, compression="maxmin:8")
+        model = weights(run(command))
+        bits = hvd.allgather_object([value.numpy().tobytes() for value in model.values()])
+        assert bits[0] == bits[1] == bits[2], command
+        error = max(float((value - plain[name]).norm() / plain[name].norm()) for name, value in model.items())
+        assert (1e-5 < error < 0.05) if encoded else error < 1e-9, (command, error)
+    lines = engine.report.lines()
+    assert any("encoded as 'maxmin:8'" in line for line in lines), lines

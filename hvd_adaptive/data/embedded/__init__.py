@@ -15,6 +15,8 @@ from __future__ import annotations
 import io
 import lzma
 import math
+import tokenize
+import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,7 +95,9 @@ def unpack(content: bytes) -> EmbeddedData:
             )
             label_names = arrays["label_names"].tobytes().decode().split("\n")
             feature_names = arrays["feature_names"].tobytes().decode().split("\n")
-    except (lzma.LZMAError, EOFError, KeyError, ValueError, OSError) as error:
+    except (
+        lzma.LZMAError, EOFError, KeyError, ValueError, OSError, AttributeError, zipfile.BadZipFile, tokenize.TokenError,
+    ) as error:  # fmt: skip
         raise RuntimeError(
             f"{EMBEDDED_PATH} is damaged ({error}); install the package again, or make the file anew by "
             "scripts/make_embedded_data.py"

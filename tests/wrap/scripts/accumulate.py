@@ -1,5 +1,7 @@
 """Accumulation over micro-batches, a checkpoint in the middle and a fresh optimizer that resumes from it."""
 
+import argparse
+
 import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
@@ -8,10 +10,13 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 PASSES = 2
+parser = argparse.ArgumentParser()
+parser.add_argument("--momentum", type=float, default=0.9)
+args = parser.parse_args()
 
 
 def make_optimizer(parameters):
-    optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=args.momentum)
     return hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=PASSES
     )

@@ -6,10 +6,10 @@ from torch.utils.data import TensorDataset
 
 
 class Net(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, width=32):
         super().__init__()
-        self.fc1 = torch.nn.Linear(64, 32)
-        self.fc2 = torch.nn.Linear(32, 10)
+        self.fc1 = torch.nn.Linear(64, width)
+        self.fc2 = torch.nn.Linear(width, 10)
 
     def forward(self, x):
         return F.log_softmax(self.fc2(torch.relu(self.fc1(x.view(-1, 64)))), dim=1)

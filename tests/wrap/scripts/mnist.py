@@ -22,6 +22,9 @@ parser.add_argument("--gradient-predivide-factor", type=float, default=1.0)
 parser.add_argument("--groups", type=int)
 parser.add_argument("--drop-last", action="store_true")
 parser.add_argument("--wrap-late", action="store_true")
+parser.add_argument("--momentum", type=float, default=0.5)
+parser.add_argument("--batch-norm", action="store_true")
+parser.add_argument("--width", type=int, default=32)
 
 
 class Doubled(torch.utils.data.Dataset):
@@ -47,7 +50,7 @@ def train(epoch):
         loss.backward()
         optimizer.step()
         if hvd.rank() == 0 and batch_idx % 10 == 0:
-            print(f"Train Epoch: {epoch} [{batch_idx}/{len(train_loader)}] Loss: {loss.item():.6f}")
+            print(f"Train Epoch: {epoch} [{batch_idx}/{len(train_loader)}] Loss: {loss.item():.6f} Batch: {len(data)}")
 
 
 def metric_average(val, name):
@@ -84,8 +87,10 @@ if __name__ == "__main__":
     test_dataset = make_data(100, 1)
     test_sampler = DistributedSampler(test_dataset, num_replicas=hvd.size(), rank=hvd.rank())
     test_loader = DataLoader(test_dataset, batch_size=50, sampler=test_sampler)
-    model = Net().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size(), momentum=0.5, weight_decay=1e-3)
+    model = Net(args.width).double()
+    if args.batch_norm:
+        model.fc1 = torch.nn.Sequential(model.fc1, torch.nn.BatchNorm1d(args.width).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size(), momentum=args.momentum, weight_decay=1e-3)
     if not args.wrap_late:
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)

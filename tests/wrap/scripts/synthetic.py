@@ -1,5 +1,6 @@
 """In the shape of Horovod's pytorch_synthetic_benchmark.py: no loader at all."""
 
+import sys
 import timeit
 
 import horovod.torch as hvd
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from common import Net
 
 hvd.init()
-torch.manual_seed(hvd.rank())
+torch.manual_seed(0 if "--same-data" in sys.argv else hvd.rank())
 model = Net().double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())

@@ -1,0 +1,112 @@
+"""``hvd-adaptive calibrate``: measures ranks, link and merges, and writes the options that fit them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hvd_adaptive import __version__
+from hvd_adaptive.calibration_file import Calibration, write_file
+from hvd_adaptive.cli.train import open_data, use_device
+from hvd_adaptive.config import Config, TrainConfig
+from hvd_adaptive.core.recommend import Recommendation
+from hvd_adaptive.launch.host import free_memory_bytes
+from hvd_adaptive.train.calibrator import Calibrator
+from hvd_adaptive.transport.base import Transport, agree_equal, attempt
+
+# Options of one run, which another one shall not take over.
+_NOT_KEPT = ("out", "resume", "record", "replay", "calibration")
+
+
+def calibrate(config: Config, train: TrainConfig, given: Mapping[str, Any], out: str, transport: Transport) -> None:
+    """Measures, writes the file on rank 0, and prints what is recommended. COLLECTIVE.
+
+    Args:
+        config: how ranks share and merge.
+        train: model and data.
+        given: the options of the command line and its file, by name; what variables said is not written.
+        out: the file.
+        transport: the world.
+
+    Raises:
+        AgreedError: on all ranks, for bad input on any.
+    """
+    agree_equal(
+        transport,
+        {**dataclasses.asdict(train), **dataclasses.asdict(config)},
+        "Start every rank with the same options and the same HVD_ADAPTIVE_* variables.",
+    )
+    device = use_device(train.device, transport, threads=config.compute_threads)
+    data, _ = open_data(train.data, train.test_data, train.cache_dir, transport)
+    # Of the rounds only what is wrong is news.
+    logging.getLogger("hvd_adaptive").setLevel(logging.WARNING)
+    path = Path(out)
+    # Before minutes of measuring.
+    attempt(transport, lambda: _check_writable(path) if transport.rank == 0 else None)
+    free = free_memory_bytes()
+    calibrator = attempt(
+        transport,
+        lambda: Calibrator(
+            config,
+            train,
+            data,
+            device=device,
+            transport=transport,
+            memory_bytes=None if free is None else free // transport.local_size,
+            say=lambda line: print(f"measuring {line} ...", flush=True),
+        ),
+    )
+    chosen, found = calibrator.run()
+    found = dataclasses.replace(found, versions={"hvd_adaptive": __version__, **found.versions})
+    options = {name: value for name, value in given.items() if name not in _NOT_KEPT}
+    for name in ("data", "test_data"):
+        if options.get(name) and Path(options[name]).parent.exists():
+            options[name] = str(Path(options[name]).absolute())
+    options |= {
+        "batch_size": chosen.batch_size,
+        "min_batch_size": chosen.min_batch_size,
+        "max_batch_size": chosen.max_batch_size,
+        "mega_batch": chosen.mega_batch,
+    }
+    if chosen.batch_size != config.batch_size:
+        options["reference_batch_size"] = config.reference_batch_size or config.batch_size
+    comment = f"hvd-adaptive calibrate, {found.created}: {len(found.ranks)} ranks on {found.link.num_hosts} host(s)"
+    attempt(transport, lambda: write_file(path, options, found, comment=comment) if transport.rank == 0 else None)
+    if transport.rank == 0:
+        print(describe(chosen, found, path))
+    transport.close()
+
+
+def _check_writable(path: Path) -> None:
+    if path.is_dir():
+        raise ValueError(f"--out {path}: is a folder; name a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"--out {path}: {path.parent} is not there")
+
+
+def describe(chosen: Recommendation, found: Calibration, path: Path) -> str:
+    """Returns what people should know of a calibration, in lines of at most 100 columns but for notes."""
+    lines = ["", f"{'rank':>4}  {'host':<16} {'device':<20} {'step':>9} {'a sample':>9} {'fit':>6} {'together':>8}  memory"]
+    for rank, one in enumerate(found.ranks):
+        sample_s = one.per_work_s * found.work_per_sample
+        lines.append(
+            f"{rank:>4}  {one.host[:16]:<16} {one.device[:20]:<20} {1e6 * one.fixed_s:>6.0f} us {1e6 * sample_s:>6.1f} us "
+            f"{one.fit_error:>5.1%} {one.together:>8.2f}  {one.memory}"
+        )
+    merge, link = found.merge, found.link
+    lines += [
+        "",
+        f"claim {1e6 * found.claim_s:.0f} us; allreduce {1e3 * link.latency_s:.2g} ms + "
+        f"{1e3 * link.per_byte_s * 2**20:.2g} ms a MiB; merge of {merge.payload_bytes[-1] / 2**20:.3g} MiB "
+        f"{1e3 * merge.merge_s[-1]:.3g} ms every {1e3 * merge.round_s[-1]:.3g} ms",
+        "",
+        f"recommended: batch_size {chosen.batch_size}, min_batch_size {chosen.min_batch_size}, "
+        f"max_batch_size {chosen.max_batch_size}, mega_batch {chosen.mega_batch}",
+        f"predicted:   {found.predicted.samples_per_s:,.0f} samples/s over all ranks",
+        *(f"note:        {note}" for note in chosen.notes),
+        f"written:     {path}; hvd-adaptive train -np {len(found.ranks)} --config {path}",
+    ]
+    return "\n".join(lines)

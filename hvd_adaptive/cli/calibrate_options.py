@@ -1,0 +1,55 @@
+"""The options of ``hvd-adaptive calibrate``, and what is wrong with them; loads no torch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from hvd_adaptive.cli.fields import add_fields
+from hvd_adaptive.config import Config, TrainConfig
+
+# What of TrainConfig decides how long steps and merges take.
+CALIBRATED_OPTIONS = (
+    "data", "test_data", "cache_dir", "hidden_size", "input_gradients", "optimizer", "lr", "momentum", "weight_decay", "device",
+)  # fmt: skip
+
+
+def add_calibrate(commands: Any, launch: argparse.ArgumentParser) -> None:
+    """Adds the command's parser to argparse's subparsers."""
+    parser = commands.add_parser(
+        "calibrate",
+        parents=[launch],
+        help="measure ranks, link and merges, and write the options that fit them",
+        description="Trains for some seconds, changes nothing but the file, and recommends batch-size bounds and a mega-batch.",
+    )
+    parser.add_argument("--config", metavar="FILE", help=".toml or .json of options to start from; options win over it")
+    parser.add_argument(
+        "--out",
+        dest="calibration_file",
+        metavar="FILE",
+        default="calibration.toml",
+        help="what to write, .toml or .json, for --config of train and run, and --calibration of simulate (default: "
+        "calibration.toml)",
+    )
+    add_fields(parser.add_argument_group("what would be trained"), TrainConfig, CALIBRATED_OPTIONS)
+    add_fields(parser.add_argument_group("how ranks would share the work"), Config)
+
+
+def check_calibrate(config: Config, out: str) -> None:
+    """Raises ValueError for options with which nothing can be calibrated.
+
+    Args:
+        config: how ranks share and merge.
+        out: the file to write.
+    """
+    if config.strategy != "local" or config.logical_ranks is not None:
+        got = f"strategy {config.strategy!r}" if config.strategy != "local" else f"logical_ranks {config.logical_ranks}"
+        raise ValueError(
+            f"calibrate measures strategy local without logical_ranks, got {got}: leave that out; what it measures of ranks and "
+            "link holds for the others too (hvd-adaptive simulate --calibration FILE)"
+        )
+    if config.repeatable:
+        raise ValueError("calibrate records and replays nothing: leave --record and --replay out")
+    if Path(out).suffix not in (".toml", ".json"):
+        raise ValueError(f"--out must end in .toml or .json, got {out!r}")

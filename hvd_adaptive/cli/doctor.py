@@ -1,0 +1,124 @@
+"""``hvd-adaptive doctor``: one page that says whether this machine or allocation will work, and what to do if not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_adaptive.doctor.examine import (
+    examine_by_launching,
+    examine_rank,
+    tell_launching_process,
+    wait_for_rank_0,
+)
+from hvd_adaptive.doctor.page import page
+from hvd_adaptive.launch.binding import read_launcher
+
+EXIT_PROBLEMS = 1
+
+
+def add_doctor(commands: Any, launch: argparse.ArgumentParser) -> None:
+    """Adds the command's parser to argparse's subparsers."""
+    parser = commands.add_parser(
+        "doctor",
+        parents=[launch],
+        help="say whether this machine or allocation will work, and what to do if not",
+        description="Tries all that training needs, over all ranks, and prints one page. Exit codes: 0 training will work here, "
+        "perhaps with warnings; 1 there is a problem; 2 bad options.",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE|-", help="write all that was found as JSON; - is the standard output, instead of the page"
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:K, as for train (default: auto)")
+    parser.add_argument(
+        "--probe-seconds",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="length of the compute probe; 30 shows cards that throttle (default: 2)",
+    )
+    parser.add_argument(
+        "--limit", type=float, default=60.0, metavar="S", help="seconds that each check may take (default: 60)"
+    )
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+
+
+def doctor(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Examines and says what was found; returns the exit code: 0, or 1 if there is a problem.
+
+    Args:
+        options: the parsed command line.
+        arguments: the command line without -np, for the ranks that -np starts.
+
+    Raises:
+        ValueError: for bad options.
+    """
+    if not options.probe_seconds > 0:
+        raise ValueError(f"--probe-seconds must be > 0, got {options.probe_seconds}")
+    if not options.limit > options.probe_seconds:
+        raise ValueError(f"--limit must be longer than --probe-seconds, got {options.limit} and {options.probe_seconds}")
+    rank = read_launcher(os.environ).rank or 0
+    progress = _Progress(options.as_rank and not rank)
+    if options.num_ranks is not None:
+        found: dict[str, Any] | None = examine_by_launching(
+            options.num_ranks, [*arguments, "--as-rank"], device=options.device, limit_s=options.limit, on_stage=progress.show
+        )
+    else:
+        found = examine_rank(
+            device=options.device, probe_seconds=options.probe_seconds, limit_s=options.limit, on_stage=progress.show
+        )
+    progress.end()
+    if found is None:
+        return 0
+    if rank:
+        for finding in found["findings"]:
+            if finding["status"] == "problem":
+                print(
+                    f"rank {rank} on {found['ranks'][0]['machine']['host']}: {finding['subject']}: {finding['text']}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        wait_for_rank_0()
+        return EXIT_PROBLEMS
+    if options.as_rank:
+        tell_launching_process(document=found)
+        return 0
+    _show(found, options.json)
+    return EXIT_PROBLEMS if found["problems"] else 0
+
+
+def _show(found: dict[str, Any], json_file: str | None) -> None:
+    text = json.dumps(found, indent=1)
+    if json_file == "-":
+        print(text, flush=True)
+        return
+    symbols = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    print(page(found, symbols=symbols), flush=True)
+    if json_file is not None:
+        try:
+            with open(json_file, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+        except OSError as error:
+            raise ValueError(f"--json {json_file}: cannot be written: {error}") from None
+
+
+class _Progress:
+    """Says which check is under way: to the process that started the ranks, or on a terminal."""
+
+    def __init__(self, as_rank: bool) -> None:
+        self._as_rank = as_rank
+        self._terminal = sys.stderr.isatty()
+
+    def show(self, stage: str) -> None:
+        if self._as_rank:
+            tell_launching_process(stage=stage)
+        elif self._terminal:
+            print(f"\r\033[Kchecking {stage} ...", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._terminal and not self._as_rank:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,223 @@
+"""The command line's options: what each command takes, in groups, each with examples."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hvd_adaptive import __version__
+from hvd_adaptive.cli.arguments import HelpFormatter, Parser
+from hvd_adaptive.cli.bench import add_bench
+from hvd_adaptive.cli.calibrate_options import add_calibrate
+from hvd_adaptive.cli.doctor import add_doctor
+from hvd_adaptive.cli.fields import add_fields
+from hvd_adaptive.cli.option_groups import TRAIN_GROUPS
+from hvd_adaptive.cli.simulate import add_simulate_options
+from hvd_adaptive.config import Config, TrainConfig
+from hvd_adaptive.wrap.options import RunConfig
+
+_EXAMPLES = {
+    "train": """
+  hvd-adaptive train -np 4                                 the embedded data, four ranks on this machine
+  hvd-adaptive train -np 4 --slowdown 8,8,4,2              as if they were unequal
+  mpirun -np 8 hvd-adaptive train --data PREFIX --out runs/a --resume auto
+  hvd-adaptive train -np 4 --strategy horovod              the baseline to compare with
+docs/training.md explains the options. A --config file wins over HVD_ADAPTIVE_* variables, and the command line over both.""",
+    "run": """
+  hvd-adaptive run -np 4 train.py --its-own-options
+  hvd-adaptive run -np 4 --dry-run train.py                says what would be adaptive, and what not
+  hvd-adaptive run --elastic --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh train.py
+  horovodrun -np 4 hvd-adaptive run train.py
+docs/wrapping.md says what is intercepted.""",
+    "evaluate": """
+  hvd-adaptive evaluate runs/a
+  hvd-adaptive evaluate -np 4 runs/a/model-last.safetensors --data PREFIX""",
+    "predict": """
+  hvd-adaptive predict runs/a -k 3 > predictions.jsonl""",
+    "doctor": """
+  hvd-adaptive doctor -np 4                                before the first training
+  srun --mpi=pmix hvd-adaptive doctor --json found.json    in an allocation""",
+    "calibrate": """
+  hvd-adaptive calibrate -np 4 --data PREFIX --out calibration.toml
+  hvd-adaptive train -np 4 --data PREFIX --config calibration.toml""",
+    "report": """
+  hvd-adaptive report runs/a                               a table
+  hvd-adaptive report runs/horovod runs/a --out report.html --png pictures
+docs/report.md says what to look for.""",
+    "simulate": """
+  hvd-adaptive simulate --speeds 1,1,2,4 --link 1gbit --model-mb 400
+  hvd-adaptive simulate --ranks 2..4096 --png scaling.png""",
+    "bench": """
+  hvd-adaptive bench compress
+  hvd-adaptive bench comm -np 2""",
+}
+_MOST_IN_USAGE = 20
+_FIRST_STEPS = """first steps:
+  hvd-adaptive doctor -np 2                   will this machine do?
+  hvd-adaptive train -np 4                    train on the data that come with it
+  hvd-adaptive report runs/*                  compare what was trained
+Each command has --help with examples; docs/quickstart.md goes through them."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands except ``submit``, which has its own. It raises ValueError for bad arguments."""
+    parser = Parser(
+        prog="hvd-adaptive",
+        description="Adaptive data-parallel training with Horovod and MPI on GPUs that are not equal.",
+        epilog=_FIRST_STEPS,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"hvd-adaptive {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    launch = argparse.ArgumentParser(add_help=False)
+    group = launch.add_argument_group("launching")
+    group.add_argument(
+        "-np",
+        "--num-ranks",
+        type=int,
+        metavar="N",
+        help="start N ranks under mpirun; without it, the launcher's world or one rank",
+    )
+    group.add_argument("--terminal", action="store_true", help=argparse.SUPPRESS)
+    _add_train(commands, launch)
+    add_calibrate(commands, launch)
+    _add_run(commands, launch)
+    _add_using(commands, launch)
+    _add_looking(commands, launch)
+    add_bench(commands, launch)
+    for name, text in _EXAMPLES.items():
+        command = commands.choices[name]
+        command.formatter_class = HelpFormatter
+        command.epilog = f"examples:{text.rstrip()}"
+        if command.usage is None and len(command._actions) > _MOST_IN_USAGE:
+            command.usage = f"{command.prog} [options]"
+    parser.commands = commands.choices
+    return parser
+
+
+def _add_train(commands: Any, launch: argparse.ArgumentParser) -> None:
+    # The supervisor must find its own options in the command: none may be abbreviated.
+    train = commands.add_parser(
+        "train",
+        parents=[launch],
+        help="train a sparse model on multi-label data",
+        usage="hvd-adaptive train [-np N] [--data PATH] [--out DIR] [options]",
+        description="Trains the model of the Adaptive SGD paper, and writes a run directory.",
+        allow_abbrev=False,
+    )
+    train.add_argument(
+        "--config",
+        metavar="FILE",
+        help=".toml or .json of these options (a run's config.json is one); options win over it",
+    )
+    classes = {name: cls for cls in (TrainConfig, Config) for name in cls.__dataclass_fields__}
+    grouped = {name for names in TRAIN_GROUPS.values() for name in names}
+    rest = tuple(name for name in classes if name not in grouped)
+    for title, names in {**TRAIN_GROUPS, **({"other": rest} if rest else {})}.items():
+        options = train.add_argument_group(title)
+        for name in names:
+            add_fields(options, classes[name], (name,))
+    _add_elastic(
+        train.add_argument_group("elastic training"),
+        "start the ranks, go on from the last merge when ranks or hosts are lost, and take in hosts that come; see "
+        "docs/elastic.md",
+    )
+
+
+def _add_run(commands: Any, launch: argparse.ArgumentParser) -> None:
+    run = commands.add_parser(
+        "run",
+        parents=[launch],
+        help="run an existing Horovod script for PyTorch, unedited, with shares that follow the speeds",
+        usage="hvd-adaptive run [-np N] [options] script.py [the script's arguments]",
+        description="Runs a Horovod script; all options of run stand before it. At the end rank 0 says what was intercepted.",
+        # argparse would look for them among the script's own options, too.
+        allow_abbrev=False,
+    )
+    run.add_argument(
+        "--config", metavar="FILE", help=".toml or .json of these options, or of train's too, which are not used; options win"
+    )
+    add_fields(run.add_argument_group("how ranks share the script's batches"), RunConfig)
+    elastic = run.add_argument_group("elastic jobs")
+    _add_elastic(
+        elastic,
+        "start the ranks, start the script again when ranks or hosts are lost, from its newest hvd.elastic commit if it has "
+        "any, and take in hosts that come; see docs/elastic.md",
+    )
+    elastic.add_argument(
+        "--commit-dir",
+        metavar="DIR",
+        help="folder for the hvd.elastic commits, on storage that all hosts share; a job that did not finish goes on from what "
+        "it holds (default: memory while all ranks are on this host, else a new folder in the working directory)",
+    )
+    run.add_argument("script", help="the script; all that follows it is its own")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
+
+
+def _add_using(commands: Any, launch: argparse.ArgumentParser) -> None:
+    using = argparse.ArgumentParser(add_help=False)
+    using.add_argument(
+        "model", metavar="RUN_DIR|FILE", help="a run directory (its best model) or a .safetensors file of one"
+    )
+    using.add_argument("--data", metavar="PATH", help="data as for train (default: what the model was trained on)")
+    using.add_argument("--cache-dir", metavar="DIR", help="folder of the binary cache")
+    using.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:K (default: auto)")
+    commands.add_parser(
+        "evaluate",
+        parents=[launch, using],
+        help="score a saved model on the test split",
+        description="Prints P@1/3/5 and PSP@1/3/5 as one JSON object, the same for any number of ranks.",
+    )
+    predict = commands.add_parser(
+        "predict",
+        parents=[launch, using],
+        help="print the best labels of each test row as JSON lines",
+        description="Prints one JSON object a test row: labels, probabilities and, where the data have them, names.",
+    )
+    predict.add_argument("-k", type=int, default=5, metavar="K", help="labels a row (default: 5)")
+
+
+def _add_looking(commands: Any, launch: argparse.ArgumentParser) -> None:
+    add_doctor(commands, launch)
+    report = commands.add_parser(
+        "report",
+        help="look at runs, and compare them: a table, a page with charts, pictures",
+        description="Prints a table of runs; a run that still goes on is read up to its last round.",
+    )
+    report.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directories; the baseline first")
+    report.add_argument("--out", metavar="FILE", help="write a page with charts: one HTML file that needs nothing else")
+    report.add_argument("--png", metavar="FOLDER", help="write each chart as a PNG; overview.png shows the runs in one")
+    report.add_argument(
+        "--target-p1",
+        type=float,
+        metavar="P",
+        help="count seconds to this P@1 (default: the best of the first run of plain Horovod)",
+    )
+    # Parsed by itself, for its components; here for the list of commands.
+    commands.add_parser("submit", help="render a batch script for Slurm from options, and send it with --yes", add_help=False)
+    simulate = commands.add_parser(
+        "simulate",
+        help="what each strategy would make of a described or calibrated cluster, from 2 to 4096 ranks",
+        description="Plays the rules of dispatch, balance and merging in virtual time; nothing is trained.",
+    )
+    add_simulate_options(simulate)
+
+
+def _add_elastic(group: Any, text: str) -> None:
+    group.add_argument("--elastic", action="store_true", help=text)
+    group.add_argument("--min-np", type=int, metavar="A", help="fewest ranks to go on with (default: 1)")
+    group.add_argument("--max-np", type=int, metavar="B", help="most ranks (default: -np)")
+    group.add_argument(
+        "--host-discovery-script",
+        metavar="FILE",
+        help="prints the hosts that there are, a line of host:slots each, as Horovod's (default: the Slurm job's nodes, else "
+        "this machine)",
+    )
+    group.add_argument(
+        "--elastic-timeout",
+        type=float,
+        metavar="S",
+        help="seconds to wait for --min-np ranks before the job ends (default: 600)",
+    )
+    group.add_argument("--launch", type=int, help=argparse.SUPPRESS)
+    group.add_argument("--memory-dir", help=argparse.SUPPRESS)

@@ -1,0 +1,129 @@
+"""``hvd-adaptive simulate``: what each strategy would make of a described cluster."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvd_adaptive.calibration_file import TABLE, read_table
+from hvd_adaptive.cli.fields import add_fields
+from hvd_adaptive.config import Config, TrainConfig
+from hvd_adaptive.option_sources import parse_value, read_config_file
+from hvd_adaptive.simulate.options import SHARED_OPTIONS, ClusterConfig, SweepConfig
+
+if TYPE_CHECKING:
+    from hvd_adaptive.simulate.sweep import Outcome
+
+_COLUMNS = (
+    ("ranks", "ranks", "d"),
+    ("strategy", "strategy", "s"),
+    ("samples_per_s", "samples/s", ",.0f"),
+    ("utilisation", "utilisation", ".2f"),
+    ("wait_share", "waiting", ".1%"),
+    ("communication_share", "communication", ".1%"),
+    ("claim_share", "of it claims", ".1%"),
+    ("rounds_per_s", "rounds/s", ".3g"),
+    ("steps_per_s", "steps/s", ".3g"),
+    ("sent_mb_per_s", "MB/s sent", ".3g"),
+)
+
+
+def run_simulation(options: argparse.Namespace) -> None:
+    """Prints a table, or JSON, of strategies over numbers of ranks, and draws it.
+
+    Raises:
+        ValueError: for options that are wrong or do not go together.
+        RuntimeError: if matplotlib is missing.
+    """
+    # Only now: codecs load torch.
+    from hvd_adaptive.simulate.sweep import sweep
+
+    given = {name: value for name, value in vars(options).items() if name in _known()}
+    from_file = read_config_file(options.config) if options.config else {}
+    unknown = sorted(set(from_file) - set(_known()))
+    if unknown:
+        raise ValueError(f"--config {options.config}: unknown option {unknown[0]!r}; options are {', '.join(_known())}")
+    calibration = None
+    measured: dict[str, Any] = {}
+    if options.calibration:
+        content = read_config_file(options.calibration, measurements=True)
+        # In a run's config.json an option has that name.
+        if not isinstance(content.get(TABLE), dict):
+            raise ValueError(
+                f"--calibration {options.calibration}: has no table {TABLE!r}; write one with hvd-adaptive calibrate"
+            )
+        calibration = read_table(content[TABLE], f"--calibration {options.calibration}")
+        # The options of the measured run; those of training itself mean nothing here.
+        measured = {name: value for name, value in content.items() if name in SHARED_OPTIONS}
+        measured["ranks"] = str(len(calibration.ranks))
+    values = {**measured, **from_file, **given}
+    for name, value in values.items():
+        if isinstance(value, str):
+            values[name] = parse_value(_known()[name], name, value)
+    sweep_config = SweepConfig(**{name: values[name] for name in values if name in SweepConfig.__dataclass_fields__})
+    cluster_config = ClusterConfig(**{name: values[name] for name in values if name in ClusterConfig.__dataclass_fields__})
+    shared = {name: value for name, value in values.items() if name in SHARED_OPTIONS}
+    outcomes = []
+    for outcome in sweep(sweep_config, cluster_config, shared, calibration):
+        outcomes.append(outcome)
+        if not options.json:
+            _print_row(outcome, header=len(outcomes) == 1, gap=len(outcomes) > 1 and outcome.ranks != outcomes[-2].ranks)
+    if options.json:
+        print(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=1))
+    if options.png:
+        title = f"Simulated: speeds {cluster_config.speeds}, {cluster_config.model_mb:g} MB, {cluster_config.link}"
+        _draw(outcomes, options.png, title if calibration is None else f"Simulated from {options.calibration}")
+
+
+def add_simulate_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options to its parser."""
+    parser.add_argument("--config", metavar="FILE", help=".toml or .json of these options; options win over it")
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="what hvd-adaptive calibrate wrote: its ranks, link, merge and options in place of described ones",
+    )
+    parser.add_argument("--png", metavar="FILE", help="draw utilisation, communication and rounds/s over ranks")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_fields(parser.add_argument_group("what is compared"), SweepConfig)
+    add_fields(parser.add_argument_group("the cluster and the model"), ClusterConfig)
+    add_fields(parser.add_argument_group("how ranks share the work, as for train"), Config, SHARED_OPTIONS)
+
+
+def _known() -> dict[str, type]:
+    """The options and the dataclass of each."""
+    known: dict[str, type] = dict.fromkeys(SHARED_OPTIONS, Config)
+    for cls in (SweepConfig, ClusterConfig):
+        known.update(dict.fromkeys(cls.__dataclass_fields__, cls))
+    assert not set(known) & set(TrainConfig.__dataclass_fields__)
+    return known
+
+
+def _print_row(outcome: Outcome, *, header: bool, gap: bool) -> None:
+    if header:
+        print("  ".join(f"{text:>{_width(text)}}" for _, text, _ in _COLUMNS))
+    if gap:
+        print()
+    print(
+        "  ".join(f"{getattr(outcome, name):>{_width(text)}{form}}" for name, text, form in _COLUMNS), flush=True
+    )
+
+
+def _width(text: str) -> int:
+    return 18 if text == "strategy" else max(9, len(text))
+
+
+def _draw(outcomes: list[Outcome], png: str, title: str) -> None:
+    from hvd_adaptive.report.scaling import plot_scaling
+
+    by_strategy: dict[str, list[dict[str, Any]]] = {}
+    for outcome in outcomes:
+        by_strategy.setdefault(outcome.strategy, []).append(dataclasses.asdict(outcome))
+    try:
+        plot_scaling(by_strategy, Path(png), title=title)
+    except OSError as error:
+        raise ValueError(f"--png {png}: cannot be written: {error}") from None
+    print(f"picture: {png}")

@@ -1,0 +1,73 @@
+"""The page for people, and its contents for machines."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_adaptive.doctor.findings import Facts, Finding, count
+
+_WIDTH = 80
+_MARKS = {"ok": ("✓", "ok"), "warning": ("!", "warn"), "problem": ("✗", "FAIL")}
+
+
+def document(head: str, findings: Sequence[Finding], ranks: Sequence[Facts]) -> dict[str, Any]:
+    """Returns the page as JSON values.
+
+    Args:
+        head: the page's first line.
+        findings: in order.
+        ranks: what they follow from.
+    """
+    return {
+        "format": 1,
+        "head": head,
+        "problems": sum(finding.status == "problem" for finding in findings),
+        "warnings": sum(finding.status == "warning" for finding in findings),
+        "findings": [
+            {"subject": one.subject, "status": one.status, "text": one.text, "remedy": one.remedy} for one in findings
+        ],
+        "ranks": list(ranks),
+    }
+
+
+def page(document: dict[str, Any], *, symbols: bool) -> str:
+    """Returns the page as text of at most 80 columns, but for words that are longer.
+
+    Args:
+        document: from `document`.
+        symbols: whether the output can show check marks; the words beside them say the same.
+    """
+    lines = [document["head"], ""]
+    margin = " " * (24 if symbols else 22)
+    for finding in document["findings"]:
+        symbol, word = _MARKS[finding["status"]]
+        mark = f"{symbol} {word:<5}" if symbols else f"{word:<5}"
+        lines += textwrap.wrap(
+            finding["text"],
+            _WIDTH,
+            initial_indent=f" {mark} {finding['subject']:<14} ",
+            subsequent_indent=margin,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        if finding["remedy"]:
+            arrow = "→ " if symbols else "> "
+            lines += textwrap.wrap(
+                finding["remedy"],
+                _WIDTH,
+                initial_indent=margin + arrow,
+                subsequent_indent=margin + "  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    return "\n".join([*lines, "", _verdict(document["problems"], document["warnings"])])
+
+
+def _verdict(problems: int, warnings: int) -> str:
+    if problems:
+        return f"{count(problems, 'problem')}, {count(warnings, 'warning')}: training will not work as it should."
+    if warnings:
+        return f"No problem, {count(warnings, 'warning')}: training works, at the cost named above."
+    return "No problem found: training will work here."

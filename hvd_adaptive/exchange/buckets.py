@@ -1,0 +1,236 @@
+"""Gradients that are exchanged together: a flat tensor of dense ones, or a sparse one by itself."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hvd_adaptive.compress.policy import Policy, TensorInfo
+from hvd_adaptive.exchange.compressed import CompressedSum
+from hvd_adaptive.exchange.pipeline import Task
+from hvd_adaptive.transport.base import Collectives
+
+
+@dataclass(eq=False)
+class Slot:
+    """A parameter's place.
+
+    Attributes:
+        info: its name and shape.
+        parameter: itself.
+        passes_left: backward passes until its gradient is complete.
+        bucket: where its gradient goes, once that is known.
+    """
+
+    info: TensorInfo
+    parameter: nn.Parameter
+    passes_left: int
+    bucket: Bucket = field(init=False)
+
+
+class Bucket(Protocol):
+    """What is exchanged together.
+
+    Attributes:
+        slots: the parameters in it.
+    """
+
+    slots: list[Slot]
+
+    def prepare(self, total: CompressedSum) -> None:
+        """Gets ready for the first exchange. COLLECTIVE."""
+
+    def missing(self) -> list[Slot]:
+        """Returns the parameters whose gradient of this step has not come."""
+
+    def take(self, slot: Slot) -> None:
+        """Takes a parameter's gradient, whatever it is, or zeros for None."""
+
+    def tasks(self, total: CompressedSum, world: Collectives, factor: float) -> list[Task]:
+        """Returns the exchange of the gradients times the factor."""
+
+    def finish(self, total: CompressedSum) -> int:
+        """Makes ready for the next step, and returns the bytes of this rank's gradients in encoded form."""
+
+    def is_finite(self) -> bool:
+        """Returns whether all of the sum is finite."""
+
+
+class DenseBucket:
+    """See :class:`Bucket`. The parameters' gradients are views of one tensor, those of one codec side by side.
+
+    Args:
+        name: of the exchange, equal on all ranks.
+        slots: of one type and device.
+        policy: the codecs.
+    """
+
+    def __init__(self, name: str, slots: Sequence[Slot], policy: Policy) -> None:
+        self._name = name
+        codecs = list(dict.fromkeys(policy.codec(slot.info) for slot in slots))
+        self.slots = sorted(slots, key=lambda slot: codecs.index(policy.codec(slot.info)))
+        first = slots[0].parameter
+        sizes = [slot.info.size for slot in self.slots]
+        self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self._views = {
+            slot: part.view(slot.info.shape) for slot, part in zip(self.slots, self._flat.split(sizes), strict=True)
+        }
+        self._missing = dict.fromkeys(self.slots)
+        for slot in self.slots:
+            slot.bucket = self
+
+    def prepare(self, total: CompressedSum) -> None:
+        """See :class:`Bucket`."""
+        for slot in self.missing():
+            self.take(slot)
+        # "auto" tries the reducers on gradients as they are.
+        total.prepare(self._flat, self._name, [slot.info for slot in self.slots])
+
+    def missing(self) -> list[Slot]:
+        """See :class:`Bucket`."""
+        return list(self._missing)
+
+    def take(self, slot: Slot) -> None:
+        """See :class:`Bucket`.
+
+        Raises:
+            RuntimeError: if the gradient is sparse.
+        """
+        gradient, view = slot.parameter.grad, self._views[slot]
+        if gradient is None:
+            view.zero_()
+        elif gradient.is_sparse:
+            raise RuntimeError(
+                f"the gradient of {slot.info.name} is sparse, but was not on any rank in the first step, which decides how "
+                "gradients are exchanged: let the first step use that layer on some rank, or give it dense gradients"
+            )
+        elif gradient is not view:
+            view.copy_(gradient)
+        slot.parameter.grad = view
+        self._missing.pop(slot, None)
+
+    def tasks(self, total: CompressedSum, world: Collectives, factor: float) -> list[Task]:
+        """See :class:`Bucket`."""
+        if factor != 1.0:
+            self._flat.mul_(factor)
+        return total.tasks(self._flat, self._name)
+
+    def finish(self, total: CompressedSum) -> int:
+        """See :class:`Bucket`."""
+        self._missing = dict.fromkeys(self.slots)
+        return total.payload_bytes(self._flat, self._name)
+
+    def is_finite(self) -> bool:
+        """See :class:`Bucket`."""
+        # A finite sum proves it, and reads the values once; an overflow proves nothing.
+        return bool(self._flat.sum(dtype=torch.float32).isfinite()) or bool(self._flat.isfinite().all())
+
+
+class SparseBucket:
+    """See :class:`Bucket`. A sparse gradient, whose rows every rank gets and adds up.
+
+    Args:
+        name: of the exchange, equal on all ranks.
+        slot: of the parameter.
+        sparse_dim: number of sparse dimensions.
+    """
+
+    def __init__(self, name: str, slot: Slot, sparse_dim: int) -> None:
+        self._name = name
+        self.slots = [slot]
+        self._sparse_dim = sparse_dim
+        self._is_missing = True
+        self._payload_bytes = 0
+        slot.bucket = self
+
+    def prepare(self, total: CompressedSum) -> None:
+        """See :class:`Bucket`."""
+
+    def missing(self) -> list[Slot]:
+        """See :class:`Bucket`."""
+        return self.slots if self._is_missing else []
+
+    def take(self, slot: Slot) -> None:
+        """See :class:`Bucket`."""
+        parameter = slot.parameter
+        if parameter.grad is None:
+            empty = parameter.new_zeros((self._sparse_dim, 0), dtype=torch.int64)
+            values = parameter.new_zeros((0, *parameter.shape[self._sparse_dim :]))
+            parameter.grad = torch.sparse_coo_tensor(empty, values, parameter.shape, check_invariants=False)
+        elif not parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_sparse(self._sparse_dim)
+        self._is_missing = False
+
+    def tasks(self, total: CompressedSum, world: Collectives, factor: float) -> list[Task]:
+        """See :class:`Bucket`."""
+        return [self._sum(world, factor)]
+
+    def finish(self, total: CompressedSum) -> int:
+        """See :class:`Bucket`."""
+        self._is_missing = True
+        return self._payload_bytes
+
+    def is_finite(self) -> bool:
+        """See :class:`Bucket`."""
+        gradient = self.slots[0].parameter.grad
+        assert gradient is not None
+        return bool(gradient._values().isfinite().all())
+
+    def _sum(self, world: Collectives, factor: float) -> Task:
+        parameter = self.slots[0].parameter
+        assert parameter.grad is not None
+        gradient = parameter.grad.coalesce()
+        values = gradient.values() if factor == 1.0 else gradient.values() * factor
+        payload = _pack(gradient.indices(), values)
+        self._payload_bytes = payload.numel()
+        received = yield world.allgather_bytes_async(payload, receive_bytes=None, name=self._name)
+        indices, values = _unpack(received, gradient.indices(), values)
+        total = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+        parameter.grad = total.coalesce()
+
+
+def _pack(indices: Tensor, values: Tensor) -> Tensor:
+    """Number of entries, indices and values as bytes; each part a multiple of 8 bytes."""
+    count = indices.new_tensor([values.shape[0]])
+    raw = values.contiguous().view(-1).view(torch.uint8)
+    padding = raw.new_zeros(-raw.numel() % 8)
+    return torch.cat([count.view(torch.uint8), indices.contiguous().view(-1).view(torch.uint8), raw, padding])
+
+
+def _unpack(received: Tensor, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """All ranks' entries, in rank order, of the types and inner shapes of this rank's."""
+    row_bytes = values.element_size() * math.prod(values.shape[1:])
+    all_indices, all_values, start = [], [], 0
+    while start < received.numel():
+        count = int(received[start : start + 8].view(torch.int64))
+        middle = start + 8 + 8 * count * indices.shape[0]
+        stop = middle + row_bytes * count
+        all_indices.append(received[start + 8 : middle].view(torch.int64).view(indices.shape[0], count))
+        all_values.append(received[middle:stop].view(values.dtype).view(count, *values.shape[1:]))
+        start = stop + -stop % 8
+    return torch.cat(all_indices, dim=1), torch.cat(all_values)
+
+
+def fill_buckets(slots: Sequence[Slot], bucket_elements: int) -> list[list[Slot]]:
+    """Cuts parameters into buckets of one type and device each, in their order.
+
+    Args:
+        slots: the parameters.
+        bucket_elements: a bucket is closed when it has as many.
+    """
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
+    buckets: list[list[Slot]] = []
+    for slot in slots:
+        key = (slot.parameter.dtype, slot.parameter.device)
+        bucket = open_buckets.get(key, [])
+        if bucket and sum(other.info.size for other in bucket) + slot.info.size > bucket_elements:
+            buckets.append(open_buckets.pop(key))
+            bucket = []
+        open_buckets[key] = [*bucket, slot]
+    return list(itertools.chain(buckets, open_buckets.values()))

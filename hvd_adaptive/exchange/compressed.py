@@ -1,0 +1,192 @@
+"""Options put to work: a model's deltas or gradients summed in encoded form, whoever asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hvd_adaptive.compress.codec import Codec
+from hvd_adaptive.compress.policy import Policy, TensorInfo, parse_policy
+from hvd_adaptive.exchange.auto_bits import BitChooser
+from hvd_adaptive.exchange.exchange import Exchange, misfit
+from hvd_adaptive.exchange.pipeline import Task, run_pipeline
+from hvd_adaptive.transport.base import AgreedError, Transport
+
+
+class Compression(Protocol):
+    """The options; :class:`hvd_adaptive.Config` has them.
+
+    Attributes:
+        compression: the policy, as text.
+        reducer: see :class:`Exchange`.
+        error_feedback: see :class:`Exchange`.
+        seed: of stochastic rounding.
+    """
+
+    @property
+    def compression(self) -> str: ...  # noqa: D102
+
+    @property
+    def reducer(self) -> str: ...  # noqa: D102
+
+    @property
+    def error_feedback(self) -> bool: ...  # noqa: D102
+
+    @property
+    def seed(self) -> int: ...  # noqa: D102
+
+
+def check_compression(options: Compression) -> Policy:
+    """Returns the policy that the options name.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
+    try:
+        return parse_policy(options.compression)
+    except ValueError as error:
+        raise ValueError(f"compression: {error}") from None
+
+
+class CompressedSum:
+    """Sums weighted values over ranks in encoded form, in place of ``Transport.allreduce_sum_``. Construction is COLLECTIVE.
+
+    What a codec loses is added to the next round's values (``error_feedback``): one more copy of the parameters.
+
+    Args:
+        options: policy, reducer, error feedback and seed.
+        transport: the world.
+        names: of all trainable parameters, with their shapes.
+        auto_bits: rounds between two choices of bits for each layer (:class:`BitChooser`); 0: never.
+
+    Raises:
+        AgreedError: on all ranks, for a policy that cannot be read, names no parameter, or has a codec that cannot go with the
+            reducer or with ``auto_bits``.
+    """
+
+    def __init__(
+        self, options: Compression, transport: Transport, names: Sequence[TensorInfo], *, auto_bits: int = 0
+    ) -> None:
+        self._names = list(names)
+        self._transport = transport
+        self._reducer = options.reducer
+        self._auto_bits = auto_bits
+        self._tensors: dict[str, list[TensorInfo]] = {}
+        policy = self._checked(options)
+        self._exchange = Exchange(
+            transport,
+            policy,
+            reducer=options.reducer,
+            error_feedback=options.error_feedback,
+            seed=options.seed,
+        )
+        self._num_rounds = 0
+        self._compile()
+
+    @property
+    def policy(self) -> Policy:
+        """The codec of each tensor."""
+        return self._exchange.policy
+
+    def set_policy(self, options: Compression) -> None:
+        """Changes the codecs between two rounds, and forgets residuals. COLLECTIVE.
+
+        Args:
+            options: only its ``compression`` counts.
+
+        Raises:
+            AgreedError: as on construction, and if the ranks' policies differ.
+        """
+        self._exchange.set_policy(self._checked(options))
+        self._compile()
+
+    def begin_round(self) -> bool:
+        """Gives the round random numbers of its own. COLLECTIVE with ``auto_bits``.
+
+        Returns:
+            Whether the policy has changed, with which residuals are forgotten.
+        """
+        self._num_rounds += 1
+        policy = None if self._chooser is None else self._chooser.choose(self._transport)
+        if policy is None or policy.spec == self.policy.spec:
+            return False
+        self._exchange.set_policy(policy)
+        self._compile()
+        return True
+
+    def sum_(self, flat: Tensor, name: str, tensors: Sequence[TensorInfo]) -> int:
+        """Replaces a rank's weighted values by their sum over ranks, the same bits everywhere. COLLECTIVE.
+
+        Args:
+            flat: one dimension, changed in place.
+            name: of the group of tensors.
+            tensors: what is in it, in order.
+
+        Returns:
+            Bytes of this rank's values in encoded form.
+        """
+        self.prepare(flat, name, tensors)
+        run_pipeline(self.tasks(flat, name))
+        return self.payload_bytes(flat, name)
+
+    def prepare(self, flat: Tensor, name: str, tensors: Sequence[TensorInfo]) -> None:
+        """See :meth:`Exchange.prepare`. COLLECTIVE."""
+        self._tensors[name] = list(tensors)
+        self._exchange.prepare(flat, name, tensors)
+
+    def tasks(self, flat: Tensor, name: str) -> list[Task]:
+        """Returns what `sum_` does as tasks, for a group that `prepare` knows; see :meth:`Exchange.tasks`."""
+        if self._chooser is not None and self._transport.world_size > 1 and self._chooser.is_due(self._num_rounds):
+            self._chooser.measure(flat, self._tensors[name])
+        return self._exchange.tasks(flat, name, step=self._num_rounds)
+
+    def payload_bytes(self, flat: Tensor, name: str) -> int:
+        """Returns the bytes of a rank's values of that group in encoded form."""
+        if self._exchange.reducer(name) == "none":
+            return flat.numel() * flat.element_size()
+        return self._exchange.payload_bytes(name)
+
+    def reset(self) -> None:
+        """Forgets residuals."""
+        self._exchange.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns this rank's residuals and the number of rounds."""
+        return {"exchange": self._exchange.state_dict(), "num_rounds": self._num_rounds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over a state; residuals only where the number of ranks is the same, with a warning else. COLLECTIVE."""
+        if self._chooser is not None:
+            self._exchange.set_policy(parse_policy(state["exchange"]["policy"]))
+        self._num_rounds = int(state["num_rounds"])
+        self._exchange.load_state_dict(state["exchange"])
+
+    def _checked(self, options: Compression) -> Policy:
+        try:
+            policy = check_compression(options)
+            policy.check(self._names)
+            self._chooser = BitChooser(policy, self._auto_bits) if self._auto_bits else None
+        except ValueError as error:
+            # Every rank has the same options and model, so every rank is here.
+            raise AgreedError(str(error)) from None
+        if (reason := misfit(policy, self._reducer, self._names)) is not None:
+            raise AgreedError(reason)
+        return policy
+
+    def _compile(self) -> None:
+        for codec in {self.policy.codec(tensor) for tensor in self._names}:
+            _compile(codec)
+
+
+def _compile(codec: Codec) -> None:
+    """Has a codec's kernels compiled, or loaded, which takes seconds, before the first merge."""
+    if codec.factor_rank:
+        return
+    values = torch.zeros(codec.granularity)
+    payload = torch.empty(codec.payload_bytes(values.numel()), dtype=torch.uint8)
+    codec.encode_(values, payload, key=0)
+    for add in (0, 1, -1):
+        codec.decode_(payload, values, add=add)

@@ -1,0 +1,239 @@
+"""Batch scripts for Slurm, rendered from options: those in slurm/, and those of ``hvd-adaptive submit``.
+
+A value goes where it cannot become something else: into an #SBATCH line only without quotes, backslashes and control characters,
+into a line of shell quoted. What follows from Slurm is read by the running script, so that a script may be copied.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;%@/_+-=~")
+
+
+def _check_directive(name: str, value: str | None) -> None:
+    """Raises ValueError for a text that sbatch would not read back as it is: in its quotes a backslash still escapes."""
+    if value is not None and (not value or not value.isprintable() or set(value) & set("\"'\\")):
+        raise ValueError(f"{name} must be a line without quotes and backslashes, not empty, got {value!r}: it goes into #SBATCH")
+
+
+def _check_one_line(name: str, value: str) -> None:
+    if any(ord(character) < 32 or ord(character) == 127 for character in value):
+        raise ValueError(f"{name} must be of single lines without control characters, got {value!r}: it goes into a script")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Component:
+    """What one component of a job asks for; several make a heterogeneous job, whose ranks are one world.
+
+    Attributes:
+        nodes: number of nodes.
+        ntasks_per_node: ranks on each.
+        cpus_per_task: cores of each rank.
+        gpus_per_node: GPUs of each node; None: one a rank; 0: none.
+        partition: Slurm's partition; None: the site's default.
+        constraint: features that the nodes must have, as for ``sbatch --constraint``.
+
+    Raises:
+        ValueError: on construction, for a number below 1 or a text that cannot stand in an #SBATCH line.
+    """
+
+    nodes: int = 1
+    ntasks_per_node: int = 4
+    cpus_per_task: int = 8
+    gpus_per_node: int | None = None
+    partition: str | None = None
+    constraint: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "ntasks_per_node", "cpus_per_task"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.gpus_per_node is not None and self.gpus_per_node < 0:
+            raise ValueError(f"gpus_per_node must be >= 0, got {self.gpus_per_node}")
+        for name in ("partition", "constraint"):
+            _check_directive(name, getattr(self, name))
+
+    def lines(self) -> list[str]:
+        """Returns its #SBATCH lines."""
+        tasks = f"--ntasks-per-node={self.ntasks_per_node}"
+        gpus = self.ntasks_per_node if self.gpus_per_node is None else self.gpus_per_node
+        if gpus:
+            tasks += f" --gpus-per-node={gpus}" + "      # one rank a GPU" * (gpus == self.ntasks_per_node)
+        lines = [f"--nodes={self.nodes}", tasks, f"--cpus-per-task={self.cpus_per_task}"]
+        lines += [_option(name, getattr(self, name)) for name in ("partition", "constraint") if getattr(self, name)]
+        return [f"#SBATCH {line}" for line in lines]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchScript:
+    """A batch script.
+
+    Attributes:
+        components: one, or those of a heterogeneous job.
+        command: arguments of ``hvd-adaptive``; () for ``train`` with the script's own arguments.
+        launcher: ``srun``, by PMIx, or ``mpirun``.
+        time: time limit as for ``sbatch --time``.
+        name: of the job.
+        log: file of its output, as for ``sbatch --output``.
+        account: to charge.
+        requeue: the job saves what it has before its end, and is queued again.
+        signal_s: with requeue, seconds before the time limit at which Slurm tells the job; it may do so up to 60 s earlier.
+        venv: the virtual environment; None: ``VENV`` of the environment, else ``.venv``.
+        modules: environment modules to load.
+        prologue: lines of shell to run before the ranks, taken as they are.
+        title: lines of comment at the top.
+
+    Raises:
+        ValueError: on construction, for what cannot stand in a script or does not go together.
+    """
+
+    components: tuple[Component, ...] = (Component(),)
+    command: tuple[str, ...] = ()
+    launcher: str = "srun"
+    time: str = "04:00:00"
+    name: str = "hvd-adaptive"
+    log: str = "%x-%j.out"
+    account: str | None = None
+    requeue: bool = False
+    signal_s: int = 120
+    venv: str | None = None
+    modules: tuple[str, ...] = ()
+    prologue: tuple[str, ...] = ()
+    title: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for name in ("time", "name", "log", "account"):
+            _check_directive(name, getattr(self, name))
+        texts = [("command", self.command), ("modules", self.modules), ("prologue", self.prologue), ("venv", (self.venv or "",))]
+        for name, values in texts:
+            for value in values:
+                _check_one_line(name, value)
+        if self.launcher not in ("srun", "mpirun"):
+            raise ValueError(f"launcher must be srun or mpirun, got {self.launcher!r}")
+        if not 1 <= self.signal_s <= 65535:
+            raise ValueError(f"signal_s must be in [1, 65535], which Slurm takes, got {self.signal_s}")
+        if len(self.components) > 1 and (self.launcher != "srun" or self.requeue):
+            raise ValueError("components of a heterogeneous job need launcher srun and no requeue")
+        if self.requeue and self.command and self.command[0] != "train":
+            raise ValueError(
+                f"requeue needs the command train, which saves what it has at a signal, got {self.command[0]!r}: a script of "
+                "your own ends at a signal as it is written to"
+            )
+
+
+def render(script: BatchScript) -> str:
+    """Returns the text of a batch script."""
+    lines = ["#!/bin/bash", *(f"# {line}" for line in script.title)]
+    lines += [f"#SBATCH {line}" for line in (_option("job-name", script.name), _option("output", script.log))]
+    if script.account:
+        lines.append(f"#SBATCH {_option('account', script.account)}")
+    if script.requeue:
+        lines.append("#SBATCH --requeue --open-mode=append")
+        lines.append(f"#SBATCH --signal=B:USR1@{script.signal_s}      # to this script, so many seconds before the time limit")
+    for index, component in enumerate(script.components):
+        lines += ["#SBATCH hetjob"] * (index > 0) + [f"#SBATCH {_option('time', script.time)}", *component.lines()]
+    lines.append("set -euo pipefail")
+    if script.modules:
+        # Many sites' module commands read variables that are not set.
+        lines.append(f"set +u; module load {' '.join(map(shlex.quote, script.modules))}; set -u")
+    venv = '"${VENV:-.venv}/bin/activate"' if script.venv is None else shlex.quote(f"{script.venv}/bin/activate")
+    lines += [f". {venv}", *script.prologue]
+    lines += [
+        "# One thread a rank is right only where --cpus-per-task=1; srun of Slurm 22.05 and later asks for this variable.",
+        'export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}" SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"',
+    ]
+    if script.launcher == "mpirun":
+        lines.append("# -np calls the MPI's own mpirun with the flags that it needs; mpirun takes the hosts from Slurm.")
+    command = _command(script)
+    lines += _with_requeue(command) if script.requeue else [command]
+    return "\n".join(lines) + "\n"
+
+
+def _command(script: BatchScript) -> str:
+    first, *rest = script.command or ("train",)
+    words = ["hvd-adaptive", shlex.quote(first)]
+    if script.launcher == "mpirun":
+        words += ["-np", '"$SLURM_NTASKS"']
+    else:
+        het_group = [f"--het-group={','.join(map(str, range(len(script.components))))}"] * (len(script.components) > 1)
+        words = ["srun", "--mpi=pmix", *het_group, *words]
+    if script.requeue:
+        # The same folder after each start; options that follow win.
+        words += ["--out", '"runs/$SLURM_JOB_ID"', "--resume", "auto"]
+    words += [shlex.quote(word) for word in rest] if script.command else ['"$@"']
+    return " ".join(words)
+
+
+def _with_requeue(command: str) -> list[str]:
+    return [
+        "# The shell takes a signal only while it waits, so the ranks run beside it. After a signal they save and end with 75.",
+        f"{command} &",
+        "ranks=$! again=1 told=",
+        "trap 'kill -USR1 \"$ranks\" && again=1 told=75' USR1 TERM",
+        'while [ "$again" = 1 ]; do again=0 code=0; wait "$ranks" || code=$?; done',
+        "# Ranks that were told but not ready in time go on from an older checkpoint. A cancelled job is not RUNNING.",
+        'if [ "$code" != 0 ] && [ "${told:-$code}" = 75 ] &&',
+        '    [ "$(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID")" = RUNNING ]; then',
+        '    scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        'exit "$code"',
+    ]
+
+
+def _option(name: str, value: str) -> str:
+    return f'--{name}="{value}"' if set(value) - _PLAIN else f"--{name}={value}"
+
+
+def _title(purpose: str, file: str) -> tuple[str, ...]:
+    return (
+        purpose,
+        f"    sbatch slurm/{file}.sbatch --data PREFIX --epochs 5     # any option of `hvd-adaptive train`",
+        "Submit it where .venv is, or with VENV=/path/to/it. Options of sbatch win over the lines below. "
+        "docs/slurm.md says more.",
+    )
+
+
+def scripts_to_copy() -> dict[str, str]:
+    """Returns the texts of slurm/*.sbatch by file name."""
+    two_nodes = (Component(nodes=2),)
+    scripts: Sequence[tuple[str, str, dict[str, object]]] = (
+        ("one-node", "All GPUs of one node.", {}),
+        (
+            "several-nodes",
+            "Several nodes, the ranks started by srun. Without --mpi=pmix at your site: several-nodes-mpirun.sbatch.",
+            {"components": two_nodes},
+        ),
+        (
+            "several-nodes-mpirun",
+            "Several nodes, the ranks started by mpirun: needs no PMIx in Slurm.",
+            {"components": two_nodes, "launcher": "mpirun"},
+        ),
+        (
+            "mixed-gpus-constraint",
+            "Nodes of two kinds in one partition, of each a given number; the names are features of your nodes "
+            "(`sinfo -o '%n %f'`).",
+            {"components": (Component(nodes=2, constraint="[a100*1&v100*1]"),)},
+        ),
+        (
+            "mixed-gpus-hetjob",
+            "Nodes of two kinds with different numbers of GPUs, or in two partitions: a heterogeneous job, one world of ranks.",
+            {"components": (Component(constraint="a100"), Component(ntasks_per_node=2, constraint="v100"))},
+        ),
+        (
+            "preemptible",
+            "Saves a checkpoint when the job is preempted or near its time limit, is queued again, and goes on by itself.",
+            {"components": two_nodes, "requeue": True},
+        ),
+        (
+            "preemptible-mpirun",
+            "As preemptible.sbatch, the ranks started by mpirun: needs no PMIx in Slurm.",
+            {"components": two_nodes, "requeue": True, "launcher": "mpirun"},
+        ),
+    )
+    return {
+        f"{name}.sbatch": render(BatchScript(title=_title(purpose, name), **options))  # type: ignore[arg-type]
+        for name, purpose, options in scripts
+    }

@@ -1,0 +1,102 @@
+"""What this host's control groups and memory leave to its ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+# The cores of a control group, in versions 2 and 1.
+_CPUSETS = {"": "cpuset.cpus.effective", "cpuset": "cpuset.effective_cpus"}
+# Its memory: the limit, and what is used.
+_MEMORY = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+
+
+def parse_cores(text: str) -> list[int]:
+    """Returns the numbers behind the kernel's lists such as "0-3,8"; empty for an empty one."""
+    cores: list[int] = []
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            cores += range(int(first), int(last or first) + 1)
+    return cores
+
+
+def own_groups(text: str, root: Path) -> dict[str, Path]:
+    """Returns this process's control group folder of each controller, "" standing for version 2.
+
+    Args:
+        text: of /proc/self/cgroup.
+        root: where control groups are mounted.
+    """
+    groups = {}
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            base = root / controller if controller else root
+            folder = base / path.lstrip("/")
+            # In a container the path is the host's, and the own group is mounted at the top.
+            groups[controller] = folder if folder.is_dir() else base
+    return groups
+
+
+def _groups() -> dict[str, Path]:
+    try:
+        return own_groups(Path("/proc/self/cgroup").read_text(encoding="utf-8"), Path("/sys/fs/cgroup"))
+    except (OSError, ValueError):
+        return {}
+
+
+def host_cores(groups: dict[str, Path] | None = None) -> list[int]:
+    """Returns the cores that ranks on this host could be given: those of the control group, else all that are online."""
+    groups = _groups() if groups is None else groups
+    candidates = [
+        *(groups[name] / file for name, file in _CPUSETS.items() if name in groups),
+        Path("/sys/devices/system/cpu/online"),
+    ]
+    for file in candidates:
+        try:
+            cores = parse_cores(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if cores:
+            return cores
+    return []
+
+
+def cpu_quota(groups: dict[str, Path] | None = None) -> float | None:
+    """Returns how many cores' worth of time the control groups grant this process, None if they set no limit."""
+    groups = _groups() if groups is None else groups
+    quotas = []
+    for name, file in (("", "cpu.max"), ("cpu", "cpu.cfs_quota_us")):
+        folder = groups.get(name)
+        while folder is not None and (folder / file).exists():
+            try:
+                quota, *period = (folder / file).read_text(encoding="utf-8").split()
+                length = period[0] if period else (folder / "cpu.cfs_period_us").read_text(encoding="utf-8")
+                if quota != "max" and int(quota) > 0:
+                    quotas.append(int(quota) / int(length))
+            except (OSError, ValueError):
+                break
+            folder = folder.parent
+    return min(quotas, default=None)
+
+
+def free_memory_bytes(groups: dict[str, Path] | None = None, meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Returns what the host and the control groups leave free, None where the system does not tell."""
+    groups = _groups() if groups is None else groups
+    try:
+        match = re.search(r"MemAvailable:\s*(\d+) kB", meminfo.read_text(encoding="utf-8"))
+    except OSError:
+        match = None
+    free = [int(match[1]) * 1024] if match else []
+    for name, (limit_file, usage_file) in _MEMORY.items():
+        folder = groups.get(name)
+        while folder is not None and (folder / limit_file).exists():
+            try:
+                limit, usage = ((folder / file).read_text(encoding="utf-8").strip() for file in (limit_file, usage_file))
+                if limit != "max":
+                    free.append(max(0, int(limit) - int(usage)))
+            except (OSError, ValueError):
+                break
+            folder = folder.parent
+    return min(free, default=None)

@@ -1,0 +1,75 @@
+"""What a job's ranks write: shown at once, and read line by line; and what one of them says for all."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+# Exit code of a job that was given something that it cannot do.
+EXIT_BAD_INPUT = 2
+_OTHERS_LATER_S = 5.0
+
+
+def refuse(reason: object, *, speaks: bool) -> int:
+    """Says on one rank why the job cannot go on; on the others waits until that one has spoken.
+
+    A launcher ends the job when the first rank exits.
+
+    Args:
+        reason: for standard error.
+        speaks: whether this is the rank that speaks for all.
+
+    Returns:
+        The exit code.
+    """
+    if speaks:
+        print(f"hvd-adaptive: error: {reason}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(_OTHERS_LATER_S)
+    return EXIT_BAD_INPUT
+
+
+class Lines:
+    """Cuts a stream into lines, and passes on all of it but for the lines that its listener keeps.
+
+    A progress bar comes in pieces without an end of line, and shall be seen while it grows.
+
+    Args:
+        keep: told each line, without its end; returns whether what follows the mark in it is kept.
+        mark: what begins the part of a line that may be kept; what stands before it in the line was another rank's.
+    """
+
+    def __init__(self, keep: Callable[[str], bool], mark: str) -> None:
+        self._keep = keep
+        self._mark = mark.encode()
+        self._line = b""
+        self._num_shown = 0
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Takes what came; returns what to show now."""
+        return b"".join(self._show(chunk))
+
+    def end(self) -> bytes:
+        """Returns what is left to show when the stream has ended."""
+        return b"".join(self._finish(b"")) if self._line else b""
+
+    def _show(self, chunk: bytes) -> Iterator[bytes]:
+        *ended, tail = chunk.split(b"\n")
+        for part in ended:
+            self._line += part
+            yield from self._finish(b"\n")
+        self._line += tail
+        # What may be the mark's beginning waits for the rest.
+        at = self._line.find(self._mark)
+        if at < 0:
+            size = len(self._line)
+            at = next((i for i in range(max(0, size - len(self._mark)), size) if self._mark.startswith(self._line[i:])), size)
+        yield self._line[self._num_shown : at]
+        self._num_shown = max(self._num_shown, at)
+
+    def _finish(self, end: bytes) -> Iterator[bytes]:
+        line, start = self._line, self._num_shown
+        self._line, self._num_shown = b"", 0
+        is_kept = self._keep(line.decode(errors="replace"))
+        yield line[start : max(start, line.find(self._mark))] if is_kept else line[start:] + end

@@ -1,0 +1,103 @@
+"""What collectives cost on described links: bytes over bandwidth plus messages times latency.
+
+Ranks are numbered host by host. A host's ranks share its link to the others, which carries `bandwidth` each way at once.
+The costs are those of the algorithms that MPI libraries use for large messages (Thakur, Rabenseifner, Gropp, 2005: ring,
+and recursive halving and doubling for the latency), and of this project's reducers for encoded values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hvd_adaptive.compress.codec import Codec
+from hvd_adaptive.exchange.plan import Span, pieces
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Links:
+    """The network of a world of ranks.
+
+    Attributes:
+        world_size: number of ranks.
+        ranks_per_host: ranks on each host; the last may have fewer.
+        bandwidth: bytes a second of a host's link, each way.
+        latency_s: seconds of an empty message between hosts.
+        host_bandwidth: bytes a second between two ranks of a host.
+        host_latency_s: seconds of an empty message between them.
+    """
+
+    world_size: int
+    ranks_per_host: int
+    bandwidth: float
+    latency_s: float
+    host_bandwidth: float
+    host_latency_s: float
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts in use."""
+        return -(-self.world_size // self.ranks_per_host)
+
+    @property
+    def farthest_latency_s(self) -> float:
+        """Seconds of an empty message between the two ranks that are farthest from each other."""
+        return self.latency_s if self.num_hosts > 1 else self.host_latency_s
+
+    def allreduce_s(self, num_bytes: float) -> float:
+        """Returns the seconds of a sum over all ranks, each holding so many bytes."""
+        size = self.world_size
+        if size == 1:
+            return 0.0
+        # The ring crosses each host's link once each way.
+        slowest = self.host_bandwidth if self.num_hosts == 1 else min(self.bandwidth, self.host_bandwidth)
+        return 2 * (size - 1) / size * num_bytes / slowest + 2 * self._doublings * self.farthest_latency_s
+
+    def allgather_s(self, num_bytes: float) -> float:
+        """Returns the seconds in which every rank gets so many bytes from each."""
+        if self.world_size == 1:
+            return 0.0
+        slowest = self.host_bandwidth if self.num_hosts == 1 else min(self.bandwidth, self.host_bandwidth)
+        return (self.world_size - 1) * num_bytes / slowest + self._doublings * self.farthest_latency_s
+
+    def sra_s(self, codec: Codec, num_elements: int) -> float:
+        """Returns the seconds of a scatter-reduce-allgather of encoded values, without coding them."""
+        return self._spread_s(self.payload_bytes(codec, num_elements, self.world_size), self.world_size)
+
+    def hierarchical_s(self, codec: Codec, num_elements: int) -> float:
+        """Returns the seconds of the hierarchical reducer: fp32 inside hosts, encoded between them, without coding."""
+        local = min(self.ranks_per_host, self.world_size)
+        inside = 4 * num_elements * (local - 1) / local / self.host_bandwidth
+        payload = self.payload_bytes(codec, num_elements, self.world_size)
+        between = 2 * payload * (1 - 1 / self.num_hosts) / self.bandwidth
+        spread = payload * (local - 1) / local / self.host_bandwidth
+        messages = 2 * (self.num_hosts - 1) * self.latency_s + 2 * (local - 1) * self.host_latency_s
+        return inside + between + spread + messages
+
+    def sent_bytes(self, codec: Codec | None, num_elements: int) -> float:
+        """Returns the bytes that a rank sends in one sum of fp32 values: encoded by SRA, or the ring's (None)."""
+        size = self.world_size
+        total = 4 * num_elements if codec is None else self.payload_bytes(codec, num_elements, size)
+        return 2 * (size - 1) / size * total
+
+    @staticmethod
+    def payload_bytes(codec: Codec, num_elements: int, num_pieces: int) -> int:
+        """Returns the bytes of all values, encoded in one piece for each owner."""
+        cut = pieces(Span(0, num_elements), num_pieces=num_pieces, granularity=codec.granularity)
+        # All but the last that has any are alike.
+        sizes = [piece.size for piece in cut if piece.size]
+        return codec.payload_bytes(sizes[0]) * (len(sizes) - 1) + codec.payload_bytes(sizes[-1]) if sizes else 0
+
+    def _spread_s(self, payload: float, size: int) -> float:
+        """Twice (to the owners and back) each rank sends every other its piece."""
+        if size == 1:
+            return 0.0
+        local = min(self.ranks_per_host, size)
+        inside = payload * (local - 1) / size / self.host_bandwidth
+        across = local * payload * (size - local) / size / self.bandwidth
+        # A rank's messages follow each other on the wire, so that their latencies overlap but for what a message costs.
+        return 2 * (max(inside, across) + self.farthest_latency_s * self._doublings)
+
+    @property
+    def _doublings(self) -> int:
+        return math.ceil(math.log2(self.world_size)) if self.world_size > 1 else 0

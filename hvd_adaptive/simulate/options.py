@@ -1,0 +1,117 @@
+"""Options of ``hvd-adaptive simulate``: what is compared, and the cluster that is described; imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvd_adaptive.simulate.units import parse_factors, parse_ranks, parse_rate, parse_seconds
+from hvd_adaptive.validation import check_not_negative, check_positive, check_types_and_choices
+
+# What each is called here, and the options that make it.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "local": {"strategy": "local"},
+    "local-sizes": {"strategy": "local", "batch_size_rule": "proportional"},
+    "local-parts": {"strategy": "local", "dispatch": "proportional"},
+    "sync": {"strategy": "sync"},
+    "static": {"strategy": "sync", "batch_size_rule": "static"},
+    "local-sgd": {"strategy": "local", "dispatch": "equal", "merge_weights": "uniform"},
+    "horovod": {"strategy": "horovod"},
+}
+
+# Options of `train` that change what is simulated.
+SHARED_OPTIONS = (
+    *("batch_size", "min_batch_size", "max_batch_size", "mega_batch", "merge_period", "merge_share", "overlap_merge"),
+    *("compression", "reducer", "global_batch_size", "slowdown", "seed"),
+)
+
+
+def _option(default: Any, text: str, *choices: str) -> Any:
+    return field(default=default, metadata={"help": text, "choices": choices, "needs": {}})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterConfig:
+    """A description. Fields are options of ``hvd-adaptive simulate``; ``metadata["help"]`` describes them.
+
+    Raises:
+        ValueError: on construction, naming the field, the requirement and the value.
+    """
+
+    ranks: str = _option("2..4096", "numbers of ranks: 2,4,12 or 2..4096, which doubles")
+    ranks_per_host: int = _option(4, "ranks that share a host and its link")
+    speeds: str = _option(
+        "1,1,2,4", "the ranks' relative speeds, repeated over the ranks in order; fewer ranks take some from all over the list"
+    )
+    samples_per_s: float = _option(2000.0, "samples that a rank of speed 1 computes a second, the cost of a step apart")
+    step_overhead: str = _option("2ms", "what every step costs, whatever its batch and the rank's speed")
+    jitter: float = _option(0.05, "standard deviation of a step's seconds, relative")
+    drift: float = _option(0.0, "standard deviation of a rank's speed after a minute, relative: throttling, neighbours")
+    link: str = _option("10gbit", "bandwidth of a host's link, each way")
+    latency: str = _option("50us", "seconds of an empty message between hosts")
+    host_link: str = _option("10GB/s", "bandwidth between two ranks of a host")
+    host_latency: str = _option("2us", "seconds of an empty message between them")
+    model_mb: float = _option(100.0, "megabytes (10^6 bytes) of the model's parameters in fp32")
+    gradient_mb: float | None = _option(
+        None, "megabytes that sync and horovod exchange every step (default: the model's; less with sparse gradients)"
+    )
+    overlap: float = _option(0.5, "part of a step beside which gradients may cross the wire, in [0, 1]")
+    exchange_overhead: str = _option("1ms", "what every exchange costs, whatever its size: Horovod's cycle and agreement")
+    merge_gbs: float = _option(
+        10.0, "gigabytes of model a second of a rank's own part of a merge: delta, copies, outer step"
+    )
+    codec_gbs: float = _option(3.0, "gigabytes of fp32 values a second that a rank encodes and decodes")
+    store_operation: str = _option("12us", "what an operation (a claim takes two) costs the thread that serves the cursor")
+    first_batch: str = _option("0ms", "until a round's first batch is there, its claim apart; later ones are fetched meanwhile")
+    dataset_size: int | None = _option(None, "samples of an epoch, which rounds do not cross (default: no end)")
+
+    def __post_init__(self) -> None:
+        check_types_and_choices(self)
+        check_positive(
+            self, "ranks_per_host", "samples_per_s", "model_mb", "gradient_mb", "merge_gbs", "codec_gbs", "dataset_size"
+        )
+        check_not_negative(self, "jitter", "drift", "overlap")
+        if self.overlap > 1:
+            raise ValueError(f"overlap must be in [0, 1], got {self.overlap}")
+        parse_ranks(self.ranks)
+        parse_factors("speeds", self.speeds)
+        for name in ("step_overhead", "latency", "host_latency", "exchange_overhead", "store_operation", "first_batch"):
+            parse_seconds(name, getattr(self, name))
+        for name in ("link", "host_link"):
+            parse_rate(name, getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepConfig:
+    """What is compared. Fields are options of ``hvd-adaptive simulate``; ``metadata["help"]`` describes them.
+
+    Raises:
+        ValueError: on construction, naming the field, the requirement and the value.
+    """
+
+    strategies: str = _option(
+        "local,local-parts,sync,local-sgd,horovod",
+        f"which to compare, of {', '.join(STRATEGIES)}; local-sizes: batch sizes by speed; local-parts: parts by the last "
+        "round's speeds instead of claims; local-sgd: equal parts and weights; static: sync with shares by the first round's "
+        "speeds",
+    )
+    local_steps: float = _option(
+        25.0, "batches a rank computes between two merges, where --mega-batch does not fix the samples of all ranks together"
+    )
+    rounds: int = _option(16, "rounds to play")
+    settle: int = _option(8, "rounds at the start that do not count: the rules learn the ranks' speeds in them")
+
+    def __post_init__(self) -> None:
+        check_types_and_choices(self)
+        check_positive(self, "local_steps", "rounds")
+        check_not_negative(self, "settle")
+        if self.settle >= self.rounds:
+            raise ValueError(f"settle must be < rounds, got {self.settle} of {self.rounds}")
+        unknown = [name for name in self.names if name not in STRATEGIES]
+        if unknown:
+            raise ValueError(f"strategies must be of {', '.join(STRATEGIES)}, got {unknown[0]!r}")
+
+    @property
+    def names(self) -> list[str]:
+        """The strategies to compare."""
+        return [name.strip() for name in self.strategies.split(",")]

@@ -1,0 +1,102 @@
+"""Whether all ranks have come to the same point of a script, without waiting for a rank that does not come.
+
+A script may validate or save on all ranks or on rank 0 alone, and only the first is a place for a merge. So ranks tell where
+they are in a store beside Horovod: a position that rises before every optimizer step and before every wait for other ranks. A
+rank that stands at a point waits until all others stand there or one of them has gone further.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+_POLL_S = 0.5e-3
+# Positions since the last merge count in the low bits, so that ranks that count differently agree again after a merge.
+_MERGE_BITS = 32
+# Beyond all positions: a rank whose script is over.
+_OVER = 1 << 61
+
+
+class Store(Protocol):
+    """Shared counters and values; :class:`hvd_adaptive.transport.side_channel.SideChannel` is one."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter that starts at 0 and returns its new value."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        """Sets a value if it is as expected ("": never set), and returns what it is then."""
+
+
+class Meetings:
+    """The ranks' positions.
+
+    Args:
+        store: shared by all ranks.
+        rank: this rank.
+        world_size: number of ranks.
+        patience_s: seconds after which a rank gives up a point, for all ranks: another one may wait for it in a way that is not
+            seen here (MPI's own calls).
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        world_size: int,
+        patience_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._others = [other for other in range(world_size) if other != rank]
+        self._world_size = world_size
+        self._patience_s = patience_s
+        self._clock = clock
+        self._position = 0
+        self._asked_at = -1
+
+    def advance(self) -> None:
+        """Takes note that this rank goes on: to a step, or to a wait for others."""
+        self._move(self._position + 1)
+
+    def merged(self, num_merges: int) -> None:
+        """Takes note of a merge, after which all ranks are at the same point.
+
+        Args:
+            num_merges: merges so far, the same on every rank.
+        """
+        self._move(max(self._position, num_merges << _MERGE_BITS))
+
+    def over(self) -> None:
+        """Takes note that this rank's script is over."""
+        self._move(max(self._position, _OVER))
+
+    def all_here(self) -> bool:
+        """Returns whether all ranks stand at this point, the same on all that ask; False when asked there again.
+
+        Waits for ranks that are not as far yet.
+        """
+        if self._asked_at == self._position:
+            return False
+        self._asked_at = self._position
+        here, verdict = f"meet.{self._position}", f"meet.{self._position}.verdict"
+        self._store.add(here, 1)
+        end = self._clock() + self._patience_s
+        while True:
+            # In this order: who has gone further after it stood here has seen that all stood here.
+            gone = any(self._store.add(f"position.{other}", 0) > self._position for other in self._others)
+            if self._store.add(here, 0) == self._world_size:
+                return self._store.compare_set(verdict, "", "all") == "all"
+            if gone:
+                return False
+            if self._clock() > end:
+                return self._store.compare_set(verdict, "", "late") == "all"
+            time.sleep(_POLL_S)
+
+    def _move(self, position: int) -> None:
+        if position != self._position:
+            self._store.add(f"position.{self._rank}", position - self._position)
+            self._position = position

@@ -1,0 +1,351 @@
+"""Strategy ``local`` for one optimizer of a script: its steps stay on this rank, and the ranks' deltas are merged."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hvd_adaptive.core.balance import lr_multiplier
+from hvd_adaptive.core.merge_period import MergePeriod
+from hvd_adaptive.core.outer import OuterStep
+from hvd_adaptive.core.weights import merge_weights
+from hvd_adaptive.exchange.compressed import CompressedSum
+from hvd_adaptive.train import optimizer_state
+from hvd_adaptive.train.flat_model import FlatModel
+from hvd_adaptive.train.learning_rate import LearningRateMultiplier
+from hvd_adaptive.transport.base import Transport
+from hvd_adaptive.wrap.options import RunConfig
+
+log = logging.getLogger(__name__)
+
+# As ``train``: batches of one rank in a mega-batch, and merges that an epoch has at least, where the period grows.
+_BATCHES_A_ROUND = 100
+_LEAST_MERGES_AN_EPOCH = 4
+
+
+@dataclass
+class Round:
+    """What one rank did since the last merge.
+
+    Attributes:
+        present: 1; a rank that has called hvd.join() shows as 0 in the sum of all rows.
+        num_calls: steps of all ranks together, as they are counted: also those that this rank left out (GradScaler).
+        num_updates: steps that this rank's optimizer took.
+        num_samples: samples of its batches; 1 a batch where they are not known.
+        global_samples: samples of the ranks' batches together.
+        epoch_samples: samples of a pass of the script's loader over all ranks; 0: not known.
+        step_s: seconds of computing, stretched to all steps.
+        merge_s: seconds of the merge before, waiting for other ranks excluded.
+        lr: learning rate of the first group of parameters, as the script has it.
+        finite: 1 if the rank's parameters are finite.
+        checksum: of the global model after the merge before; 0: not looked at.
+        generation: merges that this rank's global model has seen; fewer after hvd.join().
+        period: steps to the next merge but one, as this rank proposes; 0: nothing yet.
+        is_loaded: 1 if the script has loaded weights into the model.
+    """
+
+    present: float = 1.0
+    num_calls: float = 0.0
+    num_updates: float = 0.0
+    num_samples: float = 0.0
+    global_samples: float = 0.0
+    epoch_samples: float = 0.0
+    step_s: float = 0.0
+    merge_s: float = 0.0
+    lr: float = 0.0
+    finite: float = 1.0
+    checksum: float = 0.0
+    generation: float = 0.0
+    period: float = 0.0
+    is_loaded: float = 0.0
+
+
+_FIELDS = tuple(item.name for item in dataclasses.fields(Round))
+
+
+@dataclass
+class MergeLog:
+    """What the report tells of an optimizer's merges, also when it is gone.
+
+    Attributes:
+        num_merges: merges so far.
+        merge_s: seconds of them, waiting for other ranks excluded.
+        weight: the ranks' weights in the last one, shape (world_size,); None before any.
+        steps_per_merge: the period, as of the last merge.
+    """
+
+    num_merges: int = 0
+    merge_s: float = 0.0
+    weight: NDArray[np.float64] | None = None
+    steps_per_merge: int = 1
+
+
+class Trained(nn.Module):
+    """An optimizer's parameters, and the buffers of the modules that hold them, as :class:`FlatModel` takes a model.
+
+    Looked up anew each time, since a script may replace a tensor (``module.to(device)``, ``parameter.data = ...``).
+
+    Args:
+        named: the parameters that are exchanged, in the order of the optimizer; those frozen later stay among them.
+        roots: modules whose buffers are merged.
+    """
+
+    def __init__(self, named: list[tuple[str, nn.Parameter]], roots: list[nn.Module]) -> None:
+        super().__init__()
+        self._named = named
+        # A list of modules would be taken for parts of this one.
+        self._roots = lambda: roots
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters as tensors of their own that share memory with them."""
+        for name, parameter in self._named:
+            yield name, nn.Parameter(parameter.detach(), requires_grad=True)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yields them without their names."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """Yields each buffer of the modules once."""
+        seen: set[int] = set()
+        for root in self._roots():
+            for buffer in root.buffers():
+                if id(buffer) not in seen and not buffer.is_sparse and buffer.numel():
+                    seen.add(id(buffer))
+                    yield buffer
+
+
+class Merger:
+    """Merges one optimizer's model over the ranks. Construction is COLLECTIVE: all ranks start from rank 0's model.
+
+    Args:
+        optimizer: the script's, as ``hvd.DistributedOptimizer`` made it.
+        named: its parameters, as they are named in the script.
+        roots: the modules that hold them, whose buffers are merged.
+        config: the options.
+        world: the ranks.
+
+    Attributes:
+        num_calls: steps counted since the last merge, the same on every rank.
+        is_due: a merge is due now, on every rank.
+        stream: the pass whose batches led to the last step; None: there was none.
+        log: what the report tells.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        named: list[tuple[str, nn.Parameter]],
+        roots: list[nn.Module],
+        config: RunConfig,
+        world: Transport,
+    ) -> None:
+        self._optimizer = optimizer
+        self._config = config
+        self._world = world
+        rules = config.merging()
+        self._flat = FlatModel(Trained(named, roots), self._world)
+        self._outer = OuterStep(
+            rules.outer_step, lr=rules.outer_learning_rate, momentum=rules.outer_momentum
+        )
+        if config.compression != "none":
+            infos = [info for group in self._flat.parameter_groups for info in group.infos]
+            self._flat.compressed = CompressedSum(rules, self._world, infos)
+        self._multiplier = LearningRateMultiplier(optimizer)
+        self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
+        self._period: MergePeriod | None = None
+        self._largest_lr = 0.0
+        self._round = Round()
+        self._timed = [0, 0.0]
+        self._last_merge_s = 0.0
+        self._checksum = 0
+        self._generation = 0
+        self._proposal = 0
+        self.num_calls = 0
+        self.is_due = False
+        self.stream: Any = None
+        self.log = MergeLog()
+
+    def begin_step(self, *, num_samples: int, global_samples: int, epoch_samples: int) -> None:
+        """Counts a step, before the optimizer takes it.
+
+        Args:
+            num_samples: samples of this rank's batches of the step; 0: not known.
+            global_samples: those of all ranks' batches.
+            epoch_samples: those of a pass of the loader; 0: not known.
+        """
+        world_size, this = self._world.world_size, self._round
+        self.num_calls += 1
+        this.num_samples += num_samples or 1
+        this.global_samples += global_samples or world_size
+        this.epoch_samples = epoch_samples
+        self._multiplier.value = 1.0
+        if num_samples:
+            self._multiplier.value = lr_multiplier(
+                self._config.lr_rule, batch_size=num_samples, reference_batch_size=global_samples / world_size
+            )
+        this.lr = self._multiplier.own_lr
+        self.is_due = self.num_calls >= self.log.steps_per_merge
+
+    def timed(self, seconds: float) -> None:
+        """Takes note of this rank's computing in a step."""
+        self._timed = [self._timed[0] + 1, self._timed[1] + seconds]
+
+    def end_step(self) -> None:
+        """Counts a step that the optimizer has taken."""
+        self._round.num_updates += 1
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """Takes note that the script has loaded weights into the model: they are where this rank's steps start from."""
+        self._flat.rebind()
+        for group in self._flat.groups:
+            for base, tensor in zip(group.slices(group.weights), group.tensors, strict=True):
+                base.copy_(tensor)
+        self._round.is_loaded = 1.0
+
+    def merge(self) -> None:
+        """Merges the ranks' models. COLLECTIVE.
+
+        Raises:
+            RuntimeError: on all ranks, if no rank's parameters are finite, or the ranks' global models differ.
+        """
+        begin = time.perf_counter()
+        self._flat.rebind()
+        this, num_timed = self._round, self._timed[0]
+        this.finite = float(self._flat.compute_delta())
+        this.num_calls, this.merge_s, this.checksum = self.num_calls, self._last_merge_s, self._checksum
+        this.generation, this.period = self._generation, self._proposal
+        this.step_s = self._timed[1] * self.num_calls / num_timed if num_timed else 0.0
+        delta_s = time.perf_counter() - begin
+        gathered = self._gather(this)
+        begin = time.perf_counter()
+        # Of the ranks that have seen most merges, the first one's word counts; one that has joined has an empty row.
+        root = int(np.argmax(np.where(gathered["present"] > 0, gathered["generation"], -1.0)))
+        self._agree_on_base(gathered, root)
+        if gathered["num_updates"].sum():
+            self._apply(gathered)
+        self._last_merge_s = delta_s + time.perf_counter() - begin
+        self.log.merge_s += self._last_merge_s
+        self.log.num_merges += 1
+        self._generation = int(gathered["generation"][root]) + 1
+        self._set_period(gathered, root)
+        interval = self._config.hash_interval
+        self._checksum = self._global_checksum() if interval and self.log.num_merges % interval == 0 else 0
+        self._round, self._timed = Round(), [0, 0.0]
+        self.num_calls, self.is_due = 0, False
+
+    def _gather(self, this: Round) -> dict[str, NDArray[np.float64]]:
+        """All ranks' rows, by a sum, which works beside ranks that have joined."""
+        rows = torch.zeros(self._world.world_size, len(_FIELDS), dtype=torch.float64)
+        rows[self._world.rank] = torch.tensor(dataclasses.astuple(this), dtype=torch.float64)
+        self._world.allreduce_sum_(rows, name="round")
+        return dict(zip(_FIELDS, rows.numpy().T, strict=True))
+
+    @torch.no_grad()
+    def _agree_on_base(self, gathered: dict[str, NDArray[np.float64]], root: int) -> None:
+        """Sees to it that the ranks' deltas are from one global model. COLLECTIVE."""
+        present, is_loaded = gathered["present"] > 0, gathered["is_loaded"] > 0
+        if is_loaded.any() or len(set(gathered["generation"][present])) > 1:
+            # Weights that were loaded on some ranks only have been broadcast to the others.
+            root = int(np.argmax(is_loaded)) if is_loaded.any() else root
+            if is_loaded.any() and self._flat.compressed is not None:
+                # What was lost of the way that the script has left.
+                self._flat.compressed.reset()
+            for group in self._flat.groups:
+                self._take_from(root, group.weights, group.name)
+            for group in self._flat.parameter_groups:
+                velocity = self._outer.velocity_of(group.weights)
+                if velocity is not None and is_loaded.any():
+                    velocity.zero_()
+                elif velocity is not None:
+                    self._take_from(root, velocity, group.name)
+            self._flat.compute_delta()
+            return
+        checksums = gathered["checksum"][present]
+        if len(set(checksums)) > 1:
+            raise RuntimeError(
+                f"the ranks' merged models differ (checksums {checksums.astype(int).tolist()}): this is a fault in hvd_adaptive "
+                "or in a machine; run with --strategy sync and report it"
+            )
+
+    def _take_from(self, root: int, values: Tensor, name: str) -> None:
+        """Replaces values by one rank's; a sum, as it works beside ranks that have joined."""
+        if self._world.rank != root:
+            values.zero_()
+        self._world.allreduce_sum_(values, f"base.{name}")
+
+    def _apply(self, gathered: dict[str, NDArray[np.float64]]) -> None:
+        rank, finite = self._world.rank, gathered["finite"] > 0
+        try:
+            weight = merge_weights(
+                self._config.merge_weights,
+                num_updates=gathered["num_updates"],
+                num_samples=gathered["num_samples"],
+                batch_sizes=np.maximum(gathered["num_samples"] / np.maximum(gathered["num_calls"], 1), 1e-9),
+                finite=finite,
+            )
+        except RuntimeError:
+            raise RuntimeError(
+                "the parameters of ALL ranks hold NaN or Inf: the script's training has diverged. Lower its learning rate, or "
+                "merge more often (--mega-batch)"
+            ) from None
+        convex = weight / weight.sum()
+        compressed, everyone = self._flat.compressed, bool(gathered["present"].all())
+        if not everyone:
+            # Ranks that have joined take part in plain sums only.
+            self._flat.compressed = None
+        self._flat.merge_(self._outer, weight=float(weight[rank]), buffer_weight=float(convex[rank]))
+        self._flat.compressed = compressed
+        self.log.weight = weight
+        kind = self._config.optimizer_state
+        if kind == "average" and everyone:
+            optimizer_state.average_(self._optimizer, self._world, float(convex[rank]))
+        if kind == "reset" or (kind == "keep" and not finite[rank]):
+            optimizer_state.reset_(self._optimizer, self._initial_state)
+        broken = np.flatnonzero((gathered["present"] > 0) & ~finite)
+        if len(broken) and rank == 0:
+            log.warning(
+                "ranks %s had NaN or Inf in their parameters: they contributed nothing and start again from the merged model. "
+                "If this repeats, lower the script's learning rate.",
+                broken.tolist(),
+            )
+
+    def _set_period(self, gathered: dict[str, NDArray[np.float64]], root: int) -> None:
+        num_calls, samples, lr = (float(gathered[name][root]) for name in ("num_calls", "global_samples", "lr"))
+        if not num_calls:
+            return
+        config = self._config
+        if self._period is None:
+            batch_size = samples / num_calls / self._world.world_size
+            start = config.mega_batch or round(_BATCHES_A_ROUND * batch_size)
+            self._period = MergePeriod(config.merge_period, start=start, share=config.merge_share)
+        elif gathered["step_s"].any():
+            self._largest_lr = max(self._largest_lr, lr)
+            merge_s = float(gathered["merge_s"].max())
+            self._period.observe(
+                num_samples=round(samples),
+                round_s=float(gathered["step_s"].max()) + merge_s,
+                communication_s=merge_s,
+                lr_factor=lr / self._largest_lr if lr > 0 else 1.0,
+                largest=int(gathered["epoch_samples"][root]) // _LEAST_MERGES_AN_EPOCH,
+            )
+        self._proposal = max(1, round(self._period.mega_batch * num_calls / samples))
+        self.log.steps_per_merge = int(gathered["period"][root]) or self._proposal
+
+    def _global_checksum(self) -> int:
+        checksum = 1
+        for group in self._flat.groups:
+            checksum = zlib.crc32(group.weights.cpu().numpy().data, checksum)
+        return checksum

@@ -1,0 +1,45 @@
+"""torch's modules, intercepted in place: when a script is about to validate or to save, and when it has loaded."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol
+
+from torch import nn
+
+
+class Listener(Protocol):
+    """What is told of modules while the script runs."""
+
+    def looked_at(self, kind: str, module: nn.Module) -> None:
+        """The script is about to use a model's weights for more than training: ``eval()`` or ``state_dict()``."""
+
+    def loaded(self, module: nn.Module) -> None:
+        """The script has loaded weights into a model."""
+
+
+def intercept_modules(listener: Listener) -> None:
+    """Replaces three methods of torch's module class."""
+    train, state_dict, load_state_dict = nn.Module.train, nn.Module.state_dict, nn.Module.load_state_dict
+
+    @functools.wraps(train)
+    def train_(self: Any, mode: bool = True) -> Any:
+        if not mode and self.training:
+            listener.looked_at("eval()", self)
+        return train(self, mode)
+
+    @functools.wraps(state_dict)
+    def state_dict_(self: Any, *args: Any, **options: Any) -> Any:
+        # Its parts' are called with where to put it.
+        if not args and options.get("destination") is None:
+            listener.looked_at("state_dict()", self)
+        return state_dict(self, *args, **options)
+
+    @functools.wraps(load_state_dict)
+    def load_state_dict_(self: Any, *args: Any, **options: Any) -> Any:
+        result = load_state_dict(self, *args, **options)
+        listener.loaded(self)
+        return result
+
+    nn.Module.load_state_dict = load_state_dict_  # type: ignore[method-assign]
+    nn.Module.train, nn.Module.state_dict = train_, state_dict_  # type: ignore[method-assign]

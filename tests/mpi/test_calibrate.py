@@ -1,0 +1,38 @@
+"""calibrate over real ranks: the file holds what was measured, and train and simulate accept it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hvd_adaptive.calibration_file import read_table
+from hvd_adaptive.option_sources import read_config_file
+
+COMMAND = [sys.executable, "-m", "hvd_adaptive"]
+
+
+def test_what_is_recommended_runs(run_job: Any, data: Path, tmp_path: Path) -> None:
+    file, run = tmp_path / "calibration.toml", tmp_path / "run"
+    options = ["--data", str(data), "--cache-dir", str(tmp_path / "cache"), "--batch-size", "32", "--slowdown", "1,2"]
+    job = run_job([*COMMAND, "calibrate", "-np", "2", "--out", str(file), *options], timeout=400)
+    assert job.returncode == 0 and not job.leftover, job.describe()
+    assert "recommended: batch_size 32" in job.stdout and "predicted:" in job.stdout
+    found = read_table(read_config_file(str(file), measurements=True)["calibration"], str(file))
+    assert len(found.ranks) == 2 and found.num_samples == 2000 and found.predicted.samples_per_s > 0
+    assert found.ranks[0].batch_size == [4, 8, 16, 32, 64, 128, 256]
+    # No time is tested: the machine may be busy.
+    for rank in found.ranks:
+        assert min(rank.step_s) > 0 and rank.together > 0
+    assert found.model_bytes == 4 * (300 * 128 + 128 * 40)  # no bias
+    assert all(size <= found.model_bytes * 1.01 for size in found.merge.payload_bytes)
+
+    # The run takes the file's data and options, the slowdown too.
+    job = run_job([*COMMAND, "train", "-np", "2", "--config", str(file), "--out", str(run), "--epochs", "2"], timeout=400)
+    assert job.returncode == 0, job.describe()
+    config = json.loads((run / "config.json").read_text())
+    assert config["mega_batch"] == found.merge.mega_batch[-1] or len(found.merge.mega_batch) == 1
+    assert config["slowdown"] == "1,2" and config["batch_size"] == 32
+    job = run_job([*COMMAND, "simulate", "--calibration", str(file), "--strategies", "local", "--rounds", "4", "--settle", "1"])
+    assert job.returncode == 0 and "local" in job.stdout, job.describe()

@@ -1,0 +1,195 @@
+"""Programs that tests start, alone or as ranks under mpirun; whatever becomes of one, no process of it stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from hvd_adaptive.launch.relaunch import find_launcher, launch_command
+
+_JOB = "HVD_TEST_JOB"  # set in every process of a job, so that all of them can be found
+GRACE_S = 5.0
+# By which processes may outlive their launcher: on a busy machine one that is killed dies when it gets its turn.
+OUTLIVE_S = 15.0
+_REPO = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 120.0
+
+
+def exit_on_signals() -> None:
+    """Has SIGTERM and Ctrl-C raise SystemExit, so that all that was made is removed; another one does not disturb that."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        for other in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(other, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, leave)
+
+
+@dataclass
+class JobResult:
+    """What became of a job: exit code, output, seconds, whether it ran out of time, for how long processes of it outlived it, and
+    which still ran at last."""
+
+    argv: list[str]
+    returncode: int
+    stdout: str
+    stderr: str
+    wall_s: float
+    timed_out: bool
+    outlived_s: float = 0.0
+    leftover: list[str] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """The end of both outputs, for a failure message."""
+        head = f"exit code {self.returncode} after {self.wall_s:.1f} s" + (
+            ", OUT OF TIME" if self.timed_out else ""
+        )
+        head += f", and {self.outlived_s:.1f} s later {self.leftover}" if self.leftover else ""
+        output = f"-- stdout\n{self.stdout[-6000:]}\n-- stderr\n{self.stderr[-6000:]}"
+        return f"{' '.join(self.argv)}\n{head}\n{output}"
+
+
+class Job:
+    """A running program; :meth:`end` must be called.
+
+    Args:
+        argv: the program and its arguments.
+        np: number of ranks under mpirun; None: the program by itself.
+        env: variables to add.
+        cwd: where to run it.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        np: int | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = _REPO,
+    ) -> None:
+        self._token = secrets.token_hex(8)
+        whole = {
+            **os.environ,
+            _JOB: self._token,
+            # Other tests run beside these: a rank that waits must not keep the core of the one that it waits for.
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            "PYTHONPATH": os.pathsep.join([str(_REPO), os.environ.get("PYTHONPATH", "")]),
+        }
+        whole |= env or {}
+        self.argv = list(argv)
+        if np is not None:
+            cores, is_root = len(os.sched_getaffinity(0)), os.geteuid() == 0
+            launcher = find_launcher(whole)
+            self.argv, whole = launch_command(
+                np, argv, env=whole, launcher=launcher, num_cores=cores, is_root=is_root
+            )
+        self._begin = time.monotonic()
+        self._outputs = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - closed by end()
+        out, err = self._outputs
+        self.child = subprocess.Popen(
+            self.argv, env=whole, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=cwd
+        )
+
+    def wait(self, timeout: float) -> bool:
+        """Waits until the program ends; False if it has not after so many seconds since its start."""
+        try:
+            self.child.wait(max(0.0, timeout - (time.monotonic() - self._begin)))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def output_bytes(self) -> tuple[int, int]:
+        """How much it has written on standard output and on standard error."""
+        out, err = (os.fstat(stream.fileno()).st_size for stream in self._outputs)
+        return out, err
+
+    def end(self, *, timed_out: bool = False, since: tuple[int, int] = (0, 0), grace_s: float = OUTLIVE_S) -> JobResult:
+        """Ends all processes of the job: at once if it is out of time, else those that outlive it.
+
+        Args:
+            timed_out: it still runs, and shall not: SIGTERM to the program, 5 s later SIGKILL to all its processes.
+            since: what of its output to leave out, as :meth:`output_bytes` had it.
+            grace_s: seconds by which its processes may outlive it.
+        """
+        leftover: dict[int, str] = {}
+        try:
+            if timed_out and self.child.poll() is None:
+                self.child.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.child.wait(GRACE_S)
+            wall_s = time.monotonic() - self._begin
+            # A launcher may return a moment before its ranks are gone.
+            ended = time.monotonic()
+            while (leftover := self._processes()) and not timed_out and time.monotonic() < ended + grace_s:
+                time.sleep(0.05)
+            outlived_s = time.monotonic() - ended
+        finally:
+            # Until they are gone: whoever comes next may look for them.
+            end_s = time.monotonic() + OUTLIVE_S
+            left = leftover or self._processes()
+            while left and time.monotonic() < end_s:
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                time.sleep(0.05)
+                left = self._processes()
+        self.child.wait()
+        texts = []
+        for stream, start in zip(self._outputs, since, strict=True):
+            stream.seek(start)
+            texts.append(stream.read().decode(errors="replace"))
+            stream.close()
+        return JobResult(self.argv, self.child.returncode, *texts, wall_s, timed_out, outlived_s, sorted(leftover.values()))
+
+    def _processes(self) -> dict[int, str]:
+        """The running processes of the job, found by its mark in their environment, with their command lines."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if f"{_JOB}={self._token}".encode() in (folder / "environ").read_bytes():
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                    found[int(folder.name)] = command.decode(errors="replace")
+        return found
+
+
+def run_job(
+    argv: Sequence[str],
+    *,
+    np: int | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = TIMEOUT_S,
+    cwd: Path = _REPO,
+    during: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    grace_s: float = OUTLIVE_S,
+) -> JobResult:
+    """Runs a program, as ``np`` ranks under mpirun unless that is None, and leaves no process of it behind.
+
+    Args:
+        argv: the program and its arguments.
+        np: number of ranks.
+        env: variables to add.
+        timeout: seconds; then SIGTERM to the program, 5 s later SIGKILL to all its processes.
+        cwd: where to run it.
+        during: called once when the program runs, to disturb it.
+        grace_s: seconds by which processes of it may outlive it.
+    """
+    job = Job(argv, np=np, env=env, cwd=cwd)
+    ended = False
+    try:
+        if during is not None:
+            during(job.child)
+        ended = job.wait(timeout)
+    finally:
+        result = job.end(timed_out=not ended, grace_s=grace_s)
+    return result

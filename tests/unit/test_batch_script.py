@@ -1,0 +1,160 @@
+"""Batch scripts: those in slurm/ come from the renderer, and no value becomes anything but itself."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_adaptive.cli.main import main
+from hvd_adaptive.launch.batch_script import BatchScript, Component, render, scripts_to_copy
+
+FOLDER = Path(__file__).parents[2] / "slurm"
+LIMIT_S = 120
+
+
+def test_the_scripts_to_copy_are_what_is_rendered() -> None:
+    texts = {path.name: path.read_text() for path in FOLDER.glob("*.sbatch")}
+    assert texts == scripts_to_copy(), "write scripts_to_copy() of hvd_adaptive/launch/batch_script.py to slurm/"
+
+
+NASTY = ["it's", 'say "hi"', "$(touch FLAG)", "`touch FLAG`", "a b", "*", "~", "; touch FLAG", "\\", "-x", "é", "#", "$HOME", ""]
+
+
+@pytest.mark.parametrize("requeue", [False, True])
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_arguments_arrive_as_they_are(tmp_path: Path, launcher: str, requeue: bool) -> None:
+    """In a shell, with stand-ins for the programs that write down what they get."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("srun", "hvd-adaptive"):
+        tool = tools / name
+        tool.write_text(f'#!{sys.executable}\nimport sys\nopen({str(tmp_path / "got")!r}, "w").write(repr(sys.argv[1:]))\n')
+        tool.chmod(0o755)
+    (tools / "activate").touch()
+    venv = tmp_path / "a venv's"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "activate").touch()
+    script = BatchScript(
+        command=("train", *NASTY), launcher=launcher, requeue=requeue, venv=str(venv), name="two words", prologue=("true",)
+    )
+    env = {"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "3"}
+    done = subprocess.run(["bash"], input=render(script), env=env, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    got = eval((tmp_path / "got").read_text())
+    expected = ["train", *(["-np", "3"] if launcher == "mpirun" else [])]
+    expected += ["--out", "runs/7", "--resume", "auto"] if requeue else []
+    expected = ["--mpi=pmix", "hvd-adaptive", *expected] if launcher == "srun" else expected
+    assert got == [*expected, *NASTY] and not (tmp_path / "FLAG").exists()
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    found = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), flags=re.M)
+    assert found is not None
+    return bool(int(found[1], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize(
+    ("is_told", "code", "state", "is_requeued"),
+    [
+        (True, 75, "RUNNING", True),
+        (True, 137, "RUNNING", True),
+        (True, 0, "RUNNING", False),
+        (True, 75, "COMPLETING", False),
+        (False, 75, "RUNNING", True),
+        (False, 1, "RUNNING", False),
+    ],
+)
+def test_when_a_job_is_queued_again(tmp_path: Path, is_told: bool, code: int, state: str, is_requeued: bool) -> None:
+    """The script under bash; Slurm's part of it is in tests/slurm."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").touch()
+    programs = {
+        # Takes a while after the signal, as ranks do.
+        "srun": f"trap 'sleep 0.3; exit {code}' USR1; touch started; for i in $(seq 1000); do sleep 0.05; done; exit {code}",
+        "squeue": f"echo {state}",
+        "scontrol": 'echo "$@" > requeued',
+    }
+    if not is_told:
+        programs["srun"] = f"touch started; exit {code}"
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "job").write_text(render(BatchScript(requeue=True, venv=str(tmp_path))))
+    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    job = subprocess.Popen(["bash", "job"], env=env, cwd=tmp_path)
+    end_s = time.monotonic() + LIMIT_S
+    # The ranks may be quicker than the script, which is told only once it has begun to wait for them.
+    while not (tmp_path / "started").exists() or (is_told and not catches(job.pid, signal.SIGUSR1)):
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+    if is_told:
+        job.send_signal(signal.SIGUSR1)
+        time.sleep(0.1)
+        # As a preemption does to all processes.
+        job.send_signal(signal.SIGTERM)
+    assert job.wait(LIMIT_S) == code
+    assert (tmp_path / "requeued").exists() == is_requeued
+    assert not is_requeued or (tmp_path / "requeued").read_text() == "requeue 7\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"command": ("train", "a\nb")}, "command must be of single lines"),
+        ({"prologue": ("a\rb",)}, "prologue must be of single lines"),
+        ({"venv": "a\nb"}, "venv must be of single lines"),
+        ({"name": "a\n#SBATCH --uid=0"}, "name must be a line without quotes and backslashes"),
+        ({"account": 'a"b'}, "account must be a line without quotes"),
+        ({"time": ""}, "time must be a line without quotes and backslashes, not empty, got ''"),
+        ({"launcher": "ssh"}, "launcher must be srun or mpirun, got 'ssh'"),
+        ({"requeue": True, "command": ("run", "x.py")}, "requeue needs the command train"),
+        ({"signal_s": 0}, r"signal_s must be in \[1, 65535\]"),
+        ({"components": (Component(), Component()), "launcher": "mpirun"}, "components of a heterogeneous job need"),
+    ],
+)
+def test_what_cannot_stand_in_a_script_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BatchScript(**options)
+
+
+def test_components_are_checked() -> None:
+    with pytest.raises(ValueError, match="nodes must be >= 1, got 0"):
+        Component(nodes=0)
+    with pytest.raises(ValueError, match="constraint must be a line"):
+        Component(constraint="a\\b")
+    assert "--gpus" not in "".join(Component(gpus_per_node=0).lines())
+
+
+def test_the_command_shows_saves_and_checks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "job.sbatch"
+    second = [":", "--constraint", "v100"]
+    assert main(["submit", "--nodes", "2", "--output", str(saved), *second, "--", "train", "--epochs", "2"]) == 0
+    text = capsys.readouterr().out
+    assert saved.read_text() == text
+    assert text.count("#SBATCH hetjob") == 1 and "srun --mpi=pmix --het-group=0,1 hvd-adaptive train --epochs 2" in text
+    # A mistake is found now, not when the job's turn comes.
+    for arguments, message in (
+        (["--output", str(saved), "--", "train"], f"--output {saved} cannot be written"),
+        (["--", "train", "--epochs", "-1"], "epochs must be > 0"),
+        (["--", "train", "-np", "2"], "leave -np out"),
+        (["--", "train", "--elastic", "--max-np", "2"], "--elastic starts them itself"),
+        (["--", "run", str(tmp_path / "x.py")], "is not there"),
+        (["--nodes", "2"], "needs a command after --"),
+        (["--", "rm", "-rf"], "needs a command after --"),
+    ):
+        assert main(["submit", *arguments]) == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert shutil.which("sbatch") is None and main(["submit", "--yes", "--", "train"]) == 2
+    assert "there is no sbatch on PATH" in capsys.readouterr().err

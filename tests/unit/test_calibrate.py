@@ -1,0 +1,187 @@
+"""calibrate: what follows from measured steps, the file, and one rank measured for real."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_adaptive.calibration_file import Calibration, read_table, to_toml, write_file
+from hvd_adaptive.cli.run import run_config
+from hvd_adaptive.core.recommend import predict, recommend_batches, recommend_mega_batch
+from hvd_adaptive.core.speed_model import fit_line
+from hvd_adaptive.option_sources import build_configs, read_config_file
+from hvd_adaptive.train.memory_ceiling import largest_by_growth
+
+RANK: dict[str, Any] = {
+    "host": "alpha", "device": "cpu", "threads": 1, "fixed_s": 1e-3, "per_work_s": 1e-4, "fit_error": 0.01, "jitter": 0.02,
+    "alone": 1.0, "together": 1.1, "slowdown": 1.0, "memory": "not measured", "batch_size": [32, 64], "step_work": [32.0, 64.0],
+    "step_s": [4e-3, 7e-3],
+}  # fmt: skip
+TABLE: dict[str, Any] = {
+    "format": 1, "created": "2026-11-21T16:00:00+00:00", "num_samples": 1000, "work": "samples", "work_per_sample": 1.0,
+    "model_bytes": 4000, "claim_s": 2e-5, "claim_p99_s": 1e-4, "versions": {"torch": "2.13.0"},
+    "ranks": [RANK, {**RANK, "largest_batch": 128}],
+    "link": {"num_hosts": 1, "latency_s": 1e-3, "per_byte_s": 1e-9, "fit_error": 0.1, "bytes": [4096], "seconds": [1e-3]},
+    "merge": {
+        "mega_batch": [640], "payload_bytes": [4000], "merge_s": [2e-3], "control_s": [1e-3], "wait_s": [1e-3], "round_s": [0.1],
+        "local_s": 1e-3,
+    },
+    "sync": {"step_s": [5e-3, 5e-3], "lengthened": [1.1, 1.1], "exchange_s": 1e-3},
+    "horovod": {"step_s": [5e-3, 5e-3], "lengthened": [1.0, 1.0], "exchange_s": 1e-3},
+    "predicted": {"samples_per_s": 1000.0},
+}  # fmt: skip
+
+
+@given(st.floats(0, 0.1), st.floats(1e-6, 1e-3), st.integers(3, 8))
+def test_a_line_is_found_again(fixed_s: float, per_work_s: float, num_sizes: int) -> None:
+    work = 2.0 ** np.arange(num_sizes)
+    a, c, error = fit_line(work, fixed_s + per_work_s * work)
+    if per_work_s * np.median(work) > 0.1 * (fixed_s + per_work_s * np.median(work)):
+        assert a == pytest.approx(fixed_s, rel=1e-6, abs=1e-9) and c == pytest.approx(per_work_s, rel=1e-6) and error < 1e-6
+    assert a >= 0 and c > 0
+
+
+def test_noise_gives_no_negative_part() -> None:
+    a, c, error = fit_line(np.array([1.0, 2, 4]), np.array([0.9, 2.1, 4.4]))
+    assert a == 0 and 0.9 < c < 1.2 and 0 < error < 0.3
+    a, c, _ = fit_line(np.array([1.0, 2, 4]), np.array([5.0, 5, 4.9]))
+    assert c > 0 and a > 4
+    assert fit_line(np.array([8.0]), np.array([2.0])) == (0.0, 0.25, 0.0)
+    with pytest.raises(ValueError, match="must be equally many, and > 0"):
+        fit_line(np.array([1.0, 0]), np.array([1.0, 1]))
+
+
+def batches(fixed_s: list[float], sample_s: list[float], **more: Any) -> Any:
+    largest = np.array(more.pop("largest", [np.inf] * len(fixed_s)))
+    options = {"batch_size": 64, "dataset_size": 10_000, **more}
+    return recommend_batches(fixed_s=np.array(fixed_s), sample_s=np.array(sample_s), largest=largest, **options)
+
+
+def test_bounds_follow_from_what_every_step_costs() -> None:
+    # A step costs as much as 20 samples on the worse rank: half at 20, a tenth at 180.
+    found = batches([1e-3, 2e-3], [1e-4, 1e-4])
+    assert (found.batch_size, found.min_batch_size, found.max_batch_size, found.notes) == (64, 20, 180, [])
+    # Without fixed cost the paper's bounds stay.
+    found = batches([0, 0], [1e-4, 1e-4])
+    assert (found.min_batch_size, found.max_batch_size) == (8, 64)
+    # Where it dominates, larger batches are named, not taken: accuracy was not measured.
+    found = batches([0.1, 0], [1e-4, 1e-4])
+    assert (found.batch_size, found.min_batch_size, found.max_batch_size) == (64, 64, 512)
+    assert "batches of 512 would be 5.6" in found.notes[0] and "rank 0" in found.notes[0]
+
+
+def test_memory_bounds_batches() -> None:
+    found = batches([1e-3, 2e-3], [1e-4, 1e-4], largest=[np.inf, 100.0])
+    assert (found.batch_size, found.max_batch_size) == (64, 80)
+    found = batches([1e-3, 2e-3], [1e-4, 1e-4], largest=[np.inf, 40.0])
+    assert (found.batch_size, found.max_batch_size) == (32, 32) and "batch_size is 32 instead of 64: rank 1" in found.notes[0]
+    assert found.min_batch_size <= 32
+    with pytest.raises(ValueError, match="rank 0 has no memory for a batch of one sample"):
+        batches([1e-3], [1e-4], largest=[1.0])
+
+
+@given(st.floats(0, 0.2), st.floats(1e-6, 1e-2), st.integers(1, 1024), st.integers(100, 10**6))
+def test_any_recommendation_is_a_valid_configuration(fixed_s: float, sample_s: float, batch_size: int, dataset: int) -> None:
+    found = batches([fixed_s], [sample_s], batch_size=batch_size, dataset_size=dataset)
+    mega, _ = recommend_mega_batch(
+        batch_size=found.batch_size, least=100 * found.batch_size, communication_s=0.01, samples_per_s=1 / sample_s, share=0.03,
+        dataset_size=dataset,
+    )  # fmt: skip
+    config, _ = build_configs({
+        "batch_size": found.batch_size, "min_batch_size": found.min_batch_size, "max_batch_size": found.max_batch_size,
+        "mega_batch": mega,
+    })  # fmt: skip
+    assert config.mega_batch_samples % config.batch_size == 0
+
+
+def test_merges_get_their_share_of_the_time() -> None:
+    options: dict[str, Any] = {"batch_size": 64, "least": 640, "samples_per_s": 10_000.0, "share": 0.03}
+    mega, note = recommend_mega_batch(communication_s=0.03, dataset_size=100_000, **options)
+    assert note is None and mega % 64 == 0
+    assert 0.03 / (0.03 + mega / 10_000) == pytest.approx(0.03, rel=0.02)
+    assert recommend_mega_batch(communication_s=1e-6, dataset_size=100_000, **options) == (640, None)
+    mega, note = recommend_mega_batch(communication_s=1.0, dataset_size=10_000, **options)
+    assert 2500 <= mega < 2564 and note is not None and "merges take 80% of the time" in note
+
+
+def test_the_prediction_counts_steps_and_the_end_of_a_round() -> None:
+    # 2,000 and 1,000 samples a second, and 0.1 s of each 0.5 s is not computing.
+    found = predict(
+        step_s=np.array([0.032, 0.064]), batch_size=64, mega_batch=1200, merge_s=0.05, control_s=0.02, wait_s=0.03
+    )
+    assert found == pytest.approx(1200 / 0.5)
+
+
+def test_growth_gives_a_ceiling_only_where_it_can_be_seen() -> None:
+    gib = 2**30
+    largest, how = largest_by_growth({64: gib, 128: gib + 64 * 2**20}, 2 * gib)
+    assert largest == 128 + (2 * gib - gib - 64 * 2**20) // 2**20 and "1024 KiB a sample" in how
+    assert largest_by_growth({64: gib, 128: gib + 4096}, 2 * gib)[0] is None
+    assert largest_by_growth({64: gib}, 2 * gib)[0] is None and largest_by_growth({1: 0, 2: 0}, None)[0] is None
+
+
+@pytest.mark.parametrize("name", ["c.toml", "c.json"])
+def test_the_file_is_read_as_it_was_written(tmp_path: Path, name: str) -> None:
+    found = read_table(TABLE, "x")
+    options = {"batch_size": 64, "data": 'a "b" \\ \x7f é\n', "slowdown": None, "perturbation": True, "lr": 0.5}
+    write_file(tmp_path / name, options, found, comment="a comment")
+    whole = read_config_file(str(tmp_path / name), measurements=True)
+    assert read_table(whole.pop("calibration"), "x") == found
+    assert whole == {key: value for key, value in options.items() if value is not None}
+    # What train reads has no table left in it.
+    assert read_config_file(str(tmp_path / name)) == whole
+
+
+def test_toml_of_nested_tables() -> None:
+    text = to_toml({"a": 1, "t": {"x": [1, 2], "u": {"y": "z"}}, "l": [{"v": 1.5}, {"v": 2.0}], "none": None})
+    assert text == 'a = 1\n\n[t]\nx = [1, 2]\n\n[t.u]\ny = "z"\n\n[[l]]\nv = 1.5\n\n[[l]]\nv = 2.0\n'
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.update(format=2), "calibration.format must be 1, got 2"),
+        (lambda t: t.pop("claim_s"), "calibration.claim_s is missing"),
+        (lambda t: t["ranks"][1].pop("host"), r"calibration.ranks\[1\].host is missing"),
+        (lambda t: t["ranks"][0].update(fixed_s="fast"), r"ranks\[0\].fixed_s must be a number >= 0, got 'fast'"),
+        (lambda t: t["ranks"][0].update(fixed_s=float("nan")), "must be a number >= 0, got nan"),
+        (lambda t: t["ranks"][0].update(step_s=[]), r"ranks\[0\]: batch_size, step_work and step_s must have one entry"),
+        (lambda t: t["link"].update(speed=1), "link.speed is unknown"),
+        (lambda t: t.update(merge=[]), r"merge must be a table, got \[\]"),
+        (lambda t: t.update(ranks=[]), "ranks must have at least one rank"),
+        (lambda t: t.update(num_samples=1.5), "num_samples must be a whole number >= 0, got 1.5"),
+        (lambda t: t.update(versions={"torch": 2}), "versions must be a table of texts"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, change: Any, message: str) -> None:
+    table = json.loads(json.dumps(TABLE))
+    change(table)
+    (tmp_path / "c.json").write_text(json.dumps({"calibration": table}))
+    with pytest.raises(ValueError, match=f"c.json: .*{message}"):
+        read_config_file(str(tmp_path / "c.json"))
+
+
+def test_run_takes_from_a_file_what_it_knows(tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({"batch_size": 64, "mega_batch": 640, "max_batch_size": 180, "calibration": TABLE}))
+    config = run_config(argparse.Namespace(config=str(file)), {})
+    assert config.max_batch_size == 180 and config.mega_batch is None
+    assert run_config(argparse.Namespace(config=str(file), strategy="local"), {}).mega_batch == 640
+    assert run_config(argparse.Namespace(config=str(file), max_batch_size="90"), {}).max_batch_size == 90
+    with pytest.raises(ValueError, match="mega_batch needs strategy 'local'"):
+        run_config(argparse.Namespace(config=str(file), mega_batch="64"), {})
+    file.write_text('{"bach_size": 64}')
+    with pytest.raises(ValueError, match="unknown option 'bach_size'; did you mean batch_size"):
+        run_config(argparse.Namespace(config=str(file)), {})
+
+
+def test_a_read_calibration_is_typed() -> None:
+    found = read_table(TABLE, "x")
+    assert isinstance(found, Calibration) and found.ranks[1].largest_batch == 128 and found.ranks[0].largest_batch is None

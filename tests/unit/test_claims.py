@@ -1,0 +1,95 @@
+"""The shared cursor under every interleaving of its operations: claims partition the work, none is a sliver, few operations."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_adaptive.core.dispatch import ClaimRule
+from hvd_adaptive.train.claims import Claim, SharedCursor
+from hvd_adaptive.transport.in_process_store import InProcessStore
+
+
+class Interleaved(InProcessStore):
+    """A store beside whose operations other ranks may claim: the worst that concurrency can do, as the seed says."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = random.Random(seed)
+        self.others: list[Any] = []
+        self.num_operations = 0
+
+    def add(self, key: str, amount: int) -> int:
+        # Who was refused waits for the end of who closed the cursor, so that one is not overtaken here.
+        while self.others and not key.endswith(".end") and self.random.random() < 0.4:
+            # An operation of another rank comes first; it may itself be overtaken.
+            self.random.choice(self.others)()
+        self.num_operations += 1
+        return super().add(key, amount)
+
+    def forget(self, key: str) -> None:
+        self.delete(key)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    total=st.integers(1, 400),
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    closes=st.booleans(),
+)
+def test_claims_partition_the_work_whatever_the_interleaving(seed: int, total: int, sizes: list[int], closes: bool) -> None:
+    transport: Any = Interleaved(seed)
+    speeds = np.arange(1.0, len(sizes) + 1)
+    rules = [
+        ClaimRule.of_round(
+            rank, batch_sizes=np.array(sizes, dtype=float), speed_shares=speeds / speeds.sum(), work_per_sample=1.0, dynamic=True
+        )
+        for rank in range(len(sizes))
+    ]  # fmt: skip
+    least = rules[0].least
+    assert {rule.least for rule in rules} == {min(2, *sizes)}
+    cursors = [SharedCursor(transport, "c", total_work=total, least=least) for _ in rules]
+    taken: list[Claim] = []
+    busy, refused = [False] * len(rules), [False] * len(rules)
+
+    def turn(rank: int) -> None:
+        # A rank makes one claim at a time.
+        if busy[rank] or refused[rank]:
+            return
+        busy[rank] = True
+        claim = cursors[rank].claim(lambda remaining: rules[rank].size(remaining, pending=0))
+        busy[rank] = False
+        if claim is None:
+            refused[rank] = True
+        else:
+            taken.append(claim)
+
+    transport.others = [lambda rank=rank: turn(rank) for rank in range(len(rules))]
+    if closes:
+        for _ in range(seed % 7):
+            turn(seed % len(rules))
+        cursors[seed % len(rules)].close()
+    while not all(refused):
+        turn(transport.random.randrange(len(rules)))
+    end = {cursor.end for cursor in cursors}
+    assert len(end) == 1
+    edges = [0, *(stop for _, stop in sorted(taken))]
+    assert [start for start, _ in sorted(taken)] == edges[:-1]
+    assert edges[-1] == (end.pop() if closes and edges[-1] < total else total)
+    assert all(stop - start >= min(least, total) for start, stop in taken)
+    cursors[0].forget()
+    assert transport.add("c", 0) == transport.add("c.end", 0) == 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 64])
+def test_a_claim_takes_two_operations_however_many_ranks_claim(num_ranks: int) -> None:
+    transport: Any = Interleaved(0)
+    cursors = [SharedCursor(transport, "c", total_work=20 * num_ranks) for _ in range(num_ranks)]
+    num_claims = sum(cursor.claim(lambda _: 2) is not None for _ in range(10) for cursor in cursors)
+    assert num_claims == 10 * num_ranks and transport.num_operations == 2 * num_claims

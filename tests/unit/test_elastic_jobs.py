@@ -1,0 +1,120 @@
+"""What a supervisor knows of a script: its events, its commits, when it gives up; and the ranks' output on its way to people."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_adaptive.launch.elastic_jobs import EVENT, Launch, ScriptJob
+from hvd_adaptive.launch.last_checkpoint import commit_name, newest_checkpoint, newest_commit, number_of
+from hvd_adaptive.launch.output import Lines
+
+
+def event(name: str, **content: Any) -> str:
+    return EVENT + json.dumps({"event": name, **content})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_output_is_shown_as_it_comes_but_for_what_is_meant_for_the_supervisor(seed: int) -> None:
+    said = f"a\n 10%|#\r 20%|##{event('step')}\nhvd-adaptive: b\n{event('x')}\nhvd-\n\nlast hvd-adaptive-ev".encode()
+    shown = b"a\n 10%|#\r 20%|##hvd-adaptive: b\nhvd-\n\nlast hvd-adaptive-ev"
+    heard: list[str] = []
+
+    def keep(line: str) -> bool:
+        heard.append(line)
+        return EVENT in line
+
+    lines, chance, rest, out = Lines(keep, EVENT), random.Random(seed), said, b""
+    while rest:
+        size = chance.randint(1, 12)
+        out += lines.feed(rest[:size])
+        rest = rest[size:]
+    assert out == b"a\n 10%|#\r 20%|##hvd-adaptive: b\nhvd-\n\nlast "
+    assert out + lines.end() == shown
+    assert heard == said.decode().split("\n")
+    # What has no end of line is not held back.
+    assert Lines(keep, EVENT).feed(b"50%|####") == b"50%|####"
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    for name in ("memory", "disk"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "memory", tmp_path / "disk"
+
+
+def launch(number: int = 2, num_before: int = 0) -> Launch:
+    return Launch(number, {"a": 1}, "start", [], num_before, {})
+
+
+def test_commits_and_checkpoints_are_told_by_their_names(tmp_path: Path) -> None:
+    for name in ("commit-00000002.safetensors", "commit-00000010.safetensors", "commit-x.safetensors", "round-9", "round-010"):
+        (tmp_path / name).touch()
+    (tmp_path / ".part-commit-00000011.safetensors").touch()
+    newest, checkpoint = newest_commit(tmp_path / "none", tmp_path), newest_checkpoint(tmp_path)
+    assert newest is not None and newest.name == commit_name(10) and number_of(newest) == 10
+    assert checkpoint is not None and checkpoint.name == "round-010" and number_of(checkpoint) == 10
+
+
+def test_a_script_without_commits_gets_on_by_stepping_for_a_while_and_not_by_failing(folders: tuple[Path, Path]) -> None:
+    job = ScriptJob([], ["x.py"], None, folders[0])
+    assert job.beginning(launch()) is None and not job.stops_in_order
+    assert job.hear("10%|" + event("step", commit=0, seconds={"imports": 1.5}))
+    beginning = job.beginning(launch())
+    assert beginning is not None and beginning.parts_s == {"imports": 1.5} and beginning.record == {"commit": 0}
+    assert not job.has_got_on(launch(), blamed=True)
+    job.hear(event("steady"))
+    assert job.has_got_on(launch(), blamed=False)
+    job.hear(event("raised"))
+    # Unless another's end was first.
+    assert not job.has_got_on(launch(), blamed=False) and job.has_got_on(launch(), blamed=True)
+    assert not job.hear("a line of the script's") and job.hear(EVENT + "{cut") and job.hear(EVENT + "[]")
+    assert not job.is_finished(0) and not job.was_stopped(75)
+    job.hear(event("finished"))
+    assert job.is_finished(0) and not job.is_finished(1)
+    assert job.arguments(2, local=True) and job.beginning(launch(3)) is None and not job.is_finished(0)
+
+
+def test_a_script_with_commits_gets_on_by_new_ones(folders: tuple[Path, Path]) -> None:
+    memory, disk = folders
+    job = ScriptJob(["--interval", "5"], ["x.py", "--elastic"], disk, memory)
+    (disk / commit_name(4)).touch()
+    assert job.num_done() == 4
+    job.hear(event("commits"))
+    job.hear(event("steady"))
+    assert job.stops_in_order and not job.has_got_on(launch(num_before=4), blamed=True)
+    (disk / commit_name(5)).touch()
+    assert job.has_got_on(launch(num_before=4), blamed=False) and commit_name(5) in job.saved()
+    job.hear(event("stopped"))
+    assert job.was_stopped(75) and not job.was_stopped(1)
+    # In a folder that was chosen, so not to memory, wherever the ranks are.
+    where = ["run", "--launch", "7", "--commit-dir", str(disk)]
+    assert job.arguments(7, local=True) == [*where, "--interval", "5", "x.py", "--elastic"]
+    assert f"--commit-dir {disk} goes on from its commit 5" in job.close(finished=False)
+    (disk / ("." + "part-" + commit_name(6))).touch()
+    (disk / "restarts.jsonl").touch()
+    assert job.close(finished=True) == "" and [path.name for path in disk.iterdir()] == ["restarts.jsonl"]
+
+
+def test_commits_in_memory_go_where_other_hosts_find_them(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, disk = folders
+    monkeypatch.chdir(disk)
+    job = ScriptJob([], ["x.py"], None, memory)
+    assert job.arguments(1, local=True)[-3:] == ["--memory-dir", str(memory), "x.py"]
+    assert not list(disk.iterdir())
+    (memory / commit_name(3)).write_text("three")
+    assert "--memory-dir" not in job.arguments(2, local=False)
+    folder = next(disk.iterdir())
+    assert (folder / commit_name(3)).read_text() == "three"
+    # One that the disk has newer stays.
+    (folder / commit_name(4)).touch()
+    assert f"{folder} goes on from its commit 4" in job.close(finished=False)
+    assert job.close(finished=True) == "" and not list(disk.iterdir()) and not list(memory.glob("commit*"))
+    # Nothing was committed: nothing is left, and nothing said.
+    assert ScriptJob([], ["x.py"], None, memory).close(finished=False) == "" and not list(disk.iterdir())

@@ -1,0 +1,52 @@
+"""What a person who mistypes a command or an option is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvd_adaptive.cli.main import main
+from hvd_adaptive.cli.parser import make_parser
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "did you mean train?; hvd-adaptive --help shows what there is"),
+        (["train", "--batchsize", "3"], "unknown arguments --batchsize 3: did you mean --batch-size"),
+        (["train", "--epoch=3"], "unknown arguments --epoch=3: did you mean --epochs"),
+        (["train", "-np", "x"], "argument -np/--num-ranks: invalid int value: 'x'; hvd-adaptive train --help shows"),
+        (["report"], "the following arguments are required: RUN_DIR; hvd-adaptive report --help shows"),
+        (["submit", "--node", "x"], "argument --nodes: invalid int value: 'x'; hvd-adaptive submit --help shows"),
+        (["submit", "--partitoin", "a", "--", "train"], "unknown arguments --partitoin a: did you mean --partition"),
+        (["predict", "runs/a", "zzz"], "unknown arguments zzz; hvd-adaptive predict --help shows"),
+    ],
+)
+def test_mistyped_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("hvd-adaptive: error: ")
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_one_of_many_ranks_speaks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    for name, value in (("RANK", "1"), ("SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    assert main(["train", "--batchsize", "3"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", [*make_parser().commands, "bench compress", "bench comm"])
+def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    shown = capsys.readouterr().out
+    assert f"\n  hvd-adaptive {command} " in shown.partition("examples:")[2], shown
+
+
+def test_nothing_given_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "first steps:" in capsys.readouterr().err

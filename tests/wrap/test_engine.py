@@ -1,0 +1,130 @@
+"""What stays of an optimizer or a model that the script has replaced, and of the watching of a batch."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from hvd_adaptive.wrap.engine import Engine
+from hvd_adaptive.wrap.local import LocalSteps
+from hvd_adaptive.wrap.options import RunConfig
+from hvd_adaptive.wrap.weights import GradientWeights
+
+
+class Wrapped(torch.optim.SGD):
+    """As much as is looked at of what hvd.DistributedOptimizer makes."""
+
+    op, backward_passes_per_step = 0, 1
+
+    def __init__(self, model: nn.Module, op: int = 0) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.op = op
+        self._parameter_names = {parameter: name for name, parameter in model.named_parameters()}
+
+
+def make_engine(**options: Any) -> Engine:
+    engine = Engine(RunConfig(**options), make_emulation=None, clock=time.perf_counter)
+    engine.world_size = 2
+    return engine
+
+
+def register(engine: Engine, optimizer: Wrapped) -> None:
+    engine.registered(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
+
+
+def test_gradients_are_weighted_from_the_first_unequal_batch_on_those_of_frozen_parameters_once_they_are_trained() -> None:
+    weights = GradientWeights(lambda optimizer, local_weight: 3.0 if optimizer is last else -1.0)
+    model = nn.Linear(2, 1)
+    model.bias.requires_grad_(False)
+    for last in (Wrapped(model), Wrapped(model)):
+        weights.registered(last, [model.weight, model.bias], local_weight=1.0)
+    expected = {False: (1.0, 1.0), True: (3.0, 3.0)}
+    for needed in (False, True):
+        if needed:
+            weights.need()
+            weights.need()
+        model.bias.requires_grad_(False)
+        model(torch.ones(1, 2)).sum().backward()
+        assert model.bias.grad is None and not model.bias.requires_grad
+        model.zero_grad()
+        model.bias.requires_grad_(True)
+        model(torch.ones(1, 2)).sum().backward()
+        assert (model.weight.grad[0, 0].item(), model.bias.grad.item()) == expected[needed]  # type: ignore[union-attr]
+        model.zero_grad()
+    # A copy of the model, as for a moving average, is its own.
+    copied = copy.deepcopy(model)
+    copied(torch.ones(1, 2)).sum().backward()
+    assert copied.bias.grad.item() == 1.0
+
+
+@pytest.mark.parametrize("strategy", ["sync", "local"])
+def test_a_replaced_optimizer_is_free_to_go_and_its_successor_counts(strategy: str) -> None:
+    engine, model = make_engine(strategy=strategy), nn.Linear(2, 1, bias=False)
+    first = Wrapped(model)
+    register(engine, first)
+    engine._weights.need()
+    alive = weakref.ref(first)
+    del first
+    gc.collect()
+    assert alive() is None
+    second = Wrapped(model, op=1)
+    register(engine, second)
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+    # Local steps use the rank's own gradient, which op=Sum takes for one of two parts; and it is weighted once.
+    assert model.weight.grad.tolist() == [[2.0, 2.0]] if strategy == "local" else [[1.0, 1.0]]
+
+
+def test_local_steps_hold_no_model_and_look_at_forwards_only_until_each_optimizer_has_begun() -> None:
+    num_hooks = len(torch_module._global_forward_pre_hooks)
+    steps = LocalSteps(RunConfig(strategy="local"), make_world=lambda: pytest.fail("no world"), note=lambda text: None)
+    model, other = nn.Sequential(nn.Linear(2, 1)), nn.Linear(2, 1)
+    optimizers = [Wrapped(model), Wrapped(other)]
+    for optimizer in optimizers:
+        steps.registered(optimizer)
+    alive = weakref.ref(model)
+    for called in (model, model[0], other):
+        called(torch.ones(1, 2))
+    assert [type(module) for module, is_called in steps._modules.items() if is_called] == [nn.Sequential, nn.Linear]
+    for left, optimizer in enumerate(reversed(optimizers), -1):
+        assert len(torch_module._global_forward_pre_hooks) == num_hooks + 1, left
+        assert not steps.begin_step(optimizer, None, [], refused=True)
+    assert len(torch_module._global_forward_pre_hooks) == num_hooks
+    del model, called, optimizer, optimizers
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_loader_that_is_made_anew_in_each_epoch_keeps_the_speeds_and_is_told_of_once() -> None:
+    engine = make_engine()
+    engine.report.started(2)
+    data = TensorDataset(torch.arange(12.0))
+
+    def open_loader(batch_size: int) -> Any:
+        loader = DataLoader(data, batch_size=batch_size, sampler=DistributedSampler(data, num_replicas=2, rank=0))
+        stream = engine.open_stream(loader, loader.batch_sampler)
+        assert stream is not None
+        return loader, stream.loader
+
+    controllers = []
+    for _ in range(3):
+        train, known = open_loader(2)
+        known.num_steps, known.is_traced = 3, True
+        controllers.append(engine._controller(known))
+        validation, left_alone = open_loader(3)
+        assert left_alone.controller is None and not known.is_gone
+        del train, validation
+        assert known.is_gone
+    assert controllers[0] is controllers[1] is controllers[2]
+    told = "\n".join(engine.report.lines())
+    assert told.count("adaptive: DataLoader") == told.count("left alone: DataLoader") == 1
+    assert told.count("made anew 2 times; 9 steps in all") == told.count("made anew 2 times; 0 steps in all") == 1

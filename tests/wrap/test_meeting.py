@@ -1,0 +1,98 @@
+"""Meetings at a point of the script: threads for ranks, a store in this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from hvd_adaptive.transport.in_process_store import InProcessStore
+from hvd_adaptive.wrap.meeting import Meetings
+
+Script = Callable[[Meetings], list[bool]]
+
+
+def run(scripts: list[Script], patience_s: float = 60.0) -> list[list[bool]]:
+    store = InProcessStore()
+    results: list[list[bool]] = [[] for _ in scripts]
+
+    def body(rank: int) -> None:
+        meetings = Meetings(store, rank=rank, world_size=len(scripts), patience_s=patience_s)
+        results[rank] = scripts[rank](meetings)
+        meetings.over()
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(len(scripts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    return results
+
+
+def everywhere(meetings: Meetings) -> list[bool]:
+    """Three steps, a point after the second; a merge; a step and a point."""
+    meetings.advance()
+    meetings.advance()
+    found = [meetings.all_here()]
+    meetings.advance()
+    meetings.merged(1)
+    meetings.advance()
+    return [*found, meetings.all_here()]
+
+
+def slowly(meetings: Meetings) -> list[bool]:
+    time.sleep(0.3)
+    return everywhere(meetings)
+
+
+def elsewhere(meetings: Meetings) -> list[bool]:
+    """The same steps, without the first point, and with a wait that others do not have."""
+    for _ in range(4):
+        meetings.advance()
+    meetings.merged(1)
+    meetings.advance()
+    return [meetings.all_here()]
+
+
+def twice(meetings: Meetings) -> list[bool]:
+    meetings.advance()
+    return [meetings.all_here(), meetings.all_here()]
+
+
+def goes_on(meetings: Meetings) -> list[bool]:
+    meetings.advance()
+    time.sleep(0.2)
+    meetings.advance()
+    return []
+
+
+def test_one_rank_that_asks_twice_is_not_two() -> None:
+    assert run([twice, goes_on]) == [[False, False], []]
+
+
+def test_all_ranks_meet() -> None:
+    assert run([everywhere, slowly, everywhere]) == [[True, True]] * 3
+
+
+def test_nobody_waits_for_a_rank_that_has_gone_on() -> None:
+    assert run([everywhere, elsewhere, slowly]) == [[False, True], [True], [False, True]]
+
+
+def test_nobody_waits_for_a_rank_whose_script_is_over() -> None:
+    assert run([everywhere, lambda meetings: [], slowly]) == [[False, False], [], [False, False]]
+
+
+def test_a_rank_that_comes_too_late_finds_that_the_others_have_given_up() -> None:
+    have_given_up = threading.Event()
+
+    def gives_up(meetings: Meetings) -> list[bool]:
+        found = everywhere(meetings)
+        have_given_up.set()
+        return found
+
+    def comes_late(meetings: Meetings) -> list[bool]:
+        assert have_given_up.wait(60)
+        return everywhere(meetings)
+
+    assert run([gives_up, comes_late], patience_s=0.1) == [[False, False]] * 2

@@ -1,0 +1,172 @@
+"""Merges of one optimizer's model, ranks as threads of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+from hvd_adaptive.wrap.merging import Merger
+from hvd_adaptive.wrap.options import RunConfig
+
+SIZE = 3
+
+
+class Rank:
+    """A model with BatchNorm, plain SGD and its merger; steps by gradients of ones times the rank plus one."""
+
+    def __init__(self, world: LocalTransport, **options: Any) -> None:
+        torch.manual_seed(world.rank)
+        self.rank = world.rank
+        self.model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        named = list(self.model.named_parameters())
+        self.merger = Merger(
+            self.optimizer, named, [self.model], RunConfig(strategy="local", **options), world  # type: ignore[arg-type]
+        )
+
+    def step(self, num_samples: int = 8, seconds: float = 0.01) -> None:
+        self.merger.begin_step(num_samples=num_samples, global_samples=8 * SIZE, epoch_samples=80_000)
+        self.merger.timed(seconds)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.full_like(parameter, self.rank + 1.0)
+        self.optimizer.step()
+        self.merger.end_step()
+
+    def weights(self) -> Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
+
+
+def on_ranks(body: Callable[[Rank], Any], **options: Any) -> list[Any]:
+    return LocalWorld(SIZE).run(lambda world: body(Rank(world, **options)))
+
+
+def test_all_start_from_rank_0_and_move_by_the_mean() -> None:
+    def body(rank: Rank) -> tuple[Tensor, Tensor, Tensor]:
+        start = rank.weights()
+        # The first merge finds out how long a period is.
+        rank.step()
+        rank.merger.merge()
+        once = rank.weights()
+        assert rank.merger.log.steps_per_merge == 33
+        for step in range(2):
+            # Twice the equal share: twice the learning rate.
+            rank.step(16 if rank.rank == 2 else 4)
+            assert not rank.merger.is_due, step
+        rank.merger.merge()
+        return start, once, rank.weights()
+
+    results = on_ranks(body, hash_interval=1)
+    for start, once, twice in results:
+        assert all(torch.equal(a, b) for a, b in zip((start, once, twice), results[0], strict=True))
+        assert torch.allclose(start - once, torch.full_like(start, 0.1 * (1 + 2 + 3) / 3))
+        assert torch.allclose(once - twice, torch.full_like(start, 2 * 0.1 * (0.5 * 1 + 0.5 * 2 + 2 * 3) / 3))
+
+
+def test_a_rank_that_is_not_finite_contributes_nothing_and_starts_again() -> None:
+    def body(rank: Rank) -> Tensor:
+        start = rank.weights()
+        rank.step()
+        if rank.rank == 1:
+            rank.model[0].weight.data[0, 0] = float("nan")  # type: ignore[index,union-attr]
+        rank.merger.merge()
+        return start - rank.weights()
+
+    assert all(torch.allclose(moved, torch.full_like(moved, 0.1 * (1 + 3) / 2)) for moved in on_ranks(body))
+
+
+def test_all_not_finite_is_an_error() -> None:
+    def body(rank: Rank) -> None:
+        rank.step()
+        rank.model[0].weight.data.fill_(float("inf"))  # type: ignore[operator,union-attr]
+        with pytest.raises(RuntimeError, match="ALL ranks hold NaN or Inf"):
+            rank.merger.merge()
+
+    on_ranks(body)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (1,)])
+def test_loaded_weights_are_where_steps_start_from(ranks: tuple[int, ...]) -> None:
+    """Also where one rank has loaded and the others have got them by a broadcast."""
+
+    def body(rank: Rank) -> Tensor:
+        rank.step()
+        rank.merger.merge()
+        rank.step()
+        for parameter in rank.model.parameters():
+            # In other memory than before, as module.to(device) has it.
+            parameter.data = torch.full_like(parameter, 7.0)
+        if rank.rank in ranks:
+            rank.merger.loaded()
+        rank.step()
+        rank.merger.merge()
+        return rank.weights()
+
+    for weights in on_ranks(body, outer_step="momentum", outer_momentum=0.9):
+        assert torch.allclose(weights, torch.full_like(weights, 7.0 - 0.2))
+
+
+def test_a_rank_that_missed_merges_takes_over_their_base() -> None:
+    """As after hvd.join(), in which a rank misses the others' merges."""
+
+    def body(rank: Rank) -> Tensor:
+        rank.step()
+        rank.merger.merge()
+        if rank.rank == 0:
+            # What it knows is of before the merge.
+            rank.merger._generation -= 1
+            for group in rank.merger._flat.groups:
+                group.weights.zero_()
+        base = rank.weights()
+        rank.step()
+        rank.merger.merge()
+        return base - rank.weights()
+
+    assert all(torch.allclose(moved, torch.full_like(moved, 0.2)) for moved in on_ranks(body))
+
+
+def test_models_that_differ_are_noticed() -> None:
+    def body(rank: Rank) -> None:
+        rank.step()
+        rank.merger.merge()
+        rank.merger._checksum += rank.rank
+        rank.step()
+        with pytest.raises(RuntimeError, match="merged models differ"):
+            rank.merger.merge()
+
+    on_ranks(body, hash_interval=1)
+
+
+def test_the_period_grows_where_merges_take_long_and_is_rank_0s_everywhere() -> None:
+    def body(rank: Rank) -> list[int]:
+        periods = []
+        for _ in range(6):
+            rank.step(seconds=1e-4)
+            rank.merger._last_merge_s = 0.05 * (rank.rank + 1)
+            rank.merger.merge()
+            # As of a rank that has missed merges.
+            rank.merger._period.mega_batch += 48 * rank.rank  # type: ignore[union-attr]
+            periods.append(rank.merger.log.steps_per_merge)
+        return periods
+
+    results = on_ranks(body, merge_period="auto", mega_batch=48)
+    assert results[0] == results[1] == results[2]
+    assert results[0][0] == 2 and results[0][-1] >= 16
+    assert all(after <= 2 * before for before, after in zip(results[0], results[0][1:], strict=False))
+
+
+def test_running_statistics_are_merged() -> None:
+    def body(rank: Rank) -> list[Tensor]:
+        norm = rank.model[1]
+        rank.step()
+        norm.running_mean.fill_(rank.rank)  # type: ignore[operator,union-attr]
+        norm.num_batches_tracked.fill_(rank.rank)  # type: ignore[operator,union-attr]
+        rank.merger.merge()
+        return [norm.running_mean.clone(), norm.num_batches_tracked.clone()]  # type: ignore[operator,union-attr]
+
+    for mean, tracked in on_ranks(body):
+        assert torch.allclose(mean, torch.ones_like(mean)) and int(tracked) == 2
