@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -53,11 +51,11 @@ def command(
     a launcher, by this rank by itself.
     """
     from hvd_adaptive.cli.main import main
+    from hvd_adaptive.launch import output
     from hvd_adaptive.train.preemption import PREEMPTION
 
     caplog.set_level(logging.INFO)
-    # It sleeps so that rank 0 may speak before a launcher ends the job, which none does here.
-    monkeypatch.setattr(sys.modules[main.__module__], "time", types.SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(output, "_OTHERS_LATER_S", 0.0)  # no launcher ends this job before rank 0 has spoken
 
     def run(*arguments: str | Path, alone: bool = False) -> Answer:
         caplog.clear()

@@ -18,6 +18,7 @@ from two_hosts import TwoHosts
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = 46_071  # of the embedded training split
 EPOCHS = 6
+SLOW = "0:10,10"  # a fast machine would end the training before it is told to
 
 pytestmark = pytest.mark.root
 
@@ -54,7 +55,7 @@ def submit(run_in_slurm: Callable[..., Any], slurm: SlurmSite, hosts: TwoHosts, 
 @pytest.mark.usefixtures("pmix")
 @pytest.mark.parametrize("script", ["preemptible", "preemptible-mpirun"])
 def test_a_signal_in_a_round_saves_and_requeues(submit: Callable[..., SlurmJob], script: str) -> None:
-    job = submit(str(ROOT / "slurm" / f"{script}.sbatch"))
+    job = submit(str(ROOT / "slurm" / f"{script}.sbatch"), train=("--slowdown", f"{SLOW};6:1,1"))
     job.wait(lambda: job.has_rounds(1))
     job.signal("USR1")
     job.wait(lambda: "Go on with --resume auto" in job.output)
@@ -65,7 +66,7 @@ def test_a_signal_in_a_round_saves_and_requeues(submit: Callable[..., SlurmJob],
 @pytest.mark.usefixtures("pmix")
 def test_requeued_from_outside_and_cancelled(submit: Callable[..., SlurmJob]) -> None:
     # From outside: Slurm ends the ranks and starts the job again.
-    job = submit()
+    job = submit(train=("--slowdown", SLOW))
     job.wait(lambda: job.has_rounds(3) and job.has_checkpoint)
     job.ask("scontrol", "requeue", job.number)
     job.wait(lambda: "Restarts=1" in job.show() and "resumed from" in job.output)

@@ -16,6 +16,8 @@ from two_hosts import ENVIRONMENT, NAMES, NETWORK, TwoHosts
 CPUS_PER_NODE = 4
 _START_S = 180.0
 _END_S = 10.0
+_LAST_WORDS_S = 20.0
+_ENDED = ("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT")
 
 _CONFIGURATION = """
 ClusterName=tests
@@ -218,9 +220,14 @@ class SlurmJob:
         return any((self.run / "checkpoints").glob("round-*"))
 
     def wait(self, condition: Callable[[], bool], limit_s: float = 300) -> None:
+        """Until the condition holds; fails at the limit, or when the job has ended and what came last is there, too."""
         end_s = time.monotonic() + limit_s
+        alive_s = time.monotonic()
         while not condition():
-            assert time.monotonic() < end_s, f"{self.state}\n{self.output[-6000:]}"
+            state = self.state
+            if state not in _ENDED:
+                alive_s = time.monotonic()
+            assert time.monotonic() < min(end_s, alive_s + _LAST_WORDS_S), f"{state}\n{self.output[-6000:]}"
             time.sleep(0.2)
 
     def signal(self, name: str) -> None:
