@@ -29,9 +29,13 @@ def test_two_ranks_on_one_core_are_a_problem(run_job: Any) -> None:
     core = min(os.sched_getaffinity(0))
     # Longer than one of the two may have the core for itself, as the other comes late.
     probe = ["--probe-seconds", "2", "--limit", "120"]
-    job = run_job(["taskset", "-c", str(core), *COMMAND, *probe, "--json", "-"], np=2, timeout=400)
-    assert job.returncode == 1 and not job.leftover, job.describe()
-    found = json.loads(job.stdout)
+    for _ in range(2):
+        job = run_job(["taskset", "-c", str(core), *COMMAND, *probe, "--json", "-"], np=2, timeout=400)
+        assert job.returncode == 1 and not job.leftover, job.describe()
+        found = json.loads(job.stdout)
+        # Again where one of them was held up, and the other had the core for itself.
+        if all(facts["speed"]["cpu_share"] < 0.75 for facts in found["ranks"]):
+            break
     subjects = {one["subject"]: one for one in found["findings"] if one["status"] != "ok"}
     assert f"ranks 0, 1 on {found['ranks'][0]['machine']['host']} are bound to core {core}" in subjects["cores"]["text"]
     assert subjects["cores"]["status"] == "problem" and "--bind-to none" in subjects["cores"]["remedy"]

@@ -81,13 +81,16 @@ def assert_named(result, kind, rank, *, num_reporters=1):
     assert result.returncode != 0, result.describe()
     assert ended_s - float(re.search(r"at ([\d.]+)", result.stdout)[1]) < LIMIT_S + END_S, result.describe()
     messages = [line for line in result.stderr.splitlines() if line.startswith("hvd_adaptive: ")]
-    assert 1 <= len(messages) <= num_reporters, result.describe()
     pid = re.search(rf"PID {rank} (\d+)", result.stdout)
     assert pid is not None, result.describe()
-    for message in messages:
-        assert re.search(rf"rank {rank} on \S+ \(pid {pid[1]}\) {kind}", message), message
+    named = [message for message in messages if re.search(rf"rank {rank} on \S+ \(pid {pid[1]}\) {kind}", message)]
+    assert 1 <= len(named) <= num_reporters, result.describe()
+    # Where the launcher is held up, a rank that has reported ends by itself after 5 s, and others miss that one.
+    reporters = {found[1] for message in named for found in re.finditer(r"Rank (\d+) on \S+ found this", message)}
+    missed = [re.match(r"hvd_adaptive: rank (\d+) on", message) for message in messages if message not in named]
+    assert all(found is not None and found[1] in reporters for found in missed), result.describe()
     assert not result.leftover
-    return messages[0]
+    return named[0]
 
 
 def test_a_healthy_run_says_nothing(run_ranks):

@@ -159,7 +159,8 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(run_job: Any, 
     first = next((line for line in job.stderr.splitlines() if re.match(r"rank \d+ failed:|hvd_adaptive: |Traceback", line)), "")
     assert first == "rank 1 failed:" and "KeyError: 'on purpose'" in job.stderr, job.describe()
     raised = re.search(r"raising at ([\d.]+)", job.stdout)
-    assert raised is not None and end - float(raised[1]) < 10, job.describe()
+    # Ten seconds, and as many for a machine that stalls.
+    assert raised is not None and end - float(raised[1]) < 20, job.describe()
 
 
 def test_a_rank_that_exits_early_is_named(run_job: Any, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ SAMPLES = 46_071  # of the embedded training split
 QUICK = ["--no-calibration", "--hidden-size", "16", "--batch-size", "256", "--eval-rounds", "0"]
 LIMIT_S = 12
 # The job ends by then, whatever has become of its ranks.
-DEAD_S = 75.0
+DEAD_S = 110.0
 # The ranks on a host that is cut off end by their own clock, and their daemon 10 s later.
 FAR_END_S = 60.0
 

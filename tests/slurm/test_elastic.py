@@ -20,9 +20,13 @@ pytestmark = pytest.mark.root
 
 ELASTIC_SCRIPT = Path(__file__).parents[1] / "wrap" / "scripts" / "elastic.py"
 
-# Exit code 75 is a stop that was asked for. The number of epochs is what the test has left in the file by then.
+# Exit code 75 is a stop that was asked for. How many epochs it then goes on to, the test says while nothing runs.
 SCRIPT = """#!/bin/bash
-until {command} --epochs "$(cat {epochs})"; do [ $? = 75 ] || exit 1; done
+until {command} --epochs "$(cat {epochs})"; do
+    [ $? = 75 ] || exit 1
+    rm {epochs}
+    until [ -e {epochs} ]; do sleep 0.1; done
+done
 """
 
 
@@ -59,8 +63,12 @@ def test_a_node_is_lost_and_comes_back(
     assert allocation is not None, granted.describe()
     job.ask("scontrol", "update", f"jobid={allocation[1]}", "NumNodes=0")
     job.wait(lambda: len(restarts()) == 2)
-    epochs.write_text(str((job.num_rounds + 20) * MEGA_BATCH // NUM_SAMPLES + 1))
     hosts.signal_ranks("alpha", signal.SIGUSR1, argument="--elastic")
+    job.wait(lambda: not epochs.exists())
+    # Whole at once, as the script waits for it.
+    ahead = tmp_path / "ahead"
+    ahead.write_text(str((job.num_rounds + 20) * MEGA_BATCH // NUM_SAMPLES + 1))
+    ahead.rename(epochs)
     job.wait(lambda: job.state == "COMPLETED")
 
     lost, back = restarts()

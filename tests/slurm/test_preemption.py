@@ -55,7 +55,7 @@ def submit(run_in_slurm: Callable[..., Any], slurm: SlurmSite, hosts: TwoHosts, 
 @pytest.mark.usefixtures("pmix")
 @pytest.mark.parametrize("script", ["preemptible", "preemptible-mpirun"])
 def test_a_signal_in_a_round_saves_and_requeues(submit: Callable[..., SlurmJob], script: str) -> None:
-    job = submit(str(ROOT / "slurm" / f"{script}.sbatch"), train=("--slowdown", f"{SLOW};6:1,1"))
+    job = submit(str(ROOT / "slurm" / f"{script}.sbatch"), train=("--slowdown", f"{SLOW};14:1,1"))
     job.wait(lambda: job.has_rounds(1))
     job.signal("USR1")
     job.wait(lambda: "Go on with --resume auto" in job.output)

@@ -80,7 +80,7 @@ def test_a_killed_task_ends_the_step(
     job = run_in_slurm("srun", "-N2", "-n2", "--mpi=pmix", *COMMAND, "train", *options, during=kill)
     took_s = time.monotonic() - job.outlived_s - killed_s
     assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
-    assert took_s < 75 and "beta" in job.stderr, job.describe()
+    assert took_s < 110 and "beta" in job.stderr, job.describe()
 
 
 # `sbatch --wait` asks too seldom.

@@ -30,7 +30,7 @@ SOCKET = "socket"
 _START_S = 180.0  # importing torch on every rank of a busy machine
 _END_S = 60.0
 _GRACE_S = 2.0
-_STACKS_S = 5.0
+_STACKS_S = 30.0
 _POLL_S = 0.2
 
 

@@ -94,7 +94,8 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(run_job: Any) 
     assert lines[first] == "rank 1 failed:" and "failing.py" in lines[first + 2], job.describe()
     assert "KeyError: 'on purpose'" in job.stderr, job.describe()
     raised = re.search(r"raising at ([\d.]+)", job.stdout)
-    assert raised is not None and end - float(raised[1]) < 10, job.describe()
+    # Ten seconds, and as many for a machine that stalls.
+    assert raised is not None and end - float(raised[1]) < 20, job.describe()
 
 
 def test_a_rank_that_leaves_early_ends_the_job(run_job: Any) -> None:
@@ -154,5 +155,5 @@ def test_a_worker_that_dies_ends_the_job_with_its_error(run_job: Any) -> None:
     words = r"worker \((pid \d+\) (is|was) killed by signal: Killed|pid\(s\) \d+\) exited unexpectedly)"
     assert re.search(words, job.stderr), job.describe()
     assert "rank 1 failed" in job.stderr, job.describe()
-    # PyTorch looks after its workers every five seconds; the stall limit is sixty.
+    # PyTorch looks after its workers every five seconds; the stall limit is far longer.
     assert end - float(job.stdout.partition("killed at ")[2].split()[0]) < 40, job.describe()
