@@ -14,7 +14,8 @@ from hvd_adaptive.config import Config, TrainConfig
 from hvd_adaptive.data import SparseDataset, build, open_splits, resolve
 from hvd_adaptive.exchange.compressed import check_compression
 from hvd_adaptive.launch.binding import idle_nodes, num_restarts, shared_devices
-from hvd_adaptive.launch.device import bind_device, compute_threads, device_place, own_cores
+from hvd_adaptive.launch.device import bind_device, compute_threads, device_place
+from hvd_adaptive.launch.host import own_cores
 from hvd_adaptive.option_sources import run_path
 from hvd_adaptive.report.tensorboard import ScalarWriter
 from hvd_adaptive.train.preemption import EXIT_PREEMPTED

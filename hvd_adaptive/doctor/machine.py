@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import os
 import platform
 import re
 import shutil
@@ -15,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hvd_adaptive.launch.host import cpu_quota, host_cores
+from hvd_adaptive.launch.host import cpu_quota, host_cores, own_cores
 
 _DISTRIBUTIONS = ("torch", "horovod", "mpi4py", "numpy", "numba", "triton")
 _SMI_LIMIT_S = 10.0
@@ -23,7 +22,7 @@ _SMI_LIMIT_S = 10.0
 
 def machine_facts() -> dict[str, Any]:
     """Returns host, versions, cores, quota, shared memory and GPUs of this process; JSON values only."""
-    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
+    cores = own_cores()
     shm = Path("/dev/shm")
     room = shutil.disk_usage(shm) if shm.is_dir() else None
     return {

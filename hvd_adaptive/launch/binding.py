@@ -12,6 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from hvd_adaptive.launch.host import is_crowded
+
 LauncherName = Literal["horovodrun-gloo", "openmpi", "hydra", "slurm", "none"]
 
 
@@ -375,13 +377,13 @@ def num_threads(affinity: Sequence[Collection[int]], local_rank: int) -> int:
 def mpi_environment(info: LauncherInfo, num_cores: int) -> dict[str, str]:
     """Variables to set before MPI_Init, where the user has not set them: waiting ranks must yield their core.
 
-    A rank that waits in MPI spins; with more ranks than cores it thereby starves the rank that it waits for.
+    A thread that waits in MPI spins; where threads share cores it thereby starves the one that it waits for.
 
     Args:
         info: what the launcher said; without a local size nothing is known and nothing is set.
         num_cores: cores that the ranks of this host may run on, >= 1.
     """
-    if info.local_size is None or info.local_size <= num_cores:
+    if info.local_size is None or not is_crowded(info.local_size, num_cores):
         return {}
     open_mpi = {"OMPI_MCA_mpi_yield_when_idle": "1"}
     mpich = {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}

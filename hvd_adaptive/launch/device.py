@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -69,16 +68,11 @@ def device_place(device: torch.device, option: str, host: str) -> DevicePlace:
     return DevicePlace(host, visible[device.index], visible, option.startswith("cuda:"))
 
 
-def own_cores() -> list[int]:
-    """Returns the cores that this process may run on."""
-    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
-
-
 def compute_threads(places: Sequence[tuple[str, Sequence[int]]], rank: int) -> int:
     """Returns the threads that a rank should compute with: OMP_NUM_THREADS, else its share of its host's cores.
 
     Args:
-        places: host and `own_cores` of every rank, in rank order.
+        places: host and cores that it may run on, of every rank, in rank order.
         rank: whose threads.
 
     Raises:

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from pathlib import Path
 
 # The cores of a control group, in versions 2 and 1.
 _CPUSETS = {"": "cpuset.cpus.effective", "cpuset": "cpuset.effective_cpus"}
 # Its memory: the limit, and what is used.
 _MEMORY = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+
+
+def own_cores() -> list[int]:
+    """Returns the cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
+
+
+def is_crowded(num_ranks: int, num_cores: int) -> bool:
+    """Whether ranks that wait take cores from those that compute: each has two threads that may, its own and Horovod's.
+
+    Args:
+        num_ranks: of one host.
+        num_cores: that they may run on.
+    """
+    return 2 * num_ranks > num_cores
 
 
 def parse_cores(text: str) -> list[int]:

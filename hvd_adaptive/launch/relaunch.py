@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Literal
 
 from hvd_adaptive.launch.binding import read_launcher, requested_threads
+from hvd_adaptive.launch.host import is_crowded, own_cores
 
 Flavour = Literal["openmpi4", "openmpi5", "hydra"]
 
@@ -125,7 +126,7 @@ def launch_command(
     if not scheduled and not hosts:
         if requested_threads(env) is None:
             added["OMP_NUM_THREADS"] = str(max(1, num_cores // num_ranks))
-        if num_ranks > num_cores:
+        if is_crowded(num_ranks, num_cores):
             added |= {"OMPI_MCA_mpi_yield_when_idle": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
     if launcher.flavour != "hydra":
         added["OMPI_MCA_btl_base_warn_component_unused"] = "0"
@@ -165,13 +166,12 @@ def build_command(
         ValueError: num_ranks is below 1.
         RuntimeError: there is no usable mpirun, or this process is already a rank.
     """
-    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return launch_command(
         num_ranks,
         [sys.executable, "-m", "hvd_adaptive", *argv],
         env=os.environ,
         launcher=find_launcher(os.environ),
-        num_cores=num_cores,
+        num_cores=len(own_cores()),
         is_root=os.geteuid() == 0,
         hosts=hosts,
     )

@@ -15,6 +15,7 @@ from hvd_adaptive.launch.binding import (
     read_launcher,
     starts_alone,
 )
+from hvd_adaptive.launch.host import own_cores
 from hvd_adaptive.transport.base import Transport
 from hvd_adaptive.transport.start_watch import start_watch
 
@@ -74,8 +75,7 @@ def set_mpi_environment(info: LauncherInfo) -> None:
     Raises:
         RuntimeError: if srun started the ranks in a way by which this MPI cannot connect them.
     """
-    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    for name, value in mpi_environment(info, num_cores).items():
+    for name, value in mpi_environment(info, len(own_cores())).items():
         os.environ.setdefault(name, value)
     embedded = (Path(sys.prefix) / "bin" / "orted").exists()
     if embedded:
