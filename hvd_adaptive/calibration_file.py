@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 FORMAT = 1
 TABLE = "calibration"
+# Options recommended for strategy `local` alone: they would keep the shares of `sync` from what takes least time.
+LOCAL_ONLY = ("min_batch_size",)
 Table = TypeVar("Table")
 
 

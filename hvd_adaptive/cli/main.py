@@ -25,9 +25,9 @@ from hvd_adaptive.launch.relaunch import relaunch
 from hvd_adaptive.option_sources import (
     build_configs,
     parse_value,
-    read_config_file,
     read_environment,
     run_path,
+    with_config_file,
 )
 from hvd_adaptive.train.preemption import catch_signals
 
@@ -173,7 +173,7 @@ def _train_configs(options: argparse.Namespace) -> tuple[Config, TrainConfig]:
 
 def _chosen(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the options of the file and of the command line, which wins, by name."""
-    return {**(read_config_file(options.config) if options.config else {}), **_given(options)}
+    return with_config_file(options.config, _given(options), read_environment())
 
 
 def _run_script(options: argparse.Namespace, arguments: list[str]) -> int:

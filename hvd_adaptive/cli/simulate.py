@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvd_adaptive.calibration_file import TABLE, read_table
+from hvd_adaptive.calibration_file import LOCAL_ONLY, TABLE, read_table
 from hvd_adaptive.cli.fields import add_fields
 from hvd_adaptive.config import Config, TrainConfig
 from hvd_adaptive.option_sources import parse_value, read_config_file
@@ -48,6 +48,7 @@ def run_simulation(options: argparse.Namespace) -> None:
         raise ValueError(f"--config {options.config}: unknown option {unknown[0]!r}; options are {', '.join(_known())}")
     calibration = None
     measured: dict[str, Any] = {}
+    local_only: dict[str, Any] = {}
     if options.calibration:
         content = read_config_file(options.calibration, measurements=True)
         # In a run's config.json an option has that name.
@@ -59,6 +60,7 @@ def run_simulation(options: argparse.Namespace) -> None:
         # The options of the measured run; those of training itself mean nothing here.
         measured = {name: value for name, value in content.items() if name in SHARED_OPTIONS}
         measured["ranks"] = str(len(calibration.ranks))
+        local_only = {name: measured.pop(name) for name in LOCAL_ONLY if name in measured}
     values = {**measured, **from_file, **given}
     for name, value in values.items():
         if isinstance(value, str):
@@ -67,7 +69,7 @@ def run_simulation(options: argparse.Namespace) -> None:
     cluster_config = ClusterConfig(**{name: values[name] for name in values if name in ClusterConfig.__dataclass_fields__})
     shared = {name: value for name, value in values.items() if name in SHARED_OPTIONS}
     outcomes = []
-    for outcome in sweep(sweep_config, cluster_config, shared, calibration):
+    for outcome in sweep(sweep_config, cluster_config, shared, calibration, local_only):
         outcomes.append(outcome)
         if not options.json:
             _print_row(outcome, header=len(outcomes) == 1, gap=len(outcomes) > 1 and outcome.ranks != outcomes[-2].ranks)

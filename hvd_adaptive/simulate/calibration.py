@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
-from hvd_adaptive.calibration_file import Calibration
+from hvd_adaptive.calibration_file import Calibration, RankCalibration, SynchronousCalibration
 from hvd_adaptive.simulate.cluster import Array, Cluster, Measured, described_cluster
 from hvd_adaptive.simulate.options import ClusterConfig
 
@@ -25,9 +26,15 @@ def measured_cluster(
     """
     ranks, link, merge = calibration.ranks, calibration.link, calibration.merge
     count = len(ranks)
-    own, contention = _own_and_contention(calibration, strategy)
-    fixed_s = np.array([rank.fixed_s for rank in ranks]) * own
-    per_sample_s = np.array([rank.per_work_s for rank in ranks]) * own * calibration.work_per_sample
+    own, contention = _own_and_contention(calibration)
+    fixed_s = np.array([rank.fixed_s for rank in ranks])
+    per_sample_s = np.array([rank.per_work_s for rank in ranks]) * calibration.work_per_sample
+    steps = {"sync": calibration.sync, "horovod": calibration.horovod}.get(strategy)
+    if steps is None:
+        fixed_s, per_sample_s = fixed_s * own, per_sample_s * own
+    else:
+        # What the exchange asks of a step besides, such as looking through the gradients, does not grow with the samples.
+        fixed_s = np.maximum(0.0, fixed_s + _added_s(steps, calibration.ranks, contention))
     base = described_cluster(described, world_size)
     links, overhead_s = base.links, link.latency_s
     if count > 1 and link.per_byte_s > 0:
@@ -45,8 +52,8 @@ def measured_cluster(
     payload_bytes = np.interp(mega_batch, np.array(merge.mega_batch)[order], np.array(merge.payload_bytes)[order])
     places = np.arange(world_size) % count
     exchange_s = None
-    if strategy in ("sync", "horovod") and not described.gradient_mb:
-        exchange_s = (calibration.sync if strategy == "sync" else calibration.horovod).exchange_s
+    if steps is not None and not described.gradient_mb:
+        exchange_s = steps.exchange_s
     return dataclasses.replace(
         base,
         fixed_s=fixed_s[places],
@@ -67,7 +74,7 @@ def measured_cluster(
     )
 
 
-def _own_and_contention(calibration: Calibration, strategy: str) -> tuple[Array, Array]:
+def _own_and_contention(calibration: Calibration) -> tuple[Array, Array]:
     """Splits what steps took longer than the line: into a factor of the rank's own, and what each other that computes adds.
 
     A rank whose slowdown is emulated computes for a part of a step only, and disturbs the others of its host no longer.
@@ -76,19 +83,27 @@ def _own_and_contention(calibration: Calibration, strategy: str) -> tuple[Array,
         Two arrays of shape (number of ranks,).
     """
     ranks = calibration.ranks
-    hosts = np.array([rank.host for rank in ranks])
-    others = (hosts[:, None] == hosts) & ~np.eye(len(ranks), dtype=bool)
-    computing = others / np.array([rank.slowdown for rank in ranks])
     alone, together = (np.array([getattr(rank, name) for rank in ranks]) for name in ("alone", "together"))
-    beside = computing.sum(axis=1)
+    beside = _others_computing(ranks).sum(axis=1)
     # A rank cannot have been quicker among others: then it is the machine that was.
     added = np.where(beside > 0, np.maximum(0.0, together - alone), 0.0)
     own = together - added
-    contention = added / np.where(beside > 0, beside, 1.0) / own
-    if strategy in ("sync", "horovod"):
-        steps = calibration.sync if strategy == "sync" else calibration.horovod
-        # Of a longer step, only a part is beside a shorter one.
-        step_s = np.maximum(steps.step_s, 1e-12)
-        beside = (computing * np.minimum(1.0, step_s / step_s[:, None])).sum(axis=1)
-        own = np.array(steps.lengthened) / (1 + contention * beside)
-    return own, contention
+    return own, added / np.where(beside > 0, beside, 1.0) / own
+
+
+def _added_s(steps: SynchronousCalibration, ranks: Sequence[RankCalibration], contention: Array) -> Array:
+    """Returns the seconds by which each rank's synchronous step is longer than its line, slowdown and contention taken off."""
+    step_s = np.maximum(steps.step_s, 1e-12)
+    # Of a longer step, only a part is beside a shorter one.
+    beside = (_others_computing(ranks) * np.minimum(1.0, step_s / step_s[:, None])).sum(axis=1)
+    own_s = step_s / (1 + contention * beside)
+    added_s: Array = (own_s - step_s / np.array(steps.lengthened)) / np.array([rank.slowdown for rank in ranks])
+    return added_s
+
+
+def _others_computing(ranks: Sequence[RankCalibration]) -> Array:
+    """Returns the part of its time that each rank (column) computes beside another (row) of its host, 0 elsewhere."""
+    hosts = np.array([rank.host for rank in ranks])
+    others = (hosts[:, None] == hosts) & ~np.eye(len(ranks), dtype=bool)
+    computing: Array = others / np.array([rank.slowdown for rank in ranks])
+    return computing

@@ -90,6 +90,7 @@ def sweep(
     cluster_config: ClusterConfig,
     shared: Mapping[str, Any],
     calibration: Calibration | None = None,
+    local_only: Mapping[str, Any] | None = None,
 ) -> Iterator[Outcome]:
     """Yields the outcome of each strategy at each number of ranks, the fewest ranks first.
 
@@ -98,12 +99,17 @@ def sweep(
         cluster_config: the cluster.
         shared: options of :class:`Config` by name, of ``SHARED_OPTIONS``.
         calibration: what was measured of it.
+        local_only: further options for strategy ``local``, which those of ``shared`` win over.
 
     Raises:
         ValueError: if options do not go together.
     """
     dataset_size = cluster_config.dataset_size or (calibration.num_samples if calibration else None)
-    configs = {name: strategy_config(name, shared) for name in sweep_config.names}
+    of_local = {**(local_only or {}), **shared}
+    configs = {
+        name: strategy_config(name, of_local if STRATEGIES[name]["strategy"] == "local" else shared)
+        for name in sweep_config.names
+    }
     for count in parse_ranks(cluster_config.ranks):
         for name, config in configs.items():
             if config.mega_batch is None:

@@ -16,7 +16,7 @@ from hvd_adaptive.calibration_file import Calibration, read_table, to_toml, writ
 from hvd_adaptive.cli.run import run_config
 from hvd_adaptive.core.recommend import predict, recommend_batches, recommend_mega_batch
 from hvd_adaptive.core.speed_model import fit_line
-from hvd_adaptive.option_sources import build_configs, read_config_file
+from hvd_adaptive.option_sources import build_configs, read_config_file, with_config_file
 from hvd_adaptive.train.memory_ceiling import largest_by_growth
 
 RANK: dict[str, Any] = {
@@ -166,6 +166,18 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, change: Any, message: 
     (tmp_path / "c.json").write_text(json.dumps({"calibration": table}))
     with pytest.raises(ValueError, match=f"c.json: .*{message}"):
         read_config_file(str(tmp_path / "c.json"))
+
+
+def test_sync_is_not_bound_by_what_was_recommended_for_local(tmp_path: Path) -> None:
+    file = str(tmp_path / "c.json")
+    write_file(Path(file), {"min_batch_size": 32, "max_batch_size": 256}, read_table(TABLE, "x"), comment="")
+    assert with_config_file(file, {"lr": 0.5}, {}) == {"min_batch_size": 32, "max_batch_size": 256, "lr": 0.5}
+    for options, environment in (({"strategy": "sync"}, {}), ({}, {"strategy": "sync"})):
+        assert with_config_file(file, options, environment) == {"max_batch_size": 256, **options}
+    assert with_config_file(file, {"strategy": "sync", "min_batch_size": 8}, {})["min_batch_size"] == 8
+    # In a run's own configuration it was somebody's choice.
+    (tmp_path / "c.json").write_text(json.dumps({"min_batch_size": 32, "calibration": True, "strategy": "sync"}))
+    assert with_config_file(file, {}, {})["min_batch_size"] == 32
 
 
 def test_run_takes_from_a_file_what_it_knows(tmp_path: Path) -> None:

@@ -392,11 +392,14 @@ def test_steps_that_all_make_together_take_what_was_measured_of_them() -> None:
     calibration = read_table(MEASURED["calibration"], "c.toml")
     kind = {"strategy": "sync", "mega_batch": 4800}
     sync = measured_cluster(calibration, ClusterConfig(), 2, **kind)
-    # Rank 1 is lengthened by a quarter by rank 0, which computes as long as it does: the rest is its own.
-    assert sync.fixed_s == pytest.approx([0.0012, 0.001 * 1.5 / 1.25]) and sync.contention == pytest.approx([0.0, 0.25])
+    # Rank 1 is lengthened by a quarter by rank 0, which computes as long as it does: the rest is its own. Its step was emulated
+    # twice as long.
+    added_s = [0.008 - 0.008 / 1.2, (0.008 / 1.25 - 0.008 / 1.5) / 2]
+    assert sync.fixed_s == pytest.approx([0.001 + added_s[0], 0.001 + added_s[1]])
+    assert sync.per_sample_s == pytest.approx([1e-4, 2e-4]) and sync.contention == pytest.approx([0.0, 0.25])
     horovod = measured_cluster(calibration, ClusterConfig(), 2, **{**kind, "strategy": "horovod"})
     # Here rank 0 computes for only 4 ms of rank 1's 18.
-    assert horovod.fixed_s == pytest.approx([0.001, 0.001 * 1.25 / (1 + 0.25 * 4 / 18)])
+    assert horovod.fixed_s == pytest.approx([0.001, 0.001 + (0.018 / (1 + 0.25 * 4 / 18) - 0.018 / 1.25) / 2])
     exchange_s = sync.exchange_s(sync.gradient_bytes, None, "")
     assert sync.exposed_s(exchange_s, 0.1, encoded=False) == pytest.approx(0.004)
     assert horovod.exposed_s(exchange_s, 0.1, encoded=False) == pytest.approx(0.003)
@@ -465,6 +468,11 @@ def test_options_come_from_files_and_the_command_line_wins(tmp_path: Path, capsy
     (calibrated,) = rows("--calibration", str(measured), "--strategies", "local")
     # Two ranks of 32 samples in 3.78 ms and, slowed twice and by the other, in 18.5 ms.
     assert calibrated["ranks"] == 2 and calibrated["samples_per_s"] == pytest.approx(32 / 0.00378 + 32 / 0.0185, rel=0.05)
+    # The smallest batch that calibrate recommends is for local steps; one that is given is for all.
+    by_rule = ("--calibration", str(measured), "--strategies", "sync", "--slowdown", "1,8")
+    (free,) = rows(*by_rule)
+    measured.write_text(json.dumps({**MEASURED, "min_batch_size": 32}))
+    assert rows(*by_rule) == [free] and rows(*by_rule, "--min-batch-size", "32")[0]["wait_share"] > 2 * free["wait_share"]
 
 
 @pytest.mark.parametrize(
