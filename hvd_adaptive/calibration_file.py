@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 FORMAT = 1
 TABLE = "calibration"
 # Options recommended for strategy `local` alone: they would keep the shares of `sync` from what takes least time.
-LOCAL_ONLY = ("min_batch_size",)
+LOCAL_ONLY = ("min_batch_size", "max_batch_size")
+# Memory is never used to its last byte: fragments, and batches heavier than the measured ones.
+MEMORY_PART = 0.8
 Table = TypeVar("Table")
 
 
@@ -216,6 +218,22 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         what = {str: "a text", int: "a whole number >= 0", float: "a number >= 0"}[kind]
         raise ValueError(f"{name} must be {what}, got {value!r}")
     return float(value) if kind is float else value
+
+
+def options_of(values: Mapping[str, Any], calibration: Calibration, *, strategy: str) -> dict[str, Any]:
+    """Returns the options of a calibration's file that are meant for a strategy; of bounds on the batch size, for another than
+    ``local``, only the one that every rank's memory sets.
+
+    Args:
+        values: the options in the file.
+        calibration: the rest of it.
+        strategy: of :class:`hvd_adaptive.Config`.
+    """
+    if strategy == "local":
+        return dict(values)
+    kept = {name: value for name, value in values.items() if name not in LOCAL_ONLY}
+    largest = [rank.largest_batch for rank in calibration.ranks if rank.largest_batch is not None]
+    return {**kept, "max_batch_size": max(1, int(MEMORY_PART * min(largest)))} if largest else kept
 
 
 def write_file(path: Path, options: Mapping[str, Any], calibration: Calibration, *, comment: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvd_adaptive.calibration_file import LOCAL_ONLY, TABLE, read_table
+from hvd_adaptive.calibration_file import TABLE, options_of, read_table
 from hvd_adaptive.config import Config, TrainConfig
 from hvd_adaptive.validation import field_type, parse_json
 
@@ -56,17 +56,20 @@ def read_config_file(path: str, *, measurements: bool = False) -> dict[str, Any]
 def with_config_file(path: str | None, given: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a file and those given, which win; those of the environment, last of all, are another source.
 
-    Of what ``calibrate`` wrote, recommendations for strategy ``local`` are left out where another is chosen.
+    Of what ``calibrate`` wrote, recommendations for strategy ``local`` are left out where another is chosen
+    (:func:`hvd_adaptive.calibration_file.options_of`).
 
     Raises:
         ValueError: as :func:`read_config_file`.
     """
     if not path:
         return dict(given)
-    values = read_config_file(path)
-    is_calibration = TABLE not in values and TABLE in read_config_file(path, measurements=True)
-    if is_calibration and {**environment, **values, **given}.get("strategy", Config().strategy) != "local":
-        values = {name: value for name, value in values.items() if name not in LOCAL_ONLY}
+    values = read_config_file(path, measurements=True)
+    # A run's own configuration has the option of that name, which is true or false.
+    if not isinstance(values.get(TABLE, False), bool):
+        calibration = read_table(values.pop(TABLE), f"--config {path}")
+        strategy = {"strategy": Config().strategy, **environment, **values, **given}["strategy"]
+        values = options_of(values, calibration, strategy=strategy)
     return {**values, **given}
 
 

@@ -12,7 +12,7 @@ pytest=("$root/.venv/bin/python" -m pytest)
 # Without a path among the arguments, pytest takes `tests` (testpaths in pyproject.toml).
 [[ $# -eq 0 ]] || exec "${pytest[@]}" "$@"
 
-# Unit tests beside those that start ranks. Not two jobs of ranks at once: more ranks than cores wait by giving up their turn, and
+# Unit tests beside those that start ranks. Not two jobs of ranks at once: ranks with few cores wait by giving up their turn, and
 # on Linux 6.18 two such jobs have kept the kernel's own threads, the network's among them, from running for a minute.
 output=$(mktemp)
 "${pytest[@]}" tests/unit tests/setup --durations=15 >"$output" 2>&1 &

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_adaptive.config import Config, TrainConfig
-from hvd_adaptive.option_sources import ENVIRONMENT_PREFIX, parse_value, read_config_file, unknown_name
+from hvd_adaptive.option_sources import ENVIRONMENT_PREFIX, parse_value, unknown_name, with_config_file
 from hvd_adaptive.validation import parse_slowdown
 from hvd_adaptive.wrap.options import LOCAL_OPTIONS, RunConfig
 
@@ -31,12 +31,13 @@ def run_config(
                 f"environment variable {variable} names no option; those of run are {', '.join(RunConfig.__dataclass_fields__)}"
             )
     path = getattr(options, "config", None)
-    from_file = read_config_file(path) if path else {}
+    given = {name: value for name, value in vars(options or argparse.Namespace()).items() if name == "strategy"}
+    default = {"strategy": environment.get(f"{ENVIRONMENT_PREFIX}STRATEGY", "sync")}
+    from_file = with_config_file(path, given, default)
     unknown = sorted(from_file.keys() - known)
     if unknown:
         raise ValueError(f"--config {path}: {unknown_name(unknown[0])}")
-    strategy = from_file.get("strategy", environment.get(f"{ENVIRONMENT_PREFIX}STRATEGY", "sync"))
-    if getattr(options, "strategy", strategy) == "sync":
+    if from_file.get("strategy", default["strategy"]) == "sync":
         # A file may serve several commands; what the command line or a variable says is still checked.
         from_file = {name: value for name, value in from_file.items() if name not in LOCAL_OPTIONS}
     for name in RunConfig.__dataclass_fields__:

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvd_adaptive.calibration_file import LOCAL_ONLY, TABLE, read_table
+from hvd_adaptive.calibration_file import LOCAL_ONLY, TABLE, options_of, read_table
 from hvd_adaptive.cli.fields import add_fields
 from hvd_adaptive.config import Config, TrainConfig
 from hvd_adaptive.option_sources import parse_value, read_config_file
@@ -48,7 +48,7 @@ def run_simulation(options: argparse.Namespace) -> None:
         raise ValueError(f"--config {options.config}: unknown option {unknown[0]!r}; options are {', '.join(_known())}")
     calibration = None
     measured: dict[str, Any] = {}
-    local_only: dict[str, Any] = {}
+    of_local: dict[str, Any] = {}
     if options.calibration:
         content = read_config_file(options.calibration, measurements=True)
         # In a run's config.json an option has that name.
@@ -58,9 +58,10 @@ def run_simulation(options: argparse.Namespace) -> None:
             )
         calibration = read_table(content[TABLE], f"--calibration {options.calibration}")
         # The options of the measured run; those of training itself mean nothing here.
-        measured = {name: value for name, value in content.items() if name in SHARED_OPTIONS}
+        content = {name: value for name, value in content.items() if name in SHARED_OPTIONS}
+        measured = options_of(content, calibration, strategy="sync")
+        of_local = {name: content.get(name) for name in LOCAL_ONLY if name not in {**from_file, **given}}
         measured["ranks"] = str(len(calibration.ranks))
-        local_only = {name: measured.pop(name) for name in LOCAL_ONLY if name in measured}
     values = {**measured, **from_file, **given}
     for name, value in values.items():
         if isinstance(value, str):
@@ -69,7 +70,7 @@ def run_simulation(options: argparse.Namespace) -> None:
     cluster_config = ClusterConfig(**{name: values[name] for name in values if name in ClusterConfig.__dataclass_fields__})
     shared = {name: value for name, value in values.items() if name in SHARED_OPTIONS}
     outcomes = []
-    for outcome in sweep(sweep_config, cluster_config, shared, calibration, local_only):
+    for outcome in sweep(sweep_config, cluster_config, shared, calibration, of_local):
         outcomes.append(outcome)
         if not options.json:
             _print_row(outcome, header=len(outcomes) == 1, gap=len(outcomes) > 1 and outcome.ranks != outcomes[-2].ranks)

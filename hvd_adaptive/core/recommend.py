@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_adaptive.calibration_file import MEMORY_PART
 from hvd_adaptive.core.merge_period import least_mega_batch
 
 Array = NDArray[np.float64]
@@ -18,8 +19,6 @@ _ENOUGH_EFFICIENCY = 0.9
 _ROOM = 8
 # Rounds must leave room for this many merges an epoch, as in train.control.
 _LEAST_MERGES_AN_EPOCH = 4
-# Memory is never used to its last byte: fragments, and batches heavier than the measured ones.
-MEMORY_PART = 0.8
 
 
 @dataclass(slots=True)

@@ -50,6 +50,9 @@ def scaled_config(config: Config, world_size: int) -> Config:
             "mega_batch": config.mega_batch_samples,
             "global_batch_size": config.global_batch_size or config.batch_size * reference,
         }
+    if config.strategy == "sync":
+        # Its shares have no bounds but those that were given.
+        changes = {n: v for n, v in changes.items() if n not in ("min_batch_size", "max_batch_size") or getattr(config, n)}
     changes = {name: value for name, value in changes.items() if has_effect(config, name)}
     return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
 

@@ -381,7 +381,7 @@ def mpi_environment(info: LauncherInfo, num_cores: int) -> dict[str, str]:
 
     Args:
         info: what the launcher said; without a local size nothing is known and nothing is set.
-        num_cores: cores that the ranks of this host may run on, >= 1.
+        num_cores: cores that the ranks of this host have together, >= 1.
     """
     if info.local_size is None or not is_crowded(info.local_size, num_cores):
         return {}

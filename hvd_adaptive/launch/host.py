@@ -18,12 +18,26 @@ def own_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
 
 
+def cores_of_ranks(num_ranks: int) -> int:
+    """Returns the cores that this host's ranks have together, also where their launcher bound each to some of its own.
+
+    Args:
+        num_ranks: of this host; this process is one.
+    """
+    own = len(own_cores())
+    try:
+        launchers = len(os.sched_getaffinity(os.getppid())) if sys.platform == "linux" else own
+    except OSError:
+        launchers = own
+    return min(launchers, own * num_ranks) if launchers > own else own
+
+
 def is_crowded(num_ranks: int, num_cores: int) -> bool:
     """Whether ranks that wait take cores from those that compute: each has two threads that may, its own and Horovod's.
 
     Args:
         num_ranks: of one host.
-        num_cores: that they may run on.
+        num_cores: that they have together.
     """
     return 2 * num_ranks > num_cores
 

@@ -91,8 +91,8 @@ def launch_command(
     """Builds the command and environment that run a program as N ranks.
 
     Ranks are not bound to cores, as Open MPI by default binds each to one. On a machine of one's own more
-    ranks than cores are allowed; they then yield while they wait. In a scheduler's job it counts the slots,
-    and what concerns this project is forwarded to the other hosts. Variables that are set already are kept.
+    ranks than cores are allowed; with fewer than two cores each they yield while they wait. In a scheduler's job it counts
+    the slots, and what concerns this project is forwarded to the other hosts. Variables that are set already are kept.
 
     Args:
         num_ranks: ranks to start, >= 1.

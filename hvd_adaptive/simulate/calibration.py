@@ -34,7 +34,8 @@ def measured_cluster(
         fixed_s, per_sample_s = fixed_s * own, per_sample_s * own
     else:
         # What the exchange asks of a step besides, such as looking through the gradients, does not grow with the samples.
-        fixed_s = np.maximum(0.0, fixed_s + _added_s(steps, calibration.ranks, contention))
+        shorter, added_s = _beside_line(steps, calibration.ranks, contention)
+        fixed_s, per_sample_s = fixed_s * shorter + added_s, per_sample_s * shorter
     base = described_cluster(described, world_size)
     links, overhead_s = base.links, link.latency_s
     if count > 1 and link.per_byte_s > 0:
@@ -91,14 +92,18 @@ def _own_and_contention(calibration: Calibration) -> tuple[Array, Array]:
     return own, added / np.where(beside > 0, beside, 1.0) / own
 
 
-def _added_s(steps: SynchronousCalibration, ranks: Sequence[RankCalibration], contention: Array) -> Array:
-    """Returns the seconds by which each rank's synchronous step is longer than its line, slowdown and contention taken off."""
+def _beside_line(
+    steps: SynchronousCalibration, ranks: Sequence[RankCalibration], contention: Array
+) -> tuple[Array, Array]:
+    """Returns what each rank's synchronous step is beside its line, slowdown and contention taken off: a factor <= 1 on the line,
+    and seconds added to it, each of shape (number of ranks,)."""
     step_s = np.maximum(steps.step_s, 1e-12)
     # Of a longer step, only a part is beside a shorter one.
     beside = (_others_computing(ranks) * np.minimum(1.0, step_s / step_s[:, None])).sum(axis=1)
     own_s = step_s / (1 + contention * beside)
-    added_s: Array = (own_s - step_s / np.array(steps.lengthened)) / np.array([rank.slowdown for rank in ranks])
-    return added_s
+    line_s = step_s / np.array(steps.lengthened)
+    slowdown = np.array([rank.slowdown for rank in ranks])
+    return np.minimum(1.0, own_s / line_s), np.maximum(0.0, own_s - line_s) / slowdown
 
 
 def _others_computing(ranks: Sequence[RankCalibration]) -> Array:

@@ -90,7 +90,7 @@ def sweep(
     cluster_config: ClusterConfig,
     shared: Mapping[str, Any],
     calibration: Calibration | None = None,
-    local_only: Mapping[str, Any] | None = None,
+    of_local: Mapping[str, Any] | None = None,
 ) -> Iterator[Outcome]:
     """Yields the outcome of each strategy at each number of ranks, the fewest ranks first.
 
@@ -99,15 +99,14 @@ def sweep(
         cluster_config: the cluster.
         shared: options of :class:`Config` by name, of ``SHARED_OPTIONS``.
         calibration: what was measured of it.
-        local_only: further options for strategy ``local``, which those of ``shared`` win over.
+        of_local: for strategy ``local`` in place of those of ``shared``.
 
     Raises:
         ValueError: if options do not go together.
     """
     dataset_size = cluster_config.dataset_size or (calibration.num_samples if calibration else None)
-    of_local = {**(local_only or {}), **shared}
     configs = {
-        name: strategy_config(name, of_local if STRATEGIES[name]["strategy"] == "local" else shared)
+        name: strategy_config(name, {**shared, **(of_local or {})} if STRATEGIES[name]["strategy"] == "local" else shared)
         for name in sweep_config.names
     }
     for count in parse_ranks(cluster_config.ranks):

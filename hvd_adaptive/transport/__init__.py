@@ -15,7 +15,7 @@ from hvd_adaptive.launch.binding import (
     read_launcher,
     starts_alone,
 )
-from hvd_adaptive.launch.host import own_cores
+from hvd_adaptive.launch.host import cores_of_ranks
 from hvd_adaptive.transport.base import Transport
 from hvd_adaptive.transport.start_watch import start_watch
 
@@ -75,7 +75,7 @@ def set_mpi_environment(info: LauncherInfo) -> None:
     Raises:
         RuntimeError: if srun started the ranks in a way by which this MPI cannot connect them.
     """
-    for name, value in mpi_environment(info, len(own_cores())).items():
+    for name, value in mpi_environment(info, cores_of_ranks(info.local_size or 1)).items():
         os.environ.setdefault(name, value)
     embedded = (Path(sys.prefix) / "bin" / "orted").exists()
     if embedded:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.launch.binding import LauncherInfo, check_world
-from hvd_adaptive.launch.host import is_crowded, own_cores
+from hvd_adaptive.launch.host import cores_of_ranks, is_crowded
 from hvd_adaptive.transport.base import AgreedError, Pending
 from hvd_adaptive.transport.heartbeat import Heartbeat
 from hvd_adaptive.transport.horovod_collectives import HorovodCollectives
@@ -247,7 +247,7 @@ class HorovodMpiTransport:
             op=self._hvd.Average if average else self._hvd.Sum,
             backward_passes_per_step=backward_passes_per_step,
         )
-        if may_sleep and is_crowded(self.local_size, len(own_cores())):
+        if may_sleep and is_crowded(self.local_size, cores_of_ranks(self.local_size)):
             wrapped.synchronize = waits_asleep(self._hvd.mpi_ops.mpi_lib)(wrapped.synchronize)
         result: Optimizer = wrapped
         return result

@@ -22,6 +22,7 @@ from hvd_adaptive.launch.binding import (
     shared_devices,
     starts_alone,
 )
+from hvd_adaptive.launch.host import own_cores
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -282,6 +283,14 @@ def test_waiting_ranks_yield_only_when_there_are_too_many():
     assert mpi_environment(read_launcher(HYDRA), 1) == {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
     assert len(mpi_environment(read_launcher(SRUN), 1)) == 2
     assert mpi_environment(LauncherInfo(name="none"), 1) == {}
+
+
+def test_cores_of_ranks_that_are_bound_to_some_each():
+    own = own_cores()
+    code = "import os, sys; from hvd_adaptive.launch.host import cores_of_ranks; {} print(cores_of_ranks(2))"
+    for bind, cores in (("", len(own)), (f"os.sched_setaffinity(0, [{own[0]}]);", min(2, len(own)))):
+        found = subprocess.run([sys.executable, "-c", code.format(bind)], capture_output=True, text=True, check=True)
+        assert int(found.stdout) == cores, bind
 
 
 def test_binding_imports_no_mpi():

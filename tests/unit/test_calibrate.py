@@ -173,7 +173,10 @@ def test_sync_is_not_bound_by_what_was_recommended_for_local(tmp_path: Path) -> 
     write_file(Path(file), {"min_batch_size": 32, "max_batch_size": 256}, read_table(TABLE, "x"), comment="")
     assert with_config_file(file, {"lr": 0.5}, {}) == {"min_batch_size": 32, "max_batch_size": 256, "lr": 0.5}
     for options, environment in (({"strategy": "sync"}, {}), ({}, {"strategy": "sync"})):
-        assert with_config_file(file, options, environment) == {"max_batch_size": 256, **options}
+        # Of 128 samples that the memory of rank 1 takes.
+        assert with_config_file(file, options, environment) == {"max_batch_size": 102, **options}
+    write_file(Path(file), {"max_batch_size": 256}, read_table({**TABLE, "ranks": [RANK, RANK]}, "x"), comment="")
+    assert with_config_file(file, {"strategy": "sync"}, {}) == {"strategy": "sync"}
     assert with_config_file(file, {"strategy": "sync", "min_batch_size": 8}, {})["min_batch_size"] == 8
     # In a run's own configuration it was somebody's choice.
     (tmp_path / "c.json").write_text(json.dumps({"min_batch_size": 32, "calibration": True, "strategy": "sync"}))
@@ -184,8 +187,10 @@ def test_run_takes_from_a_file_what_it_knows(tmp_path: Path) -> None:
     file = tmp_path / "c.json"
     file.write_text(json.dumps({"batch_size": 64, "mega_batch": 640, "max_batch_size": 180, "calibration": TABLE}))
     config = run_config(argparse.Namespace(config=str(file)), {})
-    assert config.max_batch_size == 180 and config.mega_batch is None
-    assert run_config(argparse.Namespace(config=str(file), strategy="local"), {}).mega_batch == 640
+    assert config.max_batch_size == 102 and config.mega_batch is None
+    local = run_config(argparse.Namespace(config=str(file), strategy="local"), {})
+    assert local.mega_batch == 640 and local.max_batch_size == 180
+    assert run_config(argparse.Namespace(config=str(file)), {"HVD_ADAPTIVE_STRATEGY": "local"}).max_batch_size == 180
     assert run_config(argparse.Namespace(config=str(file), max_batch_size="90"), {}).max_batch_size == 90
     with pytest.raises(ValueError, match="mega_batch needs strategy 'local'"):
         run_config(argparse.Namespace(config=str(file), mega_batch="64"), {})

@@ -184,6 +184,10 @@ def test_a_fixed_total_batch_keeps_learning_rate_and_steps() -> None:
     assert scaled_config(Config(batch_size=2, reference_ranks=1), 7).batch_size == 1
     sync = Config(strategy="sync", batch_size=10, reference_ranks=4)
     assert {scaled_config(sync, ranks).global_batch_size for ranks in (1, 3, 7)} == {40}
+    # Its shares are bound by what was given, and by nothing else.
+    assert (scaled_config(sync, 3).min_batch_size, scaled_config(sync, 3).max_batch_size) == (None, None)
+    bound = scaled_config(Config(strategy="sync", batch_size=12, max_batch_size=24, reference_ranks=4), 2)
+    assert (bound.min_batch_size, bound.max_batch_size) == (None, 48)
     given = Config(strategy="sync", global_batch_size=99, reference_ranks=4)
     assert {scaled_config(given, ranks).global_batch_size for ranks in (2, 3)} == {99}
 

@@ -36,6 +36,9 @@ def test_threads_and_yielding_follow_the_cores():
     _, few = make_command(2, num_cores=8)
     assert few["OMP_NUM_THREADS"] == "4"
     assert "OMPI_MCA_mpi_yield_when_idle" not in few
+    # Horovod's thread wants a core beside each rank's own.
+    assert "OMPI_MCA_mpi_yield_when_idle" not in make_command(2, num_cores=4)[1]
+    assert make_command(2, num_cores=3)[1]["OMPI_MCA_mpi_yield_when_idle"] == "1"
     _, many = make_command(4, num_cores=2)
     assert many["OMP_NUM_THREADS"] == "1"
     assert many["OMPI_MCA_mpi_yield_when_idle"] == "1"
