@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from hvd_adaptive.launch.host import is_crowded
+from hvd_adaptive.launch.host import must_yield
 
 LauncherName = Literal["horovodrun-gloo", "openmpi", "hydra", "slurm", "none"]
 
@@ -383,7 +383,7 @@ def mpi_environment(info: LauncherInfo, num_cores: int) -> dict[str, str]:
         info: what the launcher said; without a local size nothing is known and nothing is set.
         num_cores: cores that the ranks of this host have together, >= 1.
     """
-    if info.local_size is None or not is_crowded(info.local_size, num_cores):
+    if info.local_size is None or not must_yield(info.local_size, num_cores):
         return {}
     open_mpi = {"OMPI_MCA_mpi_yield_when_idle": "1"}
     mpich = {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}

@@ -32,8 +32,8 @@ def cores_of_ranks(num_ranks: int) -> int:
     return min(launchers, own * num_ranks) if launchers > own else own
 
 
-def is_crowded(num_ranks: int, num_cores: int) -> bool:
-    """Whether ranks that wait take cores from those that compute: each has two threads that may, its own and Horovod's.
+def must_yield(num_ranks: int, num_cores: int) -> bool:
+    """Whether threads that wait in MPI take cores from those that compute: each rank has two that may, its own and Horovod's.
 
     Args:
         num_ranks: of one host.

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Literal
 
 from hvd_adaptive.launch.binding import read_launcher, requested_threads
-from hvd_adaptive.launch.host import is_crowded, own_cores
+from hvd_adaptive.launch.host import must_yield, own_cores
 
 Flavour = Literal["openmpi4", "openmpi5", "hydra"]
 
@@ -126,7 +126,7 @@ def launch_command(
     if not scheduled and not hosts:
         if requested_threads(env) is None:
             added["OMP_NUM_THREADS"] = str(max(1, num_cores // num_ranks))
-        if is_crowded(num_ranks, num_cores):
+        if must_yield(num_ranks, num_cores):
             added |= {"OMPI_MCA_mpi_yield_when_idle": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
     if launcher.flavour != "hydra":
         added["OMPI_MCA_btl_base_warn_component_unused"] = "0"

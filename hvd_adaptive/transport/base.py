@@ -152,8 +152,8 @@ class Transport(Collectives, Protocol):
             model: names the parameters.
             average: whether gradients meet as their mean; else as their sum.
             backward_passes_per_step: backward passes whose gradients are added up before they are exchanged.
-            may_sleep: ``synchronize`` waits asleep where a host has fewer than two cores a rank; else as Horovod does
-                it, which uses a core.
+            may_sleep: ``synchronize`` waits asleep where a host has more ranks than cores; else as Horovod does it, which
+                uses a core.
         """
 
     def abort(self, text: str, code: int) -> None:

@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.launch.binding import LauncherInfo, check_world
-from hvd_adaptive.launch.host import cores_of_ranks, is_crowded
 from hvd_adaptive.transport.base import AgreedError, Pending
 from hvd_adaptive.transport.heartbeat import Heartbeat
 from hvd_adaptive.transport.horovod_collectives import HorovodCollectives
-from hvd_adaptive.transport.horovod_wait import waits_asleep
+from hvd_adaptive.transport.horovod_wait import is_crowded, waits_asleep
 from hvd_adaptive.transport.job_end import end_job
 from hvd_adaptive.transport.mpi_library import check_one_mpi, hold_back_mpi
 from hvd_adaptive.transport.side_channel import SideChannel
@@ -247,7 +246,7 @@ class HorovodMpiTransport:
             op=self._hvd.Average if average else self._hvd.Sum,
             backward_passes_per_step=backward_passes_per_step,
         )
-        if may_sleep and is_crowded(self.local_size, cores_of_ranks(self.local_size)):
+        if may_sleep and is_crowded(self.local_size):
             wrapped.synchronize = waits_asleep(self._hvd.mpi_ops.mpi_lib)(wrapped.synchronize)
         result: Optimizer = wrapped
         return result

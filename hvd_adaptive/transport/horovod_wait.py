@@ -1,7 +1,7 @@
 """Waiting for Horovod's operations asleep.
 
-Horovod's own wait asks and calls sched_yield in turns, with Python's lock taken each time. That is the quickest where all threads
-have a core. Elsewhere it takes one from ranks that still compute, and from the threads that move the bytes.
+Horovod's own wait asks and calls sched_yield in turns, with Python's lock taken each time. That is as quick as any where each rank
+has a core. With more ranks than cores it takes one from ranks that still compute, and from the threads that move the bytes.
 """
 
 from __future__ import annotations
@@ -11,10 +11,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hvd_adaptive.launch.host import cores_of_ranks
+
 # The kernel adds about 50 us to each sleep.
 _SHORTEST_S, _LONGEST_S = 2e-5, 5e-4
 # Of what has been waited: how much later than the end the wait may be over.
 _LATE = 0.05
+
+
+def is_crowded(local_size: int) -> bool:
+    """Whether so many ranks on this host are more than the cores that they have."""
+    return local_size > cores_of_ranks(local_size)
 
 
 def wait_asleep(is_done: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> None:

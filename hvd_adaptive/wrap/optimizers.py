@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hvd_adaptive.launch.host import cores_of_ranks, is_crowded
-from hvd_adaptive.transport.horovod_wait import sleeping_wait
+from hvd_adaptive.transport.horovod_wait import is_crowded, sleeping_wait
 from hvd_adaptive.wrap.reasons import Reason
 
 
@@ -56,7 +55,7 @@ def intercept_horovod(listener: Listener) -> None:
     def init(*args: Any, **options: Any) -> None:
         nonlocal wait
         initialize(*args, **options)
-        wait = asleep if is_crowded(hvd.local_size(), cores_of_ranks(hvd.local_size())) else own
+        wait = asleep if is_crowded(hvd.local_size()) else own
         listener.started(hvd.size(), hvd.rank())
 
     basics.init = init
