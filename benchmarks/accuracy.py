@@ -35,9 +35,9 @@ import torch
 from tasks import TASKS, Task
 from torch import nn
 
-from hvd_adaptive.bench.processor import processor_name
 from hvd_adaptive.config import Config
 from hvd_adaptive.core.dispatch import epoch_order
+from hvd_adaptive.doctor.machine import cpu_model
 from hvd_adaptive.train.batches import BatchSource
 from hvd_adaptive.train.session import Session
 from hvd_adaptive.transport import connect
@@ -269,7 +269,7 @@ def record(options: argparse.Namespace) -> None:
         "",
         f"Date: {datetime.date.today()}. Commands: `mpirun -np 2 python benchmarks/accuracy.py run --out DIR --seeds 0,1,2`, "
         f"then `{shlex.join(['python', *sys.argv])}`.",
-        f"Hardware: {os.cpu_count()} cores, {processor_name()}, shared with other machines' work. "
+        f"Hardware: {os.cpu_count()} cores, {cpu_model()}, shared with other machines' work. "
         f"Python {platform.python_version()}, torch {torch.__version__}, Horovod 0.28.1. Two ranks.",
         "",
         "Accuracy: P@1 (embedded) or the share of digits that are right, at the end, mean over seeds and their range. Codecs",

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hvd_adaptive.bench.processor import processor_name
+from hvd_adaptive.doctor.machine import cpu_model
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     lines = [
         "# Checkpoints at the default interval",
         "",
-        f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. {processor_name()}, {os.cpu_count()} "
+        f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. {cpu_model()}, {os.cpu_count()} "
         f"cores, {options.ranks} ranks; Python {platform.python_version()}, torch {torch.__version__}. Embedded data set.",
         "",
         "Standing still: seconds of copying, on the slowest rank. Beside writing: seconds of rounds in which a checkpoint was "

@@ -21,12 +21,12 @@ import torch
 from tasks import TASKS, Task
 from torch import Tensor
 
-from hvd_adaptive.bench.processor import processor_name
 from hvd_adaptive.compress import decode, encode
 from hvd_adaptive.compress.bits import choose_bits, error_curve
 from hvd_adaptive.compress.policy import TensorInfo, parse_policy
 from hvd_adaptive.compress.quantize import MaxMin
 from hvd_adaptive.core.dispatch import epoch_order
+from hvd_adaptive.doctor.machine import cpu_model
 from hvd_adaptive.train.batches import BatchSource
 
 UNIFORM = (3, 4, 5, 6)
@@ -42,7 +42,7 @@ def main() -> None:
     lines = [
         "# Bits for each layer",
         "",
-        f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. {processor_name()}, "
+        f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. {cpu_model()}, "
         f"Python {platform.python_version()}, torch {torch.__version__}.",
         f"A gradient, and the change of {DELTA_STEPS} steps, at the end of the first epoch. Errors are relative L2.",
     ]

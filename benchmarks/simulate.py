@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from hvd_adaptive.bench.processor import processor_name
+from hvd_adaptive.doctor.machine import cpu_model
 
 # Slowdowns and mega-batch of the calibrations, by the number of ranks. Four ranks on two cores: slow enough that they rarely
 # want the cores at once.
@@ -163,7 +163,7 @@ def record(chosen: list[Case], results: list[list[dict[str, Any]]], options: arg
     lines = [
         f"# Predicted from a calibration, and measured: {data}, {options.ranks} ranks",
         "",
-        f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. {processor_name()}, {os.cpu_count()} "
+        f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. {cpu_model()}, {os.cpu_count()} "
         f"cores; Python {platform.python_version()}, torch {torch.__version__}. Calibrated at --slowdown "
         f"{scaled(slowdown, options.scale)}, --mega-batch {mega_batch}; {options.repeats} runs of {options.epochs:g} epochs "
         "each, medians and the range of the ratios. Waiting and communication are parts of the time; for sync, static and "

@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from intervals import median_interval
 
-from hvd_adaptive.bench.processor import processor_name
 from hvd_adaptive.config import Config, TrainConfig
 from hvd_adaptive.data import build, open_splits, resolve
+from hvd_adaptive.doctor.machine import cpu_model
 from hvd_adaptive.launch.relaunch import find_launcher, launch_command
 from hvd_adaptive.train.records import RoundRecord
 from hvd_adaptive.train.session import Session
@@ -61,7 +61,7 @@ def main() -> None:
     lines = [
         "# Throughput of sync against plain Horovod",
         "",
-        f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. {processor_name()}, {os.cpu_count()} "
+        f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. {cpu_model()}, {os.cpu_count()} "
         f"cores; Python {platform.python_version()}, torch {torch.__version__}. Embedded data set, {options.input_gradients} "
         "input gradients; methods took turns in the same processes. Ratio: samples a second of sync over those of the "
         "neighbouring block of Horovod. Computing: the slowest rank's own milliseconds of a step with equal shares over those "

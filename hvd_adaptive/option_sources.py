@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvd_adaptive.calibration_file import TABLE, options_of, read_table
+from hvd_adaptive.calibration_file import TABLE, Calibration, options_of, read_table
 from hvd_adaptive.config import Config, TrainConfig
 from hvd_adaptive.validation import field_type, parse_json
 
@@ -47,10 +47,16 @@ def read_config_file(path: str, *, measurements: bool = False) -> dict[str, Any]
         raise ValueError(
             f"--config {path}: must hold a table of option names and values, got {type(values).__name__}"
         )
-    # A run's own configuration has the option of that name, which is true or false.
-    if not measurements and not isinstance(values.get(TABLE, False), bool):
-        read_table(values.pop(TABLE), f"--config {path}")
+    if not measurements:
+        _take_measurements(values, path)
     return {name.replace("-", "_"): value for name, value in values.items()}
+
+
+def _take_measurements(values: dict[str, Any], path: str) -> Calibration | None:
+    # A run's own configuration has an option of that name, which is true or false.
+    if isinstance(values.get(TABLE, False), bool):
+        return None
+    return read_table(values.pop(TABLE), f"--config {path}")
 
 
 def with_config_file(path: str | None, given: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,9 +71,8 @@ def with_config_file(path: str | None, given: Mapping[str, Any], environment: Ma
     if not path:
         return dict(given)
     values = read_config_file(path, measurements=True)
-    # A run's own configuration has the option of that name, which is true or false.
-    if not isinstance(values.get(TABLE, False), bool):
-        calibration = read_table(values.pop(TABLE), f"--config {path}")
+    calibration = _take_measurements(values, path)
+    if calibration is not None:
         strategy = {"strategy": Config().strategy, **environment, **values, **given}["strategy"]
         values = options_of(values, calibration, strategy=strategy)
     return {**values, **given}

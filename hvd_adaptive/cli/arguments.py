@@ -52,6 +52,7 @@ def _meant(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, list(known), n=2)
     return f": did you mean {' or '.join(near)}?" if near else ""
 
+
 def without_options(arguments: Sequence[str], names: Sequence[str], flags: Sequence[str] = ()) -> list[str]:
     """Returns a command's arguments without some options.
 

@@ -155,13 +155,13 @@ def _show(rows: Sequence[Any], options: argparse.Namespace, where: dict[str, Any
     if options.json:
         import torch
 
-        from hvd_adaptive.bench.processor import processor_name
+        from hvd_adaptive.doctor.machine import cpu_model
 
         content = {
             "command": options.bench,
             "options": {name: value for name, value in vars(options).items() if name not in _NOT_RECORDED},
             "versions": {"hvd_adaptive": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            "processor": processor_name(),
+            "processor": cpu_model(),
             **where,
             "rows": table,
         }

@@ -11,6 +11,8 @@ MERGE_PERIODS = ("fixed", "auto", "qsr", "auto-qsr")
 _NUM_MEASURED = 3
 # A period changes at most by this factor from one round to the next.
 _MAX_FACTOR = 2.0
+# Rounds of a measured merge period leave room for this many merges an epoch.
+LEAST_MERGES_AN_EPOCH = 4
 
 
 def least_mega_batch(communication_s: float, rest_s: float, *, share: float) -> float:

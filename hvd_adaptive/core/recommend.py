@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_adaptive.calibration_file import MEMORY_PART
-from hvd_adaptive.core.merge_period import least_mega_batch
+from hvd_adaptive.core.merge_period import LEAST_MERGES_AN_EPOCH, least_mega_batch
 
 Array = NDArray[np.float64]
 
@@ -17,8 +17,6 @@ _LEAST_EFFICIENCY = 0.5
 _ENOUGH_EFFICIENCY = 0.9
 # The paper's b_min is b_max / 8; the sum of sizes stays with 'proportional', whose bound is 8 x batch_size.
 _ROOM = 8
-# Rounds must leave room for this many merges an epoch, as in train.control.
-_LEAST_MERGES_AN_EPOCH = 4
 
 
 @dataclass(slots=True)
@@ -99,7 +97,7 @@ def recommend_mega_batch(
         The mega-batch, and a sentence where it cannot be long enough.
     """
     wanted = max(least_mega_batch(communication_s, 1 / samples_per_s, share=share), least)
-    most = max(dataset_size // _LEAST_MERGES_AN_EPOCH, least)
+    most = max(dataset_size // LEAST_MERGES_AN_EPOCH, least)
     chosen = int(np.ceil(min(wanted, most) / batch_size)) * batch_size
     if wanted <= most:
         return chosen, None

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hvd_adaptive.config import Config
 from hvd_adaptive.core.balance import lr_schedule, next_batch_sizes
-from hvd_adaptive.core.merge_period import MergePeriod
+from hvd_adaptive.core.merge_period import LEAST_MERGES_AN_EPOCH, MergePeriod
 from hvd_adaptive.core.speed_model import Damping, SpeedModel
 from hvd_adaptive.core.weights import Perturbation, merge_weights
 
@@ -21,8 +21,6 @@ Array = NDArray[np.float64]
 
 log = logging.getLogger(__name__)
 
-# Rounds of a measured merge period leave room for this many merges an epoch.
-_LEAST_MERGES_AN_EPOCH = 4
 
 
 class Stats(Protocol):
@@ -160,18 +158,18 @@ class RoundControl:
                 warmup_epochs=config.warmup_epochs,
                 decay=config.lr_decay,
             ),
-            largest=dataset_size // _LEAST_MERGES_AN_EPOCH,
+            largest=dataset_size // LEAST_MERGES_AN_EPOCH,
         )
         self._num_samples, self._train_s = record.num_samples, record.train_s
         taken = self._period.communication_share
-        at_limit = self.mega_batch >= max(config.mega_batch_samples, dataset_size // _LEAST_MERGES_AN_EPOCH)
+        at_limit = self.mega_batch >= max(config.mega_batch_samples, dataset_size // LEAST_MERGES_AN_EPOCH)
         if config.merge_period.startswith("auto") and at_limit and taken > 2 * config.merge_share:
             if self._speaks and not self._complained:
                 log.warning(
                     "merges take %.0f%% of the time, although a round has %d samples, as many as merge_period %r goes to "
                     "(%d merges an epoch). Longer rounds need a larger --mega-batch; a faster link or a smaller model "
                     "makes merges shorter.",
-                    100 * taken, self.mega_batch, config.merge_period, _LEAST_MERGES_AN_EPOCH,
+                    100 * taken, self.mega_batch, config.merge_period, LEAST_MERGES_AN_EPOCH,
                 )  # fmt: skip
             self._complained = True
 

@@ -71,7 +71,7 @@ def cpu_model() -> str:
     except OSError:
         text = ""
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return match[1].strip() if match else platform.machine()
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def list_gpus() -> dict[str, Any] | None:

@@ -53,7 +53,7 @@ def horovod(ranks: Sequence[Facts]) -> list[Finding]:
 
 def mpi_library(ranks: Sequence[Facts]) -> list[Finding]:
     """Says which MPI library Horovod and mpi4py have loaded."""
-    found = []
+    found: dict[int, tuple[str, str]] = {}
     for rank, facts in enumerate(ranks):
         horovod, mpi4py = good(facts, "horovod"), good(facts, "mpi4py")
         if not horovod or not mpi4py:
@@ -64,14 +64,15 @@ def mpi_library(ranks: Sequence[Facts]) -> list[Finding]:
             text = f"rank {rank}: Horovod loads {own[0]}, mpi4py {others[0]}"
             remedy = "unset MPI4PY_LIBMPI, load the module that Horovod was built with; or scripts/setup.sh --recreate"
             return [Finding("MPI library", "problem", text, remedy)]
-        found.append((mpi4py["library_version"], own[0] if own else "unknown"))
+        found[rank] = (mpi4py["library_version"], own[0] if own else "unknown")
     if not found:
         return []
-    if len(set(found)) > 1:
-        rank = next(rank for rank, one in enumerate(found) if one != found[0])
-        text = f"rank 0 has {found[0][0]} ({found[0][1]}), rank {rank} {found[rank][0]} ({found[rank][1]})"
+    first, (version, library) = next(iter(found.items()))
+    if len(set(found.values())) > 1:
+        rank = next(rank for rank, one in found.items() if one != (version, library))
+        text = f"rank {first} has {version} ({library}), rank {rank} {found[rank][0]} ({found[rank][1]})"
         return [Finding("MPI library", "warning", text, "start every rank in the same environment")]
-    return [Finding("MPI library", "ok", f"{found[0][0]}, {found[0][1]}; Horovod and mpi4py share it")]
+    return [Finding("MPI library", "ok", f"{version}, {library}; Horovod and mpi4py share it")]
 
 
 def world(ranks: Sequence[Facts]) -> list[Finding]:

@@ -46,6 +46,7 @@ _ANSWER_LIMIT_S = 5.0
 _CHUNK_BYTES = 1 << 16
 _SHARED_MEMORY = Path("/dev/shm")
 
+
 @dataclass(frozen=True, kw_only=True)
 class Elastic:
     """What may happen to a job's size.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hvd_adaptive.core.balance import lr_multiplier
-from hvd_adaptive.core.merge_period import MergePeriod
+from hvd_adaptive.core.merge_period import LEAST_MERGES_AN_EPOCH, MergePeriod
 from hvd_adaptive.core.outer import OuterStep
 from hvd_adaptive.core.weights import merge_weights
 from hvd_adaptive.exchange.compressed import CompressedSum
@@ -29,9 +29,8 @@ from hvd_adaptive.wrap.options import RunConfig
 
 log = logging.getLogger(__name__)
 
-# As ``train``: batches of one rank in a mega-batch, and merges that an epoch has at least, where the period grows.
+# As ``train``: batches of one rank in a mega-batch.
 _BATCHES_A_ROUND = 100
-_LEAST_MERGES_AN_EPOCH = 4
 
 
 @dataclass
@@ -339,7 +338,7 @@ class Merger:
                 round_s=float(gathered["step_s"].max()) + merge_s,
                 communication_s=merge_s,
                 lr_factor=lr / self._largest_lr if lr > 0 else 1.0,
-                largest=int(gathered["epoch_samples"][root]) // _LEAST_MERGES_AN_EPOCH,
+                largest=int(gathered["epoch_samples"][root]) // LEAST_MERGES_AN_EPOCH,
             )
         self._proposal = max(1, round(self._period.mega_batch * num_calls / samples))
         self.log.steps_per_merge = int(gathered["period"][root]) or self._proposal

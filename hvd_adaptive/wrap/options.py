@@ -87,7 +87,7 @@ class RunConfig:
             raise ValueError(f"stall_limit_s must be >= 1, got {self.stall_limit_s}")
         if self.strategy == "sync":
             for name in LOCAL_OPTIONS:
-                if name not in _ENCODING and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                     raise ValueError(f"{name} needs strategy 'local', got {getattr(self, name)!r} with strategy 'sync'")
         self.merging()
         if self.shares is not None:
@@ -99,7 +99,7 @@ class RunConfig:
         Raises:
             ValueError: for a value that they do not allow.
         """
-        values = {name: getattr(self, name) for name in LOCAL_OPTIONS}
+        values = {name: getattr(self, name) for name in (*LOCAL_OPTIONS, *_ENCODING)}
         # There QSR needs a schedule of the learning rate, which here is the script's.
         values["merge_period"] = {"qsr": "fixed", "auto-qsr": "auto"}.get(self.merge_period, self.merge_period)
         return Config(strategy="local", sparse_merge="never", **values)
@@ -107,10 +107,9 @@ class RunConfig:
 
 LOCAL_OPTIONS = (
     "mega_batch", "merge_period", "merge_share", "merge_weights", "lr_rule", "outer_step", "outer_lr", "outer_momentum",
-    "optimizer_state", "hash_interval", "compression", "reducer", "error_feedback",
+    "optimizer_state", "hash_interval",
 )  # fmt: skip
-
-
+# Of both strategies.
 _ENCODING = ("compression", "reducer", "error_feedback")
 
 

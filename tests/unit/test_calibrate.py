@@ -18,6 +18,7 @@ from hvd_adaptive.core.recommend import predict, recommend_batches, recommend_me
 from hvd_adaptive.core.speed_model import fit_line
 from hvd_adaptive.option_sources import build_configs, read_config_file, with_config_file
 from hvd_adaptive.train.memory_ceiling import largest_by_growth
+from hvd_adaptive.wrap.options import RunConfig
 
 RANK: dict[str, Any] = {
     "host": "alpha", "device": "cpu", "threads": 1, "fixed_s": 1e-3, "per_work_s": 1e-4, "fit_error": 0.01, "jitter": 0.02,
@@ -194,6 +195,10 @@ def test_run_takes_from_a_file_what_it_knows(tmp_path: Path) -> None:
     assert run_config(argparse.Namespace(config=str(file), max_batch_size="90"), {}).max_batch_size == 90
     with pytest.raises(ValueError, match="mega_batch needs strategy 'local'"):
         run_config(argparse.Namespace(config=str(file), mega_batch="64"), {})
+    # How gradients are encoded is for every strategy.
+    file.write_text(json.dumps({"compression": "maxmin:4", "outer_lr": 0.5}))
+    config = run_config(argparse.Namespace(config=str(file)), {})
+    assert config.compression == "maxmin:4" and config.outer_lr == RunConfig().outer_lr
     file.write_text('{"bach_size": 64}')
     with pytest.raises(ValueError, match="unknown option 'bach_size'; did you mean batch_size"):
         run_config(argparse.Namespace(config=str(file)), {})

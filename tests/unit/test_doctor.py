@@ -98,6 +98,12 @@ CASES: dict[str, tuple[Callable[[], list[dict[str, Any]]], str, str, str]] = {
         "problem",
         "rank 1: Horovod loads /lib/libmpi.so.40, mpi4py /usr/lib/libmpi.so.12",
     ),
+    "another MPI on a rank beside one that did not say": (
+        lambda: [facts(mpi4py={"error": "gone"}), facts(1), facts(2, mpi4py__library_version="Open MPI 5")],
+        "MPI library",
+        "warning",
+        "rank 2 Open MPI 5",
+    ),
     "other versions on one rank": (
         lambda: [facts(), facts(1, machine__versions={"torch": "2.9.0", "horovod": "0.28.1", "mpi4py": "4.1.2"})],
         "versions",
