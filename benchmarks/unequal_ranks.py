@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from hvd_adaptive.doctor.machine import cpu_model
 from hvd_adaptive.launch.relaunch import find_launcher, launch_command
 
 if sys.version_info >= (3, 11):
@@ -154,14 +155,6 @@ def middle(values: list[float], form: str = ".4f") -> str:
 
 
 def record(options: argparse.Namespace, table: dict[str, Any], runs: dict[str, list[dict[str, Any]]]) -> str:
-    cpu = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        "?",
-    )
     speeds = (
         f"emulated, --slowdown {SLOWDOWN}"
         if options.stage != "quotas"
@@ -171,7 +164,7 @@ def record(options: argparse.Namespace, table: dict[str, Any], runs: dict[str, l
         f"# {options.stage}: {Path(options.data).name}, 4 ranks at speeds 1:1:2:4",
         "",
         f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. Speeds: {speeds}.",
-        f"Hardware: {os.cpu_count()} cores, {cpu}, shared with other machines' work. "
+        f"Hardware: {os.cpu_count()} cores, {cpu_model()}, shared with other machines' work. "
         f"Python {platform.python_version()}, torch {torch.__version__}, Horovod 0.28.1.",
         f"Common options: `{table['common']}`. Seconds are training time, evaluation excluded.",
         "",
