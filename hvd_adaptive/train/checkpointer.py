@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import platform
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,8 +26,9 @@ from hvd_adaptive.train.checkpoint import Written
 from hvd_adaptive.train.records import RoundRecord, RoundStats
 from hvd_adaptive.train.resume import Identity, find_candidates, load_newest_valid, set_aside_newer
 from hvd_adaptive.train.session import Session
+from hvd_adaptive.train.shared_folder import check_shared_folder
 from hvd_adaptive.train.state import flatten_state
-from hvd_adaptive.transport.base import AgreedError, Transport, agree, long_task
+from hvd_adaptive.transport.base import AgreedError, agree, long_task
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +112,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         # Tensors of the last checkpoint by file and name, to be overwritten by the next.
         self._copies: dict[str, dict[str, Tensor]] = {}
+        self._reserving: threading.Thread | None = None
         self._attempt = 0
         self._due_from = (0, 0.0)
         self._newest: tuple[int, Path] | None = None
@@ -236,6 +237,29 @@ class Checkpointer:
                 start = time.perf_counter()
                 self._wait()
                 self._copy_s += time.perf_counter() - start
+        elif self._reserving is None and not self._copies:
+            self._reserve()
+
+    def _reserve(self) -> None:
+        """Finds the memory for the first checkpoint beside the training: the system takes longer for that than for the copy.
+
+        Not before a round is over, as optimizers make their state in the first step.
+        """
+        state = self._session.state_dict()
+        self._copies = {name: flatten_state(state[key], copy=False)[1] for key, name in self._names().items()}
+        tensors = [tensor for part in self._copies.values() for tensor in part.values()]
+        # Pages become memory when they are written to.
+        self._reserving = threading.Thread(
+            target=lambda: [tensor.zero_() for tensor in tensors], name="hvd_adaptive-reserve", daemon=True
+        )
+        self._reserving.start()
+
+    def _names(self) -> dict[str, str]:
+        """Files that this rank writes, by their key in the session's state."""
+        names = {"own": checkpoint.rank_file(self._session.rank)}
+        if self._session.rank == 0:
+            names["shared"] = checkpoint.GLOBAL_FILE
+        return names
 
     def _start(self) -> None:
         """Copies the state and starts to write it. On every rank after the same round."""
@@ -247,11 +271,10 @@ class Checkpointer:
         state = session.state_dict()
         if not self._has_room(state):
             return
-        names = {"own": checkpoint.rank_file(session.rank)}
-        if session.rank == 0:
-            names["shared"] = checkpoint.GLOBAL_FILE
+        if self._reserving is not None:
+            self._reserving.join()
         parts = []
-        for key, name in names.items():
+        for key, name in self._names().items():
             skeleton, self._copies[name] = flatten_state(state[key], self._copies.get(name))
             parts.append((name, skeleton, self._copies[name]))
         part = self.folder / checkpoint.part_name(session.round, self._attempt)
@@ -363,34 +386,3 @@ class Checkpointer:
             except OSError as failure:
                 log.warning("an old checkpoint cannot be removed: %s", failure)
         self._write_s += time.perf_counter() - start
-
-
-def check_shared_folder(folder: Path, transport: Transport, remedy: str) -> None:
-    """Makes a folder and tries whether every rank can write where rank 0 can. COLLECTIVE.
-
-    Args:
-        folder: for checkpoints or commits.
-        transport: the world.
-        remedy: what else to name, for the error.
-
-    Raises:
-        AgreedError: naming the host that cannot.
-    """
-    token = transport.allgather_object(secrets.token_hex(8))[0]
-    probe = folder / f".part-probe-{token}"
-    error = None
-    if transport.rank == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            checkpoint.remove_parts(folder)
-            probe.mkdir()
-        except OSError as failure:
-            error = f"checkpoint folder {folder} cannot be written: {failure}"
-    agree(transport, error)
-    try:
-        (probe / str(transport.rank)).touch()
-    except OSError as failure:
-        error = f"checkpoint folder {folder}: {transport.host} cannot write where rank 0 can ({failure}); name a {remedy}"
-    agree(transport, error)
-    if transport.rank == 0:
-        checkpoint.remove(probe)

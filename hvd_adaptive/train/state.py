@@ -16,7 +16,9 @@ from torch import Tensor
 _KIND = "$"
 
 
-def flatten_state(state: Any, reuse: Mapping[str, Tensor] | None = None) -> tuple[Any, dict[str, Tensor]]:
+def flatten_state(
+    state: Any, reuse: Mapping[str, Tensor] | None = None, *, copy: bool = True
+) -> tuple[Any, dict[str, Tensor]]:
     """Splits nested state into a skeleton for JSON and its tensors. COPIES every tensor and array.
 
     Args:
@@ -24,6 +26,7 @@ def flatten_state(state: Any, reuse: Mapping[str, Tensor] | None = None) -> tupl
             scalars, dense tensors on any device.
         reuse: the tensors of an earlier call that nobody needs any more, which are overwritten where they fit: the system
             takes longer to find new memory than to copy into it.
+        copy: False to get tensors that hold nothing yet, to be given as ``reuse`` later.
 
     Returns:
         The skeleton, and the tensors by name: contiguous, on the CPU, sharing no memory with ``state``.
@@ -43,7 +46,7 @@ def flatten_state(state: Any, reuse: Mapping[str, Tensor] | None = None) -> tupl
         copied = None if reuse is None else reuse.get(name)
         if copied is None or (copied.shape, copied.dtype) != (value.shape, value.dtype):
             copied = torch.empty(value.shape, dtype=value.dtype)
-        tensors[name] = copied.copy_(value.detach())
+        tensors[name] = copied.copy_(value.detach()) if copy else copied
         return name
 
     def split(value: Any, where: str) -> Any:

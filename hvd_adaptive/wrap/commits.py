@@ -26,7 +26,7 @@ from hvd_adaptive.launch.elastic_jobs import EXIT_STOPPED
 from hvd_adaptive.launch.last_checkpoint import commit_name, commits, number_of
 from hvd_adaptive.launch.output import EXIT_BAD_INPUT, refuse
 from hvd_adaptive.train.checkpoint import RefusedError, read_state, sync_directory, write_state
-from hvd_adaptive.train.checkpointer import check_shared_folder
+from hvd_adaptive.train.shared_folder import check_shared_folder
 from hvd_adaptive.train.state import flatten_state
 from hvd_adaptive.train.supervised import lack_of_room, num_bytes
 from hvd_adaptive.transport.base import AgreedError, Transport, agree

@@ -93,6 +93,15 @@ def test_flattening_again_overwrites_what_fits() -> None:
     assert [second[name] is first[name] for name in state] == [True, False, False, True]
 
 
+def test_memory_for_a_state_can_be_found_before() -> None:
+    state = {"tensor": torch.ones(3), "array": np.ones(2), "list": [torch.eye(2)]}
+    _, found = flatten_state(state, copy=False)
+    kept = dict(found)
+    skeleton, tensors = flatten_state(state, found)
+    assert equal(unflatten_state(skeleton, tensors), state)
+    assert tensors.keys() == kept.keys() and all(tensors[name] is kept[name] for name in kept)
+
+
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
