@@ -200,7 +200,6 @@ def record(options: argparse.Namespace, table: dict[str, Any], runs: dict[str, l
 
 def comparison(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Time to each plain variant's best P@1, seed by seed."""
-    adaptive = [name for name in runs if not name.startswith("horovod")]
     lines = [
         "Time to plain Horovod's best P@1, by seed: seconds of Horovod / seconds of ours. And best P@1, ours / theirs, up to",
         "the epochs that both have consumed.",
@@ -208,8 +207,8 @@ def comparison(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
         "| | against | ratios by seed | median | best P@1 at equal epochs |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for ours in adaptive:
-        for plain in (name for name in runs if name.startswith("horovod")):
+    for ours in runs:
+        for plain in (name for name in runs if name.startswith("horovod") and name != ours):
             ratios, equal = [], []
             for mine, theirs in zip(runs[ours], runs[plain], strict=True):
                 reached = seconds_to(mine, theirs["summary"]["best"]["p1"])

@@ -21,7 +21,9 @@ from hvd_adaptive.transport.base import Transport, agree_equal, attempt
 _NOT_KEPT = ("out", "resume", "record", "replay", "calibration")
 
 
-def calibrate(config: Config, train: TrainConfig, given: Mapping[str, Any], out: str, transport: Transport) -> None:
+def calibrate(
+    config: Config, train: TrainConfig, given: Mapping[str, Any], out: str, seconds: float, transport: Transport
+) -> None:
     """Measures, writes the file on rank 0, and prints what is recommended. COLLECTIVE.
 
     Args:
@@ -29,6 +31,7 @@ def calibrate(config: Config, train: TrainConfig, given: Mapping[str, Any], out:
         train: model and data.
         given: the options of the command line and its file, by name; what variables said is not written.
         out: the file.
+        seconds: how long rounds of each kind are measured at least.
         transport: the world.
 
     Raises:
@@ -36,7 +39,7 @@ def calibrate(config: Config, train: TrainConfig, given: Mapping[str, Any], out:
     """
     agree_equal(
         transport,
-        {**dataclasses.asdict(train), **dataclasses.asdict(config)},
+        {**dataclasses.asdict(train), **dataclasses.asdict(config), "seconds": seconds},
         "Start every rank with the same options and the same HVD_ADAPTIVE_* variables.",
     )
     device = use_device(train.device, transport, threads=config.compute_threads)
@@ -56,6 +59,7 @@ def calibrate(config: Config, train: TrainConfig, given: Mapping[str, Any], out:
             device=device,
             transport=transport,
             memory_bytes=None if free is None else free // transport.local_size,
+            least_s=seconds,
             say=lambda line: print(f"measuring {line} ...", flush=True),
         ),
     )

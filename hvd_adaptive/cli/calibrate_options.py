@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,25 @@ def add_calibrate(commands: Any, launch: argparse.ArgumentParser) -> None:
         help="what to write, .toml or .json, for --config of train and run, and --calibration of simulate (default: "
         "calibration.toml)",
     )
+    parser.add_argument(
+        "--seconds",
+        dest="measured_s",
+        type=float,
+        metavar="S",
+        default=4.0,
+        help="how long rounds of each kind are measured at least; more where a machine's speed changes (default: 4)",
+    )
     add_fields(parser.add_argument_group("what would be trained"), TrainConfig, CALIBRATED_OPTIONS)
     add_fields(parser.add_argument_group("how ranks would share the work"), Config)
 
 
-def check_calibrate(config: Config, out: str) -> None:
+def check_calibrate(config: Config, out: str, seconds: float) -> None:
     """Raises ValueError for options with which nothing can be calibrated.
 
     Args:
         config: how ranks share and merge.
         out: the file to write.
+        seconds: how long rounds of each kind are measured at least.
     """
     if config.strategy != "local" or config.logical_ranks is not None:
         got = f"strategy {config.strategy!r}" if config.strategy != "local" else f"logical_ranks {config.logical_ranks}"
@@ -51,5 +61,7 @@ def check_calibrate(config: Config, out: str) -> None:
         )
     if config.repeatable:
         raise ValueError("calibrate records and replays nothing: leave --record and --replay out")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"--seconds must be > 0, got {seconds:g}")
     if Path(out).suffix not in (".toml", ".json"):
         raise ValueError(f"--out must end in .toml or .json, got {out!r}")

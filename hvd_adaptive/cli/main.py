@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             configs = _train_configs(options)
         if options.command == "calibrate":
             configs = _train_configs(options)
-            check_calibrate(configs[0], options.calibration_file)
+            check_calibrate(configs[0], options.calibration_file, options.measured_s)
         if options.command == "run":
             return _run_script(options, arguments)
         if options.command == "train" and configs is not None:
@@ -101,7 +101,9 @@ def _run(options: argparse.Namespace, configs: tuple[Config, TrainConfig] | None
     if options.command == "calibrate" and configs is not None:
         from hvd_adaptive.cli.calibrate import calibrate
 
-        command = lambda: calibrate(*configs, _chosen(options), options.calibration_file, transport)  # noqa: E731
+        command = lambda: calibrate(  # noqa: E731
+            *configs, _chosen(options), options.calibration_file, options.measured_s, transport
+        )
     elif configs is not None:
         from hvd_adaptive.cli.train import train
         from hvd_adaptive.train.supervised import Supervised

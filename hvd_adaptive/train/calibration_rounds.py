@@ -20,9 +20,8 @@ from hvd_adaptive.transport.base import Transport
 
 Array = NDArray[np.float64]
 
-# Rounds that count at least, after one that does not, and the seconds that all of them take at least.
+# Rounds that count at least, after one that does not.
 _NUM_ROUNDS = 3
-_LEAST_S = 4.0
 # Where they take longer, fewer count.
 _MOST_S = 30.0
 
@@ -70,6 +69,7 @@ def play_rounds(
     device: torch.device,
     transport: Transport,
     work: NDArray[np.int64] | None,
+    least_s: float,
 ) -> Rounds:
     """Trains some rounds with a new model. COLLECTIVE over the transport's ranks, which stays open.
 
@@ -80,6 +80,7 @@ def play_rounds(
         device: this rank's.
         transport: the world.
         work: cost of each row; None: one a row.
+        least_s: seconds that all the rounds take at least.
     """
     share = Config().merge_share
     config = dataclasses.replace(config, merge_period="fixed", merge_share=share, warmup_epochs=0.0, hash_interval=0)
@@ -90,8 +91,8 @@ def play_rounds(
     def after_round(record: RoundRecord) -> None:
         records.append(record)
         # All ranks have the same seconds.
-        enough = len(records) > _NUM_ROUNDS and record.train_s > _LEAST_S
-        if enough or (len(records) > 1 and record.train_s > _MOST_S):
+        enough = len(records) > _NUM_ROUNDS and record.train_s > least_s
+        if enough or (len(records) > 1 and record.train_s > max(least_s, _MOST_S)):
             session.stop(agreed=True)
 
     session.records.append(after_round)

@@ -46,8 +46,7 @@ from hvd_adaptive.transport.local import LocalTransport
 Array = NDArray[np.float64]
 
 _REPEAT_S = 0.05
-# All sizes in turn once more, for so long and so often at most: a machine's speed changes from second to second.
-_PASSES_S = 5.0
+# All sizes in turn once more, so often at most: a machine's speed changes from second to second.
 _PASSES = 10
 _NUM_JITTER_STEPS = 30
 _NUM_CLAIMS = 200
@@ -68,6 +67,7 @@ class Calibrator:
         device: this rank's.
         transport: the world.
         memory_bytes: of the host that this rank's process may grow to, on the CPU; None: not known.
+        least_s: seconds that real rounds of each kind take at least, and passes over the batch sizes at most.
         say: gets a line of progress, on rank 0.
     """
 
@@ -80,6 +80,7 @@ class Calibrator:
         device: torch.device,
         transport: Transport,
         memory_bytes: int | None,
+        least_s: float,
         say: Callable[[str], None],
     ) -> None:
         self._config = config
@@ -88,6 +89,7 @@ class Calibrator:
         self._device = device
         self._transport = transport
         self._memory_bytes = memory_bytes
+        self._least_s = least_s
         self._say: Callable[[str], None] = say if transport.rank == 0 else lambda line: None
         self._work = data.num_nonzeros() if config.work == "nonzeros" else None
         self._work_per_sample = 1.0 if self._work is None else float(self._work.mean())
@@ -222,7 +224,7 @@ class Calibrator:
                     break
                 peaks[size] = peak_bytes()
                 repeats[size] = results
-            end = time.perf_counter() + _PASSES_S
+            end = time.perf_counter() + self._least_s
             for size, results in itertools.chain.from_iterable(repeats.items() for _ in range(_PASSES)):
                 if time.perf_counter() > end:
                     break
@@ -313,8 +315,9 @@ class Calibrator:
     def _play(self, config: Config, *, transport: Transport | None = None) -> Rounds:
         """Trains some real rounds. COLLECTIVE."""
         return play_rounds(
-            config, self._train, self._data, device=self._device, transport=transport or self._transport, work=self._work
-        )
+            config, self._train, self._data, device=self._device, transport=transport or self._transport, work=self._work,
+            least_s=self._least_s,
+        )  # fmt: skip
 
     def _rounds(self, chosen: Recommendation, mega_batch: int) -> Rounds:
         """Trains rounds of the strategy ``local``. COLLECTIVE."""

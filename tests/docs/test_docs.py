@@ -75,6 +75,7 @@ def test_commands_of_a_page_run(page: Path, run_job: Any, data: Path, tmp_path: 
     for block in fenced(page, "bash"):
         if block.skip is None:
             text = re.sub(r"--time-limit \d+", "--time-limit 0.5", block.text)
+            text = re.sub(r"hvd-adaptive calibrate ", "hvd-adaptive calibrate --seconds 0.5 ", text)
             script = f"cd {shlex.quote(str(tmp_path))}\nset -euo pipefail\n{text}"
             job = run_job(["bash", "-c", script], env=env, timeout=900)
             assert job.returncode == 0, f"{block.page}:{block.line}\n{block.text}\n{job.describe()}"

@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adaptive.calibration_file import Calibration, read_table, to_toml, write_file
+from hvd_adaptive.cli.calibrate_options import check_calibrate
 from hvd_adaptive.cli.run import run_config
+from hvd_adaptive.config import Config
 from hvd_adaptive.core.recommend import predict, recommend_batches, recommend_mega_batch
 from hvd_adaptive.core.speed_model import fit_line
 from hvd_adaptive.option_sources import build_configs, read_config_file, with_config_file
@@ -207,3 +209,17 @@ def test_run_takes_from_a_file_what_it_knows(tmp_path: Path) -> None:
 def test_a_read_calibration_is_typed() -> None:
     found = read_table(TABLE, "x")
     assert isinstance(found, Calibration) and found.ranks[1].largest_batch == 128 and found.ranks[0].largest_batch is None
+
+
+@pytest.mark.parametrize(
+    ("config", "out", "seconds", "message"),
+    [
+        (Config(strategy="sync"), "a.toml", 1.0, "measures strategy local"),
+        (Config(), "a.txt", 1.0, r"--out must end in \.toml or \.json"),
+        (Config(), "a.toml", 0.0, "--seconds must be > 0, got 0"),
+        (Config(), "a.toml", float("nan"), "--seconds must be > 0, got nan"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(config: Config, out: str, seconds: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_calibrate(config, out, seconds)
