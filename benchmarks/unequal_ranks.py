@@ -151,7 +151,8 @@ def one_line(method: str, result: dict[str, Any]) -> str:
 
 
 def middle(values: list[float], form: str = ".4f") -> str:
-    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+    text = f"{statistics.median(values):{form}}"
+    return text if len(values) == 1 else f"{text} ({min(values):{form}} to {max(values):{form}})"
 
 
 def record(options: argparse.Namespace, table: dict[str, Any], runs: dict[str, list[dict[str, Any]]]) -> str:
