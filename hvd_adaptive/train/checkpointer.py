@@ -237,7 +237,7 @@ class Checkpointer:
                 start = time.perf_counter()
                 self._wait()
                 self._copy_s += time.perf_counter() - start
-        elif self._reserving is None and not self._copies:
+        elif self._background and self._reserving is None and not self._copies:
             self._reserve()
 
     def _reserve(self) -> None:
