@@ -24,8 +24,9 @@ from hvd_adaptive.config import Config, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# Makes every training in the pages short.
+# Makes every training in the pages short, and its rounds.
 SHORT = {
+    "HVD_ADAPTIVE_MEGA_BATCH": "1000",
     "HVD_ADAPTIVE_TIME_LIMIT": "0.5",
     "HVD_ADAPTIVE_CALIBRATION": "false",
     "HVD_ADAPTIVE_HIDDEN_SIZE": "8",

@@ -14,15 +14,16 @@ import pytest
 from campaign import PHASES, Campaign, cases, site
 
 SEED = 6
-# A kill in each phase, and each other fault once.
-NUM_RUNS = 15
 LONG_CAMPAIGN = Path(__file__).parents[2] / "benchmarks" / "faults.py"
 
 
 def test_campaign(run_job: Any, data: Path, tmp_path: Path) -> None:
     with site(tmp_path) as (hosts, faults):
         campaign = Campaign(tmp_path, data, run_job, hosts=hosts)
-        chosen = list(itertools.islice(cases(SEED, faults), NUM_RUNS))
+        # The long campaign's first cases, of which those kills are left out whose phase another fault strikes.
+        drawn = list(itertools.islice(cases(SEED, faults), len(PHASES) + len(faults)))
+        others = {case.phase for case in drawn if case.fault != "kill"}
+        chosen = list(dict.fromkeys(case for case in drawn if case.fault != "kill" or case.phase not in others))
         assert {case.phase for case in chosen} == set(PHASES) and {case.fault for case in chosen} == set(faults)
         for case in chosen:
             print(campaign.run(case))
