@@ -126,9 +126,11 @@ def _run(options: argparse.Namespace, configs: tuple[Config, TrainConfig] | None
     try:
         return command() or 0
     except AgreedError as error:
-        code = refuse(error, speaks=transport.rank == 0)
+        if transport.rank == 0:
+            refuse(error, speaks=True)
+        # All ranks are here, and meet: none leaves before rank 0 has spoken.
         transport.close()
-        return code
+        return EXIT_BAD_INPUT
 
 
 def _start_ranks(num_ranks: int, arguments: list[str], configs: tuple[Config, TrainConfig] | None) -> int:

@@ -14,7 +14,10 @@ TESTS_FOLDER = Path(__file__).parents[1]
 
 TESTS = """
 import os, sys, threading, time
+import jobs
 import pytest
+
+jobs.OUTLIVE_S = 3.0
 
 FOLDER, PIDS = os.getcwd(), []
 

@@ -114,14 +114,15 @@ class Job:
         out, err = (os.fstat(stream.fileno()).st_size for stream in self._outputs)
         return out, err
 
-    def end(self, *, timed_out: bool = False, since: tuple[int, int] = (0, 0), grace_s: float = OUTLIVE_S) -> JobResult:
+    def end(self, *, timed_out: bool = False, since: tuple[int, int] = (0, 0), grace_s: float | None = None) -> JobResult:
         """Ends all processes of the job: at once if it is out of time, else those that outlive it.
 
         Args:
             timed_out: it still runs, and shall not: SIGTERM to the program, 5 s later SIGKILL to all its processes.
             since: what of its output to leave out, as :meth:`output_bytes` had it.
-            grace_s: seconds by which its processes may outlive it.
+            grace_s: seconds by which its processes may outlive it; None: `OUTLIVE_S`.
         """
+        grace_s = OUTLIVE_S if grace_s is None else grace_s
         leftover: dict[int, str] = {}
         try:
             if timed_out and self.child.poll() is None:
@@ -171,7 +172,7 @@ def run_job(
     timeout: float = TIMEOUT_S,
     cwd: Path = _REPO,
     during: Callable[[subprocess.Popen[bytes]], None] | None = None,
-    grace_s: float = OUTLIVE_S,
+    grace_s: float | None = None,
 ) -> JobResult:
     """Runs a program, as ``np`` ranks under mpirun unless that is None, and leaves no process of it behind.
 
@@ -182,7 +183,7 @@ def run_job(
         timeout: seconds; then SIGTERM to the program, 5 s later SIGKILL to all its processes.
         cwd: where to run it.
         during: called once when the program runs, to disturb it.
-        grace_s: seconds by which processes of it may outlive it.
+        grace_s: seconds by which processes of it may outlive it; None: `OUTLIVE_S`.
     """
     job = Job(argv, np=np, env=env, cwd=cwd)
     ended = False
