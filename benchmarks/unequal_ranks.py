@@ -202,8 +202,8 @@ def record(options: argparse.Namespace, table: dict[str, Any], runs: dict[str, l
 def comparison(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Time to each plain variant's best P@1, seed by seed."""
     lines = [
-        "Time to plain Horovod's best P@1, by seed: seconds of Horovod / seconds of ours. And best P@1, ours / theirs, up to",
-        "the epochs that both have consumed.",
+        "Time to plain Horovod's best P@1, by seed: its seconds / the row's seconds. And best P@1, the row's / its, up to the",
+        "epochs that both have consumed.",
         "",
         "| | against | ratios by seed | median | best P@1 at equal epochs |",
         "| --- | --- | --- | --- | --- |",
@@ -225,8 +225,8 @@ def ablation(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Each change against the base of the same seed: time, epochs and speed to the target."""
     target = next(iter(runs.values()))[0]["summary"]["target_p1"]
     lines = [
-        f"To P@1 {target}, each change against `base`, seed by seed. Time is what counts; epochs (how much a sample teaches) are",
-        "free of the machine's noise. Below 1: better for time and epochs, worse for samples/s.",
+        f"To P@1 {target}, each change against `base`, seed by seed. Time is what counts; epochs (how much a sample teaches)",
+        "have less of the machine's noise. Below 1: better for time and epochs, worse for samples/s.",
         "",
         "| change | time | epochs | samples/s | reached |",
         "| --- | --- | --- | --- | --- |",

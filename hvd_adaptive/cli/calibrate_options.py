@@ -62,6 +62,6 @@ def check_calibrate(config: Config, out: str, seconds: float) -> None:
     if config.repeatable:
         raise ValueError("calibrate records and replays nothing: leave --record and --replay out")
     if not 0 < seconds < math.inf:
-        raise ValueError(f"--seconds must be > 0, got {seconds:g}")
+        raise ValueError(f"--seconds must be > 0 and finite, got {seconds:g}")
     if Path(out).suffix not in (".toml", ".json"):
         raise ValueError(f"--out must end in .toml or .json, got {out!r}")

@@ -110,7 +110,7 @@ class Checkpointer:
         self._files = files
         self._background = background
         self._thread: threading.Thread | None = None
-        # Tensors of the last checkpoint by file and name, to be overwritten by the next.
+        # Tensors of the last checkpoint by file and name, or of none yet, to be overwritten by the next.
         self._copies: dict[str, dict[str, Tensor]] = {}
         self._reserving: threading.Thread | None = None
         self._attempt = 0
@@ -177,10 +177,10 @@ class Checkpointer:
         Returns:
             Whether it was written; the same on every rank.
         """
-        self._wait()
+        self.wait()
         before = self.counts.written
         self._start()
-        self._wait()
+        self.wait()
         written: bool = self._session.transport.allgather_object(self.counts.written > before)[0]
         return written
 
@@ -190,7 +190,7 @@ class Checkpointer:
         Returns:
             What became of the checkpoints; the same on every rank.
         """
-        self._wait()
+        self.wait()
         newest = self._newest[0] if self._newest else 0
         if self._interval != 0 and self._session.transport.allgather_object(newest)[0] < self._session.round:
             self.save()
@@ -235,9 +235,10 @@ class Checkpointer:
             self._start()
             if not self._background:
                 start = time.perf_counter()
-                self._wait()
+                self.wait()
                 self._copy_s += time.perf_counter() - start
-        elif self._background and self._reserving is None and not self._copies:
+        elif self._background and not self._copies and not self._session.config.overlap_merge:
+            # An overlapped merge would be waited for.
             self._reserve()
 
     def _reserve(self) -> None:
@@ -263,7 +264,7 @@ class Checkpointer:
 
     def _start(self) -> None:
         """Copies the state and starts to write it. On every rank after the same round."""
-        self._wait()
+        self.wait()
         session = self._session
         start = time.perf_counter()
         self._attempt += 1
@@ -310,7 +311,8 @@ class Checkpointer:
         self._thread.start()
         self._copy_s += time.perf_counter() - start
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Waits until what is being written is written. On every rank, else it waits for ever for the others."""
         if self._thread is not None:
             with long_task(self._session.transport, "writing a checkpoint"):
                 self._thread.join()

@@ -19,7 +19,7 @@ _KIND = "$"
 def flatten_state(
     state: Any, reuse: Mapping[str, Tensor] | None = None, *, copy: bool = True
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Splits nested state into a skeleton for JSON and its tensors. COPIES every tensor and array.
+    """Splits nested state into a skeleton for JSON and its tensors. COPIES every tensor and array, unless ``copy`` is False.
 
     Args:
         state: dicts (keys: str, int, float, bool, None), lists, tuples, str, int, float, bool, None, NumPy arrays and

@@ -30,7 +30,7 @@ from hvd_adaptive.train.run_directory import BEST_MODEL, LAST_MODEL, RunDirector
 from hvd_adaptive.train.session import Session
 from hvd_adaptive.train.summary import Totals
 from hvd_adaptive.train.supervised import MemoryCheckpointer, Supervised
-from hvd_adaptive.transport.base import Transport, agree
+from hvd_adaptive.transport.base import AgreedError, Transport, agree
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +144,15 @@ class Trainer:
         Raises:
             RuntimeError: if all ranks' parameters stop being finite, or the ranks' models differ.
         """
+        try:
+            return self._run()
+        except AgreedError:
+            # All ranks are here: what they write will be whole.
+            if self._checkpoints:
+                self._checkpoints.wait()
+            raise
+
+    def _run(self) -> dict[str, Any] | None:
         train, session, optimizer = self._train, self._session, self._session.optimizer
         work = self._data.num_nonzeros() if session.config.work == "nonzeros" else None
         if self._supervised is not None:

@@ -17,7 +17,7 @@ import os, sys, threading, time
 import jobs
 import pytest
 
-jobs.OUTLIVE_S = 3.0
+jobs.OUTLIVE_S = 6.0
 
 FOLDER, PIDS = os.getcwd(), []
 

@@ -216,8 +216,8 @@ def test_a_read_calibration_is_typed() -> None:
     [
         (Config(strategy="sync"), "a.toml", 1.0, "measures strategy local"),
         (Config(), "a.txt", 1.0, r"--out must end in \.toml or \.json"),
-        (Config(), "a.toml", 0.0, "--seconds must be > 0, got 0"),
-        (Config(), "a.toml", float("nan"), "--seconds must be > 0, got nan"),
+        (Config(), "a.toml", 0.0, "--seconds must be > 0 and finite, got 0"),
+        (Config(), "a.toml", float("nan"), "--seconds must be > 0 and finite, got nan"),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused(config: Config, out: str, seconds: float, message: str) -> None:

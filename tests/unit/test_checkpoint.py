@@ -561,6 +561,9 @@ def test_the_first_checkpoint_finds_its_memory_after_the_first_round(tmp_path: P
 
     def look(session: Session, record: Any) -> None:
         saver = session.records[-1].__self__
+        if session.round == 2:
+            saver._reserving.join()
+            assert not any(tensor.any() for part in saver._copies.values() for tensor in part.values())
         tensors = {name: tensor for part in saver._copies.values() for name, tensor in part.items()}
         # Some measurements become more with every round.
         places.append({name: tensor.data_ptr() for name, tensor in tensors.items() if ".measured" not in name})
