@@ -17,7 +17,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hvd_adaptive import Checkpointer, Config, Session
+from hvd_adaptive.train import checkpoint
 from hvd_adaptive.train.checkpoint import find_checkpoints
+from hvd_adaptive.train.trainer import Trainer
+from hvd_adaptive.transport.base import AgreedError
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive", "train"]
 OPTIONS = [
@@ -48,6 +51,28 @@ def test_an_interrupted_run_of_one_rank_ends_with_the_same_bits(train: Any, shar
     assert [(r["round"], r["loss"], r["eval"]) for r in both] == [(r["round"], r["loss"], r["eval"]) for r in rounds]
     assert not (shared_tmp_path / "whole" / "checkpoints").exists()
     assert json.loads((shared_tmp_path / "parts" / "config.json").read_text())["epochs"] == 4
+
+
+@pytest.mark.mpi(2)
+def test_an_error_of_all_ranks_lets_a_checkpoint_be_finished(
+    train: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, after_round = checkpoint.write_state, Trainer._after_round
+
+    def write_slowly(*arguments: Any) -> Any:
+        time.sleep(1)
+        return write(*arguments)
+
+    def fail_in_the_second(trainer: Trainer, record: Any) -> None:
+        after_round(trainer, record)
+        if record.round == 1:
+            raise AgreedError("the second round failed on purpose")
+
+    monkeypatch.setattr(checkpoint, "write_state", write_slowly)
+    monkeypatch.setattr(Trainer, "_after_round", fail_in_the_second)
+    answer = train(*OPTIONS, "--epochs", "2", code=2)
+    assert "not completed" not in answer.stderr
+    assert [path.name for path in find_checkpoints(shared_tmp_path / "run" / "checkpoints")] == ["round-00000001"]
 
 
 def rank_pid(out: Path, rank: int) -> int:
