@@ -312,7 +312,7 @@ class Checkpointer:
         self._copy_s += time.perf_counter() - start
 
     def wait(self) -> None:
-        """Waits until what is being written is written. On every rank, else it waits for ever for the others."""
+        """Waits until this rank has written what it is writing; on rank 0 until all have, none of which may have left before."""
         if self._thread is not None:
             with long_task(self._session.transport, "writing a checkpoint"):
                 self._thread.join()
