@@ -35,7 +35,6 @@ def add_calibrate(commands: Any, launch: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seconds",
-        dest="measured_s",
         type=float,
         metavar="S",
         default=4.0,

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             configs = _train_configs(options)
         if options.command == "calibrate":
             configs = _train_configs(options)
-            check_calibrate(configs[0], options.calibration_file, options.measured_s)
+            check_calibrate(configs[0], options.calibration_file, options.seconds)
         if options.command == "run":
             return _run_script(options, arguments)
         if options.command == "train" and configs is not None:
@@ -102,7 +102,7 @@ def _run(options: argparse.Namespace, configs: tuple[Config, TrainConfig] | None
         from hvd_adaptive.cli.calibrate import calibrate
 
         command = lambda: calibrate(  # noqa: E731
-            *configs, _chosen(options), options.calibration_file, options.measured_s, transport
+            *configs, _chosen(options), options.calibration_file, options.seconds, transport
         )
     elif configs is not None:
         from hvd_adaptive.cli.train import train

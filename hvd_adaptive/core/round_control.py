@@ -22,7 +22,6 @@ Array = NDArray[np.float64]
 log = logging.getLogger(__name__)
 
 
-
 class Stats(Protocol):
     """The statistics of a round by name."""
 
