@@ -117,6 +117,11 @@ class Config:
         0.9, "gamma of the outer step",
         strategy=("local", "sma"), outer_step=("momentum", "nesterov"),
     )
+    outer_bias_correction: bool = _option(
+        False,
+        "from the first merge on, move the model as far as when the outer step's velocity has grown: for runs of few merges",
+        strategy=_LOCAL, outer_step=("momentum", "nesterov"),
+    )
     optimizer_state: str = _option(
         "keep", "a rank's optimizer state after a merge", "keep", "reset", "average",
         strategy=_LOCAL,

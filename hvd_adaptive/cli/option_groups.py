@@ -18,7 +18,7 @@ TRAIN_GROUPS = {
     "merging (strategies local and sma)": (
         *("merge_period", "merge_share", "overlap_merge", "merge_weights"),
         *("perturbation", "perturbation_threshold", "perturbation_delta"),
-        *("outer_step", "outer_lr", "outer_momentum", "sparse_merge", "row_weights", "sma_alpha"),
+        *("outer_step", "outer_lr", "outer_momentum", "outer_bias_correction", "sparse_merge", "row_weights", "sma_alpha"),
     ),
     "synchronous steps (strategy sync)": ("global_batch_size", "accumulation_steps", "loss_reduction"),
     "bytes on the wire": ("compression", "reducer", "error_feedback", "auto_bits"),

@@ -19,6 +19,10 @@ class OuterStep:
     ``none``: w += d. ``momentum`` (arXiv 2110.07029; the paper's w' = sum a_i w_i + gamma (w - w_previous)): v = gamma v + d;
     w += lr v. ``nesterov`` (DiLoCo, arXiv 2311.08105): v = gamma v + d; w += lr (d + gamma v).
 
+    A velocity that begins at zero takes some 1 / (1 - gamma) merges to grow. Bias correction, as Adam's (arXiv 1412.6980), makes
+    up for it: lr is divided by what the velocity would be of what it becomes if all deltas were the same, so that equal
+    deltas move the model equally from the first merge on.
+
     Products and sums are separate operations: a fused multiply-add rounds differently from one processor to the next, and
     the global model must have the same bits on every rank.
 
@@ -26,18 +30,25 @@ class OuterStep:
         kind: ``none``, ``momentum`` or ``nesterov``.
         lr: the outer learning rate, > 0; ``none`` takes it as well.
         momentum: gamma, in [0, 1).
+        bias_correction: whether lr makes up for a velocity that still grows.
 
     Raises:
         ValueError: for an unknown kind.
     """
 
-    def __init__(self, kind: str, *, lr: float = 1.0, momentum: float = 0.0) -> None:
+    def __init__(
+        self, kind: str, *, lr: float = 1.0, momentum: float = 0.0, bias_correction: bool = False
+    ) -> None:
         if kind not in OUTER_STEPS:
             raise ValueError(f"outer step must be one of {', '.join(OUTER_STEPS)}, got {kind!r}")
         self.kind = kind
         self.lr = lr
         self.momentum = momentum
+        self.bias_correction = bias_correction
         self.velocity: dict[torch.dtype, Tensor] = {}
+        # The velocity that deltas of one would have; a tensor, as what is saved and exchanged with the velocity.
+        self.growth = torch.zeros(1, dtype=torch.float64)
+        self._lr_now = lr
 
     def velocity_of(self, weights: Tensor) -> Tensor | None:
         """Returns the velocity of a flat model, zeros at first; None for ``none``."""
@@ -49,12 +60,26 @@ class OuterStep:
         return velocity
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the velocity by name of its dtype; empty before the first step that has one."""
-        return {str(dtype).removeprefix("torch."): v for dtype, v in self.velocity.items()}
+        """Returns the velocity by name of its dtype, and how far it has grown; empty before the first step that has one."""
+        if not self.velocity:
+            return {}
+        return {str(dtype).removeprefix("torch."): v for dtype, v in self.velocity.items()} | {"growth": self.growth}
 
     def load_state_dict(self, state: dict[str, Tensor], *, device: torch.device) -> None:
-        """Takes over a velocity, copied to the weights' device."""
-        self.velocity = {getattr(torch, name): v.to(device, copy=True) for name, v in state.items()}
+        """Takes over a velocity, copied to the weights' device; one whose growth was not saved counts as grown."""
+        grown = torch.full((1,), 1 / (1 - self.momentum), dtype=torch.float64)
+        self.growth = state.get("growth", grown if state else torch.zeros(1, dtype=torch.float64)).cpu().clone()
+        self.velocity = {getattr(torch, name): v.to(device, copy=True) for name, v in state.items() if name != "growth"}
+
+    def begin(self) -> None:
+        """Counts a merge; call it once before its deltas are applied, which may be in several parts."""
+        if self.kind == "none":
+            return
+        self.growth.mul_(self.momentum).add_(1)
+        if self.bias_correction:
+            growth = float(self.growth)
+            moved = growth if self.kind == "momentum" else 1 + self.momentum * growth
+            self._lr_now = self.lr / ((1 - self.momentum) * moved)
 
     @torch.no_grad()
     def apply_(self, weights: Tensor, delta: Tensor, parts: Iterable[slice] | None = None) -> None:
@@ -83,9 +108,9 @@ class OuterStep:
         if v is not None:
             v.mul_(self.momentum).add_(d)
             if self.kind == "momentum":
-                d = v if self.lr == 1.0 else d.copy_(v)
+                d = v if self._lr_now == 1.0 else d.copy_(v)
             else:
                 d.add_(v * self.momentum)
-        if self.lr != 1.0:
-            d.mul_(self.lr)
+        if self._lr_now != 1.0:
+            d.mul_(self._lr_now)
         w.add_(d)

@@ -267,6 +267,7 @@ class FlatModel:
             outer: the outer step.
             sparse: whether row ranges hold sums of their union's rows only.
         """
+        outer.begin()
         for group in self.parameter_groups:
             if sparse:
                 outer.apply_(group.weights, group.delta, group.rest())

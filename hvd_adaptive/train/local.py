@@ -57,7 +57,10 @@ class LocalStrategy:
         self._rows = self._row_merge()
         self._round = 0
         self._outer = OuterStep(
-            config.outer_step, lr=config.outer_learning_rate, momentum=config.outer_momentum
+            config.outer_step,
+            lr=config.outer_learning_rate,
+            momentum=config.outer_momentum,
+            bias_correction=config.outer_bias_correction,
         )
         if config.compression != "none":
             infos = [info for group in self.flat_model.parameter_groups for info in group.infos]

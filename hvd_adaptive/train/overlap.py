@@ -140,6 +140,7 @@ class OverlappedMerge:
     def _arrive_(self) -> None:
         self._wait()
         if self._pending:
+            self._outer.begin()
             for group in self._groups:
                 self._outer.apply_(group.weights, group.delta)
         self._pending = False

@@ -156,7 +156,10 @@ class Merger:
         rules = config.merging()
         self._flat = FlatModel(Trained(named, roots), self._world)
         self._outer = OuterStep(
-            rules.outer_step, lr=rules.outer_learning_rate, momentum=rules.outer_momentum
+            rules.outer_step,
+            lr=rules.outer_learning_rate,
+            momentum=rules.outer_momentum,
+            bias_correction=rules.outer_bias_correction,
         )
         if config.compression != "none":
             infos = [info for group in self._flat.parameter_groups for info in group.infos]
@@ -270,6 +273,10 @@ class Merger:
                     velocity.zero_()
                 elif velocity is not None:
                     self._take_from(root, velocity, group.name)
+            if is_loaded.any():
+                self._outer.growth.zero_()
+            else:
+                self._take_from(root, self._outer.growth, "growth")
             self._flat.compute_delta()
             return
         checksums = gathered["checksum"][present]

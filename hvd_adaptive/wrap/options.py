@@ -69,6 +69,7 @@ class RunConfig:
     outer_step: str = _as_in_train("outer_step", default="none")
     outer_lr: float | None = _as_in_train("outer_lr")
     outer_momentum: float = _as_in_train("outer_momentum")
+    outer_bias_correction: bool = _as_in_train("outer_bias_correction")
     optimizer_state: str = _as_in_train("optimizer_state")
     hash_interval: int = _as_in_train(
         "hash_interval", text="merges between checks that all ranks hold the same model; 0: never"
@@ -106,8 +107,8 @@ class RunConfig:
 
 
 LOCAL_OPTIONS = (
-    "mega_batch", "merge_period", "merge_share", "merge_weights", "lr_rule", "outer_step", "outer_lr", "outer_momentum",
-    "optimizer_state", "hash_interval",
+    "mega_batch", "merge_period", "merge_share", "merge_weights", "lr_rule",
+    "outer_step", "outer_lr", "outer_momentum", "outer_bias_correction", "optimizer_state", "hash_interval",
 )  # fmt: skip
 # Of both strategies.
 _ENCODING = ("compression", "reducer", "error_feedback")
