@@ -217,7 +217,8 @@ def comparison(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
                 epochs = min(mine["rounds"][-1]["epoch"], theirs["rounds"][-1]["epoch"])
                 equal.append(f"{best_until(mine, epochs):.4f} / {best_until(theirs, epochs):.4f} ({epochs:.2f})")
             shown = ", ".join(f"{r:.2f}x" if r else "not reached" for r in ratios)
-            lines.append(f"| {ours} | {plain} | {shown} | {statistics.median(ratios):.2f}x | {', '.join(equal)} |")
+            median = f"{statistics.median(ratios):.2f}x" if any(ratios) else ""
+            lines.append(f"| {ours} | {plain} | {shown} | {median} | {', '.join(equal)} |")
     return lines
 
 

@@ -12,15 +12,17 @@ pytest=("$root/.venv/bin/python" -m pytest)
 # Without a path among the arguments, pytest takes `tests` (testpaths in pyproject.toml).
 [[ $# -eq 0 ]] || exec "${pytest[@]}" "$@"
 
-# Unit tests beside those that start ranks. Not two jobs of ranks at once: ranks with few cores wait by giving up their turn, and
-# on Linux 6.18 two such jobs have kept the kernel's own threads, the network's among them, from running for a minute.
-output=$(mktemp)
-"${pytest[@]}" tests/unit tests/setup --durations=15 >"$output" 2>&1 &
+# Two at a time: most tests that start ranks, and beside them unit tests, those under Slurm, which mostly wait, and the documentation's.
+scratch=$(mktemp -d)
+"${CXX:-c++}" -x c -shared -fPIC -O2 -o "$scratch/patient_yield.so" tests/support/patient_yield.c
+export LD_PRELOAD="$scratch/patient_yield.so${LD_PRELOAD:+:$LD_PRELOAD}"
+beside=(tests/unit tests/setup tests/slurm tests/docs)
+"${pytest[@]}" "${beside[@]}" --durations=15 >"$scratch/output" 2>&1 &
 other=$!
-trap 'kill "$other" 2>/dev/null || true; rm -f "$output"' EXIT
+trap 'kill "$other" 2>/dev/null || true; rm -rf "$scratch"' EXIT
 status=0
-"${pytest[@]}" tests --ignore=tests/unit --ignore=tests/setup --durations=15 || status=$?
+"${pytest[@]}" tests "${beside[@]/#/--ignore=}" --durations=15 || status=$?
 wait "$other" || status=$?
-echo "== tests/unit and tests/setup =="
-cat "$output"
+echo "== ${beside[*]} =="
+cat "$scratch/output"
 exit "$status"
