@@ -110,7 +110,7 @@ class TwoHosts:
         folder, local = shlex.quote(str(self._folder)), shlex.quote(str(self.local))
         inside = f'hostname "$0" && mount --bind {folder}/disk-"$0" {local} && exec "$@"'
         self._script("enter", f"exec ip netns exec {self._space('$1')} unshare -u bash -c {shlex.quote(inside)} \"$@\"")
-        # As ssh does: no variable of the caller's but those by which tests find a job's processes, and by which ranks wait asleep.
+        # As ssh does: no variable of the caller's but those by which tests find a job's processes and ranks wait asleep.
         clean = 'env -i PATH=/usr/bin:/bin HOME="$HOME" HVD_TEST_JOB="$HVD_TEST_JOB" LD_PRELOAD="$LD_PRELOAD"'
         self._script("agent", f'host=$1; shift\nexec {folder}/enter "$host" {clean} bash -c "$*"')
 

@@ -51,7 +51,7 @@ def drift(transport: Transport, *, drain_at: int = -1, **options: Any) -> dict[s
     return {"starts": starts, "globals": globals_, "final": model.weight.detach().view(-1).clone()}
 
 
-def expected(world_size: int, *, outer_step: str) -> tuple[list[Tensor], Tensor]:
+def expected(world_size: int, *, outer_step: str, outer_bias_correction: bool = False) -> tuple[list[Tensor], Tensor]:
     """The global model after each round, which lacks that round's progress, and the last one."""
     weight = np.arange(1, world_size + 1) / np.arange(1, world_size + 1).sum()
     values = [torch.ones(12, dtype=torch.float64)]
@@ -63,15 +63,18 @@ def expected(world_size: int, *, outer_step: str) -> tuple[list[Tensor], Tensor]
         else:
             velocity = 0.9 * velocity + total
             move = 0.7 * (total + 0.9 * velocity)
+        if outer_bias_correction:
+            move = move / (1 - 0.9 ** (number + 2))
         values.append(values[-1] + move)
     return values[:-1], values[-1]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("outer_step", ["none", "nesterov"])
-def test_all_progress_is_merged_once_and_a_round_late(world_size: int, outer_step: str) -> None:
-    results = LocalWorld(world_size).run(lambda t: drift(t, outer_step=outer_step))
-    globals_, final = expected(world_size, outer_step=outer_step)
+@pytest.mark.parametrize(("outer_step", "corrected"), [("none", False), ("nesterov", False), ("nesterov", True)])
+def test_all_progress_is_merged_once_and_a_round_late(world_size: int, outer_step: str, corrected: bool) -> None:
+    options: dict[str, Any] = {"outer_step": outer_step, "outer_bias_correction": corrected}
+    results = LocalWorld(world_size).run(lambda t: drift(t, **options))
+    globals_, final = expected(world_size, **options)
     for rank, result in enumerate(results):
         for number in range(ROUNDS):
             assert torch.allclose(result["globals"][number], globals_[number], rtol=1e-12)
