@@ -12,11 +12,12 @@ pytest=("$root/.venv/bin/python" -m pytest)
 # Without a path among the arguments, pytest takes `tests` (testpaths in pyproject.toml).
 [[ $# -eq 0 ]] || exec "${pytest[@]}" "$@"
 
-# Two at a time: most tests that start ranks, and beside them unit tests, those under Slurm, which mostly wait, and the documentation's.
+# Two at a time: tests that start ranks on this host, and beside them unit tests and what mostly waits, for two hosts and for Slurm (in this
+# order: its hosts stay to the end).
 scratch=$(mktemp -d)
 "${CXX:-c++}" -x c -shared -fPIC -O2 -o "$scratch/patient_yield.so" tests/support/patient_yield.c
 export LD_PRELOAD="$scratch/patient_yield.so${LD_PRELOAD:+:$LD_PRELOAD}"
-beside=(tests/unit tests/setup tests/slurm tests/docs)
+beside=(tests/unit tests/setup tests/net tests/slurm tests/docs)
 "${pytest[@]}" "${beside[@]}" --durations=15 >"$scratch/output" 2>&1 &
 other=$!
 trap 'kill "$other" 2>/dev/null || true; rm -rf "$scratch"' EXIT
