@@ -57,8 +57,7 @@ def main() -> None:
     settings = tomllib.loads((HERE / "settings.toml").read_text())
     table = settings[name]
     table["ablate"] = {
-        key: f"{table['confirm']['local']} {table['ablation']} {change}".strip()
-        for key, change in settings["ablate"].items()
+        key: f"{table['ablation']} {change}".strip() for key, change in settings["ablate"].items()
     }
     wanted = options.methods.split(",") if options.methods else list(table[options.stage])
     num_seeds = options.seeds or (1 if options.stage == "tune" else 3)

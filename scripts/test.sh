@@ -12,8 +12,8 @@ pytest=("$root/.venv/bin/python" -m pytest)
 # Without a path among the arguments, pytest takes `tests` (testpaths in pyproject.toml).
 [[ $# -eq 0 ]] || exec "${pytest[@]}" "$@"
 
-# Two at a time: tests that start ranks on this host, and beside them unit tests and what mostly waits, for two hosts and for Slurm (in this
-# order: its hosts stay to the end).
+# Two at a time: tests that start ranks on this host, and beside them unit tests and those that mostly wait. Slurm's after those of two
+# hosts: the hosts that it runs on have the same names, and stay.
 scratch=$(mktemp -d)
 "${CXX:-c++}" -x c -shared -fPIC -O2 -o "$scratch/patient_yield.so" tests/support/patient_yield.c
 export LD_PRELOAD="$scratch/patient_yield.so${LD_PRELOAD:+:$LD_PRELOAD}"
