@@ -18,8 +18,9 @@ from hvd_adaptive.train.flat_model import model_hash
 from hvd_adaptive.transport import connect, horovod_mpi
 
 _generator = torch.Generator().manual_seed(3)
-X = torch.randint(0, 50, (260, 5), generator=_generator)
-Y = X[:, 0] % 3
+# All words of a row say its class: four epochs learn it.
+Y = torch.randint(0, 3, (260,), generator=_generator)
+X = 3 * torch.randint(0, 16, (260, 5), generator=_generator) + Y[:, None]
 
 
 class Bag(nn.Module):
@@ -41,10 +42,10 @@ def train(transport: Any, **options: Any) -> tuple[nn.Module, list[Any]]:
     if options.get("strategy") != "local":
         options |= {"strategy": "sync", "global_batch_size": 26}
     config = Config(mega_batch=78, hash_interval=1, **options)
-    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=transport)
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.3), config, transport=transport)
     records: list[Any] = []
     session.records.append(records.append)
-    for batch in session.batches(TensorDataset(X, Y), num_epochs=2):
+    for batch in session.batches(TensorDataset(X, Y), num_epochs=4):
         with session.step(batch):
             session.optimizer.zero_grad()
             batch.loss = nn.functional.cross_entropy(model(batch.x), batch.y)
@@ -113,16 +114,17 @@ def test_strategy_sync_with_encoded_gradients(num_ranks: int) -> None:
     exact, _ = train(transport, compression="maxmin:4; *=none", accumulation_steps=2)
     for (name, a), b in zip(exact.named_parameters(), plain.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-12), name
+    assert plain_records[0].loss > 1 and plain_records[-1].loss < 0.1
     for codec, reducer in (("maxmin:4", "auto"), ("topk:0.1", "sra"), ("powersgd:2", "sra"), ("fp16", "allreduce")):
         model, records = train(transport, compression=codec, reducer=reducer)
         hashes = transport.allgather_object(model_hash(model))
         assert len(set(hashes)) == 1, codec
-        assert abs(records[-1].loss - plain_records[-1].loss) < 0.2, codec
+        assert records[-1].loss < 0.1, codec
     # In this job, as starting one takes longer.
     options = {"strategy": "local", "overlap_merge": True, "outer_step": "none", "batch_size": 6}
     model, records = train(transport, compression="maxmin:4; layers.1*=powersgd:2", **options)
     assert len(set(transport.allgather_object(model_hash(model)))) == 1
-    assert records[-1].loss < records[0].loss
+    assert records[-1].loss < 0.1
     check_compressors(transport)
     check_two_at_once(transport)
     transport.close()
