@@ -15,8 +15,9 @@ pytest=("$root/.venv/bin/python" -m pytest)
 # Two at a time: tests that start ranks on this host, and beside them unit tests and those that mostly wait. Slurm's after those of two
 # hosts: the hosts that it runs on have the same names, and stay.
 scratch=$(mktemp -d)
-"${CXX:-c++}" -x c -shared -fPIC -O2 -o "$scratch/patient_yield.so" tests/support/patient_yield.c
-export LD_PRELOAD="$scratch/patient_yield.so${LD_PRELOAD:+:$LD_PRELOAD}"
+# Two jobs of ranks on few cores: all of them sleep where they wait.
+patient=$("$root/.venv/bin/python" -m hvd_adaptive.launch.patience)
+export LD_PRELOAD="$patient${LD_PRELOAD:+:$LD_PRELOAD}"
 beside=(tests/unit tests/setup tests/net tests/slurm tests/docs)
 "${pytest[@]}" "${beside[@]}" --durations=15 >"$scratch/output" 2>&1 &
 other=$!

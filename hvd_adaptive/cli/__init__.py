@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from hvd_adaptive.cli.main import main as run_command
+from hvd_adaptive.launch.patience import wait_patiently
 
 __all__ = ["main"]
 
@@ -14,6 +14,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: its arguments; None: the process's.
     """
+    if argv is None:
+        wait_patiently()
+    # After it: what starts once more is not to have loaded much.
+    from hvd_adaptive.cli.main import main as run_command
+
     arguments = sys.argv[1:] if argv is None else argv
     code = run_command(arguments)
     # What a script of others has left for the interpreter's end is to happen.

@@ -22,6 +22,7 @@ from hvd_adaptive.doctor.findings import (
     span,
 )
 from hvd_adaptive.launch.binding import DevicePlace, shared_devices
+from hvd_adaptive.launch.patience import BUSY_WAITING, busy_waiting_remedy
 
 # Below this part of the median of ranks with the same device a rank is called slow.
 SLOW_RANK = 0.8
@@ -112,6 +113,8 @@ def cores(ranks: Sequence[Facts]) -> list[Finding]:
             findings.append(
                 Finding("cores", "warning", text, "raise the container's or job's CPU limit, or set --num-threads")
             )
+        if any(ranks[rank]["machine"]["busy_waiting"] for rank in members):
+            findings.append(Finding("cores", "warning", f"on {host} {BUSY_WAITING}", busy_waiting_remedy()))
         fits.append(f"{span(own.values())} of {len(available)} a rank")
     return findings or [Finding("cores", "ok", "; ".join(dict.fromkeys(fits)))]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import re
 import shutil
@@ -14,7 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hvd_adaptive.launch.binding import read_launcher
 from hvd_adaptive.launch.host import cpu_quota, host_cores, own_cores
+from hvd_adaptive.launch.patience import is_busy_waiting
 
 _DISTRIBUTIONS = ("torch", "horovod", "mpi4py", "numpy", "numba", "triton")
 _SMI_LIMIT_S = 10.0
@@ -35,6 +38,7 @@ def machine_facts() -> dict[str, Any]:
         "host_cores": host_cores() or cores,
         "cpu": cpu_model(),
         "cpu_quota": cpu_quota(),
+        "busy_waiting": is_busy_waiting(read_launcher(os.environ), os.environ),
         "shm_bytes": room.total if room else None,
         "shm_free_bytes": room.free if room else None,
         "nvidia_smi": list_gpus(),

@@ -374,14 +374,14 @@ def num_threads(affinity: Sequence[Collection[int]], local_rank: int) -> int:
     return max(1, int(share + 1e-9))  # thirds do not add up to 1 exactly
 
 
-def mpi_environment(info: LauncherInfo, num_cores: int) -> dict[str, str]:
+def mpi_environment(info: LauncherInfo, num_cores: float) -> dict[str, str]:
     """Variables to set before MPI_Init, where the user has not set them: waiting ranks must yield their core.
 
     A thread that waits in MPI spins; where threads share cores it thereby starves the one that it waits for.
 
     Args:
         info: what the launcher said; without a local size nothing is known and nothing is set.
-        num_cores: cores that the ranks of this host have together, >= 1.
+        num_cores: cores' worth of time that the ranks of this host have together, > 0.
     """
     if info.local_size is None or not must_yield(info.local_size, num_cores):
         return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 
@@ -15,6 +16,7 @@ from hvd_adaptive.launch.binding import (
     read_launcher,
     requested_threads,
 )
+from hvd_adaptive.launch.host import quota_of_ranks
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ def device_place(device: torch.device, option: str, host: str) -> DevicePlace:
 
 
 def compute_threads(places: Sequence[tuple[str, Sequence[int]]], rank: int) -> int:
-    """Returns the threads that a rank should compute with: OMP_NUM_THREADS, else its share of its host's cores.
+    """Returns the threads that a rank should compute with: OMP_NUM_THREADS, else its share of its host's cores or CPU quota.
 
     Args:
         places: host and cores that it may run on, of every rank, in rank order.
@@ -81,7 +83,9 @@ def compute_threads(places: Sequence[tuple[str, Sequence[int]]], rank: int) -> i
     host = places[rank][0]
     neighbours = [cores for other, cores in places if other == host]
     local_rank = sum(other == host for other, _ in places[:rank])
-    return requested_threads(os.environ) or num_threads(neighbours, local_rank)
+    quota = quota_of_ranks(len(neighbours))
+    most = math.inf if quota is None else max(1, quota // len(neighbours))
+    return requested_threads(os.environ) or int(min(most, num_threads(neighbours, local_rank)))
 
 
 def _gpu_name(index: int) -> str:

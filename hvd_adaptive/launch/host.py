@@ -18,26 +18,61 @@ def own_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
 
 
-def cores_of_ranks(num_ranks: int) -> int:
-    """Returns the cores that this host's ranks have together, also where their launcher bound each to some of its own.
+def cores_of_ranks(num_ranks: int) -> float:
+    """Returns the cores' worth of time that this host's ranks have together: cores that they may run on, or a CPU quota.
 
     Args:
         num_ranks: of this host; this process is one.
     """
+    quota = quota_of_ranks(num_ranks)
+    return _bound_cores(num_ranks) if quota is None else min(_bound_cores(num_ranks), quota)
+
+
+def quota_of_ranks(num_ranks: int) -> float | None:
+    """Returns the cores' worth of time that control groups grant this host's ranks together, None if they set no limit.
+
+    Args:
+        num_ranks: of this host; this process is one.
+    """
+    quota = cpu_quota()
+    # Who started the ranks is in their control group if they have one together, as in a container.
+    together = _cgroup_text(os.getppid()) in ("", _cgroup_text())
+    return quota if quota is None or together else quota * num_ranks
+
+
+def usable_cores() -> float:
+    """Returns the cores' worth of time that this process may use."""
+    quota = cpu_quota()
+    return len(own_cores()) if quota is None else min(len(own_cores()), quota)
+
+
+def _bound_cores(num_ranks: int) -> int:
     own = len(own_cores())
     try:
+        # Also where the launcher bound each rank to some of its own.
         launchers = len(os.sched_getaffinity(os.getppid())) if sys.platform == "linux" else own
     except OSError:
         launchers = own
     return min(launchers, own * num_ranks) if launchers > own else own
 
 
-def must_yield(num_ranks: int, num_cores: int) -> bool:
+def is_crowded(num_ranks: int) -> bool:
+    """Whether so many ranks on this host are more than the cores' worth of time that they have."""
+    return num_ranks > cores_of_ranks(num_ranks)
+
+
+def is_scarce(num_ranks: int) -> bool:
+    """Whether this host's ranks lose by threads that are busy waiting: they are crowded, or a CPU quota counts that waiting."""
+    cores = cores_of_ranks(num_ranks)
+    return must_yield(num_ranks, cores) if cores < _bound_cores(num_ranks) else num_ranks > cores
+
+
+def must_yield(num_ranks: int, num_cores: float) -> bool:
     """Whether threads that wait in MPI take cores from those that compute: each rank has two that may, its own and Horovod's.
 
     Args:
         num_ranks: of one host.
-        num_cores: that they have together.
+        num_cores: cores' worth of time that they have together.
     """
     return 2 * num_ranks > num_cores
 
@@ -70,10 +105,17 @@ def own_groups(text: str, root: Path) -> dict[str, Path]:
     return groups
 
 
+def _cgroup_text(pid: int | str = "self") -> str:
+    try:
+        return Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
 def _groups() -> dict[str, Path]:
     try:
-        return own_groups(Path("/proc/self/cgroup").read_text(encoding="utf-8"), Path("/sys/fs/cgroup"))
-    except (OSError, ValueError):
+        return own_groups(_cgroup_text(), Path("/sys/fs/cgroup"))
+    except ValueError:
         return {}
 
 

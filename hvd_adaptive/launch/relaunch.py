@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Literal
 
 from hvd_adaptive.launch.binding import read_launcher, requested_threads
-from hvd_adaptive.launch.host import must_yield, own_cores
+from hvd_adaptive.launch.host import must_yield, usable_cores
 
 Flavour = Literal["openmpi4", "openmpi5", "hydra"]
 
@@ -84,7 +84,7 @@ def launch_command(
     *,
     env: Mapping[str, str],
     launcher: Launcher,
-    num_cores: int,
+    num_cores: float,
     is_root: bool,
     hosts: Mapping[str, int] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
@@ -99,7 +99,7 @@ def launch_command(
         argv: the program and its arguments.
         env: the environment to start from.
         launcher: the mpirun to use.
-        num_cores: cores that this process may use, >= 1.
+        num_cores: cores' worth of time that this process may use, > 0.
         is_root: the user is root, which Open MPI refuses unless told otherwise.
         hosts: ranks on each host by its name; None: this machine, or where the scheduler puts them.
 
@@ -125,7 +125,7 @@ def launch_command(
     # This machine's cores say nothing of other hosts'; ranks count theirs by themselves.
     if not scheduled and not hosts:
         if requested_threads(env) is None:
-            added["OMP_NUM_THREADS"] = str(max(1, num_cores // num_ranks))
+            added["OMP_NUM_THREADS"] = str(max(1, int(num_cores // num_ranks)))
         if must_yield(num_ranks, num_cores):
             added |= {"OMPI_MCA_mpi_yield_when_idle": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
     if launcher.flavour != "hydra":
@@ -171,7 +171,7 @@ def build_command(
         [sys.executable, "-m", "hvd_adaptive", *argv],
         env=os.environ,
         launcher=find_launcher(os.environ),
-        num_cores=len(own_cores()),
+        num_cores=usable_cores(),
         is_root=os.geteuid() == 0,
         hosts=hosts,
     )

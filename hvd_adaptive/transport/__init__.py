@@ -16,6 +16,7 @@ from hvd_adaptive.launch.binding import (
     starts_alone,
 )
 from hvd_adaptive.launch.host import cores_of_ranks
+from hvd_adaptive.launch.patience import BUSY_WAITING, busy_waiting_remedy, is_busy_waiting
 from hvd_adaptive.transport.base import Transport
 from hvd_adaptive.transport.start_watch import start_watch
 
@@ -75,6 +76,8 @@ def set_mpi_environment(info: LauncherInfo) -> None:
     Raises:
         RuntimeError: if srun started the ranks in a way by which this MPI cannot connect them.
     """
+    if info.rank == 0 and is_busy_waiting(info, os.environ):
+        log.warning("%s: %s", BUSY_WAITING, busy_waiting_remedy())
     for name, value in mpi_environment(info, cores_of_ranks(info.local_size or 1)).items():
         os.environ.setdefault(name, value)
     embedded = (Path(sys.prefix) / "bin" / "orted").exists()

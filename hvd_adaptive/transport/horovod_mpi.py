@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.launch.binding import LauncherInfo, check_world
+from hvd_adaptive.launch.host import is_crowded
 from hvd_adaptive.transport.base import AgreedError, Pending
 from hvd_adaptive.transport.heartbeat import Heartbeat
 from hvd_adaptive.transport.horovod_collectives import HorovodCollectives
-from hvd_adaptive.transport.horovod_wait import is_crowded, waits_asleep
+from hvd_adaptive.transport.horovod_wait import waits_asleep
 from hvd_adaptive.transport.job_end import end_job
 from hvd_adaptive.transport.mpi_library import check_one_mpi, hold_back_mpi
 from hvd_adaptive.transport.side_channel import SideChannel

@@ -11,17 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hvd_adaptive.launch.host import cores_of_ranks
-
 # The kernel adds about 50 us to each sleep.
 _SHORTEST_S, _LONGEST_S = 2e-5, 5e-4
 # Of what has been waited: how much later than the end the wait may be over.
 _LATE = 0.05
-
-
-def is_crowded(local_size: int) -> bool:
-    """Whether so many ranks on this host are more than the cores that they have."""
-    return local_size > cores_of_ranks(local_size)
 
 
 def wait_asleep(is_done: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> None:

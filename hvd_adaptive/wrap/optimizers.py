@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hvd_adaptive.transport.horovod_wait import is_crowded, sleeping_wait
+from hvd_adaptive.launch.host import is_crowded
+from hvd_adaptive.transport.horovod_wait import sleeping_wait
 from hvd_adaptive.wrap.reasons import Reason
 
 

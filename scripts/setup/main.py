@@ -74,6 +74,7 @@ def _set_up(options: Options) -> None:
     record.horovod = step_horovod.install(venv, torch, mpi, installed_key=record.horovod)
     step_horovod.verify(venv, torch, mpi)
     _install_project(venv, options)
+    _say_how_ranks_wait(venv)
     if options.self_check:
         _check_ranks(venv)
     record.torch_spec, record.dev = options.torch_spec, options.dev
@@ -102,7 +103,8 @@ def _inputs(options: Options, record: Record) -> str:
     """Hash of what a finished set-up depended on: the project's files that steer it, and the choices."""
     digest = hashlib.sha256()
     here = Path(__file__).parent
-    steering = [options.root / "setup.cfg", options.root / "pyproject.toml"]
+    compiled = options.root / "hvd_adaptive" / "launch" / "patient_yield.c"
+    steering = [*(options.root / name for name in ("setup.cfg", "pyproject.toml", "setup.py")), compiled]
     for file in [*sorted(path for path in here.iterdir() if path.is_file()), *steering]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     digest.update(repr((options.torch_spec, options.dev, record.mpi, record.mpicc, record.libmpi)).encode())
@@ -138,6 +140,12 @@ def _install_project(venv: Venv, options: Options) -> None:
             ],
             label="installing hvd-adaptive" + (" with test and lint tools" if options.dev else ""),
         )
+
+
+def _say_how_ranks_wait(venv: Venv) -> None:
+    library = venv.query("import json; from hvd_adaptive.launch import patience; print(json.dumps(patience.patient_library()))")
+    if library is None:
+        warn("no C compiler: ranks with few cores, or a CPU quota, are busy while they wait. Install one and run this again")
 
 
 def rank_environment() -> dict[str, str]:

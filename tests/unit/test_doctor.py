@@ -29,7 +29,7 @@ def facts(rank: int = 0, **changes: Any) -> dict[str, Any]:
             "host": "alpha", "python": "3.11.7", "executable": "/python", "horovod_built_for": "2.13.0+cpu",
             "versions": {"torch": "2.13.0+cpu", "horovod": "0.28.1", "mpi4py": "4.1.2"}, "cores": [0, 1, 2, 3],
             "host_cores": [0, 1, 2, 3], "cpu": "Big CPU", "cpu_quota": None, "shm_bytes": 8 << 30, "shm_free_bytes": 8 << 30,
-            "nvidia_smi": None,
+            "busy_waiting": False, "nvidia_smi": None,
         },
         "torch": {"version": "2.13.0+cpu", "cuda": None, "num_gpus": 0},
         "horovod": {
@@ -147,6 +147,7 @@ CASES: dict[str, tuple[Callable[[], list[dict[str, Any]]], str, str, str]] = {
         "to 1 of 16 cores",
     ),
     "a CPU quota": (lambda: [facts(machine__cpu_quota=0.5)] * 2, "cores", "warning", "0.5 cores"),
+    "busy waiting": (lambda: [facts(machine__busy_waiting=True)] * 2, "cores", "warning", "busy while they wait"),
     "full shared memory": (lambda: [facts(machine__shm_free_bytes=1 << 20)] * 2, "shared memory", "problem", "1 MiB free"),
     "Docker's shared memory": (
         lambda: [facts(machine__shm_bytes=64 << 20, machine__shm_free_bytes=64 << 20)] * 2,

@@ -1,0 +1,7 @@
+"""What setup.cfg cannot say: the library that ranks with few cores preload. Without a C compiler it is left out."""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[Extension("hvd_adaptive.launch.patient_yield", ["hvd_adaptive/launch/patient_yield.c"], optional=True)]
+)
