@@ -37,8 +37,6 @@ HERE = Path(__file__).resolve().parent
 SLOWDOWN = "8,8,4,2"
 # Shares of a core that stand to each other as the speeds; less than two cores together, so that they are what limits.
 QUOTAS = (0.2, 0.2, 0.4, 0.8)
-# Short against a step, so that a part of a core is like a slower one and not like one that stops now and then.
-PERIOD_US = 5_000
 
 
 def main() -> None:
@@ -51,6 +49,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, help="number of seeds (default: 1 to tune, else 3)")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--methods", help="only these settings, separated by commas")
+    # Short against a step, so that a part of a core is like a slower one and not like one that stops now and then.
+    parser.add_argument("--period-ms", type=int, default=5, help="of CPU quotas (default: 5; containers have 100)")
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
     name = Path(options.data).name
@@ -61,7 +61,7 @@ def main() -> None:
     }
     wanted = options.methods.split(",") if options.methods else list(table[options.stage])
     num_seeds = options.seeds or (1 if options.stage == "tune" else 3)
-    groups = make_cgroups() if options.stage == "quotas" else None
+    groups = make_cgroups(1000 * options.period_ms) if options.stage == "quotas" else None
     runs: dict[str, list[dict[str, Any]]] = {}
     for seed in range(options.first_seed, options.first_seed + num_seeds):
         for method in wanted:
@@ -111,21 +111,21 @@ def run(folder: Path, arguments: list[str], groups: list[Path] | None) -> dict[s
     return {"summary": json.loads((folder / "summary.json").read_text()), "rounds": rounds}
 
 
-def make_cgroups() -> list[Path]:
+def make_cgroups(period_us: int) -> list[Path]:
     """Makes one CPU control group a rank; version 1 or 2."""
     root = Path("/sys/fs/cgroup")
     groups = []
     for rank, quota in enumerate(QUOTAS):
-        quota_us = int(quota * PERIOD_US)
+        quota_us = int(quota * period_us)
         if (root / "cpu").is_dir():
             group = root / "cpu" / f"hvd_adaptive_{rank}"
             group.mkdir(exist_ok=True)
-            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (group / "cpu.cfs_period_us").write_text(str(period_us))
             (group / "cpu.cfs_quota_us").write_text(str(quota_us))
         else:
             group = root / f"hvd_adaptive_{rank}"
             group.mkdir(exist_ok=True)
-            (group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
+            (group / "cpu.max").write_text(f"{quota_us} {period_us}")
         groups.append(group)
     return groups
 
@@ -158,7 +158,7 @@ def record(options: argparse.Namespace, table: dict[str, Any], runs: dict[str, l
     speeds = (
         f"emulated, --slowdown {SLOWDOWN}"
         if options.stage != "quotas"
-        else f"CPU quotas of {', '.join(f'{q:.1%}' for q in QUOTAS)} of a core, period {PERIOD_US // 1000} ms"
+        else f"CPU quotas of {', '.join(f'{q:.1%}' for q in QUOTAS)} of a core, period {options.period_ms} ms"
     )
     lines = [
         f"# {options.stage}: {Path(options.data).name}, 4 ranks at speeds 1:1:2:4",

@@ -374,6 +374,10 @@ def num_threads(affinity: Sequence[Collection[int]], local_rank: int) -> int:
     return max(1, int(share + 1e-9))  # thirds do not add up to 1 exactly
 
 
+# By launcher's name; other launchers start ranks of either.
+YIELD_VARIABLES = {"openmpi": "OMPI_MCA_mpi_yield_when_idle", "hydra": "MPIR_CVAR_POLLS_BEFORE_YIELD"}
+
+
 def mpi_environment(info: LauncherInfo, num_cores: float) -> dict[str, str]:
     """Variables to set before MPI_Init, where the user has not set them: waiting ranks must yield their core.
 
@@ -385,10 +389,5 @@ def mpi_environment(info: LauncherInfo, num_cores: float) -> dict[str, str]:
     """
     if info.local_size is None or not must_yield(info.local_size, num_cores):
         return {}
-    open_mpi = {"OMPI_MCA_mpi_yield_when_idle": "1"}
-    mpich = {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
-    if info.name == "openmpi":
-        return open_mpi
-    if info.name == "hydra":
-        return mpich
-    return open_mpi | mpich
+    known = YIELD_VARIABLES.get(info.name)
+    return dict.fromkeys([known] if known else YIELD_VARIABLES.values(), "1")

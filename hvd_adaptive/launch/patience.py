@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from hvd_adaptive.launch.binding import LauncherInfo, read_launcher
+from hvd_adaptive.launch.binding import YIELD_VARIABLES, LauncherInfo, read_launcher
 from hvd_adaptive.launch.host import is_scarce
 
 BUSY_WAITING = "MPI and Horovod are busy while they wait, which ranks that compute lose: more ranks than cores, or a CPU quota"
@@ -29,13 +29,13 @@ def is_busy_waiting(info: LauncherInfo, env: Mapping[str, str]) -> bool:
 
     Args:
         info: what its launcher said.
-        env: its environment; with ``OMPI_MCA_mpi_yield_when_idle=0`` the user wants it so.
+        env: its environment. Who has set a variable by which MPI yields, or not, has chosen, and it stays as it is.
     """
     return (
         sys.platform == "linux"
         and (info.world_size or 1) > 1
         and is_scarce(info.local_size or 1)
-        and env.get("OMPI_MCA_mpi_yield_when_idle") != "0"
+        and not any(env.get(name) for name in YIELD_VARIABLES.values())
         and "patient_yield" not in env.get("LD_PRELOAD", "")
     )
 

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Literal
 
 from hvd_adaptive.launch.binding import read_launcher, requested_threads
-from hvd_adaptive.launch.host import must_yield, usable_cores
+from hvd_adaptive.launch.host import usable_cores
 
 Flavour = Literal["openmpi4", "openmpi5", "hydra"]
 
@@ -123,11 +123,8 @@ def launch_command(
     # Below ERROR, torch's store writes a C++ backtrace for each connection that a dying rank loses.
     added = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     # This machine's cores say nothing of other hosts'; ranks count theirs by themselves.
-    if not scheduled and not hosts:
-        if requested_threads(env) is None:
-            added["OMP_NUM_THREADS"] = str(max(1, int(num_cores // num_ranks)))
-        if must_yield(num_ranks, num_cores):
-            added |= {"OMPI_MCA_mpi_yield_when_idle": "1", "MPIR_CVAR_POLLS_BEFORE_YIELD": "1"}
+    if not scheduled and not hosts and requested_threads(env) is None:
+        added["OMP_NUM_THREADS"] = str(max(1, int(num_cores // num_ranks)))
     if launcher.flavour != "hydra":
         added["OMPI_MCA_btl_base_warn_component_unused"] = "0"
         # A signal is for the ranks, not for their DataLoaders' workers.

@@ -79,7 +79,7 @@ def set_mpi_environment(info: LauncherInfo) -> None:
     if info.rank == 0 and is_busy_waiting(info, os.environ):
         log.warning("%s: %s", BUSY_WAITING, busy_waiting_remedy())
     for name, value in mpi_environment(info, cores_of_ranks(info.local_size or 1)).items():
-        os.environ.setdefault(name, value)
+        os.environ[name] = os.environ.get(name) or value
     embedded = (Path(sys.prefix) / "bin" / "orted").exists()
     if embedded:
         # PyPI's Open MPI was moved from where it was built. mpirun tells its ranks; srun's ranks must be told.

@@ -47,13 +47,14 @@ def test_who_is_busy_waiting(cores, num_cores: int, quota: float | None, expecte
     info = read_launcher(TWO)
     assert patience.is_busy_waiting(info, TWO) is expected
     assert not patience.is_busy_waiting(LauncherInfo(name="none"), {})
-    for set_already in ({"LD_PRELOAD": "/a/patient_yield.so"}, {"OMPI_MCA_mpi_yield_when_idle": "0"}):
+    for set_already in ({"LD_PRELOAD": "/a/patient_yield.so"}, {"OMPI_MCA_mpi_yield_when_idle": "1"}):
         assert not patience.is_busy_waiting(info, TWO | set_already)
 
 
 def test_the_same_command_starts_once_more(cores, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[str, list[str], str | None]] = []
     monkeypatch.setattr(os, "execv", lambda *command: started.append((*command, os.environ.get("LD_PRELOAD"))))
+    monkeypatch.delenv("OMPI_MCA_mpi_yield_when_idle", raising=False)
     for name in TWO:
         monkeypatch.setenv(name, TWO[name])
     library = patience.patient_library()
