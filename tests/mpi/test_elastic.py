@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shared_memory import abandoned
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive", "train", "--elastic"]
 QUICK = ["--batch-size", "16", "--mega-batch", "400", "--lr", "0.5", "--eval-rounds", "100"]
@@ -102,7 +103,7 @@ def test_killed_ranks_and_changing_hosts(elastic: Any, tmp_path: Path) -> None:
     script.write_text(f"#!/bin/sh\ncat {hosts}\n")
     script.chmod(0o755)
     hosts.write_text("localhost:2\n")
-    memory_before = set(Path("/dev/shm").glob("hvd-adaptive-*"))
+    before = abandoned()
 
     def during(job: Job) -> None:
         job.wait_for_rounds(1)
@@ -139,4 +140,4 @@ def test_killed_ranks_and_changing_hosts(elastic: Any, tmp_path: Path) -> None:
     assert [list(group) for group in sorted({tuple(size) for size in sizes})] == [[16.0, 16.0], [32.0]]
     newest = max((tmp_path / "run" / "checkpoints").glob("round-*")).name
     assert newest == f"round-{len(rounds):08d}"
-    assert set(Path("/dev/shm").glob("hvd-adaptive-*")) <= memory_before
+    assert abandoned() <= before

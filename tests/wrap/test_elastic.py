@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from shared_memory import abandoned
 
 SCRIPTS = Path(__file__).parent / "scripts"
 COMMAND = [sys.executable, "-m", "hvd_adaptive", "run", "--elastic"]
@@ -101,7 +102,7 @@ def expected_model(num_epochs: int = 8, num_samples: int = 96, global_batch: int
 
 def test_commits_outlive_killed_ranks_and_jobs_and_take_in_hosts(run_job: Any, job: Job) -> None:
     """Every sample counts once an epoch and the result is an undisturbed run's, on one rank and two, killed and stopped."""
-    memory_before = set(Path("/dev/shm").glob("hvd-adaptive-*"))
+    before = abandoned()
     job.hosts(1)
 
     def during() -> None:
@@ -130,7 +131,7 @@ def test_commits_outlive_killed_ranks_and_jobs_and_take_in_hosts(run_job: Any, j
     parts = r"\(notice [\d.]+, teardown [\d.]+, wait [\d.]+, launch [\d.]+, imports [\d.]+, load [\d.]+, first step [\d.]+\)"
     assert len(re.findall(parts, first.stderr)) == 3 and "hvd-adaptive-event" not in first.stderr, first.describe()
     # What was in memory is in the working directory now.
-    assert set(Path("/dev/shm").glob("hvd-adaptive-*")) <= memory_before
+    assert abandoned() <= before
     folder = next(job.folder.glob("hvd-adaptive-commits-*"))
     newest = numbers[-1][1] + 1
     assert [path.name for path in folder.iterdir()] == [f"commit-{newest:08d}.safetensors"], first.describe()
