@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hvd_adaptive.config import Config
+from hvd_adaptive.exchange.exchange import Exchange
 from hvd_adaptive.train.flat_model import model_hash
 from hvd_adaptive.train.session import Session
 from hvd_adaptive.transport.base import AgreedError
@@ -91,9 +92,18 @@ def test_overlapped_merges_are_encoded_and_lose_no_progress(codec: str) -> None:
     assert ours[0]["loss"] < plain[0]["loss"] + 0.1 and ours[0]["loss"] < 0.8 * ours[0]["records"][0].loss
 
 
-def test_none_is_the_plain_merge() -> None:
-    hashes = {LocalWorld(2).run(lambda t: train(t, **o))[0]["hash"] for o in ({}, {"compression": "none"})}  # noqa: B023
-    assert len(hashes) == 1
+@pytest.mark.parametrize("overlap", [False, True])
+def test_none_is_the_plain_merge(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing goes through an exchange of codecs, not even unencoded."""
+
+    def refuse(self: Exchange, *arguments: Any, **options: Any) -> None:
+        raise RuntimeError("an exchange of codecs")
+
+    monkeypatch.setattr(Exchange, "__init__", refuse)
+    results = LocalWorld(2).run(lambda t: train(t, compression="none", overlap_merge=overlap))
+    assert len({result["hash"] for result in results}) == 1 and results[0]["loss"] < 0.8 * results[0]["records"][0].loss
+    with pytest.raises(RuntimeError, match="an exchange of codecs"):
+        LocalWorld(2).run(lambda t: train(t, compression="maxmin:4; *=none", overlap_merge=overlap))
 
 
 def test_what_a_codec_loses_comes_later() -> None:

@@ -81,7 +81,7 @@ def test_a_replaced_optimizer_is_free_to_go_and_its_successor_counts(strategy: s
     model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad is not None
     # Local steps use the rank's own gradient, which op=Sum takes for one of two parts; and it is weighted once.
-    assert model.weight.grad.tolist() == [[2.0, 2.0]] if strategy == "local" else [[1.0, 1.0]]
+    assert model.weight.grad.tolist() == ([[2.0, 2.0]] if strategy == "local" else [[1.0, 1.0]])
 
 
 def test_local_steps_hold_no_model_and_look_at_forwards_only_until_each_optimizer_has_begun() -> None:
