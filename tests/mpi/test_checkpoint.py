@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -59,13 +60,18 @@ def test_an_error_of_all_ranks_lets_a_checkpoint_be_finished(
 ) -> None:
     write, after_round = checkpoint.write_state, Trainer._after_round
 
+    failed = threading.Event()
+
     def write_slowly(*arguments: Any) -> Any:
+        assert failed.wait(60)
+        # Whoever does not wait for it leaves without it.
         time.sleep(1)
         return write(*arguments)
 
     def fail_in_the_second(trainer: Trainer, record: Any) -> None:
         after_round(trainer, record)
         if record.round == 1:
+            failed.set()
             raise AgreedError("the second round failed on purpose")
 
     monkeypatch.setattr(checkpoint, "write_state", write_slowly)
