@@ -64,7 +64,8 @@ def check_session(transport: Any, **options: Any) -> None:
             batch.loss.backward()
             session.optimizer.step()
     session._check_hash()
-    assert losses[-1] < 0.9 * losses[0]
+    # A round has few samples, and which ones each rank takes is another matter each time.
+    assert sum(losses[-4:]) / 4 < 0.9 * losses[0]
 
 
 @pytest.mark.mpi(2, 3, 4, timeout=300)
