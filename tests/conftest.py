@@ -54,6 +54,15 @@ def shared_tmp_path(tmp_path: Path) -> Path:
     return Path(os.environ[SHARED]) if _IS_RANK else tmp_path
 
 
+def set_no_deadlines() -> None:
+    """Has hypothesis judge no example by its time: a busy machine takes any. In CI hypothesis has a profile like that itself."""
+    from hypothesis import settings
+
+    if settings().deadline is not None:
+        settings.register_profile("busy machine", deadline=None)
+        settings.load_profile("busy machine")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "mpi(*num_ranks, timeout=120): run the test as that many ranks under mpirun"
@@ -62,6 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
         from mpi_rank import RankPlugin
 
         config.pluginmanager.register(RankPlugin(config), "rank")
+    else:
+        set_no_deadlines()
 
 
 def pytest_report_header() -> list[str]:

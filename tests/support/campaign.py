@@ -39,9 +39,9 @@ NUM_RANKS = 2
 NUM_SAMPLES = 2000
 MEGA_BATCH = 250
 # The stall limit where only that shows the fault; and else, so that no rank of a busy machine is taken for a frozen one.
-LIMIT_S, PATIENT_LIMIT_S = 6.0, 20.0
+LIMIT_S, PATIENT_LIMIT_S = 10.0, 20.0
 # From the fault to the end of the job: the start is watched for five limits, then comes the end of MPI.
-DEAD_S = 75.0
+DEAD_S = 95.0
 # Of a whole run, however slow the machine.
 END_S = 300.0
 # A host that is cut off ends by its own clock, and no launcher waits for it: the ranks on it may have to wait for longer (by a
