@@ -74,7 +74,9 @@ def _set_up(options: Options) -> None:
     record.horovod = step_horovod.install(venv, torch, mpi, installed_key=record.horovod)
     step_horovod.verify(venv, torch, mpi)
     _install_project(venv, options)
-    _say_how_ranks_wait(venv)
+    record.patient_yield = _patient_library(venv)
+    if record.patient_yield is None:
+        warn("no C compiler: ranks with few cores, or a CPU quota, are busy while they wait. Install one and --recreate")
     if options.self_check:
         _check_ranks(venv)
     record.torch_spec, record.dev = options.torch_spec, options.dev
@@ -119,6 +121,8 @@ def _is_ready(venv: Venv, record: Record, options: Options) -> bool:
         return False
     if record.mpi == "site" and options.mpi == "site" and str(step_mpi.find_site_mpicc()) != record.mpicc:
         return False
+    if record.patient_yield is not None and not Path(record.patient_yield).is_file():
+        return False
     return venv.versions(*_RECORDED) == record.versions
 
 
@@ -142,10 +146,11 @@ def _install_project(venv: Venv, options: Options) -> None:
         )
 
 
-def _say_how_ranks_wait(venv: Venv) -> None:
-    library = venv.query("import json; from hvd_adaptive.launch import patience; print(json.dumps(patience.patient_library()))")
-    if library is None:
-        warn("no C compiler: ranks with few cores, or a CPU quota, are busy while they wait. Install one and run this again")
+def _patient_library(venv: Venv) -> str | None:
+    """What ranks with few cores preload; an editable installation compiles it beside its source."""
+    code = "import json; from hvd_adaptive.launch import patience; print(json.dumps(patience.patient_library()))"
+    found: str | None = venv.query(code)
+    return found
 
 
 def rank_environment() -> dict[str, str]:

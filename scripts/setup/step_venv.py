@@ -30,6 +30,7 @@ class Record:
         torch_spec, mpi, mpicc, dev: the choices, see Options.
         libmpi: the MPI library's file.
         horovod: key of the installed Horovod wheel.
+        patient_yield: the library that ranks with few cores preload; None where it could not be compiled.
         versions: installed versions by package name.
     """
 
@@ -42,6 +43,7 @@ class Record:
     dev: bool | None = None
     libmpi: str | None = None
     horovod: str | None = None
+    patient_yield: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-
-from tests.support.jobs import run_job
+from typing import Any
 
 WAIT_S = 3.0
 SCRIPT = f"""
@@ -23,7 +22,7 @@ if hvd.rank() == 1:
 """
 
 
-def test_ranks_on_one_core_sleep(tmp_path: Path) -> None:
+def test_ranks_on_one_core_sleep(run_job: Any, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "hvd_adaptive", "run", "-np", "2", str(tmp_path / "script.py")]
     result = run_job(["taskset", "-c", "0", *command], env={"LD_PRELOAD": "", "OMPI_MCA_mpi_yield_when_idle": ""})
