@@ -1,4 +1,4 @@
-"""What setup.cfg cannot say: the library that ranks with few cores preload. Without a C compiler it is left out."""
+"""What setup.cfg cannot say: the library that ranks under a CPU quota preload. Without a C compiler it is left out."""
 
 from setuptools import Extension, setup
 

@@ -15,7 +15,7 @@ pytest=("$root/.venv/bin/python" -m pytest)
 # Two at a time: tests that start ranks on this host, and beside them unit tests and those that mostly wait. Slurm's after those of two
 # hosts: the hosts that it runs on have the same names, and stay.
 scratch=$(mktemp -d)
-# Two jobs of ranks on few cores: all of them sleep where they wait.
+# Two jobs of ranks on few cores: who yields in turns has kept Linux 6.18 from running its own threads. Asleep they leave it the cores.
 patient=$("$root/.venv/bin/python" -m hvd_adaptive.launch.patience)
 export LD_PRELOAD="$patient${LD_PRELOAD:+:$LD_PRELOAD}"
 beside=(tests/unit tests/setup tests/net tests/slurm tests/docs)

@@ -61,10 +61,10 @@ def is_crowded(num_ranks: int) -> bool:
     return num_ranks > cores_of_ranks(num_ranks)
 
 
-def is_scarce(num_ranks: int) -> bool:
-    """Whether this host's ranks lose by threads that are busy waiting: they are crowded, or a CPU quota counts that waiting."""
+def is_rationed(num_ranks: int) -> bool:
+    """Whether a CPU quota, which counts waiting that is busy as well, leaves this host's ranks fewer than two cores each."""
     cores = cores_of_ranks(num_ranks)
-    return must_yield(num_ranks, cores) if cores < _bound_cores(num_ranks) else num_ranks > cores
+    return cores < _bound_cores(num_ranks) and must_yield(num_ranks, cores)
 
 
 def must_yield(num_ranks: int, num_cores: float) -> bool:

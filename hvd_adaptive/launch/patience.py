@@ -1,4 +1,4 @@
-"""Ranks that have few cores sleep where MPI and Horovod wait: their process starts once more with ``patient_yield`` preloaded.
+"""Ranks under a CPU quota sleep where MPI and Horovod wait: their process starts once more with ``patient_yield`` preloaded.
 
 What waits there asks and yields in turns; Open MPI 4 and MPICH have no setting that makes it sleep. Under a CPU quota that comes
 out of the rank's own work. ``python -m hvd_adaptive.launch.patience`` prints the library, for LD_PRELOAD with one's own script.
@@ -12,9 +12,9 @@ import sys
 from collections.abc import Mapping
 
 from hvd_adaptive.launch.binding import YIELD_VARIABLES, LauncherInfo, read_launcher
-from hvd_adaptive.launch.host import is_scarce
+from hvd_adaptive.launch.host import is_rationed
 
-BUSY_WAITING = "MPI and Horovod are busy while they wait, which ranks that compute lose: more ranks than cores, or a CPU quota"
+BUSY_WAITING = "MPI and Horovod are busy while they wait, and the CPU quota counts that as if it were computing"
 _NOT_BUILT = "install hvd-adaptive where there is a C compiler (scripts/setup.sh): its patient_yield was not built"
 
 
@@ -34,7 +34,7 @@ def is_busy_waiting(info: LauncherInfo, env: Mapping[str, str]) -> bool:
     return (
         sys.platform == "linux"
         and (info.world_size or 1) > 1
-        and is_scarce(info.local_size or 1)
+        and is_rationed(info.local_size or 1)
         and not any(env.get(name) for name in YIELD_VARIABLES.values())
         and "patient_yield" not in env.get("LD_PRELOAD", "")
     )

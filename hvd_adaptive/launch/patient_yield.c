@@ -1,8 +1,8 @@
-/* Preloaded into ranks that have few cores (hvd_adaptive/launch/patience.py): a thread of MPI or Horovod that waits sleeps.
+/* Preloaded into ranks under a CPU quota (hvd_adaptive/launch/patience.py): a thread of MPI or Horovod that waits sleeps.
  *
  * Both wait by asking and calling sched_yield in turns. Where nobody else wants the core, that is as busy as computing: under a CPU
  * quota it uses up what the rank's own work could have had. On Linux 6.18 threads that yield in turns have also kept the kernel's
- * own threads from running for a minute.
+ * own threads from running for a minute: the tests run with it for that.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

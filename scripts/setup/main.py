@@ -76,7 +76,7 @@ def _set_up(options: Options) -> None:
     _install_project(venv, options)
     record.patient_yield = _patient_library(venv)
     if record.patient_yield is None:
-        warn("no C compiler: ranks with few cores, or a CPU quota, are busy while they wait. Install one and --recreate")
+        warn("no C compiler: ranks under a CPU quota are busy while they wait. Install one and --recreate")
     if options.self_check:
         _check_ranks(venv)
     record.torch_spec, record.dev = options.torch_spec, options.dev
@@ -147,7 +147,7 @@ def _install_project(venv: Venv, options: Options) -> None:
 
 
 def _patient_library(venv: Venv) -> str | None:
-    """What ranks with few cores preload; an editable installation compiles it beside its source."""
+    """What ranks under a CPU quota preload; an editable installation compiles it beside its source."""
     code = "import json; from hvd_adaptive.launch import patience; print(json.dumps(patience.patient_library()))"
     found: str | None = venv.query(code)
     return found

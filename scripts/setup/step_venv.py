@@ -30,7 +30,7 @@ class Record:
         torch_spec, mpi, mpicc, dev: the choices, see Options.
         libmpi: the MPI library's file.
         horovod: key of the installed Horovod wheel.
-        patient_yield: the library that ranks with few cores preload; None where it could not be compiled.
+        patient_yield: the library that ranks under a CPU quota preload; None where it could not be compiled.
         versions: installed versions by package name.
     """
 

@@ -40,7 +40,7 @@ def test_a_quota_of_all_ranks_or_of_each(cores) -> None:
 
 @pytest.mark.parametrize(
     ("num_cores", "quota", "expected"),
-    [(4, None, False), (2, None, False), (1, None, True), (64, 3.5, True), (64, 4.0, False), (2, 64.0, False)],
+    [(4, None, False), (1, None, False), (1, 0.9, True), (64, 3.5, True), (64, 4.0, False), (2, 64.0, False)],
 )
 def test_who_is_busy_waiting(cores, num_cores: int, quota: float | None, expected: bool) -> None:
     cores(num_cores, quota)
@@ -59,7 +59,7 @@ def test_the_same_command_starts_once_more(cores, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(name, TWO[name])
     library = patience.patient_library()
     assert library is not None, "not built: scripts/setup.sh"
-    cores(1)
+    cores(1, 0.5)
     for before, after in ((None, library), ("/a/other.so", f"{library}:/a/other.so")):
         monkeypatch.delenv("LD_PRELOAD", raising=False)
         if before is not None:
