@@ -1,6 +1,6 @@
 """Ranks under a CPU quota sleep where MPI and Horovod wait: their process starts once more with ``patient_yield`` preloaded.
 
-What waits there asks and yields in turns; Open MPI 4 and MPICH have no setting that makes it sleep. Under a CPU quota that comes
+What waits there asks and yields in turns; Open MPI 4 has no setting that makes it sleep. Under a CPU quota that comes
 out of the rank's own work. ``python -m hvd_adaptive.launch.patience`` prints the library, for LD_PRELOAD with one's own script.
 """
 
