@@ -38,11 +38,12 @@ int sched_yield(void) {
         sleeps = waits_for_ranks(caller);
         known_caller = caller;
     }
+    if (!sleeps) return (int)syscall(SYS_sched_yield);
     long now = now_ns();
     /* Who was away for longer did something else: a new wait begins. */
     if (now - end_ns > 20000) begin_ns = now;
     long waited_ns = now - begin_ns;
-    if (!sleeps || waited_ns < 10000) {
+    if (waited_ns < 10000) {
         syscall(SYS_sched_yield);
     } else {
         /* At most an eighth late, and rarely awake where it takes long. The kernel adds 50 us. */

@@ -76,7 +76,7 @@ def _set_up(options: Options) -> None:
     _install_project(venv, options)
     record.patient_yield = _patient_library(venv)
     if record.patient_yield is None:
-        warn("no C compiler: ranks under a CPU quota are busy while they wait. Install one and --recreate")
+        warn(f"patient_yield was not compiled (no C compiler?): ranks under a CPU quota will be busy waiting; see {venv.log}")
     if options.self_check:
         _check_ranks(venv)
     record.torch_spec, record.dev = options.torch_spec, options.dev
