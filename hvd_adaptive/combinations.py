@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from hvd_adaptive.core.weights import MERGE_WEIGHT_RULES
+
 # The batch-size rules of each strategy, its default first.
 SIZE_RULES = {
     "local": ("fixed", "paper", "heterogpu", "proportional"),
@@ -34,10 +36,7 @@ def check_combinations(config: Any) -> None:
         raise ValueError(
             f"batch_size_rule must be one of {', '.join(rules)} for strategy {config.strategy!r}, got {config.batch_size_rule!r}"
         )
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if value != item.default:
-            _check_needed(config, f"{item.name} {value!r}", "it would have no effect", **item.metadata["needs"])
+    check_needs(config)
     if config.compression == "none" and config.reducer != "sra":
         raise ValueError(f"reducer {config.reducer!r} needs a compression, got 'none': it would have no effect")
     if config.auto_bits and not config.compression.lstrip().startswith("maxmin"):
@@ -51,7 +50,6 @@ def check_combinations(config: Any) -> None:
             "it encodes the deltas of all rows at the merge, or the gradients of each step",
             logical_ranks=(None,),
             sparse_merge=("auto", "never"),
-            row_weights=(False,),
         )
         if config.repeatable and config.reducer == "auto":
             raise ValueError("record and replay need a fixed reducer, got 'auto', which chooses by seconds")
@@ -68,8 +66,20 @@ def check_combinations(config: Any) -> None:
             overlap_merge=(False,),
             optimizer_state=("keep", "reset"),
             sparse_merge=("auto", "never"),
-            row_weights=(False,),
+            weight_rule=MERGE_WEIGHT_RULES,
         )
+
+
+def check_needs(config: Any) -> None:
+    """Raises ValueError for an option that was set and would have no effect beside the others.
+
+    Args:
+        config: a configuration whose fields' metadata hold ``needs``.
+    """
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if value != item.default:
+            _check_needed(config, f"{item.name} {value!r}", "it would have no effect", **item.metadata["needs"])
 
 
 def has_effect(config: Any, name: str) -> bool:
@@ -114,5 +124,5 @@ def _check_needed(config: Any, what: str, why: str, **needed: tuple[Any, ...]) -
     for name, allowed in needed.items():
         value = getattr(config, name)
         if value not in allowed:
-            option = "batch_size_rule" if name == "size_rule" else name
+            option = {"size_rule": "batch_size_rule", "weight_rule": "merge_weights"}.get(name, name)
             raise ValueError(f"{what} needs {option} {' or '.join(map(str, allowed))}, got {value!r}: {why}")

@@ -1,24 +1,19 @@
-"""Configuration: one frozen dataclass a concern, validated on construction. Imports neither torch nor MPI."""
+"""How ranks share and merge: a frozen dataclass, validated on construction. Imports neither torch nor MPI."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from hvd_adaptive.combinations import SIZE_RULES, check_combinations
 from hvd_adaptive.validation import (
     check_not_negative,
     check_positive,
     check_types_and_choices,
+    option,
     parse_slowdown,
 )
 
 _LOCAL = ("local",)
-
-
-def _option(default: Any, text: str, *choices: str, **needs: tuple[Any, ...]) -> Any:
-    """An option; a value other than the default needs each option in ``needs`` to have one of the values there."""
-    return field(default=default, metadata={"help": text, "choices": choices, "needs": needs})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +26,7 @@ class Config:
         ValueError: on construction, naming the field, the requirement and the value.
     """
 
-    strategy: str = _option(
+    strategy: str = option(
         "local",
         "local: ranks train by themselves and merge models every mega-batch (Adaptive SGD); "
         "sync: every step is one machine's with the global batch, of which each rank computes a share by its speed (LB-BSP); "
@@ -42,66 +37,63 @@ class Config:
         "horovod",
         "sma",
     )
-    batch_size: int = _option(64, "samples in a rank's batch at the start")
-    min_batch_size: int | None = _option(
+    batch_size: int = option(64, "samples in a rank's batch at the start")
+    min_batch_size: int | None = option(
         None, "lower bound of a rank's batch size (default: batch_size / 8, as in the paper)"
     )
-    max_batch_size: int | None = _option(
+    max_batch_size: int | None = option(
         None,
         "upper bound of a rank's batch size (default: batch_size, as in the paper; 8 x batch_size for 'proportional')",
     )
-    mega_batch: int | None = _option(
+    mega_batch: int | None = option(
         None, "samples between two merges, over all ranks (default: 100 x batch_size)"
     )
-    batch_size_rule: str | None = _option(
+    batch_size_rule: str | None = option(
         None,
         "how batch sizes follow the ranks' speeds; proportional: steps of all ranks take equally long, the sum of sizes stays; "
         "local: fixed (default), paper, heterogpu, proportional; sync: proportional (default), static (by the first 33 steps' "
         "speeds), fixed",
         *("fixed", "paper", "heterogpu", "static", "proportional"),
     )
-    batch_size_step: float | None = _option(
+    batch_size_step: float | None = option(
         None,
         "samples a batch size moves: beta of 'paper' (default: min_batch_size / 2), the step of 'heterogpu' (default: 32)",
         size_rule=("paper", "heterogpu"),
     )
-    lr_rule: str = _option(
+    lr_rule: str = option(
         "linear", "how the learning rate follows the actual batch size", "linear", "sqrt", "none",
         strategy=_LOCAL,
     )
-    reference_batch_size: int | None = _option(
+    reference_batch_size: int | None = option(
         None, "batch size at which the optimizer's own learning rate holds (default: batch_size)",
         strategy=_LOCAL,
     )
-    warmup_epochs: float = _option(
+    warmup_epochs: float = option(
         0.0, "epochs with the smallest batch size and a linear ramp of the learning rate"
     )
-    lr_decay: float = _option(0.0, "learning rate is divided by 1 + lr_decay x (epoch - warmup_epochs)")
-    work: str = _option(
+    lr_decay: float = option(0.0, "learning rate is divided by 1 + lr_decay x (epoch - warmup_epochs)")
+    work: str = option(
         "samples",
         "what a batch size and the cursor count; with nonzeros a batch of heavy rows is a smaller batch",
         "samples",
         "nonzeros",
         strategy=_LOCAL,
     )
-    merge_weights: str = _option(
-        "updates",
-        "what each rank's delta counts in a merge",
-        "paper",
-        "heterogpu",
-        "uniform",
-        "updates",
-        "samples",
-        "fednova",
+    merge_weights: str | None = option(
+        None,
+        "what each rank's delta counts in a merge; fisher-rows: in each row by the rank's share of the squared gradients, "
+        "so that what one rank alone learned is kept (default; Matena and Raffel, arXiv 2111.09832); fisher: the same in each "
+        "coordinate; one weight a rank: updates (default with logical_ranks), samples, uniform, paper, heterogpu, fednova",
+        *("fisher-rows", "fisher", "updates", "samples", "uniform", "paper", "heterogpu", "fednova"),
         strategy=_LOCAL,
     )
-    perturbation: bool = _option(
+    perturbation: bool = option(
         False, "the paper's perturbation of the merge weights ('paper' and 'heterogpu')",
         merge_weights=("paper", "heterogpu"),
     )
-    perturbation_threshold: float = _option(0.1, "L2 norm per parameter under which the perturbation acts", perturbation=(True,))
-    perturbation_delta: float = _option(0.1, "size of the perturbation", perturbation=(True,))
-    outer_step: str = _option(
+    perturbation_threshold: float = option(0.1, "L2 norm per parameter under which the perturbation acts", perturbation=(True,))
+    perturbation_delta: float = option(0.1, "size of the perturbation", perturbation=(True,))
+    outer_step: str = option(
         "nesterov",
         "how the merged delta moves the model; momentum is the paper's, nesterov DiLoCo's",
         "none",
@@ -109,79 +101,79 @@ class Config:
         "nesterov",
         strategy=_LOCAL,
     )
-    outer_lr: float | None = _option(
+    outer_lr: float | None = option(
         None, "learning rate of the outer step (default: 0.7 for nesterov, else 1)",
         strategy=_LOCAL,
     )
-    outer_momentum: float = _option(
+    outer_momentum: float = option(
         0.9, "gamma of the outer step",
         strategy=("local", "sma"), outer_step=("momentum", "nesterov"),
     )
-    outer_bias_correction: bool = _option(
+    outer_bias_correction: bool = option(
         False,
         "from the first merge on, move the model as far as when the outer step's velocity has grown: for runs of few merges",
         strategy=_LOCAL, outer_step=("momentum", "nesterov"),
     )
-    optimizer_state: str = _option(
+    optimizer_state: str = option(
         "keep", "a rank's optimizer state after a merge", "keep", "reset", "average",
         strategy=_LOCAL,
     )
-    hash_interval: int = _option(10, "rounds between checks that all ranks hold the same model; 0: never")
-    seed: int = _option(0, "seed of the shuffling and of the model's initial weights")
-    stall_limit_s: float = _option(60.0, "seconds after which a dead, frozen or stuck rank ends the job")
-    straggler_limit: float = _option(
+    hash_interval: int = option(10, "rounds between checks that all ranks hold the same model; 0: never")
+    seed: int = option(0, "seed of the shuffling and of the model's initial weights")
+    stall_limit_s: float = option(60.0, "seconds after which a dead, frozen or stuck rank ends the job")
+    straggler_limit: float = option(
         3.0, "warn of a rank that computes so many times slower than the other ranks, or than before; 0: never"
     )
-    drain_limit_s: float = _option(
+    drain_limit_s: float = option(
         60.0,
         "seconds after SIGUSR1 or SIGTERM in which the ranks have to close the round and write a checkpoint, before the job ends "
         "with an older one",
     )
-    slowdown: str | None = _option(
+    slowdown: str | None = option(
         None,
         "emulate unequal ranks: stretch each rank's compute by a factor, 4,4,2,1; as a schedule over training seconds: "
         "0:4,4,2,1;30:1,2,4,4",
     )
-    global_batch_size: int | None = _option(
+    global_batch_size: int | None = option(
         None, "samples of a step over all ranks, of 'sync' (default: batch_size x number of ranks)",
         strategy=("sync",),
     )
-    accumulation_steps: int = _option(
+    accumulation_steps: int = option(
         1, "micro-batches whose gradients are added up before a step, on every rank, of 'sync'",
         strategy=("sync",),
     )
-    loss_reduction: str = _option(
+    loss_reduction: str = option(
         "mean", "whether the loss is a mean or a sum over the samples of a batch, for 'sync'", "mean", "sum",
         strategy=("sync",),
     )
-    logical_ranks: int | None = _option(
+    logical_ranks: int | None = option(
         None,
         "train as this many logical ranks, which the ranks play in turn: the result is bit-identical for any number of ranks "
         "up to this on equal hardware; no adaptivity",
     )
-    record: bool = _option(
+    record: bool = option(
         False, "write each round's claims, batch sizes, learning rates and weights for --replay"
     )
-    replay: str | None = _option(
+    replay: str | None = option(
         None, "run directory of a recorded run: repeat it bit for bit, with its options and number of ranks"
     )
-    num_threads: int | None = _option(
+    num_threads: int | None = option(
         None,
         "torch's threads of each rank on a CPU; with logical_ranks part of the result (default: OMP_NUM_THREADS, else its "
         "share of the host's cores; 1 with logical_ranks)",
     )
-    reference_ranks: int | None = _option(
+    reference_ranks: int | None = option(
         None,
         "number of ranks that batch_size and the learning rate are meant for; with another number elastic_batch says what "
         "changes (default: whatever their number is; with --elastic: --max-np)",
     )
-    elastic_batch: str = _option(
+    elastic_batch: str = option(
         "fixed-global",
         "what stays with another number of ranks; fixed-global: total batch and learning rate; fixed-per-rank: a rank's batch, "
         "while the learning rate of sync and horovod, and the mega_batch, follow the number of ranks",
         *("fixed-global", "fixed-per-rank"),
     )
-    dispatch: str = _option(
+    dispatch: str = option(
         "dynamic",
         "who computes what of a mega-batch; dynamic: whoever is free claims the next batch; equal: each rank has one Nth, "
         "which with merge_weights uniform is plain local SGD; proportional: each rank has a part by its speed in the last round",
@@ -190,7 +182,7 @@ class Config:
         "proportional",
         strategy=_LOCAL,
     )
-    merge_period: str = _option(
+    merge_period: str = option(
         "fixed",
         "samples between two merges; fixed: mega_batch; auto: as many more as keep merges at merge_share of the time; qsr: more "
         "as lr_decay lowers the learning rate (by its square); auto-qsr: the larger of both",
@@ -200,39 +192,38 @@ class Config:
         "auto-qsr",
         strategy=_LOCAL,
     )
-    merge_share: float = _option(
+    merge_share: float = option(
         0.03, "part of the time that merges may take, for merge_period auto",
         merge_period=("auto", "auto-qsr"),
     )
-    sparse_merge: str = _option(
+    sparse_merge: str = option(
         "auto",
         "merge only those rows of parameters with sparse gradients that some rank touched; auto: where that takes less time",
         *("auto", "always", "never"),
         strategy=_LOCAL,
     )
-    row_weights: bool = _option(False, "average rows of such parameters only over the ranks that touched them", strategy=_LOCAL)
-    sma_alpha: float | None = _option(
+    sma_alpha: float | None = option(
         None, "how far 'sma' pulls replicas, in (0, 1] (default: 1 / ranks, as in the paper)",
         strategy=("sma",),
     )
-    overlap_merge: bool = _option(
+    overlap_merge: bool = option(
         False, "exchange a round's deltas beside the next round's steps; the merged model is one round behind",
         strategy=_LOCAL,
     )
-    compression: str = _option(
+    compression: str = option(
         "none",
         "how deltas of 'local' and gradients of 'sync' are encoded for the wire: none, fp16, maxmin:4, sign, topk:0.01, "
         "powersgd:4, or a policy such as 'maxmin:4; embedding*=maxmin:8'; see docs/compression.md",
         strategy=("local", "sync"),
     )
-    reducer: str = _option(
+    reducer: str = option(
         "sra",
         "how encoded values meet; auto tries them, and no compression, at the first exchange",
         *("sra", "hierarchical", "allreduce", "auto"),
         strategy=("local", "sync"),
     )
-    error_feedback: bool = _option(True, "add what a codec has lost to the next delta or gradient; costs a copy of the model")
-    auto_bits: int = _option(
+    error_feedback: bool = option(True, "add what a codec has lost to the next delta or gradient; costs a copy of the model")
+    auto_bits: int = option(
         0, "merges ('local') or steps ('sync') between choices of each layer's bits at --compression's error; 0: off"
     )
 
@@ -246,8 +237,8 @@ class Config:
         check_not_negative(self, "warmup_epochs", "lr_decay", "hash_interval", "seed", "auto_bits")
         if self.sma_alpha is not None and self.sma_alpha > 1:
             raise ValueError(f"sma_alpha must be in (0, 1], got {self.sma_alpha}")
-        if self.overlap_merge and (self.row_weights or self.sparse_merge == "always"):
-            raise ValueError("overlap_merge exchanges all rows: it needs row_weights false and sparse_merge 'auto' or 'never'")
+        if self.overlap_merge and self.sparse_merge == "always":
+            raise ValueError("overlap_merge exchanges all rows: it needs sparse_merge 'auto' or 'never', got 'always'")
         if self.straggler_limit and self.straggler_limit <= 1:
             raise ValueError(f"straggler_limit must be > 1, or 0 for never, got {self.straggler_limit}")
         for name in ("outer_momentum", "perturbation_delta"):
@@ -278,6 +269,11 @@ class Config:
     def size_rule(self) -> str:
         """How batch sizes follow the ranks' speeds: ``batch_size_rule`` or the strategy's default."""
         return self.batch_size_rule or SIZE_RULES[self.strategy][0]
+
+    @property
+    def weight_rule(self) -> str:
+        """What each rank's delta counts in a merge: ``merge_weights`` or its default."""
+        return self.merge_weights or ("updates" if self.logical_ranks else "fisher-rows")
 
     @property
     def batch_size_bounds(self) -> tuple[int, int]:
@@ -321,79 +317,3 @@ class Config:
         if self.outer_lr is not None:
             return self.outer_lr
         return 0.7 if self.outer_step == "nesterov" else 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
-    """What ``hvd-adaptive train`` trains, on which data, for how long. Fields are options, as in :class:`Config`.
-
-    Raises:
-        ValueError: on construction, naming the field, the requirement and the value.
-    """
-
-    data: str | None = _option(
-        None,
-        "training data in the XMC format: a directory, PREFIX (of PREFIX_train.txt[.gz]) or a file; default: the embedded set",
-    )
-    test_data: str | None = _option(None, "test data, where --data names one file")
-    cache_dir: str | None = _option(None, "folder of the binary cache (default: the user's cache folder)")
-    out: str | None = _option(None, "run directory (default: runs/NAME-DATE)")
-    name: str | None = _option(None, "label of the run in tables and pictures (default: the strategy)")
-    epochs: float | None = _option(
-        None, "stop after this many passes over the data (default: 5, unless another limit is given)"
-    )
-    time_limit: float | None = _option(None, "stop after this many seconds of training, evaluation excluded")
-    target_p1: float | None = _option(None, "stop when P@1 on the test data reaches this, in (0, 1]")
-    hidden_size: int = _option(128, "width of the hidden layer")
-    input_gradients: str = _option("sparse", "gradients of the input layer", "sparse", "dense")
-    optimizer: str = _option("sgd", "the local optimizer", "sgd", "adagrad")
-    lr: float = _option(1.0, "learning rate of the optimizer at the reference batch size")
-    momentum: float = _option(0.0, "momentum of sgd; needs --input-gradients dense")
-    weight_decay: float = _option(0.0, "weight decay; needs --input-gradients dense")
-    device: str = _option("auto", "auto, cpu, cuda or cuda:K")
-    eval_rounds: int = _option(1, "rounds between evaluations; 0: only at the end")
-    eval_samples: int | None = _option(
-        None, "test samples of the evaluations on the way, the same ones each time (default: all)"
-    )
-    calibration: bool = _option(True, "measure each rank's own speed before the run, for the utilisation")
-    resume: str | None = _option(
-        None,
-        "go on from a checkpoint: auto takes the newest valid one of --out, and starts fresh where there is none; or name a "
-        "checkpoint or a run directory",
-    )
-    checkpoint_interval: int | None = _option(
-        None,
-        "rounds between checkpoints; 0: none (default: as often as they take less than 5% of the training time, at least 30 s "
-        "apart)",
-    )
-    keep_checkpoints: int = _option(3, "newest checkpoints to keep")
-    tensorboard: bool = _option(
-        False, "write TensorBoard scalars into the run directory while it runs; needs the package tensorboard"
-    )
-
-    def __post_init__(self) -> None:
-        check_types_and_choices(self)
-        check_positive(self, "epochs", "time_limit", "hidden_size", "lr", "eval_samples")
-        check_not_negative(self, "momentum", "weight_decay", "eval_rounds")
-        check_positive(self, "keep_checkpoints")
-        if self.checkpoint_interval is not None:
-            check_not_negative(self, "checkpoint_interval")
-        if self.resume == "auto" and self.out is None:
-            raise ValueError("resume 'auto' needs out: name the run directory with --out")
-        if self.target_p1 is not None and not 0 < self.target_p1 <= 1:
-            raise ValueError(f"target_p1 must be in (0, 1], got {self.target_p1}")
-        if self.test_data is not None and self.data is None:
-            raise ValueError("test_data needs data: name the training file with --data")
-        if self.input_gradients == "sparse" and (self.momentum or self.weight_decay):
-            raise ValueError(
-                "momentum and weight_decay need input_gradients 'dense': torch has no sparse form of them"
-            )
-        if self.target_p1 is not None and self.eval_rounds == 0:
-            raise ValueError("target_p1 needs evaluations on the way: set eval_rounds to 1 or more")
-
-    @property
-    def max_epochs(self) -> float | None:
-        """Passes over the data after which the run stops, None for no such limit."""
-        if self.epochs is None and self.time_limit is None and self.target_p1 is None:
-            return 5.0
-        return self.epochs

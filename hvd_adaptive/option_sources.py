@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hvd_adaptive.calibration_file import TABLE, Calibration, options_of, read_table
-from hvd_adaptive.config import Config, TrainConfig
+from hvd_adaptive.config import Config
+from hvd_adaptive.train_config import TrainConfig
 from hvd_adaptive.validation import field_type, parse_json
 
 if sys.version_info >= (3, 11):
@@ -137,8 +138,8 @@ def build_configs(*sources: Mapping[str, Any]) -> tuple[Config, TrainConfig]:
             raise ValueError(unknown_name(name))
     config = Config(**{k: v for k, v in merged.items() if k in Config.__dataclass_fields__})
     train = TrainConfig(**{k: v for k, v in merged.items() if k in TrainConfig.__dataclass_fields__})
-    if train.input_gradients == "dense" and (config.row_weights or config.sparse_merge == "always"):
-        raise ValueError("row_weights and sparse_merge 'always' need input_gradients 'sparse': else no rows are told apart")
+    if train.input_gradients == "dense" and config.sparse_merge == "always":
+        raise ValueError("sparse_merge 'always' needs input_gradients 'sparse': else no rows are told apart")
     return config, train
 
 

@@ -34,6 +34,11 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def option(default: Any, text: str, *choices: str, **needs: tuple[Any, ...]) -> Any:
+    """An option; a value other than the default needs each option in ``needs`` to have one of the values there."""
+    return dataclasses.field(default=default, metadata={"help": text, "choices": choices, "needs": needs})
+
+
 def check_types_and_choices(config: Any) -> None:
     """Raises ValueError for a field of the wrong type, a number that is not finite, or a value outside of its choices."""
     for item in dataclasses.fields(config):

@@ -11,10 +11,11 @@ from typing import Any
 from hvd_adaptive import __version__
 from hvd_adaptive.calibration_file import Calibration, write_file
 from hvd_adaptive.cli.train import open_data, use_device
-from hvd_adaptive.config import Config, TrainConfig
+from hvd_adaptive.config import Config
 from hvd_adaptive.core.recommend import Recommendation
 from hvd_adaptive.launch.host import free_memory_bytes
 from hvd_adaptive.train.calibrator import Calibrator
+from hvd_adaptive.train_config import TrainConfig
 from hvd_adaptive.transport.base import Transport, agree_equal, attempt
 
 # Options of one run, which another one shall not take over.

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hvd_adaptive.cli.fields import add_fields
-from hvd_adaptive.config import Config, TrainConfig
+from hvd_adaptive.config import Config
+from hvd_adaptive.train_config import TrainConfig
 
 # What of TrainConfig decides how long steps and merges take.
 CALIBRATED_OPTIONS = (

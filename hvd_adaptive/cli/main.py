@@ -17,7 +17,7 @@ from hvd_adaptive.cli.doctor import doctor
 from hvd_adaptive.cli.elastic import check_only_elastic, supervise_script, supervise_training
 from hvd_adaptive.cli.parser import make_parser
 from hvd_adaptive.cli.simulate import run_simulation
-from hvd_adaptive.config import Config, TrainConfig
+from hvd_adaptive.config import Config
 from hvd_adaptive.launch.binding import read_launcher
 from hvd_adaptive.launch.last_checkpoint import describe_newest
 from hvd_adaptive.launch.output import EXIT_BAD_INPUT, refuse
@@ -30,6 +30,7 @@ from hvd_adaptive.option_sources import (
     with_config_file,
 )
 from hvd_adaptive.train.preemption import catch_signals
+from hvd_adaptive.train_config import TrainConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:

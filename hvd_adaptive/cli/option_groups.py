@@ -5,7 +5,7 @@ from __future__ import annotations
 # By title the fields of TrainConfig and Config, in the order of the help.
 TRAIN_GROUPS = {
     "data": ("data", "test_data", "cache_dir"),
-    "the run": ("out", "name", "epochs", "time_limit", "target_p1", "device", "num_threads", "seed"),
+    "the run": ("out", "name", "epochs", "patience", "time_limit", "target_p1", "device", "num_threads", "seed"),
     "evaluation and records": ("eval_rounds", "eval_samples", "calibration", "tensorboard", "hash_interval"),
     "model and local optimizer": (
         *("hidden_size", "input_gradients", "optimizer", "lr", "momentum", "weight_decay", "optimizer_state"),
@@ -18,7 +18,7 @@ TRAIN_GROUPS = {
     "merging (strategies local and sma)": (
         *("merge_period", "merge_share", "overlap_merge", "merge_weights"),
         *("perturbation", "perturbation_threshold", "perturbation_delta"),
-        *("outer_step", "outer_lr", "outer_momentum", "outer_bias_correction", "sparse_merge", "row_weights", "sma_alpha"),
+        *("outer_step", "outer_lr", "outer_momentum", "outer_bias_correction", "sparse_merge", "sma_alpha"),
     ),
     "synchronous steps (strategy sync)": ("global_batch_size", "accumulation_steps", "loss_reduction"),
     "bytes on the wire": ("compression", "reducer", "error_feedback", "auto_bits"),

@@ -73,14 +73,15 @@ class Progress:
         if summary is None:
             self._console.print(Text(f"stopped at a merge, as asked; checkpoint in {path / 'checkpoints'}"))
             return
-        best, final = summary["best"], summary["final"]
+        best, epoch = summary["best"], summary["best_epoch"]
         scores = "  ".join(
-            f"{name.upper().replace('P', 'P@')} {final[name]:.4f}"
-            for name in final
+            f"{name.upper().replace('P', 'P@')} {best[name]:.4f}"
+            for name in best
             if name.startswith("p") and name[1:].isdigit()
         )
+        when = "after" if epoch is None else f"reached at epoch {epoch:.2f} of"
         lines = [
-            f"final {scores}  (best P@1 {best['p1']:.4f})",
+            f"best model: {scores}, {when} {summary['epochs']:.2f}",
             f"{summary['samples']:,} samples in {summary['train_s']:.1f} s of training "
             f"({summary['samples_per_s']:,.0f} samples/s), {summary['wall_s']:.1f} s with evaluation",
             f"waiting for other ranks {summary['wait_share']:.1%}, merging {summary['merge_share']:.1%}"

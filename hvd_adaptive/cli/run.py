@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvd_adaptive.config import Config, TrainConfig
+from hvd_adaptive.config import Config
 from hvd_adaptive.option_sources import ENVIRONMENT_PREFIX, parse_value, unknown_name, with_config_file
+from hvd_adaptive.train_config import TrainConfig
 from hvd_adaptive.validation import parse_slowdown
 from hvd_adaptive.wrap.options import LOCAL_OPTIONS, RunConfig
 

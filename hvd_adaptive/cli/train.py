@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from hvd_adaptive.cli.progress import Progress
-from hvd_adaptive.config import Config, TrainConfig
+from hvd_adaptive.config import Config
 from hvd_adaptive.data import SparseDataset, build, open_splits, resolve
 from hvd_adaptive.exchange.compressed import check_compression
 from hvd_adaptive.launch.binding import idle_nodes, num_restarts, shared_devices
@@ -22,6 +22,7 @@ from hvd_adaptive.train.preemption import EXIT_PREEMPTED
 from hvd_adaptive.train.run_directory import RunDirectory
 from hvd_adaptive.train.supervised import Supervised
 from hvd_adaptive.train.trainer import Trainer
+from hvd_adaptive.train_config import TrainConfig
 from hvd_adaptive.transport.base import Transport, agree_equal, attempt, long_task
 
 log = logging.getLogger(__name__)

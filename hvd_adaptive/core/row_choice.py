@@ -1,4 +1,4 @@
-"""Whether a merge exchanges all rows of sparse parameters or only those that some rank touched, and what each row weighs."""
+"""Whether a merge exchanges all rows of sparse parameters or only those that some rank touched."""
 
 from __future__ import annotations
 
@@ -96,18 +96,3 @@ class RowChoice:
             return not sparse
         return sparse
 
-
-def row_weights(weight: Array, touched: NDArray[np.bool_], *, rank: int) -> Array:
-    """Returns what this rank's delta counts in each row when only the ranks that touched a row share it.
-
-    In every row that some rank of weight > 0 touched, the ranks' row weights sum to the sum of ``weight``, so a convex rule
-    stays convex row by row. Elsewhere they are 0.
-
-    Args:
-        weight: the ranks' merge weights, shape (world_size,), >= 0.
-        touched: which rows each rank touched, shape (world_size, num_rows).
-        rank: this rank.
-    """
-    present = weight @ touched
-    own = weight[rank] * weight.sum() * touched[rank]
-    return np.divide(own, present, out=np.zeros(touched.shape[1]), where=present > 0)

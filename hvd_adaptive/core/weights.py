@@ -9,9 +9,12 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+# Rules for one weight a rank.
 MERGE_WEIGHT_RULES = ("paper", "heterogpu", "uniform", "updates", "samples", "fednova")
 # Rules whose weights sum to 1 whatever the statistics; the others make the merge a longer or shorter step.
 CONVEX_RULES = ("paper", "uniform", "updates", "samples")
+# Rules for a weight a row or a coordinate, by squared-gradient mass; see hvd_adaptive.train.gradient_mass.
+MASS_RULES = ("fisher-rows", "fisher")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,11 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from hvd_adaptive.calibration_file import SynchronousCalibration
-from hvd_adaptive.config import Config, TrainConfig
+from hvd_adaptive.config import Config
 from hvd_adaptive.data import SparseDataset
 from hvd_adaptive.train.records import RoundRecord
 from hvd_adaptive.train.session import Session
 from hvd_adaptive.train.trainer import local_step, make_model, make_optimizer
+from hvd_adaptive.train_config import TrainConfig
 from hvd_adaptive.transport.base import Transport
 
 Array = NDArray[np.float64]

@@ -23,7 +23,7 @@ from hvd_adaptive.calibration_file import (
     RankCalibration,
     SynchronousCalibration,
 )
-from hvd_adaptive.config import Config, TrainConfig
+from hvd_adaptive.config import Config
 from hvd_adaptive.core.recommend import Recommendation, predict, recommend_batches, recommend_mega_batch
 from hvd_adaptive.core.slowdown import Slowdown
 from hvd_adaptive.core.speed_model import fit_line
@@ -40,6 +40,7 @@ from hvd_adaptive.train.memory_ceiling import (
     tried,
 )
 from hvd_adaptive.train.trainer import local_step, make_model, make_optimizer
+from hvd_adaptive.train_config import TrainConfig
 from hvd_adaptive.transport.base import Transport, agree, attempt, long_task
 from hvd_adaptive.transport.local import LocalTransport
 

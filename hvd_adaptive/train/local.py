@@ -19,11 +19,13 @@ from hvd_adaptive.core.balance import lr_multiplier, speed_shares
 from hvd_adaptive.core.dispatch import ClaimRule, MegaBatch, own_parts
 from hvd_adaptive.core.outer import OuterStep
 from hvd_adaptive.core.round_control import RoundControl
+from hvd_adaptive.core.weights import MASS_RULES
 from hvd_adaptive.exchange.compressed import CompressedSum
 from hvd_adaptive.train import optimizer_state
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows, prefetched
 from hvd_adaptive.train.claims import Claim, Claims, OwnPart, SharedCursor
 from hvd_adaptive.train.flat_model import FlatModel
+from hvd_adaptive.train.gradient_mass import GradientMass
 from hvd_adaptive.train.memory import MemoryCeiling
 from hvd_adaptive.train.overlap import OverlappedMerge
 from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
@@ -55,6 +57,8 @@ class LocalStrategy:
         touched = self._mark_rows(model)
         self.flat_model = FlatModel(model, transport, touched)
         self._rows = self._row_merge()
+        if config.weight_rule in MASS_RULES:
+            self._count_mass(model)
         self._round = 0
         self._outer = OuterStep(
             config.outer_step,
@@ -258,7 +262,8 @@ class LocalStrategy:
         rank = self._transport.rank
         convex = weight / weight.sum()
         if self._rows is not None:
-            self._rows.exchange(weight)
+            self._rows.exchange()
+        self.flat_model.weigh_(convex)
         own, own_buffers = float(weight[rank]), float(convex[rank])
         if self._overlap is not None:
             self._overlap.merge_(weight=own, buffer_weight=own_buffers)
@@ -281,7 +286,7 @@ class LocalStrategy:
 
     def _mark_rows(self, model: nn.Module) -> dict[int, TouchedRows]:
         config = self._config
-        if config.overlap_merge or config.compression != "none" or (config.sparse_merge == "never" and not config.row_weights):
+        if config.overlap_merge or config.compression != "none" or config.sparse_merge == "never":
             return {}
         touched, refused = {}, []
         for name, parameter in sparse_parameters(model).items():
@@ -294,15 +299,25 @@ class LocalStrategy:
             {"sparse parameters": [t.name for t in touched.values()]},
             "Give every rank the same model with the same sparse=True.",
         )
-        if not touched and (config.sparse_merge == "always" or config.row_weights):
-            option = "sparse_merge 'always'" if config.sparse_merge == "always" else "row_weights"
+        if not touched and config.sparse_merge == "always":
             raise ValueError(
-                f"{option} needs an nn.Embedding or nn.EmbeddingBag with sparse=True and SGD without momentum and weight "
-                f"decay, Adagrad or SparseAdam, got {'; '.join(refused) or 'a model without sparse gradients'}"
+                "sparse_merge 'always' needs an nn.Embedding or nn.EmbeddingBag with sparse=True and an optimizer whose step "
+                "changes only rows with a gradient (SGD without momentum and weight decay, Adagrad, SparseAdam, those of "
+                f"hvd_adaptive), got {'; '.join(refused) or 'a model without sparse gradients'}"
             )
         if refused and self._transport.rank == 0:
             log.warning("all rows of sparse parameters are merged: %s", "; ".join(refused))
         return touched
+
+    def _count_mass(self, model: nn.Module) -> None:
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        sparse = {id(p) for p in sparse_parameters(model).values()}
+        mass = self.flat_model.mass = GradientMass(
+            trainable,
+            row_parameters=[place for place, p in enumerate(trainable) if id(p) in sparse],
+            per_coordinate=self._config.weight_rule == "fisher",
+        )
+        self.optimizer.register_step_post_hook(lambda *_: mass.add_())
 
     def _row_merge(self) -> RowMerge | None:
         ranges = self.flat_model.row_ranges
@@ -314,7 +329,6 @@ class LocalStrategy:
             self._transport,
             # Seconds, by which 'auto' chooses, do not repeat.
             mode="always" if self._config.repeatable and self._config.sparse_merge == "auto" else self._config.sparse_merge,
-            row_weights=self._config.row_weights,
             rest_bytes=self.flat_model.payload_bytes - rows_bytes,
         )
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hvd_adaptive.core.outer import OuterStep
 from hvd_adaptive.exchange.pipeline import UnderWay
+from hvd_adaptive.train.flat_group import scale_
 from hvd_adaptive.train.flat_model import FlatModel
 from hvd_adaptive.train.row_merge import all_finite
 from hvd_adaptive.transport.base import Pending, Transport
@@ -76,11 +77,10 @@ class OverlappedMerge:
         if compressed is not None:
             compressed.begin_round()
         for group, progress in zip(self._groups, self._progress, strict=True):
-            if weight:
-                torch.mul(progress, weight, out=group.delta)
-            else:
+            if not weight:
                 progress.zero_()
-                group.delta.zero_()
+            group.delta.copy_(progress)
+            scale_(group, weight)
             if compressed is None:
                 self._handles.append(self._transport.allreduce_sum_async_(group.delta, name=f"overlap.{group.name}"))
             else:
@@ -89,6 +89,8 @@ class OverlappedMerge:
                     self._under_way.begin(task)
                 encoded_bytes += compressed.payload_bytes(group.delta, group.name)
         if compressed is not None:
+            mass = self._flat_model.mass
+            encoded_bytes += mass.message_bytes if mass is not None else 0
             self._flat_model.payload_bytes = self._flat_model.buffers.payload_bytes + encoded_bytes
         self._pending = True
         self._flat_model.buffers.merge_(buffer_weight)

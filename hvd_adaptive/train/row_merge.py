@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvd_adaptive.core import row_choice
 from hvd_adaptive.core.outer import OuterStep
 from hvd_adaptive.core.row_choice import Array, RowChoice
 from hvd_adaptive.train.touched_rows import TouchedRows
@@ -46,7 +45,7 @@ class RowRange:
         dtype: of the delta.
         trusted: False once a write was found that the marks had missed; all rows count as touched from then on.
         union: rows that some rank touched in this round, int64, ascending, the same on every rank.
-        factor: this rank's weight of each row, shape (num_rows,); None for one weight for all.
+        factor: this rank's weights, shape (num_rows, 1) or of the rows; None for one weight for all.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class RowRange:
 
     def scale_(self, factor: float) -> None:
         """Multiplies this rank's delta by its weight > 0, or by the rows' own weights."""
-        self._delta.mul_(factor if self.factor is None else self.factor.unsqueeze(1))
+        self._delta.mul_(factor if self.factor is None else self.factor)
 
     def pack_(self, factor: float) -> Tensor:
         """Moves the delta of the union's rows to the front of the delta's memory, weighted.
@@ -129,7 +128,7 @@ class RowRange:
                 target.zero_()
                 continue
             some = self._delta.index_select(0, rows)
-            target.copy_(some.mul_(factor if self.factor is None else self.factor[rows].unsqueeze(1)))
+            target.copy_(some.mul_(factor if self.factor is None else self.factor.index_select(0, rows)))
         return packed.view(-1)
 
     def unpack_(self) -> None:
@@ -190,7 +189,6 @@ class RowMerge:
         ranges: the sparse parameters, in the same order on every rank; at least one.
         transport: the world.
         mode: as for :class:`RowChoice`.
-        row_weights: average each row only over the ranks that touched it.
         rest_bytes: bytes of the other parameters' deltas.
 
     Attributes:
@@ -200,12 +198,11 @@ class RowMerge:
     """
 
     def __init__(
-        self, ranges: Sequence[RowRange], transport: Transport, *, mode: str, row_weights: bool, rest_bytes: int
+        self, ranges: Sequence[RowRange], transport: Transport, *, mode: str, rest_bytes: int
     ) -> None:
         self._ranges = ranges
         self._transport = transport
         self._choice = RowChoice(mode)
-        self._row_weights = row_weights
         self._rest_bytes = rest_bytes
         self._told: bool | None = None
         self._named: set[str] = set()
@@ -213,12 +210,8 @@ class RowMerge:
         self.num_rows = 0
         self.message_bytes = 0
 
-    def exchange(self, weight: Array) -> None:
-        """Gathers which rows each rank touched, and chooses. COLLECTIVE.
-
-        Args:
-            weight: the ranks' merge weights, shape (world_size,).
-        """
+    def exchange(self) -> None:
+        """Gathers which rows each rank touched, and chooses. COLLECTIVE."""
         header = np.array([*self._choice.measured(), *(not r.trusted for r in self._ranges)], dtype=np.float64)
         marks = [np.packbits(r.touched.mask.cpu().numpy()) for r in self._ranges]
         message = np.concatenate([header.view(np.uint8), *marks])
@@ -233,9 +226,6 @@ class RowMerge:
             position = end
             device = part.union.device
             part.union = torch.from_numpy(np.flatnonzero(touched.any(axis=0))).to(device)
-            if self._row_weights:
-                factor = row_choice.row_weights(weight, touched, rank=self._transport.rank)
-                part.factor = torch.from_numpy(factor).to(device, part.dtype)
         self._choose(headers[:, :2])
 
     def observe(self, seconds: float, num_bytes: int) -> None:

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hvd_adaptive import __version__
-from hvd_adaptive.config import Config, TrainConfig
+from hvd_adaptive.config import Config
+from hvd_adaptive.train_config import TrainConfig
 from hvd_adaptive.validation import parse_json
 
 log = logging.getLogger(__name__)

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from hvd_adaptive import __version__
-from hvd_adaptive.config import Config, TrainConfig
+from hvd_adaptive.config import Config
 from hvd_adaptive.train.calibration import Speeds
 from hvd_adaptive.train.records import RoundRecord
 from hvd_adaptive.train.session import Session
 from hvd_adaptive.train.state import check_like
+from hvd_adaptive.train_config import TrainConfig
 from hvd_adaptive.transport.base import Transport
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ class Totals:
 
     Attributes:
         best: scores of the evaluation on the way with the highest P@1; None before the first.
+        num_without_better: evaluations since then.
+        num_samples: samples consumed by the run after its last round.
     """
 
     def __init__(
@@ -53,9 +56,12 @@ class Totals:
         self._payload_bytes = 0
         self._rounds = 0
         self._round_start_s = 0.0
-        self._samples_before = 0
+        self.num_samples = 0
         self.best: dict[str, float] | None = None
         self._best_train_s: float | None = None
+        self._best_epoch: float | None = None
+        self._epoch = 0.0
+        self.num_without_better = 0
         self._target_train_s: float | None = None
         self._like = self.state_dict()
 
@@ -77,8 +83,12 @@ class Totals:
             self._sums[name] += record.stats[name]
         self._payload_bytes += record.payload_bytes
         self._rounds += 1
+        self._epoch = record.epoch
         if scores and self.improves(scores):
-            self.best, self._best_train_s = scores, record.train_s
+            self.best, self._best_train_s, self._best_epoch = scores, record.train_s, record.epoch
+            self.num_without_better = 0
+        elif scores:
+            self.num_without_better += 1
         target = self._train.target_p1
         if target and scores and scores["p1"] >= target and self._target_train_s is None:
             self._target_train_s = record.train_s
@@ -88,8 +98,8 @@ class Totals:
             capacity = session.capacity_samples(self._speeds.compute, *span)
             self._capacity["compute"] += capacity
             self._capacity["wall"] += session.capacity_samples(self._speeds.wall, *span)
-            line["utilisation"] = round((record.num_samples - self._samples_before) / capacity, 4)
-        self._round_start_s, self._samples_before = record.train_s, record.num_samples
+            line["utilisation"] = round((record.num_samples - self.num_samples) / capacity, 4)
+        self._round_start_s, self.num_samples = record.train_s, record.num_samples
         return line
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,9 +111,12 @@ class Totals:
             "payload_bytes": self._payload_bytes,
             "rounds": self._rounds,
             "round_start_s": self._round_start_s,
-            "samples_before": self._samples_before,
+            "samples_before": self.num_samples,
             "best": self.best,
             "best_train_s": self._best_train_s,
+            "epoch": self._epoch,
+            "best_epoch": self._best_epoch,
+            "num_without_better": self.num_without_better,
             "target_train_s": self._target_train_s,
             "wall_s": self._wall_s(),
         }
@@ -124,8 +137,10 @@ class Totals:
             self._sums = {name: np.zeros(self._transport.world_size) for name in _SUMMED}
         self._capacity = dict(state["capacity"])
         self._payload_bytes, self._rounds = state["payload_bytes"], state["rounds"]
-        self._round_start_s, self._samples_before = state["round_start_s"], state["samples_before"]
+        self._round_start_s, self.num_samples = state["round_start_s"], state["samples_before"]
         self.best, self._best_train_s = state["best"], state["best_train_s"]
+        self._best_epoch, self.num_without_better = state["best_epoch"], state["num_without_better"]
+        self._epoch = state["epoch"]
         self._target_train_s = state["target_train_s"]
         self._earlier_wall_s, self._start = state["wall_s"], time.perf_counter()
 
@@ -158,13 +173,14 @@ class Totals:
             "logical_ranks": self._config.logical_ranks,
             "best": self.best or final,
             "best_train_s": self._best_train_s,
+            "best_epoch": self._best_epoch,
             "final": final,
             "target_p1": self._train.target_p1,
             "target_train_s": self._target_train_s,
             "train_s": session.train_s,
             "wall_s": self._wall_s(),
             "rounds": self._rounds,
-            "epochs": session.ledger.epoch,
+            "epochs": self._epoch,
             "samples": session.num_samples,
             "samples_per_s": session.num_samples / total_s,
             "wait_share": self._share("wait_s", total_s),

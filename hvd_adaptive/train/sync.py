@@ -24,7 +24,7 @@ from hvd_adaptive.core.shares import Part, cut_round
 from hvd_adaptive.exchange.gradients import GradientExchange
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows
 from hvd_adaptive.train.exactness import what_breaks_equality
-from hvd_adaptive.train.flat_model import FlatBuffers
+from hvd_adaptive.train.flat_buffers import FlatBuffers
 from hvd_adaptive.train.records import Array, GatheredStats, RoundStats
 from hvd_adaptive.train.strategy import OwnState
 from hvd_adaptive.train.sync_optimizer import Exchanger, SyncOptimizer

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
+from hvd_adaptive.train.optimizers import LAZY
+
 log = logging.getLogger(__name__)
 
 
@@ -81,6 +83,8 @@ def why_dense(optimizer: Optimizer, parameter: Tensor) -> str | None:
     group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None)
     if group is None:
         return "another optimizer"
+    if type(optimizer) in LAZY:
+        return None
     # Subclasses may do anything.
     if type(optimizer) not in (SGD, Adagrad, SparseAdam):
         return f"{type(optimizer).__name__}, which is not known to change only rows with a gradient"

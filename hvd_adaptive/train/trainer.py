@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvd_adaptive.config import Config, TrainConfig
+from hvd_adaptive.config import Config
 from hvd_adaptive.core.metrics import inverse_propensity
 from hvd_adaptive.data import SparseDataset
+from hvd_adaptive.train import optimizers
 from hvd_adaptive.train.batches import Batch, BatchSource
 from hvd_adaptive.train.calibration import Speeds, measure_speeds
 from hvd_adaptive.train.checkpointer import Checkpointer, Counts
@@ -30,6 +31,7 @@ from hvd_adaptive.train.run_directory import BEST_MODEL, LAST_MODEL, RunDirector
 from hvd_adaptive.train.session import Session
 from hvd_adaptive.train.summary import Totals
 from hvd_adaptive.train.supervised import MemoryCheckpointer, Supervised
+from hvd_adaptive.train_config import TrainConfig
 from hvd_adaptive.transport.base import AgreedError, Transport, agree
 
 log = logging.getLogger(__name__)
@@ -37,18 +39,23 @@ log = logging.getLogger(__name__)
 # Fields of TrainConfig that may change at a resume. Where the data lie may: their fingerprint counts.
 _MAY_CHANGE = frozenset({
     "data", "test_data", "cache_dir", "out", "name", "epochs", "time_limit", "target_p1", "device", "eval_rounds",
-    "eval_samples", "resume", "checkpoint_interval", "keep_checkpoints", "tensorboard",
+    "eval_samples", "patience", "resume", "checkpoint_interval", "keep_checkpoints", "tensorboard",
 })  # fmt: skip
+
+_EVALUATIONS_AN_EPOCH = 4
 
 ShowProgress = Callable[[RoundRecord, dict[str, float] | None, float | None], None]
 
 
 def make_optimizer(train: TrainConfig, model: nn.Module) -> Optimizer:
     """Returns the local optimizer that the configuration names."""
-    if train.optimizer == "adagrad":
-        return torch.optim.Adagrad(model.parameters(), lr=train.lr, weight_decay=train.weight_decay)
-    return torch.optim.SGD(
-        model.parameters(), lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay
+    return optimizers.make_optimizer(
+        train.optimizer,
+        model.parameters(),
+        lr=train.learning_rate,
+        momentum=0.9 if train.momentum is None else train.momentum,
+        weight_decay=train.decay,
+        sparse=train.input_gradients == "sparse",
     )
 
 
@@ -261,7 +268,7 @@ class Trainer:
     def _after_round(self, record: RoundRecord) -> None:
         train, session = self._train, self._session
         scores = None
-        if train.eval_rounds and not session.preempted and (record.round + 1) % train.eval_rounds == 0:
+        if self._is_evaluated(record) and not session.preempted:
             scores = self._evaluator.evaluate(self._model, train.eval_samples)
             if self._totals.improves(scores) and self._directory:
                 self._save_best(record.round)
@@ -274,12 +281,24 @@ class Trainer:
             self._directory.add_round(line)
         reached = bool(train.target_p1 and scores and scores["p1"] >= train.target_p1)
         timed_out = train.time_limit is not None and record.train_s >= train.time_limit
+        patience = train.evaluations_to_wait
+        settled = patience is not None and self._totals.num_without_better >= patience
         # A replay ends where its recording does.
-        timed_out = timed_out and session.config.replay is None
-        if reached or timed_out:
+        if reached or ((timed_out or settled) and session.config.replay is None):
             session.stop(agreed=True)
         if self._show_progress:
             self._show_progress(record, scores, self._seconds_left(record))
+
+    def _is_evaluated(self, record: RoundRecord) -> bool:
+        """Whether the model is scored after this round."""
+        if self._train.eval_rounds is not None:
+            return self._train.eval_rounds > 0 and (record.round + 1) % self._train.eval_rounds == 0
+        # Where a round comes to a quarter of an epoch; some rounds are longer than that.
+        before, after = (
+            num_samples * _EVALUATIONS_AN_EPOCH // len(self._data)
+            for num_samples in (self._totals.num_samples, record.num_samples)
+        )
+        return after > before
 
     def _save_best(self, round_number: int) -> None:
         assert self._directory is not None

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from hvd_adaptive.core.balance import lr_multiplier
 from hvd_adaptive.core.merge_period import LEAST_MERGES_AN_EPOCH, MergePeriod
 from hvd_adaptive.core.outer import OuterStep
-from hvd_adaptive.core.weights import merge_weights
+from hvd_adaptive.core.weights import MASS_RULES, merge_weights
 from hvd_adaptive.exchange.compressed import CompressedSum
 from hvd_adaptive.train import optimizer_state
 from hvd_adaptive.train.flat_model import FlatModel
+from hvd_adaptive.train.gradient_mass import GradientMass
 from hvd_adaptive.train.learning_rate import LearningRateMultiplier
 from hvd_adaptive.transport.base import Transport
 from hvd_adaptive.wrap.options import RunConfig
@@ -154,6 +155,8 @@ class Merger:
         self._config = config
         self._world = world
         rules = config.merging()
+        # What has one weight a rank, such as buffers, goes by updates beside weights by mass.
+        self._scalar_rule = "updates" if rules.weight_rule in MASS_RULES else rules.weight_rule
         self._flat = FlatModel(Trained(named, roots), self._world)
         self._outer = OuterStep(
             rules.outer_step,
@@ -164,6 +167,9 @@ class Merger:
         if config.compression != "none":
             infos = [info for group in self._flat.parameter_groups for info in group.infos]
             self._flat.compressed = CompressedSum(rules, self._world, infos)
+        if rules.weight_rule in MASS_RULES:
+            parameters = [parameter for _, parameter in named]
+            self._flat.mass = GradientMass(parameters, per_coordinate=rules.weight_rule == "fisher")
         self._multiplier = LearningRateMultiplier(optimizer)
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
         self._period: MergePeriod | None = None
@@ -206,6 +212,8 @@ class Merger:
 
     def end_step(self) -> None:
         """Counts a step that the optimizer has taken."""
+        if self._flat.mass is not None:
+            self._flat.mass.add_()
         self._round.num_updates += 1
 
     @torch.no_grad()
@@ -296,7 +304,7 @@ class Merger:
         rank, finite = self._world.rank, gathered["finite"] > 0
         try:
             weight = merge_weights(
-                self._config.merge_weights,
+                self._scalar_rule,
                 num_updates=gathered["num_updates"],
                 num_samples=gathered["num_samples"],
                 batch_sizes=np.maximum(gathered["num_samples"] / np.maximum(gathered["num_calls"], 1), 1e-9),
@@ -312,6 +320,7 @@ class Merger:
         if not everyone:
             # Ranks that have joined take part in plain sums only.
             self._flat.compressed = None
+        self._flat.weigh_(convex)
         self._flat.merge_(self._outer, weight=float(weight[rank]), buffer_weight=float(convex[rank]))
         self._flat.compressed = compressed
         self.log.weight = weight

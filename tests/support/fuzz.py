@@ -33,7 +33,7 @@ from hvd_adaptive.cli.run import run_config
 from hvd_adaptive.cli.use_model import build_model
 from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.compress.policy import parse_policy
-from hvd_adaptive.config import Config, TrainConfig
+from hvd_adaptive.config import Config
 from hvd_adaptive.data import cache, embedded, xmc
 from hvd_adaptive.data.source import resolve
 from hvd_adaptive.data.sparse import read_names
@@ -50,6 +50,7 @@ from hvd_adaptive.train.replay import CLAIMS_FILE, read_recording
 from hvd_adaptive.train.run_directory import BEST_MODEL, RunDirectory, load_model
 from hvd_adaptive.train.session import Session
 from hvd_adaptive.train.state import unflatten_state
+from hvd_adaptive.train_config import TrainConfig
 from hvd_adaptive.transport.base import AgreedError
 from hvd_adaptive.transport.faults import Beat
 from hvd_adaptive.transport.local import LocalTransport
@@ -70,7 +71,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"logical_ranks": 4, "merge_period": "fixed", "outer_step": "none", "num_threads": 1, "checkpoint_interval": 0},
     {"perturbation": True, "merge_weights": "paper", "batch_size_rule": "heterogpu", "batch_size_step": 4.0, "lr_rule": "sqrt"},
     {"record": True, "input_gradients": "dense", "momentum": 0.9, "data": "x_train.txt", "test_data": "x_test.txt"},
-    {"overlap_merge": True, "merge_period": "auto", "merge_share": 0.1, "row_weights": False, "optimizer_state": "average"},
+    {"overlap_merge": True, "merge_period": "auto", "merge_share": 0.1, "optimizer_state": "average"},
     {"compression": "topk:0.01", "reducer": "hierarchical", "error_feedback": False, "dispatch": "equal"},
 )  # fmt: skip
 ENVIRONMENTS: tuple[dict[str, str], ...] = (

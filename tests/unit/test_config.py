@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from hvd_adaptive.config import Config, TrainConfig
+from hvd_adaptive.config import Config
 from hvd_adaptive.option_sources import build_configs, read_config_file, read_environment
+from hvd_adaptive.train_config import TrainConfig
 from hvd_adaptive.validation import parse_slowdown
 
 
@@ -42,13 +43,14 @@ from hvd_adaptive.validation import parse_slowdown
         ({"compression": "fp16", "strategy": "sma"}, "compression 'fp16' needs strategy local or sync, got 'sma'"),
         ({"compression": "sign", "auto_bits": 9}, "auto_bits chooses bits of maxmin codes: it needs compression 'maxmin:BITS'"),
         ({"compression": "maxmin:4", "auto_bits": -1}, "auto_bits must be >= 0"),
-        ({"compression": "fp16", "row_weights": True}, "compression 'fp16' needs row_weights False, got True"),
+        ({"compression": "fp16", "sparse_merge": "always"}, "compression 'fp16' needs sparse_merge auto or never, got 'always'"),
+        ({"compression": "fp16", "sparse_merge": "always"}, "compression .fp16. needs sparse_merge auto or never, got .always."),
+        ({"strategy": "sync", "merge_weights": "fisher"}, "merge_weights 'fisher' needs strategy local, got 'sync'"),
         ({"compression": "fp16", "reducer": "auto", "record": True}, "need a fixed reducer"),
         ({"logical_ranks": 2, "dispatch": "equal"}, "logical_ranks needs dispatch dynamic, got 'equal'"),
         ({"outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\), got 1.0"),
-        ({"perturbation": True}, "perturbation True needs merge_weights paper or heterogpu, got 'updates'"),
+        ({"perturbation": True}, "perturbation True needs merge_weights paper or heterogpu, got None"),
         ({"perturbation_delta": 0.2}, "perturbation_delta 0.2 needs perturbation True, got False"),
-        ({"strategy": "sync", "row_weights": True}, "row_weights True needs strategy local, got 'sync'"),
         ({"strategy": "horovod", "outer_momentum": 0.5}, "outer_momentum 0.5 needs strategy local or sma, got 'horovod'"),
         ({"merge_share": 0.1}, "merge_share 0.1 needs merge_period auto or auto-qsr, got 'fixed'"),
         ({"batch_size_step": 8.0}, "batch_size_step 8.0 needs batch_size_rule paper or heterogpu, got 'fixed'"),
@@ -57,10 +59,13 @@ from hvd_adaptive.validation import parse_slowdown
         ({"bach_size": 3}, "unknown option 'bach_size'; did you mean batch_size"),
         ({"target_p1": 1.5}, r"target_p1 must be in \(0, 1\]"),
         ({"test_data": "x"}, "test_data needs data"),
-        ({"momentum": 0.9}, "need input_gradients 'dense'"),
+        ({"momentum": 0.9}, "momentum 0.9 needs optimizer momentum, got 'rowwise-adagrad'"),
+        ({"optimizer": "adagrad", "weight_decay": 0.1}, "weight_decay 0.1 needs input_gradients 'dense' or"),
+        ({"input_gradients": "dense", "weight_decay": 0.1}, "needs another optimizer than 'rowwise-adagrad'"),
+        ({"patience": 0}, "patience must be > 0, got 0"),
+        ({"patience": 3, "eval_rounds": 0}, "patience needs evaluations"),
         ({"target_p1": 0.5, "eval_rounds": 0}, "target_p1 needs evaluations"),
-        ({"input_gradients": "dense", "row_weights": True}, "need input_gradients 'sparse'"),
-        ({"input_gradients": "dense", "sparse_merge": "always"}, "need input_gradients 'sparse'"),
+        ({"input_gradients": "dense", "sparse_merge": "always"}, "needs input_gradients 'sparse'"),
         ({"lr": float("inf")}, "lr must be finite"),
         ({"seed": -1}, "seed must be >= 0"),
         ({"merge_share": 1.0}, r"merge_share must be in \(0, 1\), got 1.0"),
@@ -143,7 +148,11 @@ def test_bad_variables_are_named() -> None:
         read_environment({"HVD_ADAPTIVE_PERTURBATION": "maybe"})
 
 
-def test_limits_default_to_five_epochs() -> None:
-    assert TrainConfig().max_epochs == 5
+def test_a_run_without_limits_ends_when_it_gets_no_better() -> None:
+    assert (TrainConfig().max_epochs, TrainConfig().evaluations_to_wait) == (50, 10)
+    assert TrainConfig(epochs=2).evaluations_to_wait is None
+    assert TrainConfig(epochs=2, patience=3).evaluations_to_wait == 3
+    assert (TrainConfig(patience=3).max_epochs, TrainConfig(patience=3).evaluations_to_wait) == (None, 3)
+    assert (TrainConfig(eval_rounds=0).max_epochs, TrainConfig(eval_rounds=0).evaluations_to_wait) == (50, None)
     assert TrainConfig(time_limit=3).max_epochs is None
     assert TrainConfig(epochs=2, time_limit=3).max_epochs == 2

@@ -184,7 +184,7 @@ def test_memory_is_one_copy_more() -> None:
     assert sum(t.numel() for t in held) == 4 * sum(p.numel() for p in session.model.parameters())
 
 
-@pytest.mark.parametrize("options", [{"row_weights": True}, {"sparse_merge": "always"}])
+@pytest.mark.parametrize("options", [{"sparse_merge": "always"}])
 def test_rows_do_not_overlap(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="overlap_merge exchanges all rows"):
         Config(overlap_merge=True, **options)

@@ -1,4 +1,4 @@
-"""Merging only touched rows: the dense merge's bits, found writes, row-wise weights, the choice between both ways."""
+"""Merging only touched rows: the dense merge's bits, found writes, the choice between both ways."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_adaptive.config import Config
-from hvd_adaptive.core.row_choice import RowChoice, row_weights
+from hvd_adaptive.core.row_choice import RowChoice
 from hvd_adaptive.train.local import LocalStrategy
 from hvd_adaptive.train.records import RoundStats
 from hvd_adaptive.transport.local import LocalTransport, LocalWorld
@@ -101,12 +101,15 @@ OPTIMIZERS = [
 @pytest.mark.parametrize("outer_step", ["none", "momentum", "nesterov"])
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("rows", [30, 300])
+@pytest.mark.parametrize("weights", ["updates", "fisher-rows", "fisher"])
 def test_touched_rows_give_the_dense_merges_bits(
-    world_size: int, outer_step: str, make: Any, rows: int
+    world_size: int, outer_step: str, make: Any, rows: int, weights: str
 ) -> None:
     results = {
         mode: LocalWorld(world_size).run(
-            lambda t: train(t, make=make, rows=rows, outer_step=outer_step, sparse_merge=mode)  # noqa: B023
+            lambda t: train(
+                t, make=make, rows=rows, outer_step=outer_step, sparse_merge=mode, merge_weights=weights  # noqa: B023
+            )
         )
         for mode in ("never", "always")
     }
@@ -223,10 +226,9 @@ def test_a_rank_that_is_not_finite_is_reset(caplog: pytest.LogCaptureFixture) ->
         ({"make": lambda p: torch.optim.AdamW(p)}, "bag.weight is stepped by AdamW"),
         ({"make": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)}, "SGD with momentum"),
         ({"sparse": False}, "got a model without sparse gradients"),
-        ({"sparse": False, "row_weights": True, "sparse_merge": "auto"}, "row_weights needs an nn.Embedding"),
     ],
 )
-def test_always_and_row_weights_need_sparse_gradients(options: dict[str, Any], message: str) -> None:
+def test_always_needs_sparse_gradients(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LocalWorld(1).run(lambda t: train(t, **{"sparse_merge": "always", **options}))
 
@@ -245,42 +247,6 @@ def test_the_choice_is_taken_together_and_logged(caplog: pytest.LogCaptureFixtur
     results = LocalWorld(3).run(lambda t: train(t, sparse_merge="auto"))
     assert results[0]["merged"] == results[1]["merged"] == results[2]["merged"]
     assert "merges exchange only the touched rows of sparse parameters" in caplog.text
-
-
-@pytest.mark.parametrize("mode", ["always", "never"])
-def test_row_weights_average_over_the_ranks_that_touched_a_row(mode: str) -> None:
-    def run(transport: LocalTransport) -> Tensor:
-        table = nn.Embedding(6, 2, sparse=True, dtype=torch.float64)
-        nn.init.zeros_(table.weight)
-        config = Config(merge_weights="updates", outer_step="none", row_weights=True, sparse_merge=mode)
-        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
-        strategy = LocalStrategy(table, optimizer, config, transport)
-        # Rank 0 touches rows 0 and 1, rank 1 rows 1 and 2, rank 2 makes no update.
-        rows = [[0, 1], [1, 2], []][transport.rank]
-        if rows:
-            table(torch.tensor(rows)).sum().mul(-1.0 - transport.rank).backward()
-            optimizer.step()
-        updates = [1.0, 3.0, 0.0][transport.rank]
-        strategy.end_round(RoundStats(batch_size=1, num_updates=updates, num_samples=updates))
-        return table.weight.detach()[:, 0].clone()
-
-    for merged in LocalWorld(3).run(run):
-        # Plain weights would give .25, 1.75, 1.5.
-        assert torch.allclose(merged, torch.tensor([1.0, 0.25 * 1 + 0.75 * 2, 2.0, 0, 0, 0]).double())
-
-
-def test_row_weights_are_convex_in_every_row() -> None:
-    generator = np.random.default_rng(0)
-    for _ in range(50):
-        size = int(generator.integers(1, 6))
-        weight = generator.random(size) * (generator.random(size) > 0.3)
-        touched = generator.random((size, 40)) > 0.5
-        rows = np.stack([row_weights(weight, touched, rank=rank) for rank in range(size)])
-        reached = (touched & (weight[:, None] > 0)).any(axis=0)
-        assert (rows >= 0).all() and (rows[~touched] == 0).all()
-        assert np.allclose(rows.sum(axis=0)[reached], weight.sum()) and (rows[:, ~reached] == 0).all()
-        everyone = touched.all(axis=0)
-        assert np.allclose(rows[:, everyone], weight[:, None])
 
 
 def play(choice: RowChoice, *, share: float, dense_s: float, sparse_s: float, rounds: int) -> list[bool]:
