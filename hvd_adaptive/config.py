@@ -46,7 +46,7 @@ class Config:
         "upper bound of a rank's batch size (default: batch_size, as in the paper; 8 x batch_size for 'proportional')",
     )
     mega_batch: int | None = option(
-        None, "samples between two merges, over all ranks (default: 100 x batch_size)"
+        None, "samples between two merges, over all ranks (default: 100 x batch_size, at most an eighth of the data)"
     )
     batch_size_rule: str | None = option(
         None,
@@ -79,12 +79,12 @@ class Config:
         "nonzeros",
         strategy=_LOCAL,
     )
-    merge_weights: str | None = option(
-        None,
-        "what each rank's delta counts in a merge; fisher-rows: in each row by the rank's share of the squared gradients, "
-        "so that what one rank alone learned is kept (default; Matena and Raffel, arXiv 2111.09832); fisher: the same in each "
-        "coordinate; one weight a rank: updates (default with logical_ranks), samples, uniform, paper, heterogpu, fednova",
-        *("fisher-rows", "fisher", "updates", "samples", "uniform", "paper", "heterogpu", "fednova"),
+    merge_weights: str = option(
+        "updates",
+        "what each rank's delta counts in a merge. One weight a rank: updates, samples, uniform, paper, heterogpu, fednova. By "
+        "shares of the squared gradients (Matena and Raffel, arXiv 2111.09832), which keep what one rank alone learned: "
+        "fisher-rows, a weight a row, and fisher, a weight a coordinate",
+        *("updates", "samples", "uniform", "paper", "heterogpu", "fednova", "fisher-rows", "fisher"),
         strategy=_LOCAL,
     )
     perturbation: bool = option(
@@ -94,8 +94,8 @@ class Config:
     perturbation_threshold: float = option(0.1, "L2 norm per parameter under which the perturbation acts", perturbation=(True,))
     perturbation_delta: float = option(0.1, "size of the perturbation", perturbation=(True,))
     outer_step: str = option(
-        "nesterov",
-        "how the merged delta moves the model; momentum is the paper's, nesterov DiLoCo's",
+        "none",
+        "how the merged delta moves the model; none: by itself; momentum is the paper's, nesterov DiLoCo's",
         "none",
         "momentum",
         "nesterov",
@@ -107,15 +107,18 @@ class Config:
     )
     outer_momentum: float = option(
         0.9, "gamma of the outer step",
-        strategy=("local", "sma"), outer_step=("momentum", "nesterov"),
+        strategy=("local", "sma"),
     )
     outer_bias_correction: bool = option(
         False,
         "from the first merge on, move the model as far as when the outer step's velocity has grown: for runs of few merges",
         strategy=_LOCAL, outer_step=("momentum", "nesterov"),
     )
-    optimizer_state: str = option(
-        "keep", "a rank's optimizer state after a merge", "keep", "reset", "average",
+    optimizer_state: str | None = option(
+        None,
+        "a rank's optimizer state after a merge (default: average for Adagrad's accumulators, torch's Adagrad's only without "
+        "compression; else keep)",
+        *("keep", "reset", "average"),
         strategy=_LOCAL,
     )
     hash_interval: int = option(10, "rounds between checks that all ranks hold the same model; 0: never")
@@ -271,11 +274,6 @@ class Config:
         return self.batch_size_rule or SIZE_RULES[self.strategy][0]
 
     @property
-    def weight_rule(self) -> str:
-        """What each rank's delta counts in a merge: ``merge_weights`` or its default."""
-        return self.merge_weights or ("updates" if self.logical_ranks else "fisher-rows")
-
-    @property
     def batch_size_bounds(self) -> tuple[int, int]:
         """Smallest and largest batch size, samples."""
         low = self.min_batch_size if self.min_batch_size is not None else max(1, self.batch_size // 8)
@@ -301,7 +299,7 @@ class Config:
 
     @property
     def mega_batch_samples(self) -> int:
-        """Samples between two merges over all ranks."""
+        """Samples between two merges over all ranks, for data that are large enough."""
         return self.mega_batch if self.mega_batch is not None else 100 * self.batch_size
 
     @property

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from hvd_adaptive.config import Config
+
 MERGE_PERIODS = ("fixed", "auto", "qsr", "auto-qsr")
 # A hiccup of one merge must not double the rounds: the median of so many counts.
 _NUM_MEASURED = 3
@@ -13,6 +15,22 @@ _NUM_MEASURED = 3
 _MAX_FACTOR = 2.0
 # Rounds of a measured merge period leave room for this many merges an epoch.
 LEAST_MERGES_AN_EPOCH = 4
+# Where no mega-batch was set.
+DEFAULT_MERGES_AN_EPOCH = 8
+
+
+def capped_mega_batch(config: Config, planned: int, dataset_size: int, world_size: int) -> int:
+    """Returns the samples of the next round: where none were set, few data still have eight merges an epoch.
+
+    Args:
+        config: the rules.
+        planned: samples of the round on data of any size.
+        dataset_size: samples of an epoch.
+        world_size: number of ranks; each has a batch in a round.
+    """
+    if config.mega_batch is not None or config.merge_period != "fixed":
+        return planned
+    return min(planned, max(-(-dataset_size // DEFAULT_MERGES_AN_EPOCH), world_size * config.batch_size))
 
 
 def least_mega_batch(communication_s: float, rest_s: float, *, share: float) -> float:

@@ -57,7 +57,7 @@ class LocalStrategy:
         touched = self._mark_rows(model)
         self.flat_model = FlatModel(model, transport, touched)
         self._rows = self._row_merge()
-        if config.weight_rule in MASS_RULES:
+        if config.merge_weights in MASS_RULES:
             self._count_mass(model)
         self._round = 0
         self._outer = OuterStep(
@@ -72,6 +72,7 @@ class LocalStrategy:
         self._overlap = None
         if config.overlap_merge:
             self._overlap = OverlappedMerge(self.flat_model, self._outer, transport)
+        self._state_rule = optimizer_state.rule(config, optimizer)
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
         self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
         self._shares = np.full(transport.world_size, 1.0 / transport.world_size)
@@ -247,6 +248,7 @@ class LocalStrategy:
         stats.ceiling = self._memory.samples if np.isfinite(self._memory.samples) else 0.0
         if self._config.perturbation:
             stats.norm_per_parameter = self.flat_model.norm_per_parameter()
+        stats.state_checksum = optimizer_state.checksum(self.optimizer) if self._state_rule == "average" else 0.0
         delta_s = time.perf_counter() - start
         stats.wait_s = self._transport.rendezvous("round")
 
@@ -272,7 +274,9 @@ class LocalStrategy:
         if self._rows is not None:
             stats.merge_rows = self._rows.num_rows
             self._rows.observe(time.perf_counter() - start, self.flat_model.payload_bytes)
-        self._merge_optimizer_state(finite=finite, weight=float(convex[rank]))
+        checksums = gathered["state_checksum"]
+        agreed = bool((checksums == checksums[0]).all())
+        self._merge_optimizer_state(finite=finite, weight=float(convex[rank]), agreed=agreed)
         if not all_finite.all() and rank == 0:
             log.warning(
                 "ranks %s had NaN or Inf in their parameters: they contributed nothing and start again from the merged model. "
@@ -315,7 +319,7 @@ class LocalStrategy:
         mass = self.flat_model.mass = GradientMass(
             trainable,
             row_parameters=[place for place, p in enumerate(trainable) if id(p) in sparse],
-            per_coordinate=self._config.weight_rule == "fisher",
+            per_coordinate=self._config.merge_weights == "fisher",
         )
         self.optimizer.register_step_post_hook(lambda *_: mass.add_())
 
@@ -386,8 +390,9 @@ class LocalStrategy:
         """Chooses the next merge period."""
         self._control.after_round(record, self._dataset_size)
 
-    def _merge_optimizer_state(self, *, finite: bool, weight: float) -> None:
-        if self._config.optimizer_state == "average":
-            optimizer_state.average_(self.optimizer, self._transport, weight)
-        if self._config.optimizer_state == "reset" or (not finite and self._config.optimizer_state == "keep"):
+    def _merge_optimizer_state(self, *, finite: bool, weight: float, agreed: bool) -> None:
+        if self._state_rule == "average":
+            unions = {} if self._rows is None else self._rows.unions()
+            optimizer_state.average_(self.optimizer, self._transport, weight, agreed=agreed, unions=unions)
+        if self._state_rule == "reset" or (not finite and self._state_rule == "keep"):
             optimizer_state.reset_(self.optimizer, self._initial_state)

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
+from hvd_adaptive.config import Config
+from hvd_adaptive.train.optimizers import RowwiseAdagrad
 from hvd_adaptive.transport.base import Transport
+
+
+def rule(config: Config, optimizer: Optimizer) -> str:
+    """Returns what becomes of the state after a merge: ``config.optimizer_state``, or its default.
+
+    Accumulators that only grow (Adagrad) are averaged: kept, a row's first step on each rank would be a full one. The moments of
+    other optimizers are kept, as in DiLoCo, and so is what is as large as the model beside a compressed exchange.
+    """
+    if config.optimizer_state is not None:
+        return config.optimizer_state
+    if config.logical_ranks:
+        return "keep"
+    if isinstance(optimizer, RowwiseAdagrad) or (isinstance(optimizer, Adagrad) and config.compression == "none"):
+        return "average"
+    return "keep"
 
 
 def reset_(optimizer: Optimizer, initial: dict[str, Any]) -> None:
@@ -21,8 +40,31 @@ def reset_(optimizer: Optimizer, initial: dict[str, Any]) -> None:
     optimizer.load_state_dict({"state": copy.deepcopy(initial), "param_groups": current["param_groups"]})
 
 
+def structure(optimizer: Optimizer) -> dict[tuple[int, str], tuple[tuple[int, ...], torch.dtype]]:
+    """Returns shape and dtype of each tensor or number of the state, by the parameter's place among all and the entry's name."""
+    return {
+        (index, name): (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else ((), torch.float64)
+        for index, parameter in enumerate(_parameters(optimizer))
+        for name, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, (Tensor, int, float))
+    }
+
+
+def checksum(optimizer: Optimizer) -> float:
+    """Returns a number that tells structures apart, exact in float64; 0 for an empty state."""
+    found = structure(optimizer)
+    return float(zlib.crc32(repr(sorted(found.items(), key=lambda item: item[0])).encode())) if found else 0.0
+
+
 @torch.no_grad()
-def average_(optimizer: Optimizer, transport: Transport, weight: float) -> None:
+def average_(
+    optimizer: Optimizer,
+    transport: Transport,
+    weight: float,
+    *,
+    agreed: bool = False,
+    unions: Mapping[int, Tensor] | None = None,
+) -> None:
     """Replaces the tensors and numbers of the state by their weighted mean over the ranks that have them. COLLECTIVE.
 
     A rank without state for a parameter (it made no step) receives the others' mean.
@@ -30,38 +72,50 @@ def average_(optimizer: Optimizer, transport: Transport, weight: float) -> None:
     Args:
         optimizer: state of any structure that holds tensors or numbers by name, as torch's optimizers do.
         transport: the world.
-        weight: this rank's weight, >= 0, > 0 on some rank that has state.
+        weight: this rank's weight, >= 0; the weights sum to 1, and one > 0 is of a rank that has state.
+        agreed: all ranks' states have one :func:`structure`, the same on every rank: they need not tell each other.
+        unions: by ``id`` of a parameter the rows in which ranks' states may differ, ascending, the same on every rank. Entries
+            with a row for each of the parameter's exchange only those.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    own = {
-        (index, name): (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else ((), torch.float64)
-        for index, parameter in enumerate(parameters)
-        for name, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, (Tensor, int, float)) and weight > 0
-    }
-    everyone = transport.allgather_object((weight, own))
-    specification = {key: spec for _, entries in everyone for key, spec in entries.items()}
+    parameters = _parameters(optimizer)
+    own = structure(optimizer)
+    everyone = [(1.0, own)] if agreed else transport.allgather_object((weight, own))
+    specification = {key: spec for w, entries in everyone if w for key, spec in entries.items()}
+    shares = {key: sum(w for w, entries in everyone if key in entries) for key in specification}
+    flats: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    places = []
     for key in sorted(specification):
         shape, dtype = specification[key]
-        index, name = key
-        parameter = parameters[index]
-        total = sum(w for w, entries in everyone if key in entries)
-        value = optimizer.state[parameter].get(name)
-        device = (
-            value.device if isinstance(value, Tensor) else parameter.device if shape else torch.device("cpu")
-        )
-        flat = torch.zeros(
-            max(1, int(torch.Size(shape).numel())),
-            dtype=torch.float64 if dtype == torch.float64 else torch.float32,
-            device=device,
-        )
-        if key in own:
-            source = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=flat.dtype)
-            flat.copy_(source.reshape(-1)).mul_(weight / total)
-        transport.allreduce_sum_(flat, name=f"optimizer.{index}.{name}")
-        if isinstance(value, Tensor):
-            value.copy_(flat.view(shape))
-        elif value is not None:
-            optimizer.state[parameter][name] = type(value)(flat.item())
+        parameter = parameters[key[0]]
+        state = optimizer.state[parameter]
+        value = state.get(key[1])
+        if value is None:
+            device = parameter.device if shape else torch.device("cpu")
+            value = state[key[1]] = torch.zeros(shape, dtype=dtype, device=device)
+        rows = (unions or {}).get(id(parameter))
+        if not isinstance(value, Tensor) or value.dim() != parameter.dim() or shape[:1] != parameter.shape[:1]:
+            rows = None
+        part = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=dtype)
+        part = part if rows is None else part.index_select(0, rows)
+        part = part.reshape(-1).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        # Not part * 0: NaN times 0 is NaN.
+        scaled = part * (weight / shares[key]) if weight and key in own else torch.zeros_like(part)
+        group = flats[scaled.dtype, scaled.device]
+        places.append((state, key[1], value, rows, group, len(group)))
+        group.append(scaled)
+    for (dtype, device), parts in flats.items():
+        flat = torch.cat(parts)
+        name = f"optimizer.{device.type}.{str(dtype).removeprefix('torch.')}"
+        transport.allreduce_sum_(flat, name=name)
+        parts[:] = flat.split([part.numel() for part in parts])
+    for state, name, value, rows, group, place in places:
+        if not isinstance(value, Tensor):
+            state[name] = type(value)(group[place].item())
+        elif rows is None:
+            value.copy_(group[place].view(value.shape))
         else:
-            optimizer.state[parameter][name] = flat.view(shape).to(dtype)
+            value[rows] = group[place].view(len(rows), *value.shape[1:]).to(value.dtype)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -47,6 +47,7 @@ class RoundStats:
             whatever the algorithm makes of them on the wire; rows of sparse ones with their indices; encoded ones as encoded.
         equal_share_s: seconds of its own that a step with an equal share of the global batch would take the rank, by what
             strategy ``sync`` has learnt of its steps; 0: not known.
+        state_checksum: of the structure of the optimizer's state, where ranks average it; 0: empty, or not looked at.
     """
 
     batch_size: float = 0.0
@@ -75,6 +76,7 @@ class RoundStats:
     preempted: float = 0.0
     payload_bytes: float = 0.0
     equal_share_s: float = 0.0
+    state_checksum: float = 0.0
 
     def add_step(self, num_samples: int, work: int, loss: float | None) -> None:
         """Counts a step.
@@ -144,7 +146,7 @@ class RoundRecord:
         ranks: dict[str, Any] = {
             {"num_samples": "samples"}.get(name, name): self.stats[name].round(6).tolist()
             for name in FIELDS
-            if name not in ("loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy", "preempted")
+            if name not in ("loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy", "preempted", "state_checksum")
         }
         ranks["weight"] = self.weight.tolist()
         return {

@@ -228,6 +228,10 @@ class RowMerge:
             part.union = torch.from_numpy(np.flatnonzero(touched.any(axis=0))).to(device)
         self._choose(headers[:, :2])
 
+    def unions(self) -> dict[int, Tensor]:
+        """Returns the rows that some rank touched in this round, by ``id`` of the parameter."""
+        return {r.touched.parameter_id: r.union for r in self._ranges}
+
     def observe(self, seconds: float, num_bytes: int) -> None:
         """Tells how long this rank's merge took, waiting excluded, and what it sent."""
         self._choice.observe(self.sparse, seconds=seconds, num_bytes=max(1, num_bytes))

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from hvd_adaptive.config import Config
 from hvd_adaptive.core.balance import lr_schedule
 from hvd_adaptive.core.dispatch import Ledger, epoch_order, round_size
+from hvd_adaptive.core.merge_period import capped_mega_batch
 from hvd_adaptive.core.slowdown import Slowdown
 from hvd_adaptive.train.batches import Batch, BatchSource
 from hvd_adaptive.train.emulation import compute_seconds
@@ -176,7 +177,7 @@ class Session:
             size = round_size(
                 self.ledger.cursor,
                 dataset_size=len(source),
-                mega_batch=self._strategy.mega_batch,
+                mega_batch=capped_mega_batch(self.config, self._strategy.mega_batch, len(source), self.world_size),
                 unit=self._strategy.round_unit,
             )
             recorded = None
@@ -361,7 +362,6 @@ class Session:
         if self.config.hash_interval and (self.round + 1) % self.config.hash_interval == 0:
             model_hash = self._check_hash()
         claims = self.transport.allgather_object(self._strategy.claimed) if self.config.repeatable else None
-        # The merge's seconds are known only now; all ranks just met, so this costs microseconds.
         stats.train_s = self.train_s + time.perf_counter() - self._round_start
         stats.preempted = float(self.preemption.signal_number)
         for add_to in self.before_gather:

@@ -27,11 +27,13 @@ class TouchedRows:
         optimizer: the one that steps it; a hook is registered on it.
 
     Attributes:
+        parameter_id: ``id`` of the parameter.
         mask: the touched rows, bool, shape (num_rows,), on the parameter's device.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, optimizer: Optimizer) -> None:
         self.name = name
+        self.parameter_id = id(parameter)
         self._parameter = parameter
         self._optimizer = optimizer
         self.mask = torch.zeros(parameter.shape[0], dtype=torch.bool, device=parameter.device)

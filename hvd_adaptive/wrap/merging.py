@@ -83,12 +83,14 @@ class MergeLog:
         merge_s: seconds of them, waiting for other ranks excluded.
         weight: the ranks' weights in the last one, shape (world_size,); None before any.
         steps_per_merge: the period, as of the last merge.
+        optimizer_state: what becomes of the optimizer's state.
     """
 
     num_merges: int = 0
     merge_s: float = 0.0
     weight: NDArray[np.float64] | None = None
     steps_per_merge: int = 1
+    optimizer_state: str = "keep"
 
 
 class Trained(nn.Module):
@@ -156,7 +158,7 @@ class Merger:
         self._world = world
         rules = config.merging()
         # What has one weight a rank, such as buffers, goes by updates beside weights by mass.
-        self._scalar_rule = "updates" if rules.weight_rule in MASS_RULES else rules.weight_rule
+        self._scalar_rule = "updates" if rules.merge_weights in MASS_RULES else rules.merge_weights
         self._flat = FlatModel(Trained(named, roots), self._world)
         self._outer = OuterStep(
             rules.outer_step,
@@ -167,9 +169,10 @@ class Merger:
         if config.compression != "none":
             infos = [info for group in self._flat.parameter_groups for info in group.infos]
             self._flat.compressed = CompressedSum(rules, self._world, infos)
-        if rules.weight_rule in MASS_RULES:
+        if rules.merge_weights in MASS_RULES:
             parameters = [parameter for _, parameter in named]
-            self._flat.mass = GradientMass(parameters, per_coordinate=rules.weight_rule == "fisher")
+            self._flat.mass = GradientMass(parameters, per_coordinate=rules.merge_weights == "fisher")
+        self._state_rule = optimizer_state.rule(rules, optimizer)
         self._multiplier = LearningRateMultiplier(optimizer)
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
         self._period: MergePeriod | None = None
@@ -183,7 +186,7 @@ class Merger:
         self.num_calls = 0
         self.is_due = False
         self.stream: Any = None
-        self.log = MergeLog()
+        self.log = MergeLog(optimizer_state=self._state_rule)
 
     def begin_step(self, *, num_samples: int, global_samples: int, epoch_samples: int) -> None:
         """Counts a step, before the optimizer takes it.
@@ -324,7 +327,7 @@ class Merger:
         self._flat.merge_(self._outer, weight=float(weight[rank]), buffer_weight=float(convex[rank]))
         self._flat.compressed = compressed
         self.log.weight = weight
-        kind = self._config.optimizer_state
+        kind = self._state_rule
         if kind == "average" and everyone:
             optimizer_state.average_(self._optimizer, self._world, float(convex[rank]))
         if kind == "reset" or (kind == "keep" and not finite[rank]):

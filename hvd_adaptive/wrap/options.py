@@ -64,13 +64,13 @@ class RunConfig:
         "qsr: more as the script lowers its learning rate (by its square); auto-qsr: the larger of both",
     )
     merge_share: float = _as_in_train("merge_share")
-    merge_weights: str | None = _as_in_train("merge_weights")
+    merge_weights: str = _as_in_train("merge_weights")
     lr_rule: str = _as_in_train("lr_rule", text="how the learning rate follows a rank's share of the batch")
     outer_step: str = _as_in_train("outer_step", default="none")
     outer_lr: float | None = _as_in_train("outer_lr")
     outer_momentum: float = _as_in_train("outer_momentum")
     outer_bias_correction: bool = _as_in_train("outer_bias_correction")
-    optimizer_state: str = _as_in_train("optimizer_state")
+    optimizer_state: str | None = _as_in_train("optimizer_state")
     hash_interval: int = _as_in_train(
         "hash_interval", text="merges between checks that all ranks hold the same model; 0: never"
     )

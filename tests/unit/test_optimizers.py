@@ -122,5 +122,5 @@ def test_all_names_lower_a_loss_and_can_be_built_again_from_their_groups(name: s
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="optimizer must be one of sgd, .*, got 'lion'"):
+    with pytest.raises(ValueError, match=r"optimizer must be one of sgd, .*, got 'lion'"):
         make_optimizer("lion", [nn.Parameter(torch.zeros(1))], lr=1.0)
