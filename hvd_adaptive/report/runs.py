@@ -23,12 +23,14 @@ class Evaluation:
     Attributes:
         train_s: seconds of training before it, evaluations excluded.
         samples: samples consumed before it.
+        epoch: passes over the data before it; NaN: not known.
         scores: "p1", "p3", "p5", "psp1", ..., each in [0, 1].
     """
 
     train_s: float
     samples: float
     scores: dict[str, float]
+    epoch: float = math.nan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,9 +100,15 @@ class Run:
                 row[: len(numbers)] = [_number(number) for number in numbers]
         return values
 
+    @property
+    def best_evaluation(self) -> Evaluation | None:
+        """The first evaluation with the highest P@1, that of the best model; None before any."""
+        return max((item for item in self.evaluations if "p1" in item.scores), key=lambda item: item.scores["p1"], default=None)
+
     def best(self, metric: str) -> float | None:
-        """Returns the highest value of a metric over all evaluations, None before the first one with this metric."""
-        return max((item.scores[metric] for item in self.evaluations if metric in item.scores), default=None)
+        """Returns a metric of the best model, None where it was not evaluated."""
+        found = self.best_evaluation
+        return None if found is None else found.scores.get(metric)
 
     def seconds_to(self, target_p1: float) -> float | None:
         """Returns the training seconds at the first evaluation with P@1 >= target_p1, None if never."""
@@ -158,7 +166,9 @@ def _parse_run(path: Path) -> Run:
     if not rounds and not summary.get("final"):
         raise ValueError(f"{path}: no round of the run is finished yet; let it run longer")
     evaluations = [
-        Evaluation(train_s=record["train_s"], samples=record["samples"], scores=record["eval"])
+        Evaluation(
+            train_s=record["train_s"], samples=record["samples"], scores=record["eval"], epoch=_number(record.get("epoch"))
+        )
         for record in rounds
         if record.get("eval") is not None
     ]
@@ -171,6 +181,7 @@ def _parse_run(path: Path) -> Run:
                 train_s=summary.get("train_s", last["train_s"]),
                 samples=summary.get("samples", last["samples"]),
                 scores=summary["final"],
+                epoch=_number(summary.get("epochs")),
             )
         )
     strategy = str(summary.get("strategy") or config.get("strategy") or "unknown")

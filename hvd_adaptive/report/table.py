@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from hvd_adaptive.report.runs import Run, find_target
@@ -10,8 +11,9 @@ HEADER = (
     "run",
     "strategy",
     "best P@1",
-    "best P@3",
-    "best P@5",
+    "at epoch",
+    "P@3",
+    "P@5",
     "s to target",
     "speed-up",
     "utilisation",
@@ -21,7 +23,7 @@ _NONE = "-"
 
 
 def table_rows(runs: Sequence[Run], *, target_p1: float | None = None) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Compares runs: best metrics, training seconds to a target P@1, utilisation and waiting.
+    """Compares runs: the best model's metrics and its epoch, training seconds to a target P@1, utilisation and waiting.
 
     Args:
         runs: the runs, one row each, in this order.
@@ -62,7 +64,9 @@ def _row(run: Run, target_p1: float | None, baseline: Run | None) -> tuple[str, 
     return (
         run.label,
         run.strategy,
-        *(_format(run.best(metric), ".4f") for metric in ("p1", "p3", "p5")),
+        _format(run.best("p1"), ".4f"),
+        _epoch(run),
+        *(_format(run.best(metric), ".4f") for metric in ("p3", "p5")),
         _NONE if seconds is None else f"{seconds:.1f}",
         f"{reference / seconds:.2f}x" if seconds and reference is not None else _NONE,
         _format(run.summary.get("utilisation"), ".3f"),
@@ -89,6 +93,11 @@ def _notes(
             rounds = f"{len(run.rounds)} round{'s' * (len(run.rounds) > 1)}"
             notes.append(f"{run.label} has not ended: {rounds}, {run.train_s:.0f} s of training so far.")
     return notes
+
+
+def _epoch(run: Run) -> str:
+    found = run.best_evaluation
+    return _NONE if found is None or math.isnan(found.epoch) else f"{found.epoch:.1f}"
 
 
 def _format(value: float | None, spec: str) -> str:

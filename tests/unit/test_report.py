@@ -43,11 +43,12 @@ def test_table_compares_to_the_first_baseline(run_dirs: list[Path]) -> None:
     table = table_of(run_dirs)
     header, _, baseline, adaptive = cells(table)
     target = read_runs(run_dirs)[0].best("p1")
-    assert header[:3] == ["run", "strategy", "best P@1"]
+    assert header[:4] == ["run", "strategy", "best P@1", "at epoch"]
+    assert float(baseline[3]) == pytest.approx(max(e.epoch for e in read_runs(run_dirs)[0].evaluations), abs=0.06)
     assert baseline[:3] == ["plain Horovod", "horovod", f"{target:.4f}"]
-    assert baseline[6:] == ["1.00x", "0.497", "47.3%"]
-    assert adaptive[7:] == ["0.913", "2.1%"]
-    assert float(adaptive[6][:-1]) == pytest.approx(float(baseline[5]) / float(adaptive[5]), abs=0.006)
+    assert baseline[7:] == ["1.00x", "0.497", "47.3%"]
+    assert adaptive[8:] == ["0.913", "2.1%"]
+    assert float(adaptive[7][:-1]) == pytest.approx(float(baseline[6]) / float(adaptive[6]), abs=0.006)
     assert f"Target: P@1 {target:.4f}, the best of plain Horovod." in table
     assert "Emulated slowdowns of the ranks: 4x, 4x, 2x, 1x." in table
     assert len({len(line) for line in table.splitlines() if line.startswith("|")}) == 1
@@ -56,14 +57,14 @@ def test_table_compares_to_the_first_baseline(run_dirs: list[Path]) -> None:
 def test_table_with_a_given_target_and_one_that_nobody_reaches(run_dirs: list[Path]) -> None:
     table = table_of(run_dirs, target_p1=0.5)
     assert "Target: P@1 0.5000. " in table
-    assert float(cells(table)[3][6][:-1]) > 2
-    assert [row[5:7] for row in cells(table_of(run_dirs, target_p1=0.99))[2:]] == [["-", "-"]] * 2
+    assert float(cells(table)[3][7][:-1]) > 2
+    assert [row[6:8] for row in cells(table_of(run_dirs, target_p1=0.99))[2:]] == [["-", "-"]] * 2
 
 
 def test_table_without_a_baseline_says_so(run_dirs: list[Path]) -> None:
     table = table_of(run_dirs[1:])
     assert "No target" in table
-    assert cells(table)[2][5:7] == ["-", "-"]
+    assert cells(table)[2][6:8] == ["-", "-"]
 
 
 def test_a_killed_run_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_a_killed_run_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
     (run,) = read_runs([path])
     assert len(run.rounds) == 6
     assert run.label == run.strategy == "local"
-    assert cells(table_of([path]))[2][7:] == ["-", "-"]
+    assert cells(table_of([path]))[2][8:] == ["-", "-"]
     draw_overview(read_runs([path]), tmp_path / "picture.png")
 
 
@@ -88,7 +89,7 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
 
 def test_missing_evaluations_and_files_are_errors(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a", strategy="local", num_rounds=3, eval_every=10, with_summary=False)
-    assert cells(table_of([path]))[2][2:5] == ["-", "-", "-"]
+    assert cells(table_of([path]))[2][2:6] == ["-", "-", "-", "-"]
     (path / "rounds.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"a: no round of the run is finished yet; let it run longer"):
         table_of([path])
@@ -105,7 +106,7 @@ def test_an_evaluation_at_the_end_alone_counts(tmp_path: Path) -> None:
     summary = json.loads((path / "summary.json").read_text())
     summary["final"] = {"p1": 0.4, "p3": 0.3, "p5": 0.2}
     (path / "summary.json").write_text(json.dumps(summary))
-    assert cells(table_of([path]))[2][2:5] == ["0.4000", "0.3000", "0.2000"]
+    assert cells(table_of([path]))[2][2:6:2] == ["0.4000", "0.3000"]
 
 
 def test_equal_labels_are_told_apart_and_schedules_are_shown(tmp_path: Path) -> None:
