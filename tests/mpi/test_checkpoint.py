@@ -25,7 +25,7 @@ from hvd_adaptive.transport.base import AgreedError
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive", "train"]
 OPTIONS = [
-    "--batch-size", "16", "--mega-batch", "400", "--lr", "0.5", "--checkpoint-interval", "1",
+    "--batch-size", "16", "--mega-batch", "400", "--optimizer", "sgd", "--lr", "0.5", "--checkpoint-interval", "1",
     "--eval-rounds", "5",
 ]  # fmt: skip
 
@@ -42,7 +42,7 @@ def succeed(job: Any) -> None:
 @pytest.mark.mpi(1)
 @pytest.mark.parametrize("strategy", ["local", "horovod"])
 def test_an_interrupted_run_of_one_rank_ends_with_the_same_bits(train: Any, shared_tmp_path: Path, strategy: str) -> None:
-    options = [*OPTIONS, "--strategy", strategy, "--input-gradients", "dense", "--momentum", "0.9", "--lr", "0.2"]
+    options = [*OPTIONS, "--strategy", strategy, "--input-gradients", "dense", "--optimizer", "momentum", "--lr", "0.2"]
     train(*options, "--epochs", "4", "--checkpoint-interval", "0", out="whole")
     train(*options, "--epochs", "2", out="parts")
     train(*options, "--epochs", "4", "--resume", "auto", out="parts")

@@ -16,7 +16,7 @@ import pytest
 from shared_memory import abandoned
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive", "train", "--elastic"]
-QUICK = ["--batch-size", "16", "--mega-batch", "400", "--lr", "0.5", "--eval-rounds", "100"]
+QUICK = ["--batch-size", "16", "--mega-batch", "400", "--optimizer", "sgd", "--lr", "0.5", "--eval-rounds", "100"]
 LIMIT_S = 120.0
 
 

@@ -60,7 +60,7 @@ def test_random_states_buffers_and_optimizers_are_a_logical_ranks_own(num_ranks:
 @pytest.mark.parametrize(
     "options",
     [
-        ["--input-gradients", "dense", "--momentum", "0.9", "--lr", "0.5"],
+        ["--input-gradients", "dense", "--optimizer", "momentum", "--lr", "0.5"],
         ["--optimizer", "adagrad", "--lr", "0.05", "--work", "nonzeros"],
     ],
     ids=["sgd-momentum-dense", "adagrad-sparse"],

@@ -36,7 +36,7 @@ def test_any_number_of_ranks_trains_and_agrees(
     train: Any, shared_tmp_path: Path, num_ranks: int, strategy: str
 ) -> None:
     train(
-        "--strategy", strategy, "--epochs", "2", "--batch-size", "16", "--mega-batch", "500", "--lr", "4"
+        "--strategy", strategy, "--epochs", "2", "--batch-size", "16", "--mega-batch", "500", "--eval-rounds", "1"
     )
     summary, rounds = read_run(shared_tmp_path / "run")
     assert summary["world_size"] == num_ranks and summary["ranks_agreed"] is True
@@ -51,7 +51,8 @@ def test_any_number_of_ranks_trains_and_agrees(
 @pytest.mark.mpi(3)
 def test_encoded_deltas_are_fewer_bytes_and_the_same_model_everywhere(train: Any, shared_tmp_path: Path) -> None:
     # Equal parts: else the two runs differ also by which rank was held up.
-    common = ["--epochs", "1", "--batch-size", "16", "--mega-batch", "500", "--lr", "4", "--sparse-merge", "never"]
+    common = ["--epochs", "1", "--batch-size", "16", "--mega-batch", "500", "--optimizer", "sgd", "--lr", "4"]
+    common += ["--sparse-merge", "never"]
     common += ["--dispatch", "equal"]
     for name, options in (("plain", []), ("encoded", ["--compression", "maxmin:4; output*=maxmin:8"])):
         train(*common, *options, out=name)
@@ -71,7 +72,7 @@ def test_scores_are_those_of_one_rank(
     from hvd_adaptive.cli.use_model import evaluate
     from hvd_adaptive.transport.local import LocalTransport
 
-    train("--epochs", "1", "--batch-size", "16", "--lr", "4")
+    train("--epochs", "1", "--batch-size", "16")
     arguments = ["evaluate", str(shared_tmp_path / "run"), "--cache-dir", str(data / "cache")]
     said = MPI.COMM_WORLD.bcast(command(*arguments).stdout)
     scores = json.loads(said)
@@ -85,7 +86,7 @@ def test_scores_are_those_of_one_rank(
 def test_predictions_are_what_was_scored(train: Any, command: Any, data: Path, shared_tmp_path: Path) -> None:
     from mpi4py import MPI
 
-    train("--epochs", "2", "--batch-size", "16", "--lr", "4")
+    train("--epochs", "2", "--batch-size", "16")
     answer = command("predict", shared_tmp_path / "run", "--cache-dir", data / "cache", "-k", "3")
     assert answer.code == 0
     if MPI.COMM_WORLD.Get_rank():
@@ -137,7 +138,8 @@ def test_shares_of_sync_follow_emulated_speeds(train: Any, shared_tmp_path: Path
     # The samples of a step cost more than the step itself: else equal shares would be as good.
     train(
         "--strategy", "sync", "--global-batch-size", "256", "--accumulation-steps", "2", "--loss-reduction", "sum",
-        "--lr", "0.06", "--hidden-size", "512", "--slowdown", "20,1", "--epochs", "6", "--mega-batch", "500",
+        "--optimizer", "sgd", "--lr", "0.06", "--hidden-size", "512", "--slowdown", "20,1", "--epochs", "6",
+        "--mega-batch", "500",
     )  # fmt: skip
     summary, rounds = read_run(shared_tmp_path / "run")
     slow, fast = rounds[-1]["ranks"]["batch_size"]
@@ -156,7 +158,7 @@ def test_work_counted_in_nonzeros(train: Any, shared_tmp_path: Path) -> None:
 
 @pytest.mark.mpi(2)
 def test_a_time_limit_and_a_target_end_the_run(train: Any, shared_tmp_path: Path) -> None:
-    train("--time-limit", "1", "--mega-batch", "200", "--tensorboard")
+    train("--time-limit", "1", "--mega-batch", "200", "--eval-rounds", "1", "--tensorboard")
     _, rounds = read_run(shared_tmp_path / "run")
     assert rounds[-1]["train_s"] >= 1 and all(r["train_s"] < 1 for r in rounds[:-1])
     events = EventAccumulator(str(shared_tmp_path / "run" / "tensorboard")).Reload()
@@ -167,7 +169,7 @@ def test_a_time_limit_and_a_target_end_the_run(train: Any, shared_tmp_path: Path
     }.items():
         assert [event.value for event in events.Scalars(tag)] == pytest.approx(values)
         assert [event.step for event in events.Scalars(tag)] == [r["round"] for r in rounds]
-    train("--target-p1", "0.2", "--epochs", "30", "--lr", "4", "--batch-size", "16", out="target")
+    train("--target-p1", "0.2", "--epochs", "30", "--batch-size", "16", "--eval-rounds", "1", out="target")
     summary, rounds = read_run(shared_tmp_path / "target")
     assert (
         summary["target_train_s"] == pytest.approx(rounds[-1]["train_s"], abs=1e-5)

@@ -51,7 +51,8 @@ def test_a_host_that_is_lost_and_one_that_comes(run_job: Any, hosts: TwoHosts, t
     names.write_text("alpha:1\nbeta:1\n")
     command = [sys.executable, "-m", "hvd_adaptive", "train", "--elastic", "--min-np", "1", "--max-np", "2"]
     command += ["--host-discovery-script", str(script), "--data", str(data), "--cache-dir", str(tmp_path / "cache")]
-    command += ["--out", str(run), "--batch-size", "16", "--mega-batch", "400", "--lr", "0.5", "--hidden-size", "16"]
+    command += ["--out", str(run), "--batch-size", "16", "--mega-batch", "400", "--hidden-size", "16"]
+    command += ["--optimizer", "sgd", "--lr", "0.5"]
     command += ["--epochs", "100000", "--eval-rounds", "0", "--stall-limit-s", str(LIMIT_S)]
 
     def during(child: subprocess.Popen[bytes]) -> None:

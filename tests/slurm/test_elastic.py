@@ -38,7 +38,8 @@ def test_a_node_is_lost_and_comes_back(
     epochs.write_text("100000")
     command = [sys.executable, "-m", "hvd_adaptive", "train", "--elastic", "--min-np", "1", "--max-np", "2"]
     command += ["--data", str(data), "--cache-dir", str(tmp_path / "cache"), "--out", str(run), "--resume", "auto"]
-    command += ["--batch-size", "16", "--mega-batch", str(MEGA_BATCH), "--lr", "0.5", "--hidden-size", "16", "--eval-rounds", "0"]
+    command += ["--batch-size", "16", "--mega-batch", str(MEGA_BATCH), "--hidden-size", "16", "--eval-rounds", "0"]
+    command += ["--optimizer", "sgd", "--lr", "0.5"]
     script.write_text(SCRIPT.format(command=" ".join(command), epochs=epochs))
 
     options = ["--no-kill", "--nodes=2", "--ntasks-per-node=1", "--time=10", f"--output={output}"]

@@ -48,7 +48,8 @@ END_S = 300.0
 # rank's turn of 5 s, and by as much as they started later), and then their daemon has 10 s to end.
 FAR_END_S = 60.0
 OPTIONS = [
-    "--no-calibration", "--batch-size", "16", "--mega-batch", str(MEGA_BATCH), "--lr", "0.5", "--hidden-size", "16",
+    "--no-calibration", "--batch-size", "16", "--mega-batch", str(MEGA_BATCH), "--hidden-size", "16",
+    "--optimizer", "sgd", "--lr", "0.5",
     "--checkpoint-interval", "1", "--resume", "auto",
 ]  # fmt: skip
 
