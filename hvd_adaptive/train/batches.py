@@ -86,10 +86,8 @@ class BatchSource:
 
     def load(self, rows: Rows, work: int) -> Batch:
         """Returns the batch of these rows."""
-        if hasattr(self._dataset, "get_batch"):
-            data = self._dataset.get_batch(rows)
-        else:
-            data = self._collated(rows.tolist())
+        dataset = self._dataset
+        data = dataset.get_batch(rows) if hasattr(dataset, "get_batch") else self._collated(rows.tolist())
         x, y = data if _is_pair(data) else (data, None)
         return Batch(x=to_device(x, self._device), y=to_device(y, self._device), rows=rows, work=work)
 
@@ -103,8 +101,8 @@ class BatchSource:
             return tuple(data)
         if len(samples) != 2:
             raise TypeError(
-                f"collate must return a tuple (x, y) for samples that are (x, y), got a list of 2 for {len(samples)} samples: a list "
-                "may as well be of samples. Return tuple(...), or a list in a tuple, ([a, b], None), if all of it is input"
+                f"collate must return a tuple (x, y) for samples that are (x, y), got a list of 2 for {len(samples)} samples: a "
+                "list may as well be of samples. Return tuple(...), or a list in a tuple, ([a, b], None), if all of it is input"
             )
         return data
 
