@@ -303,7 +303,7 @@ class Session:
             shared: it is equal on all ranks, so that rank 0's is saved once; else each rank's own is.
 
         Raises:
-            ValueError: if the name is taken.
+            ValueError: if the name is taken. TypeError: for a state, as it is now, that cannot be saved.
         """
         self._state.register(name, value, shared=shared)
 

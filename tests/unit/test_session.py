@@ -307,6 +307,35 @@ def test_a_stream_is_refused() -> None:
         next(session.batches(iter([1, 2])))
 
 
+class Held:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["seen"]
+
+
+def test_state_that_cannot_be_saved_is_refused_when_it_is_registered() -> None:
+    session = Session(
+        model := make_model(), torch.optim.SGD(model.parameters(), lr=1), transport=LocalTransport()
+    )
+    for state, got in (({1, 2}, "set"), (torch.float32, "dtype"), (np.array(["a"]), "ndarray")):
+        with pytest.raises(TypeError, match=rf"register_state: state mine\.seen cannot be saved, got {got}"):
+            session.register_state("mine", Held(state))
+    for value in (object(), [1], {"state_dict": 1}):
+        with pytest.raises(TypeError, match=r"register_state: 'mine' must have state_dict\(\) and load_state_dict\(state\), got"):
+            session.register_state("mine", value)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="name must be a string, got 3"):
+        session.register_state(3, Held(1))  # type: ignore[arg-type]
+    # Nothing of these is kept; a name that was refused is free.
+    session.register_state("mine", Held((1, None, torch.ones(2))))
+    session.register_state("scheduler", torch.optim.lr_scheduler.StepLR(session.optimizer, 3))
+    assert set(session.state_dict()["own"]["registered"]) == {"mine", "scheduler"}
+
+
 def test_memory_beyond_the_model_is_two_copies_and_one_for_the_outer_step() -> None:
     for outer_step, copies in (("none", 2), ("nesterov", 3)):
         session = LocalWorld(1).run(lambda t: train(t, Config(outer_step=outer_step)))[0]["session"]  # noqa: B023
