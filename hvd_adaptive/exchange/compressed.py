@@ -91,6 +91,11 @@ class CompressedSum:
         """The codec of each tensor."""
         return self._exchange.policy
 
+    @property
+    def common(self) -> tuple[str, int]:
+        """What must be equal on all ranks between two rounds: the policy as text, and the number of rounds."""
+        return self.policy.spec, self._num_rounds
+
     def set_policy(self, options: Compression) -> None:
         """Changes the codecs between two rounds, and forgets residuals. COLLECTIVE.
 
@@ -158,9 +163,20 @@ class CompressedSum:
         return {"exchange": self._exchange.state_dict(), "num_rounds": self._num_rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over a state; residuals only where the number of ranks is the same, with a warning else. COLLECTIVE."""
+        """Takes over a state; residuals only where the number of ranks is the same, with a warning else.
+
+        By this rank alone, as a state may be damaged on one rank only; then all ranks compare their `common`.
+
+        Raises:
+            ValueError: for a policy that cannot be read, or does not go with these tensors.
+        """
         if self._chooser is not None:
-            self._exchange.set_policy(parse_policy(state["exchange"]["policy"]))
+            policy = parse_policy(state["exchange"]["policy"])
+            policy.check(self._names)
+            if (reason := misfit(policy, self._reducer, self._names)) is not None:
+                raise ValueError(reason)
+            self._exchange.take_policy(policy)
+            self._compile()
         self._num_rounds = int(state["num_rounds"])
         self._exchange.load_state_dict(state["exchange"])
 

@@ -89,6 +89,11 @@ class LocalStrategy:
         """Samples of the next round over all ranks."""
         return self._control.mega_batch
 
+    @property
+    def codecs(self) -> Any:
+        """Policy and number of rounds of the encoded exchange."""
+        return None if self.flat_model.compressed is None else self.flat_model.compressed.common
+
     def warm_up(self, active: bool) -> None:
         """Switches the warm-up's smallest batch size on, or back to the starting size after it."""
         if active != self._warming_up:

@@ -173,7 +173,10 @@ def _choose(path: Path, transport: Transport, identity: Identity) -> tuple[dict[
 
 
 def _load(path: Path, manifest: dict[str, Any], session: Session, like: dict[str, Any]) -> str | None:
-    """Loads a checkpoint of the form of a state on every rank; returns why some rank could not. COLLECTIVE."""
+    """Loads a checkpoint of the form of a state on every rank; returns why some rank could not. COLLECTIVE.
+
+    Each rank loads by itself, and only then they meet: what fails on one must not leave the others in a collective.
+    """
     error = None
 
     @functools.cache
@@ -204,8 +207,13 @@ def _load(path: Path, manifest: dict[str, Any], session: Session, like: dict[str
     except Exception as failure:
         # Its bytes are those that were written, but who wrote them is not known: whatever does not fit is a refusal.
         error = f"rank {session.rank}: {path}: {_why(failure)}"
-    errors: list[str | None] = session.transport.allgather_object(error)
-    return next((text for text in errors if text is not None), None)
+    found: list[tuple[str | None, Any]] = session.transport.allgather_object((error, session.codecs))
+    first = next((text for text, _ in found if text is not None), None)
+    if first is not None:
+        return first
+    codecs = [own for _, own in found]
+    rank = next((rank for rank, own in enumerate(codecs) if own != codecs[0]), 0)
+    return f"{path}: the ranks' codecs differ: {codecs[0]} on rank 0 and {codecs[rank]} on rank {rank}" if rank else None
 
 
 def _why(failure: Exception) -> str:

@@ -42,6 +42,10 @@ class Strategy(Protocol):
     def mega_batch(self) -> int:
         """Samples of the next round."""
 
+    @property
+    def codecs(self) -> Any:
+        """What this rank's own state holds of codecs and must be equal on all ranks; None where nothing is encoded."""
+
     def warm_up(self, active: bool) -> None:
         """Switches the warm-up of ``Config.warmup_epochs`` on or off; called before every round."""
 
@@ -130,7 +134,8 @@ class Strategy(Protocol):
         """
 
     def load_state_dict(self, shared: dict[str, Any], own_of: OwnState, *, world_size: int) -> None:
-        """Takes over a saved state, copying what it keeps.
+        """Takes over a saved state, copying what it keeps. By this rank alone: a state may be damaged on one rank only, which
+        must not leave the others in a collective.
 
         Args:
             shared: as from :meth:`state_dict`.
