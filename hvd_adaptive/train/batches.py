@@ -25,6 +25,7 @@ class Batch:
         rows: the samples' positions in the data set, int64, shape (num_samples,).
         work: cost of the samples, in the unit that the cursor counts.
         loss: set it to this batch's mean loss, a 0-dim tensor or a number, to have it in the round's record.
+        number: of this rank's batches, from 1; 0 for one that no session gave.
     """
 
     x: Any
@@ -32,6 +33,7 @@ class Batch:
     rows: Rows
     work: int
     loss: Any = None
+    number: int = 0
 
     @property
     def num_samples(self) -> int:

@@ -47,6 +47,8 @@ class RoundStats:
             whatever the algorithm makes of them on the wire; rows of sparse ones with their indices; encoded ones as encoded.
         equal_share_s: seconds of its own that a step with an equal share of the global batch would take the rank, by what
             strategy ``sync`` has learnt of its steps; 0: not known.
+        handed_samples: samples of the batches that the rank's loop was given, whether it computed them or left them out; not of
+            those that were taken back because they did not fit into memory.
     """
 
     batch_size: float = 0.0
@@ -75,6 +77,7 @@ class RoundStats:
     preempted: float = 0.0
     payload_bytes: float = 0.0
     equal_share_s: float = 0.0
+    handed_samples: float = 0.0
 
     def add_step(self, num_samples: int, work: int, loss: float | None) -> None:
         """Counts a step.
@@ -138,6 +141,18 @@ class RoundRecord:
     model_hash: str | None = None
     claims: RoundClaims | None = None
     stragglers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, stats: GatheredStats, **others: Any) -> RoundRecord:
+        """Returns a record whose loss, seconds and bytes are those of the statistics; ``others`` are its other attributes."""
+        loss_samples = stats["loss_samples"].sum()
+        return cls(
+            train_s=float(stats["train_s"].max()),
+            loss=float(stats["loss_sum"].sum() / loss_samples) if loss_samples else None,
+            payload_bytes=round(float(stats["payload_bytes"].mean())),
+            stats=stats,
+            **others,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record for rounds.jsonl: plain numbers, and one list over ranks a statistic."""

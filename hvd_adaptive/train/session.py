@@ -29,6 +29,7 @@ from hvd_adaptive.core.dispatch import Ledger, epoch_order, round_size
 from hvd_adaptive.core.slowdown import Slowdown
 from hvd_adaptive.train.batches import Batch, BatchSource
 from hvd_adaptive.train.emulation import compute_seconds
+from hvd_adaptive.train.handed_out import HandedOut
 from hvd_adaptive.train.learning_rate import LearningRateMultiplier
 from hvd_adaptive.train.memory import begun_step_error, is_out_of_memory
 from hvd_adaptive.train.preemption import PREEMPTION
@@ -112,7 +113,7 @@ class Session:
         self._lr = LearningRateMultiplier(self.optimizer)
         self._state = SessionState(self, self._strategy, self._lr)
         self._stragglers = StragglerReport(self.transport, self.device, self.config.straggler_limit)
-        self._stats = RoundStats()
+        self._stats, self._handed_out = RoundStats(), HandedOut(self.rank, self.config.strategy)
         self._stop, self._round_start = False, 0.0
         self._check_hash()
 
@@ -157,7 +158,7 @@ class Session:
             dataset: the same map-style data set on every rank: ``get_batch(rows) -> (x, y)``, or indexing and ``collate``.
             num_epochs: passes over the data, may be fractional; None: until :meth:`stop`.
             work: cost of each sample, int64, shape (len(dataset),), for ``work="nonzeros"``.
-            collate: as in torch's DataLoader.
+            collate: as in torch's DataLoader; what it returns is (x, y) if it is a tuple of two, else x alone.
 
         Raises:
             TypeError, ValueError: for a data set that cannot be shared this way.
@@ -178,12 +179,8 @@ class Session:
             if self.ledger.epoch != order_epoch:
                 order_epoch = self.ledger.epoch
                 order = epoch_order(len(source), seed=self.config.seed, epoch=order_epoch)
-            size = round_size(
-                self.ledger.cursor,
-                dataset_size=len(source),
-                mega_batch=self._strategy.mega_batch,
-                unit=self._strategy.round_unit,
-            )
+            mega_batch, unit = self._strategy.mega_batch, self._strategy.round_unit
+            size = round_size(self.ledger.cursor, dataset_size=len(source), mega_batch=mega_batch, unit=unit)
             recorded = None
             if self._replay is not None:
                 recorded = self._replay.next_round(self.round, self._data)
@@ -191,11 +188,8 @@ class Session:
                     break
                 size = recorded.num_samples
             rows = order[self.ledger.cursor : self.ledger.cursor + size]
-            schedule = lr_schedule(
-                self._progress(len(source)),
-                warmup_epochs=self.config.warmup_epochs,
-                decay=self.config.lr_decay,
-            )
+            progress = self._progress(len(source))
+            schedule = lr_schedule(progress, warmup_epochs=self.config.warmup_epochs, decay=self.config.lr_decay)
             self._begin_round(len(source), recorded)
             for batch in self._strategy.round_batches(
                 rows,
@@ -205,6 +199,7 @@ class Session:
                 stats=self._stats,
             ):
                 self._lr.value = schedule * self._strategy.lr_multiplier(batch)
+                self._handed_out.give(batch, self._stats)
                 yield batch
                 if self.preemption.signal_number:
                     self._strategy.close_round()
@@ -225,6 +220,7 @@ class Session:
             RuntimeError: if memory ran out after ``optimizer.step`` had begun, when parameters may have been changed.
         """
         start = time.perf_counter()
+        self._handed_out.begin(batch)
         factor = self._slowdown.factors(self.train_s + start - self._round_start)[self.rank]
         # Reading this clock waits for a GPU, which only an emulated slowdown needs.
         compute_start = compute_seconds(self.device) if factor > 1 else 0.0
@@ -265,6 +261,7 @@ class Session:
             return False
         if self._lr.num_begun > num_begun:
             raise begun_step_error(self.rank, batch.num_samples) from error
+        self._handed_out.take_back(batch, self._stats)
         batch.x = batch.y = batch.loss = None  # What is kept alive keeps the failed step's memory.
         return True
 
@@ -351,6 +348,7 @@ class Session:
 
     def _end_round(self, num_samples: int, dataset_size: int) -> None:
         stats = self._stats
+        self._handed_out.end_round(stats, self.round)
         if self.device.type == "cuda":
             start = time.perf_counter()
             torch.cuda.synchronize(self.device)
@@ -377,23 +375,19 @@ class Session:
         self.preempted = int(final["preempted"].max())
         self._stop = bool(gathered["stop"].any()) or self.preempted > 0
         stats.stop = 0.0
-        loss_samples = final["loss_samples"].sum()
-        record = RoundRecord(
+        record = RoundRecord.of(
+            final,
             round=self.round,
             epoch=self._progress(dataset_size),
-            train_s=self.train_s,
             num_samples=self.num_samples,
-            loss=float(final["loss_sum"].sum() / loss_samples) if loss_samples else None,
             weight=weight,
-            payload_bytes=round(float(final["payload_bytes"].mean())),
-            stats=final,
             stragglers=self._stragglers.add_round(final),
             model_hash=model_hash,
         )
         if claims is not None:
             record.claims = round_claims(record, claims, num_samples=num_samples, data=self._data)
             if self._replay is not None:
-                self._replay.check(record.claims, int(final["num_samples"].sum()))
+                self._replay.check(record.claims, int(final["handed_samples"].sum()))
         self.round += 1
         self._strategy.after_round(record)
         for receive in self.records:
