@@ -22,6 +22,8 @@ class RoundStats:
         batch_size: the rank's batch size b_i.
         num_updates: samples over b_i, so that a batch cut short counts as a part.
         num_samples: samples computed.
+        handed_samples: samples of the batches that the rank's loop was given, whether it computed them or left them out; not of
+            those that were taken back because they did not fit into memory.
         num_steps: local steps, whatever their size.
         work: work computed, in the unit of the cursor.
         busy_s: seconds in steps.
@@ -47,13 +49,12 @@ class RoundStats:
             whatever the algorithm makes of them on the wire; rows of sparse ones with their indices; encoded ones as encoded.
         equal_share_s: seconds of its own that a step with an equal share of the global batch would take the rank, by what
             strategy ``sync`` has learnt of its steps; 0: not known.
-        handed_samples: samples of the batches that the rank's loop was given, whether it computed them or left them out; not of
-            those that were taken back because they did not fit into memory.
     """
 
     batch_size: float = 0.0
     num_updates: float = 0.0
     num_samples: float = 0.0
+    handed_samples: float = 0.0
     num_steps: float = 0.0
     work: float = 0.0
     busy_s: float = 0.0
@@ -77,7 +78,6 @@ class RoundStats:
     preempted: float = 0.0
     payload_bytes: float = 0.0
     equal_share_s: float = 0.0
-    handed_samples: float = 0.0
 
     def add_step(self, num_samples: int, work: int, loss: float | None) -> None:
         """Counts a step.
