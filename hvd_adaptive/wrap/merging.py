@@ -294,23 +294,21 @@ class Merger:
 
     def _apply(self, gathered: dict[str, NDArray[np.float64]]) -> None:
         rank, finite = self._world.rank, gathered["finite"] > 0
-        if not finite.any():
+        try:
+            weight = merge_weights(
+                self._config.merge_weights,
+                num_updates=gathered["num_updates"],
+                num_samples=gathered["num_samples"],
+                batch_sizes=np.maximum(gathered["num_samples"] / np.maximum(gathered["num_calls"], 1), 1e-9),
+                finite=finite,
+            )
+        except RuntimeError:
+            if finite.any():
+                raise  # It is something else.
             raise RuntimeError(
                 "the parameters of ALL ranks hold NaN or Inf: the script's training has diverged. Lower its learning rate, or "
                 "merge more often (--mega-batch)"
-            )
-        if not (finite & (gathered["num_updates"] > 0)).any():
-            raise RuntimeError(
-                "only ranks whose parameters hold NaN or Inf have made steps since the last merge, so there is nothing to merge: "
-                "lower the script's learning rate"
-            )
-        weight = merge_weights(
-            self._config.merge_weights,
-            num_updates=gathered["num_updates"],
-            num_samples=gathered["num_samples"],
-            batch_sizes=np.maximum(gathered["num_samples"] / np.maximum(gathered["num_calls"], 1), 1e-9),
-            finite=finite,
-        )
+            ) from None
         convex = weight / weight.sum()
         compressed, everyone = self._flat.compressed, bool(gathered["present"].all())
         if not everyone:
