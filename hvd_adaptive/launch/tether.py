@@ -6,7 +6,7 @@ parent has several. Needs nothing but Python's own library, so that it starts in
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import os
 import signal
 import sys
@@ -18,7 +18,11 @@ def main(arguments: list[str]) -> int:
     """Asks for SIGTERM at the parent's end, unblocks all signals, and becomes the program; returns an exit code if it cannot."""
     parent, program = int(arguments[0]), arguments[1:]
     # Kept across exec. Where the parent has ended before, nobody would send it.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    # A Python that was built without ctypes does without.
+    with contextlib.suppress(ImportError):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         return 128 + signal.SIGTERM
     # Python's handler would say KeyboardInterrupt in place of ending.
