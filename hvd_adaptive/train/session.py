@@ -109,8 +109,7 @@ class Session:
             self.identity = run_identity(self.config, {**trained, "ranks' devices and threads": threads})
         recording = self.config.replay
         self._replay = Replay(recording, self.identity, self.transport) if recording is not None else None
-        self._data = ""
-        self._lr = LearningRateMultiplier(self.optimizer)
+        self._data, self._lr = "", LearningRateMultiplier(self.optimizer)
         self._state = SessionState(self, self._strategy, self._lr)
         self._stragglers = StragglerReport(self.transport, self.device, self.config.straggler_limit)
         self._stats, self._handed_out = RoundStats(), HandedOut(self.rank, self.config.strategy)
@@ -168,9 +167,7 @@ class Session:
         source = BatchSource(dataset, self.device, collate)
         if (work is not None) != (self.config.work == "nonzeros"):
             given = "None" if work is None else "an array"
-            raise ValueError(
-                f"batches(work=...) goes with config.work='nonzeros', got work={given} with {self.config.work!r}"
-            )
+            raise ValueError(f"batches(work=...) goes with config.work='nonzeros', got work={given} with {self.config.work!r}")
         agree_equal(self.transport, {"number of samples": len(source)}, "Give every rank the same data.")
         self._state.check_dataset(len(source))
         self._data = f"{len(source)} samples, fingerprint {getattr(dataset, 'fingerprint', 'unknown')}"
@@ -179,8 +176,12 @@ class Session:
             if self.ledger.epoch != order_epoch:
                 order_epoch = self.ledger.epoch
                 order = epoch_order(len(source), seed=self.config.seed, epoch=order_epoch)
-            mega_batch, unit = self._strategy.mega_batch, self._strategy.round_unit
-            size = round_size(self.ledger.cursor, dataset_size=len(source), mega_batch=mega_batch, unit=unit)
+            size = round_size(
+                self.ledger.cursor,
+                dataset_size=len(source),
+                mega_batch=self._strategy.mega_batch,
+                unit=self._strategy.round_unit,
+            )
             recorded = None
             if self._replay is not None:
                 recorded = self._replay.next_round(self.round, self._data)
