@@ -91,11 +91,6 @@ class CompressedSum:
         """The codec of each tensor."""
         return self._exchange.policy
 
-    @property
-    def common(self) -> tuple[str, int]:
-        """What must be equal on all ranks between two rounds: the policy as text, and the number of rounds."""
-        return self.policy.spec, self._num_rounds
-
     def set_policy(self, options: Compression) -> None:
         """Changes the codecs between two rounds, and forgets residuals. COLLECTIVE.
 
@@ -165,7 +160,7 @@ class CompressedSum:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over a state; residuals only where the number of ranks is the same, with a warning else.
 
-        By this rank alone, as a state may be damaged on one rank only; then all ranks compare their `common`.
+        By this rank alone, as a state may be damaged on one rank only. Policy and number of rounds must be the same on all.
 
         Raises:
             ValueError: for a policy that cannot be read, or does not go with these tensors.

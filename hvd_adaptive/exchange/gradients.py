@@ -100,11 +100,6 @@ class GradientExchange:
         """Whether no gradient's codec loses anything."""
         return all(self._sum.policy.codec(slot.info).exact for slot in self._slots)
 
-    @property
-    def common(self) -> tuple[str, int]:
-        """What must be equal on all ranks between two steps; see :class:`CompressedSum`."""
-        return self._sum.common
-
     @torch.no_grad()
     def synchronize(self) -> None:
         """Waits until every ``.grad`` is the sum over ranks, or their mean. COLLECTIVE, after the last backward of a step."""

@@ -89,11 +89,6 @@ class LocalStrategy:
         """Samples of the next round over all ranks."""
         return self._control.mega_batch
 
-    @property
-    def codecs(self) -> Any:
-        """Policy and number of rounds of the encoded exchange."""
-        return None if self.flat_model.compressed is None else self.flat_model.compressed.common
-
     def warm_up(self, active: bool) -> None:
         """Switches the warm-up's smallest batch size on, or back to the starting size after it."""
         if active != self._warming_up:
@@ -210,9 +205,8 @@ class LocalStrategy:
         expected = self.round_samples(len(self._mega_batch.rows))
         if self.repeat is None and handed != expected:
             raise RuntimeError(
-                f"the ranks got {handed} samples of round {self._round}, which has {expected}: a loop over session.batches was "
-                "left within the round (end it by session.stop() instead), or its cursor was moved by something else than their "
-                "claims. Nothing of the round was merged; see docs/security.md"
+                f"the ranks got {handed} samples of round {self._round}, which has {expected}: a loop was left within the round "
+                "(end it by session.stop()), or its cursor was moved by something else than claims. See docs/security.md"
             )
 
     def _open_claims(self, total_work: int, *, least: int) -> Claims:

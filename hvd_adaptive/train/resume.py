@@ -193,6 +193,7 @@ def _load(path: Path, manifest: dict[str, Any], session: Session, like: dict[str
         check_like(state, {name: {} if name in ("random", "registered") else value for name, value in like[part].items()}, file)
         return state
 
+    codecs = None
     try:
         with long_task(session.transport, "loading a checkpoint"):
             if session.rank:
@@ -204,16 +205,25 @@ def _load(path: Path, manifest: dict[str, Any], session: Session, like: dict[str
                 },
                 own_of,
             )
+        codecs = _codecs(own_of(session.rank % manifest["world_size"]))
     except Exception as failure:
         # Its bytes are those that were written, but who wrote them is not known: whatever does not fit is a refusal.
         error = f"rank {session.rank}: {path}: {_why(failure)}"
-    found: list[tuple[str | None, Any]] = session.transport.allgather_object((error, session.codecs))
+    found: list[tuple[str | None, Any]] = session.transport.allgather_object((error, codecs))
     first = next((text for text, _ in found if text is not None), None)
     if first is not None:
         return first
-    codecs = [own for _, own in found]
-    rank = next((rank for rank, own in enumerate(codecs) if own != codecs[0]), 0)
-    return f"{path}: the ranks' codecs differ: {codecs[0]} on rank 0 and {codecs[rank]} on rank {rank}" if rank else None
+    rank = next((rank for rank, (_, own) in enumerate(found) if own != found[0][1]), 0)
+    return f"{path}: the ranks' codecs differ: {found[0][1]} on rank 0 and {found[rank][1]} on rank {rank}" if rank else None
+
+
+def _codecs(own: dict[str, Any]) -> tuple[str, int] | None:
+    """What a rank's own state holds of codecs, and must be the same on all ranks: their policy, and how often they were used."""
+    compressed = own["strategy"].get("compressed")
+    if compressed is None:
+        return None
+    compressed = compressed.get("sum", compressed)
+    return compressed["exchange"]["policy"], compressed["num_rounds"]
 
 
 def _why(failure: Exception) -> str:

@@ -137,11 +137,6 @@ class Session:
         can be seen, and for strategies that do not promise it."""
         return self._strategy.inexact
 
-    @property
-    def codecs(self) -> Any:
-        """This rank's policy of codecs and its count of encoded sums, equal on all ranks; None without compression."""
-        return self._strategy.codecs
-
     def batches(
         self,
         dataset: Any,

@@ -42,10 +42,6 @@ class Strategy(Protocol):
     def mega_batch(self) -> int:
         """Samples of the next round."""
 
-    @property
-    def codecs(self) -> Any:
-        """What this rank's own state holds of codecs and must be equal on all ranks; None where nothing is encoded."""
-
     def warm_up(self, active: bool) -> None:
         """Switches the warm-up of ``Config.warmup_epochs`` on or off; called before every round."""
 

@@ -166,11 +166,6 @@ class SyncStrategy(FixedWorkStrategy):
         """The ranks' present shares of the global batch, samples, whole numbers, shape (world_size,)."""
         return self._shares.whole
 
-    @property
-    def codecs(self) -> Any:
-        """Policy and number of steps of the encoded exchange."""
-        return None if self._compressed is None else self._compressed.common
-
     def synchronize(self) -> bool:
         """Waits for the reduced gradients; returns whether this micro-batch is the step's last. COLLECTIVE then."""
         self._steps.synchronize()

@@ -120,11 +120,6 @@ class FixedWorkStrategy:
         """Samples of a round over all ranks."""
         return self._config.mega_batch_samples
 
-    @property
-    def codecs(self) -> Any:
-        """None: nothing is encoded, unless a strategy says otherwise."""
-        return None
-
     def warm_up(self, active: bool) -> None:
         """Batches keep their size; only the learning rate warms up."""
 

@@ -411,7 +411,7 @@ def test_a_loop_that_is_left_and_begun_again_is_told_what_to_do() -> None:
                 if is_left:
                     break
 
-    with pytest.raises(RuntimeError, match=r"left within the round \(end it by session.stop\(\) instead\)"):
+    with pytest.raises(RuntimeError, match=r"left within the round \(end it by session.stop\(\)\)"):
         LocalWorld(1).run(leave)
 
 
