@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,8 +278,7 @@ def test_the_page_appears_when_the_launcher_ends_the_job(tmp_path: Path) -> None
 def test_a_signal_ends_the_examination(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with pytest.raises(Ended), ending_signals():
-        os.kill(os.getpid(), number)
-        time.sleep(1)
+        signal.raise_signal(number)
     assert signal.getsignal(number) is before
 
 
