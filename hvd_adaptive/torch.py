@@ -23,7 +23,7 @@ def init(*args: Any, **options: Any) -> None:
         ValueError: for a bad HVD_ADAPTIVE_* variable.
         RuntimeError: if the launcher's world and MPI's are not one.
     """
-    face.initialize(lambda comm: make_engine(run_config(), comm), *args, **options)
+    face.initialize(run_config, make_engine, *args, **options)
 
 
 def __getattr__(name: str) -> Any:

@@ -68,7 +68,10 @@ def run(options: argparse.Namespace, config: RunConfig) -> int:
         return Launched(options.launch, options.memory_dir and Path(options.memory_dir), Path(options.commit_dir))
 
     make_launched = None if options.launch is None else launched
-    return _script_module().run_script(options.script, options.arguments, lambda comm: make_engine(config, comm), make_launched)
+    return _script_module().run_script(
+        options.script, options.arguments, lambda comm: make_engine(config, comm), make_launched,
+        stall_limit_s=config.stall_limit_s,
+    )  # fmt: skip
 
 
 def make_engine(config: RunConfig, comm: Any) -> Any:

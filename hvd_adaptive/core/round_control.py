@@ -82,7 +82,10 @@ class RoundControl:
         Raises:
             RuntimeError: on every rank alike, if there is nothing to merge.
         """
-        config = self._config
+        config, finite = self._config, gathered["finite"] > 0
+        if finite.any() and not gathered["num_updates"].any():
+            # The ranks' loops have left out all batches: nothing has moved.
+            return finite / finite.sum()
         perturbation = None
         if config.perturbation:
             perturbation = Perturbation(threshold=config.perturbation_threshold, delta=config.perturbation_delta)
@@ -92,7 +95,7 @@ class RoundControl:
             num_updates=gathered["num_updates"],
             num_samples=gathered["num_samples"],
             batch_sizes=gathered["batch_size"],
-            finite=gathered["finite"] > 0,
+            finite=finite,
             norm_per_parameter=gathered["norm_per_parameter"],
             perturbation=perturbation,
         )
@@ -109,6 +112,8 @@ class RoundControl:
         config = self._config
         self._speed_model.observe(gathered["num_steps"], gathered["work"], gathered["busy_s"])
         low, high = config.batch_size_bounds
+        if not gathered["num_samples"].any():
+            return np.minimum(sizes, self.ceilings)
         if not warming_up and config.size_rule == "proportional":
             sizes = self._proportional(sizes, gathered, low=low, high=high)
         elif not warming_up:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from hvd_adaptive.launch import relaunch
+
 _TAIL_CHARACTERS = 2000
 
 
@@ -125,12 +127,12 @@ def _take(line: dict[str, Any], outcome: Outcome, on_stage: Callable[[str], None
 
 @contextlib.contextmanager
 def ending_signals() -> Iterator[None]:
-    """Makes SIGTERM and SIGINT raise `Ended` in this block. From the main thread."""
+    """Makes SIGTERM, SIGINT and SIGHUP (unless it is ignored, as by nohup) raise `Ended` in this block. From the main thread."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Ended
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, end) for number in relaunch.ending_signals()}
     try:
         yield
     finally:

@@ -158,9 +158,20 @@ class CompressedSum:
         return {"exchange": self._exchange.state_dict(), "num_rounds": self._num_rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over a state; residuals only where the number of ranks is the same, with a warning else. COLLECTIVE."""
+        """Takes over a state; residuals only where the number of ranks is the same, with a warning else.
+
+        By this rank alone, as a state may be damaged on one rank only. Policy and number of rounds must be the same on all.
+
+        Raises:
+            ValueError: for a policy that cannot be read, or does not go with these tensors.
+        """
         if self._chooser is not None:
-            self._exchange.set_policy(parse_policy(state["exchange"]["policy"]))
+            policy = parse_policy(state["exchange"]["policy"])
+            policy.check(self._names)
+            if (reason := misfit(policy, self._reducer, self._names)) is not None:
+                raise ValueError(reason)
+            self._exchange.take_policy(policy)
+            self._compile()
         self._num_rounds = int(state["num_rounds"])
         self._exchange.load_state_dict(state["exchange"])
 

@@ -109,6 +109,10 @@ class Exchange:
             AgreedError: on every rank, if the policies differ.
         """
         agree_equal(self._transport, {"policy": policy.spec}, "Give all ranks the same policy.")
+        self.take_policy(policy)
+
+    def take_policy(self, policy: Policy) -> None:
+        """As `set_policy`, by this rank alone: the caller sees to it that all ranks take the same before the next `sum_`."""
         self._policy = policy
         self._layouts.clear()
         self._chosen.clear()

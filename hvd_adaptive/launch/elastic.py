@@ -36,7 +36,7 @@ from hvd_adaptive.launch.hosts import (
     slurm_hosts,
 )
 from hvd_adaptive.launch.output import EXIT_BAD_INPUT, Lines
-from hvd_adaptive.launch.relaunch import build_command, start
+from hvd_adaptive.launch.relaunch import build_command, ending_signals, start
 
 EXIT_TOO_FEW_HOSTS = 69
 # A job that ends so often without getting on will not do better.
@@ -101,6 +101,7 @@ class Supervisor:
         self._job = make_job(self._memory)
         self._child: subprocess.Popen[bytes] | None = None
         self._signal: int | None = None
+        self._forwarded: tuple[signal.Signals, ...] = ()
         self._asked = self._ended = self._is_finished = False
         self._waiting_hosts = ""
         self._is_amid_line = False
@@ -308,8 +309,10 @@ class Supervisor:
         self._show(lines.end())
 
     def _show(self, text: bytes) -> None:
-        sys.stderr.buffer.write(text)
-        sys.stderr.buffer.flush()
+        # Whose terminal is closed has nobody to tell, and the ranks must not wait for who reads what they say.
+        with contextlib.suppress(OSError):
+            sys.stderr.buffer.write(text)
+            sys.stderr.buffer.flush()
         self._is_amid_line = not text.endswith(b"\n") if text else self._is_amid_line
 
     def _hear(self, line: str) -> bool:
@@ -326,7 +329,8 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         # Not behind a script's progress bar.
-        print("\n" * self._is_amid_line + f"hvd-adaptive elastic: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print("\n" * self._is_amid_line + f"hvd-adaptive elastic: {text}", file=sys.stderr, flush=True)
         self._is_amid_line = False
 
     @contextlib.contextmanager
@@ -337,10 +341,12 @@ class Supervisor:
             # Ranks that were asked to move would take another SIGUSR1 for the order to end at once.
             if self._child is None or (first and self._asked and number != signal.SIGINT):
                 return
-            in_order = number == signal.SIGTERM and first and self._job.stops_in_order
-            self._child.send_signal(signal.SIGUSR1 if in_order else number)
+            if number in (signal.SIGTERM, signal.SIGHUP):
+                number = signal.SIGUSR1 if first and self._job.stops_in_order else signal.SIGTERM
+            self._child.send_signal(number)
 
-        before = {number: signal.signal(number, forward) for number in _FORWARDED}
+        self._forwarded = (*ending_signals(), signal.SIGUSR1)
+        before = {number: signal.signal(number, forward) for number in self._forwarded}
         try:
             yield
         finally:
@@ -350,14 +356,11 @@ class Supervisor:
     @contextlib.contextmanager
     def _blocked_signals(self) -> Iterator[None]:
         # Until the child is known a signal must wait: it could not be passed on.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._forwarded)
         try:
             yield
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
-
-
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self._forwarded)
 
 
 def make_memory() -> tuple[Path, IO[bytes]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
+from hvd_adaptive.launch import tether
 from hvd_adaptive.launch.binding import read_launcher, requested_threads
 from hvd_adaptive.launch.host import usable_cores
 
@@ -174,8 +175,17 @@ def build_command(
     )
 
 
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Returns the signals that ask a process to end: of a scheduler, of Ctrl-C, and of a terminal that is closed, unless this
+    process ignores that one (nohup)."""
+    hangup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGINT, signal.SIGTERM, *hangup)
+
+
 def start(command: Sequence[str], env: Mapping[str, str], *, stderr: int | None = None) -> subprocess.Popen[bytes]:
-    """Starts a launcher in a session of its own, without standard input. Signals that are blocked here are not blocked there.
+    """Starts a launcher in a session of its own, without standard input. From the main thread.
+
+    If this process is killed, the launcher gets a SIGTERM. Signals that are blocked here are not blocked there.
 
     Args:
         command: from `build_command`.
@@ -183,12 +193,11 @@ def start(command: Sequence[str], env: Mapping[str, str], *, stderr: int | None 
         stderr: as for Popen.
     """
     return subprocess.Popen(
-        command,
+        [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command],
         env=dict(env),
         stdin=subprocess.DEVNULL,
         stderr=stderr,
         start_new_session=True,
-        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, ()),
     )
 
 
@@ -196,7 +205,8 @@ def relaunch(num_ranks: int, argv: Sequence[str], *, ends_in_order: bool = False
     """Runs ``python -m hvd_adaptive ARGV`` as N ranks and waits for them. From the main thread.
 
     SIGINT and SIGTERM go on to the launcher, which ends the ranks, and SIGUSR1 and SIGUSR2, which it passes on to them; it
-    runs in a session of its own, so that Ctrl-C reaches it once and not twice, and without standard input.
+    runs in a session of its own, so that Ctrl-C reaches it once and not twice, and without standard input. SIGHUP, of a terminal
+    that is closed, counts as SIGTERM: in its own session the launcher would not hear of it.
 
     Args:
         num_ranks: ranks to start, >= 1.
@@ -212,7 +222,7 @@ def relaunch(num_ranks: int, argv: Sequence[str], *, ends_in_order: bool = False
         RuntimeError: there is no usable mpirun, or this process is already a rank.
     """
     command, env = build_command(num_ranks, argv)
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    signals = (*ending_signals(), signal.SIGUSR1, signal.SIGUSR2)
     # Until the child exists a signal must wait: it could not be passed on.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
@@ -221,7 +231,9 @@ def relaunch(num_ranks: int, argv: Sequence[str], *, ends_in_order: bool = False
         first_terms = [signal.SIGUSR1] if ends_in_order else []
 
         def forward(number: int, frame: FrameType | None) -> None:
-            child.send_signal(first_terms.pop() if number == signal.SIGTERM and first_terms else number)
+            if number in (signal.SIGTERM, signal.SIGHUP):
+                number = first_terms.pop() if first_terms else signal.SIGTERM
+            child.send_signal(number)
 
         before = {number: signal.signal(number, forward) for number in signals}
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ class Batch:
         rows: the samples' positions in the data set, int64, shape (num_samples,).
         work: cost of the samples, in the unit that the cursor counts.
         loss: set it to this batch's mean loss, a 0-dim tensor or a number, to have it in the round's record.
+        number: of this rank's batches, from 1; 0 for one that no session gave.
     """
 
     x: Any
@@ -32,6 +33,7 @@ class Batch:
     rows: Rows
     work: int
     loss: Any = None
+    number: int = 0
 
     @property
     def num_samples(self) -> int:
@@ -59,6 +61,8 @@ class BatchSource:
         dataset: has ``__len__`` and one of: ``get_batch(rows) -> (x, y)``, torch's ``__getitems__(list)``, ``__getitem__(row)``.
         device: where x and y go.
         collate: makes a batch from a list of samples; torch's ``default_collate`` by default. Not used with ``get_batch``.
+            What it returns is (x, y) if it is a tuple of two, and otherwise x alone. ``default_collate`` makes lists of tuples;
+            there the samples decide, which are (x, y) if they are tuples of two.
 
     Raises:
         TypeError: for a data set that has no length or cannot be indexed, such as an IterableDataset.
@@ -84,14 +88,30 @@ class BatchSource:
 
     def load(self, rows: Rows, work: int) -> Batch:
         """Returns the batch of these rows."""
-        if hasattr(self._dataset, "get_batch"):
-            data = self._dataset.get_batch(rows)
-        else:
-            indices = rows.tolist()
-            fetch_many = getattr(self._dataset, "__getitems__", None)
-            data = self._collate(fetch_many(indices) if fetch_many else [self._dataset[i] for i in indices])
-        x, y = data if isinstance(data, Sequence) and len(data) == 2 else (data, None)
+        dataset = self._dataset
+        data = dataset.get_batch(rows) if hasattr(dataset, "get_batch") else self._collated(rows.tolist())
+        x, y = data if _is_pair(data) else (data, None)
         return Batch(x=to_device(x, self._device), y=to_device(y, self._device), rows=rows, work=work)
+
+    def _collated(self, indices: list[int]) -> Any:
+        fetch_many = getattr(self._dataset, "__getitems__", None)
+        samples = fetch_many(indices) if fetch_many else [self._dataset[i] for i in indices]
+        data = self._collate(samples)
+        if not (isinstance(data, list) and len(data) == 2 and _is_pair(samples[0])):
+            return data
+        if self._collate is default_collate:
+            return tuple(data)
+        if len(samples) != 2:
+            raise TypeError(
+                f"collate must return a tuple (x, y) for samples that are (x, y), got a list of 2 for {len(samples)} samples: a "
+                "list may as well be of samples. Return tuple(...), or a list in a tuple, ([a, b], None), if all of it is input"
+            )
+        return data
+
+
+def _is_pair(value: Any) -> bool:
+    # A list or a string of length two may be two samples.
+    return isinstance(value, tuple) and len(value) == 2
 
 
 def prefetched(fetch: Callable[[int], Batch | None], on_wait: Callable[[], Any]) -> Iterator[Batch]:

@@ -203,15 +203,15 @@ class LocalStrategy:
         end = self._claims.end
         return num_rows if end is None or self._mega_batch is None else self._mega_batch.num_rows_before(end)
 
-    def _check_claims(self, computed: int) -> None:
-        """Raises RuntimeError unless the ranks have computed what was claimed: the ledger must not count anything else."""
+    def _check_claims(self, handed: int) -> None:
+        """Raises RuntimeError unless the ranks' loops were given what was claimed: the ledger must not count anything else."""
         if self._mega_batch is None:
             return  # no round was opened: there is no cursor
         expected = self.round_samples(len(self._mega_batch.rows))
-        if self.repeat is None and computed != expected:
+        if self.repeat is None and handed != expected:
             raise RuntimeError(
-                f"the ranks computed {computed} samples of round {self._round}, which has {expected}: its cursor was moved by "
-                "something else than their claims. Nothing of the round was merged; see docs/security.md"
+                f"the ranks got {handed} samples of round {self._round}, which has {expected}: a loop was left within the round "
+                "(end it by session.stop()), or its cursor was moved by something else than claims. See docs/security.md"
             )
 
     def _open_claims(self, total_work: int, *, least: int) -> Claims:
@@ -254,7 +254,7 @@ class LocalStrategy:
 
         start = time.perf_counter()
         gathered = GatheredStats(self._transport.allgather_stats(stats.vector()))
-        self._check_claims(int(gathered["num_samples"].sum()))
+        self._check_claims(int(gathered["handed_samples"].sum()))
         all_finite = gathered["finite"] > 0
         weight = self._weights(gathered)
         self._rebalance(gathered)

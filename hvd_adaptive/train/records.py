@@ -22,6 +22,8 @@ class RoundStats:
         batch_size: the rank's batch size b_i.
         num_updates: samples over b_i, so that a batch cut short counts as a part.
         num_samples: samples computed.
+        handed_samples: samples of the batches that the rank's loop was given, whether it computed them or left them out; not of
+            those that were taken back because they did not fit into memory.
         num_steps: local steps, whatever their size.
         work: work computed, in the unit of the cursor.
         busy_s: seconds in steps.
@@ -53,6 +55,7 @@ class RoundStats:
     batch_size: float = 0.0
     num_updates: float = 0.0
     num_samples: float = 0.0
+    handed_samples: float = 0.0
     num_steps: float = 0.0
     work: float = 0.0
     busy_s: float = 0.0
@@ -140,6 +143,18 @@ class RoundRecord:
     model_hash: str | None = None
     claims: RoundClaims | None = None
     stragglers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, stats: GatheredStats, **others: Any) -> RoundRecord:
+        """Returns a record whose loss, seconds and bytes are those of the statistics; ``others`` are its other attributes."""
+        loss_samples = stats["loss_samples"].sum()
+        return cls(
+            train_s=float(stats["train_s"].max()),
+            loss=float(stats["loss_sum"].sum() / loss_samples) if loss_samples else None,
+            payload_bytes=round(float(stats["payload_bytes"].mean())),
+            stats=stats,
+            **others,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record for rounds.jsonl: plain numbers, and one list over ranks a statistic."""

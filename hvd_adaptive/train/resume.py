@@ -173,7 +173,10 @@ def _choose(path: Path, transport: Transport, identity: Identity) -> tuple[dict[
 
 
 def _load(path: Path, manifest: dict[str, Any], session: Session, like: dict[str, Any]) -> str | None:
-    """Loads a checkpoint of the form of a state on every rank; returns why some rank could not. COLLECTIVE."""
+    """Loads a checkpoint of the form of a state on every rank; returns why some rank could not. COLLECTIVE.
+
+    Each rank loads by itself, and only then they meet: what fails on one must not leave the others in a collective.
+    """
     error = None
 
     @functools.cache
@@ -190,6 +193,7 @@ def _load(path: Path, manifest: dict[str, Any], session: Session, like: dict[str
         check_like(state, {name: {} if name in ("random", "registered") else value for name, value in like[part].items()}, file)
         return state
 
+    codecs = None
     try:
         with long_task(session.transport, "loading a checkpoint"):
             if session.rank:
@@ -201,11 +205,25 @@ def _load(path: Path, manifest: dict[str, Any], session: Session, like: dict[str
                 },
                 own_of,
             )
+        codecs = _codecs(own_of(session.rank % manifest["world_size"]))
     except Exception as failure:
         # Its bytes are those that were written, but who wrote them is not known: whatever does not fit is a refusal.
         error = f"rank {session.rank}: {path}: {_why(failure)}"
-    errors: list[str | None] = session.transport.allgather_object(error)
-    return next((text for text in errors if text is not None), None)
+    found: list[tuple[str | None, Any]] = session.transport.allgather_object((error, codecs))
+    first = next((text for text, _ in found if text is not None), None)
+    if first is not None:
+        return first
+    rank = next((rank for rank, (_, own) in enumerate(found) if own != found[0][1]), 0)
+    return f"{path}: the ranks' codecs differ: {found[0][1]} on rank 0 and {found[rank][1]} on rank {rank}" if rank else None
+
+
+def _codecs(own: dict[str, Any]) -> tuple[str, int] | None:
+    """What a rank's own state holds of codecs, and must be the same on all ranks: their policy, and how often they were used."""
+    compressed = own["strategy"].get("compressed")
+    if compressed is None:
+        return None
+    compressed = compressed.get("sum", compressed)
+    return compressed["exchange"]["policy"], compressed["num_rounds"]
 
 
 def _why(failure: Exception) -> str:

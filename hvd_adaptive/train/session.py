@@ -30,6 +30,7 @@ from hvd_adaptive.core.merge_period import capped_mega_batch
 from hvd_adaptive.core.slowdown import Slowdown
 from hvd_adaptive.train.batches import Batch, BatchSource
 from hvd_adaptive.train.emulation import compute_seconds
+from hvd_adaptive.train.handed_out import HandedOut
 from hvd_adaptive.train.learning_rate import LearningRateMultiplier
 from hvd_adaptive.train.memory import begun_step_error, is_out_of_memory
 from hvd_adaptive.train.preemption import PREEMPTION
@@ -109,11 +110,10 @@ class Session:
             self.identity = run_identity(self.config, {**trained, "ranks' devices and threads": threads})
         recording = self.config.replay
         self._replay = Replay(recording, self.identity, self.transport) if recording is not None else None
-        self._data = ""
-        self._lr = LearningRateMultiplier(self.optimizer)
+        self._data, self._lr = "", LearningRateMultiplier(self.optimizer)
         self._state = SessionState(self, self._strategy, self._lr)
         self._stragglers = StragglerReport(self.transport, self.device, self.config.straggler_limit)
-        self._stats = RoundStats()
+        self._stats, self._handed_out = RoundStats(), HandedOut(self.rank, self.config.strategy)
         self._stop, self._round_start = False, 0.0
         self._check_hash()
 
@@ -153,7 +153,7 @@ class Session:
             dataset: the same map-style data set on every rank: ``get_batch(rows) -> (x, y)``, or indexing and ``collate``.
             num_epochs: passes over the data, may be fractional; None: until :meth:`stop`.
             work: cost of each sample, int64, shape (len(dataset),), for ``work="nonzeros"``.
-            collate: as in torch's DataLoader.
+            collate: as in torch's DataLoader; what it returns is (x, y) if it is a tuple of two, else x alone.
 
         Raises:
             TypeError, ValueError: for a data set that cannot be shared this way.
@@ -163,9 +163,7 @@ class Session:
         source = BatchSource(dataset, self.device, collate)
         if (work is not None) != (self.config.work == "nonzeros"):
             given = "None" if work is None else "an array"
-            raise ValueError(
-                f"batches(work=...) goes with config.work='nonzeros', got work={given} with {self.config.work!r}"
-            )
+            raise ValueError(f"batches(work=...) goes with config.work='nonzeros', got work={given} with {self.config.work!r}")
         agree_equal(self.transport, {"number of samples": len(source)}, "Give every rank the same data.")
         self._state.check_dataset(len(source))
         self._data = f"{len(source)} samples, fingerprint {getattr(dataset, 'fingerprint', 'unknown')}"
@@ -187,11 +185,8 @@ class Session:
                     break
                 size = recorded.num_samples
             rows = order[self.ledger.cursor : self.ledger.cursor + size]
-            schedule = lr_schedule(
-                self._progress(len(source)),
-                warmup_epochs=self.config.warmup_epochs,
-                decay=self.config.lr_decay,
-            )
+            progress = self._progress(len(source))
+            schedule = lr_schedule(progress, warmup_epochs=self.config.warmup_epochs, decay=self.config.lr_decay)
             self._begin_round(len(source), recorded)
             for batch in self._strategy.round_batches(
                 rows,
@@ -201,6 +196,7 @@ class Session:
                 stats=self._stats,
             ):
                 self._lr.value = schedule * self._strategy.lr_multiplier(batch)
+                self._handed_out.give(batch, self._stats)
                 yield batch
                 if self.preemption.signal_number:
                     self._strategy.close_round()
@@ -221,6 +217,7 @@ class Session:
             RuntimeError: if memory ran out after ``optimizer.step`` had begun, when parameters may have been changed.
         """
         start = time.perf_counter()
+        self._handed_out.begin(batch)
         factor = self._slowdown.factors(self.train_s + start - self._round_start)[self.rank]
         # Reading this clock waits for a GPU, which only an emulated slowdown needs.
         compute_start = compute_seconds(self.device) if factor > 1 else 0.0
@@ -261,6 +258,7 @@ class Session:
             return False
         if self._lr.num_begun > num_begun:
             raise begun_step_error(self.rank, batch.num_samples) from error
+        self._handed_out.take_back(batch, self._stats)
         batch.x = batch.y = batch.loss = None  # What is kept alive keeps the failed step's memory.
         return True
 
@@ -304,7 +302,7 @@ class Session:
             shared: it is equal on all ranks, so that rank 0's is saved once; else each rank's own is.
 
         Raises:
-            ValueError: if the name is taken.
+            ValueError: if the name is taken. TypeError: for a state, as it is now, that cannot be saved.
         """
         self._state.register(name, value, shared=shared)
 
@@ -347,6 +345,7 @@ class Session:
 
     def _end_round(self, num_samples: int, dataset_size: int) -> None:
         stats = self._stats
+        self._handed_out.end_round(stats, self.round)
         if self.device.type == "cuda":
             start = time.perf_counter()
             torch.cuda.synchronize(self.device)
@@ -372,23 +371,19 @@ class Session:
         self.preempted = int(final["preempted"].max())
         self._stop = bool(gathered["stop"].any()) or self.preempted > 0
         stats.stop = 0.0
-        loss_samples = final["loss_samples"].sum()
-        record = RoundRecord(
+        record = RoundRecord.of(
+            final,
             round=self.round,
             epoch=self._progress(dataset_size),
-            train_s=self.train_s,
             num_samples=self.num_samples,
-            loss=float(final["loss_sum"].sum() / loss_samples) if loss_samples else None,
             weight=weight,
-            payload_bytes=round(float(final["payload_bytes"].mean())),
-            stats=final,
             stragglers=self._stragglers.add_round(final),
             model_hash=model_hash,
         )
         if claims is not None:
             record.claims = round_claims(record, claims, num_samples=num_samples, data=self._data)
             if self._replay is not None:
-                self._replay.check(record.claims, int(final["num_samples"].sum()))
+                self._replay.check(record.claims, int(final["handed_samples"].sum()))
         self.round += 1
         self._strategy.after_round(record)
         for receive in self.records:

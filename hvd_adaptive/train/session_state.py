@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hvd_adaptive.core.dispatch import Ledger
 from hvd_adaptive.train.learning_rate import LearningRateMultiplier
 from hvd_adaptive.train.random_state import random_state, seeded_random_state, set_random_state
+from hvd_adaptive.train.state import flatten_state
 from hvd_adaptive.train.strategy import OwnState, Strategy
 
 if TYPE_CHECKING:
@@ -41,8 +42,19 @@ class SessionState:
 
     def register(self, name: str, value: Stateful, *, shared: bool) -> None:
         """Adds an object; see :meth:`hvd_adaptive.Session.register_state`."""
+        if not isinstance(name, str):
+            raise TypeError(f"register_state: name must be a string, got {name!r}")
         if name in self._registered:
             raise ValueError(f"register_state: the name {name!r} is taken, got it twice")
+        if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
+            raise TypeError(
+                f"register_state: {name!r} must have state_dict() and load_state_dict(state), got {type(value).__name__}"
+            )
+        try:
+            # Now, and not at the first checkpoint, after hours.
+            flatten_state({name: value.state_dict()}, copy=False)
+        except TypeError as error:
+            raise TypeError(f"register_state: {error}") from None
         self._registered[name] = (value, shared)
 
     def check_dataset(self, num_samples: int) -> None:

@@ -130,7 +130,8 @@ class Strategy(Protocol):
         """
 
     def load_state_dict(self, shared: dict[str, Any], own_of: OwnState, *, world_size: int) -> None:
-        """Takes over a saved state, copying what it keeps.
+        """Takes over a saved state, copying what it keeps. By this rank alone: a state may be damaged on one rank only, which
+        must not leave the others in a collective.
 
         Args:
             shared: as from :meth:`state_dict`.

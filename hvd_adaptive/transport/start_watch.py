@@ -28,8 +28,10 @@ _MOST_HOSTS = 8
 
 
 @contextlib.contextmanager
-def start_watch(rank: int | None, *, stall_limit_s: float) -> Iterator[Callable[[Sequence[str]], None]]:
-    """Ends this process, with the reason, if the block takes longer than five stall limits. Rank 0 speaks first.
+def start_watch(
+    rank: int | None, *, stall_limit_s: float, limit_s: float | None = None
+) -> Iterator[Callable[[Sequence[str]], None]]:
+    """Ends this process, with the reason, if the block takes longer than its limit. Rank 0 speaks first.
 
     A launcher that still runs a while later is ended as well: it waits for ever for a daemon that it no longer reaches.
 
@@ -38,12 +40,13 @@ def start_watch(rank: int | None, *, stall_limit_s: float) -> Iterator[Callable[
 
     Args:
         rank: what the launcher said, None where it said nothing.
-        stall_limit_s: the stall limit in seconds.
+        stall_limit_s: the stall limit in seconds, which the reason says to raise.
+        limit_s: of the block; None: five stall limits.
 
     Yields:
         What to call with the hosts by rank as soon as they are known: whoever is missing is then named.
     """
-    limit_s = START_LIMITS * stall_limit_s
+    limit_s = START_LIMITS * stall_limit_s if limit_s is None else limit_s
     who = "a rank" if rank is None else f"rank {rank}"
     waited = f"hvd_adaptive: {who} on {socket.gethostname()} has waited {limit_s:g} s for all ranks to meet, and ends."
     longer = f"if starting takes that long, raise stall_limit_s (now {stall_limit_s:g} s)."

@@ -7,21 +7,27 @@ from typing import Any
 
 from hvd_adaptive.wrap import script
 from hvd_adaptive.wrap.engine import Engine
+from hvd_adaptive.wrap.options import RunConfig
 
 
-def initialize(make_engine: Callable[[Any], Engine], *args: Any, **options: Any) -> None:
+def initialize(
+    make_config: Callable[[], RunConfig], make_engine: Callable[[RunConfig, Any], Engine], *args: Any, **options: Any
+) -> None:
     """Starts MPI, intercepts unless something in this process has done so, and calls ``horovod.torch.init``. COLLECTIVE.
 
     Args:
-        make_engine: intercepts, given a communicator of all ranks.
+        make_config: gives the options, where they are needed.
+        make_engine: intercepts, given the options and a communicator of all ranks.
         args: for Horovod.
         options: for Horovod.
 
     Raises:
+        ValueError: for bad options.
         RuntimeError: if the world cannot be joined.
     """
     if not script.is_intercepted():
-        script.print_report_at_exit(make_engine(script.start_world()))
+        config = make_config()
+        script.print_report_at_exit(make_engine(config, script.start_world(config.stall_limit_s)))
     import horovod.torch
 
     horovod.torch.init(*args, **options)

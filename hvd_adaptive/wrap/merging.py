@@ -314,6 +314,8 @@ class Merger:
                 finite=finite,
             )
         except RuntimeError:
+            if finite.any():
+                raise  # It is something else.
             raise RuntimeError(
                 "the parameters of ALL ranks hold NaN or Inf: the script's training has diverged. Lower its learning rate, or "
                 "merge more often (--mega-batch)"

@@ -90,6 +90,12 @@ class RunConfig:
             for name in LOCAL_OPTIONS:
                 if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                     raise ValueError(f"{name} needs strategy 'local', got {getattr(self, name)!r} with strategy 'sync'")
+        elif self.merge_weights in ("samples", "fednova") and self.lr_rule != "none":
+            # Every rank makes the same number of steps here.
+            raise ValueError(
+                f"merge_weights {self.merge_weights!r} needs lr_rule 'none', got {self.lr_rule!r}: a rank's share of the batch "
+                "already makes its steps longer, and would count twice. Or use merge_weights 'updates'"
+            )
         self.merging()
         if self.shares is not None:
             parse_shares(self.shares)

@@ -44,7 +44,8 @@ def start_world(stall_limit_s: float = 60.0) -> Any:
     An uncaught exception on any rank then ends the job. Under Gloo, or without a launcher, Horovod starts by itself.
 
     Args:
-        stall_limit_s: ranks that have not all started after five times as many seconds end the job.
+        stall_limit_s: ranks that have not all started after five times as many seconds end the job. From 60 s on the limit is
+            300 s, or the stall limit if that is more.
 
     Returns:
         A communicator of all ranks; None where MPI was not started.
@@ -61,9 +62,10 @@ def start_world(stall_limit_s: float = 60.0) -> Any:
     if starts_alone(info, os.environ):
         return None
     from hvd_adaptive.transport.horovod_mpi import start_mpi
-    from hvd_adaptive.transport.start_watch import start_watch
+    from hvd_adaptive.transport.start_watch import START_LIMITS, start_watch
 
-    with start_watch(info.rank, stall_limit_s=stall_limit_s):
+    limit_s = max(stall_limit_s, START_LIMITS * min(stall_limit_s, 60.0))
+    with start_watch(info.rank, stall_limit_s=stall_limit_s, limit_s=limit_s):
         return start_mpi(info)
 
 
@@ -107,6 +109,8 @@ def run_script(
     arguments: Sequence[str],
     make_engine: Callable[[Any], Engine],
     make_launched: Callable[[], Launched] | None = None,
+    *,
+    stall_limit_s: float = 60.0,
 ) -> int:
     """Runs a script as ``python path arguments`` would, as this rank. COLLECTIVE as far as the script is.
 
@@ -115,6 +119,7 @@ def run_script(
         arguments: its arguments.
         make_engine: intercepts, see :func:`intercept`; called with what :func:`start_world` returned.
         make_launched: under a supervisor, says which launch this is.
+        stall_limit_s: for :func:`start_world`.
 
     Returns:
         The exit code.
@@ -122,7 +127,7 @@ def run_script(
     Raises:
         RuntimeError: if the world cannot be joined.
     """
-    engine = make_engine(start_world())
+    engine = make_engine(start_world(stall_limit_s))
     launched = None if make_launched is None else make_launched()
     if launched is not None:
         _tell_supervisor(engine, launched)

@@ -30,6 +30,9 @@ def main() -> int:
     """Runs the set-up; returns the exit code."""
     options = parse(sys.argv[1:])
     signal.signal(signal.SIGTERM, _stop)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        # A terminal that is closed: what runs now is in a session of its own and would go on.
+        signal.signal(signal.SIGHUP, _stop)
     if platform.system() != "Linux":
         print(f"setup: error: needs Linux, got {platform.system()}", file=sys.stderr)
         return 1

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import terminal
 from shared_memory import abandoned
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive", "train", "--elastic"]
@@ -141,3 +142,29 @@ def test_killed_ranks_and_changing_hosts(elastic: Any, tmp_path: Path) -> None:
     newest = max((tmp_path / "run" / "checkpoints").glob("round-*")).name
     assert newest == f"round-{len(rounds):08d}"
     assert abandoned() <= before
+
+
+def test_a_closed_terminal_ends_the_job_in_order(run_job: Any, data: Path, tmp_path: Path) -> None:
+    out, closing = tmp_path / "run", tmp_path / "closing"
+    where = ["--data", str(data), "--cache-dir", str(data / "cache"), "--out", str(out)]
+
+    def close(child: subprocess.Popen[bytes]) -> None:
+        Job(child, out).wait_for_rounds(1)
+        closing.touch()
+
+    command = [*COMMAND, *where, *QUICK, "--max-np", "2", "--epochs", "100000"]
+    before = abandoned()
+    job = run_job([sys.executable, terminal.__file__, str(closing), *command], during=close, timeout=2 * LIMIT_S)
+    assert job.returncode == 75 and not job.leftover, job.describe()
+    rounds = (out / "rounds.jsonl").read_text().splitlines()
+    assert max((out / "checkpoints").glob("round-*")).name == f"round-{len(rounds):08d}"
+    assert abandoned() <= before
+
+
+def test_ranks_end_with_a_supervisor_that_is_killed(elastic: Any) -> None:
+    def kill(job: Job) -> None:
+        job.wait_for_rounds(1)
+        job.child.kill()
+
+    job = elastic("--max-np", "2", "--epochs", "100000", during=kill)
+    assert job.returncode == -signal.SIGKILL and not job.leftover, job.describe()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import configparser
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +78,33 @@ def test_arrows_point_one_way(path: Path) -> None:
     assert not roots & {"pickle", "cloudpickle", "dill"}
 
 
+def test_what_is_imported_is_declared() -> None:
+    """Also what comes with Horovod or another package today."""
+    setup = configparser.ConfigParser()
+    setup.read(PACKAGE.parent / "setup.cfg")
+    lists = [setup["options"]["install_requires"], *setup["options.extras_require"].values()]
+    declared = {re.split(r"[\s;<>=]", line)[0] for text in lists for line in text.split("\n") if line}
+    # Its set-up builds Horovod; Horovod has no requirement on it either.
+    names = {"sklearn": "scikit-learn", "horovod": "torch"}
+    found = {name.split(".")[0] for path in PACKAGE.rglob("*.py") for name in imports(path)}
+    others = found - set(sys.stdlib_module_names) - {"hvd_adaptive"}
+    assert {names.get(name, name) for name in others} <= declared
+
+
+def test_every_marker_is_used_and_declared() -> None:
+    """--strict-markers finds those that are not declared."""
+    text = (PACKAGE.parent / "pyproject.toml").read_text()
+    block = text.partition("markers = [")[2].partition("\n]")[0]
+    declared = set(re.findall(r'^    "(\w+)', block, re.M))
+    tests = "".join(path.read_text() for path in (PACKAGE.parent / "tests").rglob("*.py"))
+    assert declared == {name for name in declared if f"mark.{name}" in tests} >= {"mpi", "gpu"}
+
+
 def test_every_module_fits_a_reader() -> None:
     long = [path.name for path in PACKAGE.rglob("*.py") if len(path.read_text().splitlines()) > 400]
     assert not long
+
+
+def test_no_python_runs_between_fork_and_exec() -> None:
+    # A child of a process with threads may wait for ever for a lock that one of them held.
+    assert not [path.name for path in PACKAGE.rglob("*.py") if "preexec_fn=" in path.read_text()]

@@ -319,6 +319,39 @@ def test_a_rank_that_cannot_load_makes_all_take_the_older(
     assert "rank 1: " in caplog.text and "a stale file handle" in caplog.text
 
 
+AUTO_BITS: dict[str, Any] = {"compression": "maxmin:5", "auto_bits": 2, "mega_batch": 32}
+
+
+@pytest.mark.parametrize("config", [Config(batch_size=16, **AUTO_BITS), Config(batch_size=16, strategy="sync", **AUTO_BITS)])
+@pytest.mark.parametrize("damage", ["unreadable", "other bits", "other rounds"])
+def test_with_bits_of_their_own_all_take_the_older_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, config: Config, damage: str
+) -> None:
+    """The ranks must not meet before each knows that its own state can be loaded."""
+    run(2, tmp_path, num_epochs=1, config=config)
+    newest, older = [path.name for path in checkpoint.find_checkpoints(tmp_path)[:2]]
+    read = checkpoint.read_state
+
+    def fail(path: Path) -> Any:
+        state = read(path)
+        if path.parent.name == newest and path.name == "rank-0001.safetensors":
+            if damage == "unreadable":
+                raise checkpoint.RefusedError("a stale file handle")
+            own = state["strategy"]["compressed"]
+            own = own.get("sum", own)
+            if damage == "other bits":
+                own["exchange"]["policy"] = "maxmin:3"
+            else:
+                own["num_rounds"] += 1
+        return state
+
+    monkeypatch.setattr(checkpoint, "read_state", fail)
+    results = run(2, tmp_path, num_epochs=1, config=config, resume=True)
+    assert {result["source"].name for result in results} == {older}
+    assert ("a stale file handle" if damage == "unreadable" else "the ranks' codecs differ") in caplog.text
+    assert len({result["hash"] for result in results}) == 1
+
+
 def test_changed_options_are_an_error_that_names_both_values(tmp_path: Path) -> None:
     run(2, tmp_path, options={"lr": 1.0, "epochs": 1})
     with pytest.raises(AgreedError, match=r"batch_size was 16 and is 32; .*seed was 0 and is 1; lr was 1.0 and is 2.0"):

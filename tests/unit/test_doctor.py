@@ -16,7 +16,7 @@ import pytest
 from hvd_adaptive.doctor.examine import judge
 from hvd_adaptive.doctor.findings import Finding
 from hvd_adaptive.doctor.page import document, page
-from hvd_adaptive.doctor.supervise import Outcome, _take
+from hvd_adaptive.doctor.supervise import Ended, Outcome, _take, ending_signals
 from hvd_adaptive.launch.host import cpu_quota, host_cores, own_groups, parse_cores
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive", "doctor", "--probe-seconds", "0.1"]
@@ -272,3 +272,20 @@ def test_the_page_appears_when_the_launcher_ends_the_job(tmp_path: Path) -> None
     child.send_signal(signal.SIGTERM)
     text, _ = child.communicate(timeout=200)
     assert "the launcher ended the job here" in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_examination(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(Ended), ending_signals():
+        signal.raise_signal(number)
+    assert signal.getsignal(number) is before
+
+
+def test_nohup_is_heeded() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)

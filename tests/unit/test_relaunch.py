@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import terminal
 
 from hvd_adaptive.launch.relaunch import Launcher, find_launcher, launch_command, recognize
 
@@ -154,7 +155,7 @@ def test_ranks_run_and_the_exit_code_comes_back(run_job, parent):
     assert run_job([*argv, "7"], **options).returncode == 7
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_reach_the_ranks(run_job, parent, number):
     argv, options = parent
 
@@ -169,3 +170,63 @@ def test_signals_reach_the_ranks(run_job, parent, number):
     assert (options["cwd"] / "started-1").exists(), result.describe()
     assert result.returncode != 0
     assert not result.leftover
+
+
+def test_a_closed_terminal_ends_the_ranks(run_job, parent):
+    argv, options = parent
+    # Rank 1 is there as well, or is about to be: mpirun ends both.
+    command = [sys.executable, terminal.__file__, str(options["cwd"] / "started-0"), *argv, "sleep"]
+    result = run_job(command, **options, timeout=120)
+    assert not result.timed_out and not result.leftover, result.describe()
+    assert (options["cwd"] / "started-0").exists(), result.describe()
+    assert result.returncode != 0
+
+
+def test_nohup_is_heeded(run_job, parent):
+    argv, options = parent
+
+    def hang_up(child):
+        while len(list(options["cwd"].glob("started-*"))) < 2 and child.poll() is None:
+            time.sleep(0.02)
+        child.send_signal(signal.SIGHUP)
+        time.sleep(2.0)
+        assert child.poll() is None
+        child.send_signal(signal.SIGTERM)
+
+    result = run_job(["nohup", *argv, "sleep"], **options, during=hang_up, timeout=120)
+    assert not result.timed_out and not result.leftover, result.describe()
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(run_job, parent):
+    argv, options = parent
+
+    def kill(child):
+        while len(list(options["cwd"].glob("started-*"))) < 2 and child.poll() is None:
+            time.sleep(0.02)
+        child.kill()
+
+    result = run_job([*argv, "sleep"], **options, during=kill, timeout=120)
+    assert result.returncode == -signal.SIGKILL and not result.leftover, result.describe()
+
+
+# Threads that fork and start processes beside it; preexec_fn would run Python in a child that has copied their locks.
+THREADED = """
+import os, signal, sys
+sys.path.insert(0, {real!r})
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
+from hvd_adaptive.launch.relaunch import start
+import subprocess
+popen, seen = subprocess.Popen, []
+subprocess.Popen = lambda *args, **options: seen.append(options) or popen(*args, **options)
+child = start(["/bin/sh", "-c", "grep SigBlk /proc/self/status; ps -o sid= -p $$; echo $$"], os.environ)
+print(child.wait(), child.pid, "preexec_fn" in seen[0], flush=True)
+print(start(["/not/there"], os.environ).wait())
+"""
+
+
+def test_a_launcher_starts_without_code_between_fork_and_exec(run_job):
+    result = run_job([sys.executable, "-c", THREADED.format(real=str(Path(__file__).resolve().parents[2]))])
+    blocked, session, pid, said, missing = result.stdout.splitlines()
+    assert int(blocked.split()[1], 16) == 0
+    assert session.strip() == pid and said == f"0 {pid} False"
+    assert missing == "127" and "/not/there cannot be started" in result.stderr

@@ -307,6 +307,143 @@ def test_a_stream_is_refused() -> None:
         next(session.batches(iter([1, 2])))
 
 
+def train_some(transport: LocalTransport, config: Config, is_bad: Callable[[Session, Any], bool]) -> dict[str, Any]:
+    """As `train`, but for batches that the loop leaves out."""
+    torch.manual_seed(0)
+    model = make_model()
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=transport)
+    records: list[Any] = []
+    session.records.append(records.append)
+    given, left = [], []
+    for batch in session.batches(DATA, num_epochs=2):
+        given.append(batch.rows)
+        if is_bad(session, batch):
+            left.append(batch.rows)
+            continue
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+            session.optimizer.step()
+    session.close()
+    return {"records": records, "given": given, "left": left, "hash": model_hash(model), "session": session}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"dispatch": "equal"}, {"batch_size_rule": "proportional"}, {"overlap_merge": True}, {"logical_ranks": 3},
+        {"record": True},
+    ],
+)
+def test_a_batch_that_the_loop_leaves_out_counts_as_used(
+    world_size: int, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config(batch_size=16, mega_batch=100, hash_interval=1, **options)
+    results = LocalWorld(world_size).run(
+        lambda t: train_some(t, config, lambda session, batch: session.round == 1 and batch.rows.sum() % 2 == 1)
+    )
+    given = np.concatenate([rows for result in results for rows in result["given"]])
+    assert np.array_equal(np.bincount(given, minlength=NUM_SAMPLES), np.full(NUM_SAMPLES, 2))
+    assert results[0]["session"].num_samples == 2 * NUM_SAMPLES and len({result["hash"] for result in results}) == 1
+    num_left = [sum(len(rows) for rows in result["left"]) for result in results]
+    stats = results[0]["records"][1].stats
+    assert sum(num_left) > 0 and (stats["handed_samples"] - stats["num_samples"]).tolist() == num_left
+    for rank, result in enumerate(results):
+        if result["left"]:
+            first = ", ".join(map(str, result["left"][0][:8]))
+            assert f"rank {rank}: the loop left out {len(result['left'])} batch" in caplog.text
+            assert f"of round 1 with {num_left[rank]} samples (rows {first}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_size_rule": "proportional"}, {"merge_weights": "fednova", "merge_period": "auto"}]
+)
+def test_a_round_of_which_nothing_was_trained_moves_nothing(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    config = Config(batch_size=16, mega_batch=100, hash_interval=1, outer_step="none", **options)
+    results = LocalWorld(2).run(lambda t: train_some(t, config, lambda session, batch: session.round in (0, 2, 3, 4, 5)))
+    hashes = [record.model_hash for record in results[0]["records"]]
+    assert len(set(hashes[1:6])) == 1 and hashes[0] != hashes[1] and hashes[5] != hashes[6]
+    assert results[0]["hash"] == results[1]["hash"] and caplog.text.count("From now on the records count them") == 2
+
+
+def test_with_steps_that_all_make_together_it_is_named_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[bool] = []
+
+    def every_third(session: Session, batch: Any) -> bool:
+        seen.append("the loop left out 1 batch with" in caplog.text)
+        return len(seen) % 3 == 1
+
+    result = LocalWorld(1).run(lambda t: train_some(t, Config(batch_size=16, mega_batch=100, strategy="sync"), every_third))[0]
+    assert seen[:2] == [False, True] and result["session"].num_samples == 2 * NUM_SAMPLES
+    assert "the other ranks wait for its gradients" in caplog.text
+
+
+def test_batches_may_be_computed_later_and_more_than_once(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = make_model()
+    session = Session(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), Config(batch_size=20, mega_batch=100), transport=LocalTransport()
+    )
+    waiting = []
+    for batch in session.batches(DATA, num_epochs=1):
+        waiting.append(batch)
+        if len(waiting) == 5:
+            for later in [*waiting, waiting[0]]:
+                with session.step(later):
+                    session.optimizer.zero_grad()
+                    nn.functional.cross_entropy(model(later.x), later.y).backward()
+                    session.optimizer.step()
+            waiting.clear()
+    session.close()
+    assert session.num_samples == NUM_SAMPLES and "left out" not in caplog.text
+
+
+def test_a_loop_that_is_left_and_begun_again_is_told_what_to_do() -> None:
+    def leave(transport: LocalTransport) -> None:
+        model = make_model()
+        session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), Config(mega_batch=200), transport=transport)
+        for is_left in (True, False):
+            for batch in session.batches(DATA):
+                with session.step(batch):
+                    nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+                    session.optimizer.step()
+                if is_left:
+                    break
+
+    with pytest.raises(RuntimeError, match=r"left within the round \(end it by session.stop\(\)\)"):
+        LocalWorld(1).run(leave)
+
+
+class Held:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["seen"]
+
+
+def test_state_that_cannot_be_saved_is_refused_when_it_is_registered() -> None:
+    session = Session(
+        model := make_model(), torch.optim.SGD(model.parameters(), lr=1), transport=LocalTransport()
+    )
+    for state, got in (({1, 2}, "set"), (torch.float32, "dtype"), (np.array(["a"]), "ndarray")):
+        with pytest.raises(TypeError, match=rf"register_state: state mine\.seen cannot be saved, got {got}"):
+            session.register_state("mine", Held(state))
+    for value in (object(), [1], {"state_dict": 1}):
+        with pytest.raises(TypeError, match=r"register_state: 'mine' must have state_dict\(\) and load_state_dict\(state\), got"):
+            session.register_state("mine", value)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="name must be a string, got 3"):
+        session.register_state(3, Held(1))  # type: ignore[arg-type]
+    # Nothing of these is kept; a name that was refused is free.
+    session.register_state("mine", Held((1, None, torch.ones(2))))
+    session.register_state("scheduler", torch.optim.lr_scheduler.StepLR(session.optimizer, 3))
+    assert set(session.state_dict()["own"]["registered"]) == {"mine", "scheduler"}
+
+
 def test_memory_beyond_the_model_is_two_copies_and_one_for_the_outer_step() -> None:
     for outer_step, copies in (("none", 2), ("nesterov", 3)):
         session = LocalWorld(1).run(lambda t: train(t, Config(outer_step=outer_step)))[0]["session"]  # noqa: B023

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+from hvd_adaptive.wrap import merging
 from hvd_adaptive.wrap.merging import Merger
 from hvd_adaptive.wrap.options import RunConfig
 
@@ -84,6 +85,32 @@ def test_all_not_finite_is_an_error() -> None:
         rank.step()
         rank.model[0].weight.data.fill_(float("inf"))  # type: ignore[operator,union-attr]
         with pytest.raises(RuntimeError, match="ALL ranks hold NaN or Inf"):
+            rank.merger.merge()
+
+    on_ranks(body)
+
+
+def test_an_error_that_is_not_of_nan_is_not_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    def body(rank: Rank) -> None:
+        rank.step()
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            rank.merger.merge()
+
+    monkeypatch.setattr(merging, "merge_weights", fail)
+    on_ranks(body)
+
+
+def test_steps_of_broken_ranks_only_are_named() -> None:
+    """The others made none, as where a GradScaler left theirs out."""
+
+    def body(rank: Rank) -> None:
+        if rank.rank == 1:
+            rank.step()
+            rank.model[0].weight.data.fill_(float("inf"))  # type: ignore[operator,union-attr]
+        with pytest.raises(RuntimeError, match="no finite rank made an update"):
             rank.merger.merge()
 
     on_ranks(body)

@@ -1,0 +1,96 @@
+"""What becomes x and y of a batch: only a tuple of two is a pair, whatever a batch's length."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset, default_collate
+
+from hvd_adaptive.train.batches import Batch, BatchSource
+
+
+class Samples:
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+def load(dataset: Any, size: int, **options: Any) -> Batch:
+    return BatchSource(dataset, torch.device("cpu"), **options).load(np.arange(size), size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_strings_are_no_pairs(size: int) -> None:
+    batch = load(Samples(["ab", "cd", "ef"]), size)
+    assert batch.x == ["ab", "cd", "ef"][:size] and batch.y is None
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_list_of_samples_is_no_pair(size: int) -> None:
+    samples = [(torch.full((2,), i), i) for i in range(3)]
+    batch = load(Samples(samples), size, collate=lambda samples: samples)
+    assert [y for _, y in batch.x] == list(range(size)) and batch.y is None
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_sample_that_is_a_list_of_two_is_no_pair(size: int) -> None:
+    batch = load(Samples([[torch.ones(2), torch.zeros(2)]] * 3), size)
+    assert len(batch.x) == 2 and batch.y is None
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: int
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        TensorDataset(torch.arange(6.0).reshape(3, 2), torch.arange(3)),
+        Samples([(torch.tensor([2.0 * i, 2.0 * i + 1]), i) for i in range(3)]),
+        Samples([Pair(torch.tensor([2.0 * i, 2.0 * i + 1]), i) for i in range(3)]),
+    ],
+)
+def test_samples_that_are_tuples_of_two_are_pairs(dataset: Any, size: int) -> None:
+    batch = load(dataset, size)
+    assert torch.equal(batch.x, torch.arange(2.0 * size).reshape(size, 2))
+    assert batch.y.tolist() == list(range(size))
+
+
+def test_a_collate_of_ones_own_says_by_a_tuple_what_is_a_pair() -> None:
+    data = TensorDataset(torch.arange(6.0).reshape(3, 2), torch.arange(3))
+    batch = load(data, 3, collate=lambda samples: tuple(default_collate(samples)))
+    assert batch.y.tolist() == [0, 1, 2]
+    batch = load(data, 3, collate=lambda samples: (default_collate(samples), None))
+    assert len(batch.x) == 2 and batch.y is None
+    with pytest.raises(TypeError, match=r"must return a tuple \(x, y\).*a list of 2 for 3 samples"):
+        load(data, 3, collate=lambda samples: default_collate(samples))
+
+
+def test_triples_are_one_input() -> None:
+    batch = load(TensorDataset(torch.zeros(3, 2), torch.ones(3), torch.ones(3)), 2)
+    assert len(batch.x) == 3 and batch.y is None
+
+
+def test_get_batch_returns_a_pair_or_an_input() -> None:
+    class Direct:
+        def __init__(self, answer: Any) -> None:
+            self.answer = answer
+
+        def __len__(self) -> int:
+            return 4
+
+        def get_batch(self, rows: Any) -> Any:
+            return self.answer
+
+    assert load(Direct((1, 2)), 2).y == 2
+    assert load(Direct([1, 2]), 2).x == [1, 2]

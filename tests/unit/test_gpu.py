@@ -1,0 +1,91 @@
+"""What only a GPU can show. Where torch sees none, each test is skipped and says so; CI may skip these alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hvd_adaptive.compress.parse import parse_codec
+from hvd_adaptive.config import Config
+from hvd_adaptive.train.flat_model import model_hash
+from hvd_adaptive.train.session import Session
+from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU, and a torch that is built for CUDA: torch sees none")
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("spec", ["maxmin:4", "maxmin:8", "sign", "fp16", "topk:0.1"])
+def test_a_codec_gives_the_processors_bytes(spec: str, gpu: torch.device) -> None:
+    codec = parse_codec(spec)
+    values = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    payloads, decoded = [], []
+    for device in (torch.device("cpu"), gpu):
+        payload = torch.empty(codec.payload_bytes(len(values)), dtype=torch.uint8, device=device)
+        codec.encode_(values.to(device, copy=True), payload, key=7)
+        out = torch.zeros(len(values), device=device)
+        codec.decode_(payload, out, add=0)
+        payloads.append(payload.cpu())
+        decoded.append(out.cpu())
+    assert torch.equal(decoded[0], decoded[1])
+    assert torch.equal(payloads[0], payloads[1])
+
+
+def train(transport: LocalTransport, device: torch.device, **options: Any) -> tuple[Session, nn.Module]:
+    torch.manual_seed(0)
+    x = torch.randn(400, 6, dtype=torch.float64)
+    data = TensorDataset(x, (x.sum(dim=1) > 0).long())
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session = Session(model, optimizer, Config(batch_size=16, mega_batch=100, hash_interval=1, **options), transport=transport)
+    for batch in session.batches(data, num_epochs=2):
+        assert batch.x.device.type == batch.y.device.type == device.type
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+            session.optimizer.step()
+    session.close()
+    return session, copy.deepcopy(model).cpu()
+
+
+def test_a_session_computes_what_it_does_on_the_processor(gpu: torch.device) -> None:
+    (_, expected), = LocalWorld(1).run(lambda t: train(t, torch.device("cpu")))
+    (session, model), = LocalWorld(1).run(lambda t: train(t, gpu))
+    assert session.num_samples == 800
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-9)
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "maxmin:4"}, {"overlap_merge": True}])
+def test_ranks_hold_the_same_bits(options: dict[str, Any], gpu: torch.device) -> None:
+    results = LocalWorld(2).run(lambda t: train(t, gpu, **options))
+    assert len({model_hash(model) for _, model in results}) == 1
+    assert results[0][0].num_samples == 800
+
+
+def test_a_batch_that_does_not_fit_comes_again_in_parts(gpu: torch.device) -> None:
+    model = nn.Linear(6, 2, dtype=torch.float64, device=gpu)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = Session(model, optimizer, Config(batch_size=16, mega_batch=100), transport=LocalTransport())
+    sizes = []
+    for batch in session.batches(TensorDataset(torch.randn(200, 6, dtype=torch.float64)), num_epochs=1):
+        with session.step(batch):
+            optimizer.zero_grad()
+            if batch.num_samples > 8:
+                torch.empty(1 << 50, device=gpu)
+            model(batch.x[0]).square().mean().backward()
+            optimizer.step()
+            sizes.append(batch.num_samples)
+    session.close()
+    assert sum(sizes) == 200 and max(sizes) <= 8
