@@ -69,7 +69,7 @@ def check_combinations(config: Any) -> None:
             overlap_merge=(False,),
             optimizer_state=(None, "keep", "reset"),
             sparse_merge=("auto", "never"),
-            merge_weights=MERGE_WEIGHT_RULES,
+            weight_rule=MERGE_WEIGHT_RULES,
         )
 
 
@@ -127,5 +127,5 @@ def _check_needed(config: Any, what: str, why: str, **needed: tuple[Any, ...]) -
     for name, allowed in needed.items():
         value = getattr(config, name)
         if value not in allowed:
-            option = "batch_size_rule" if name == "size_rule" else name
+            option = {"size_rule": "batch_size_rule", "weight_rule": "merge_weights"}.get(name, name)
             raise ValueError(f"{what} needs {option} {' or '.join(map(str, allowed))}, got {value!r}: {why}")

@@ -80,11 +80,12 @@ class Config:
         strategy=_LOCAL,
     )
     merge_weights: str = option(
-        "updates",
+        "auto",
         "what each rank's delta counts in a merge. One weight a rank: updates, samples, uniform, paper, heterogpu, fednova. By "
         "shares of the squared gradients (Matena and Raffel, arXiv 2111.09832), which keep what one rank alone learned: "
-        "fisher-rows, a weight a row, and fisher, a weight a coordinate",
-        *("updates", "samples", "uniform", "paper", "heterogpu", "fednova", "fisher-rows", "fisher"),
+        "fisher-rows, a weight a row, and fisher, a weight a coordinate. auto: updates, but in train fisher-rows where most "
+        "labels occur on one rank at most between two merges",
+        *("auto", "updates", "samples", "uniform", "paper", "heterogpu", "fednova", "fisher-rows", "fisher"),
         strategy=_LOCAL,
     )
     perturbation: bool = option(
@@ -272,6 +273,11 @@ class Config:
     def size_rule(self) -> str:
         """How batch sizes follow the ranks' speeds: ``batch_size_rule`` or the strategy's default."""
         return self.batch_size_rule or SIZE_RULES[self.strategy][0]
+
+    @property
+    def weight_rule(self) -> str:
+        """What each rank's delta counts in a merge; 'updates' for 'auto', of which only ``train`` knows more."""
+        return "updates" if self.merge_weights == "auto" else self.merge_weights
 
     @property
     def batch_size_bounds(self) -> tuple[int, int]:

@@ -91,7 +91,7 @@ class RoundControl:
             perturbation = Perturbation(threshold=config.perturbation_threshold, delta=config.perturbation_delta)
         return merge_weights(
             # Weights by mass differ from row to row; what has one weight a rank, such as buffers, goes by updates.
-            "updates" if config.merge_weights in MASS_RULES else config.merge_weights,
+            "updates" if config.weight_rule in MASS_RULES else config.weight_rule,
             num_updates=gathered["num_updates"],
             num_samples=gathered["num_samples"],
             batch_sizes=gathered["batch_size"],

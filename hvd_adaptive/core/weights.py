@@ -16,6 +16,23 @@ CONVEX_RULES = ("paper", "uniform", "updates", "samples")
 # Rules for a weight a row or a coordinate, by squared-gradient mass; see hvd_adaptive.train.gradient_mass.
 MASS_RULES = ("fisher-rows", "fisher")
 
+# Occurrences of the average label between two merges, over all ranks, under which averages dilute most labels.
+_RARE = 1.5
+
+
+def rule_for_labels(labels_a_sample: float, num_labels: int, mega_batch: int) -> str:
+    """Returns ``fisher-rows`` where a label occurs on one rank at most between most merges, else ``updates``.
+
+    There is nothing to average then: an average would only shorten the step of the one rank that learned. Where labels occur on
+    several ranks, averages were as good or better; benchmarks/records/2026-11-23-merge-rules.md has both cases.
+
+    Args:
+        labels_a_sample: the mean.
+        num_labels: of the data.
+        mega_batch: samples between two merges, over all ranks.
+    """
+    return "fisher-rows" if labels_a_sample * mega_batch < _RARE * num_labels else "updates"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Perturbation:

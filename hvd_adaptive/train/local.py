@@ -57,7 +57,7 @@ class LocalStrategy:
         touched = self._mark_rows(model)
         self.flat_model = FlatModel(model, transport, touched)
         self._rows = self._row_merge()
-        if config.merge_weights in MASS_RULES:
+        if config.weight_rule in MASS_RULES:
             self._count_mass(model)
         self._round = 0
         self._outer = OuterStep(
@@ -319,7 +319,7 @@ class LocalStrategy:
         mass = self.flat_model.mass = GradientMass(
             trainable,
             row_parameters=[place for place, p in enumerate(trainable) if id(p) in sparse],
-            per_coordinate=self._config.merge_weights == "fisher",
+            per_coordinate=self._config.weight_rule == "fisher",
         )
         self.optimizer.register_step_post_hook(lambda *_: mass.add_())
 

@@ -167,6 +167,7 @@ class Totals:
         summary: dict[str, Any] = {
             "label": self._train.name or self._config.strategy,
             "strategy": self._config.strategy,
+            "merge_weights": self._config.weight_rule,
             "world_size": self._transport.world_size,
             "hosts": [host for host, _ in places],
             "slowdown": self._config.slowdown,

@@ -16,7 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.config import Config
+from hvd_adaptive.core.merge_period import capped_mega_batch
 from hvd_adaptive.core.metrics import inverse_propensity
+from hvd_adaptive.core.weights import rule_for_labels
 from hvd_adaptive.data import SparseDataset
 from hvd_adaptive.train import optimizers
 from hvd_adaptive.train.batches import Batch, BatchSource
@@ -120,6 +122,8 @@ class Trainer:
         self._supervised = supervised
         self._show_progress = show_progress
         self._sums_loss = config.loss_reduction == "sum"
+        if config.strategy == "local" and config.merge_weights == "auto" and not config.logical_ranks:
+            config = self._with_weight_rule(config)
         self._model = make_model(train, self._data, seed=config.seed, device=device)
         optimizer = make_optimizer(train, self._model)
         # Ranks that come and go were never all measured.
@@ -190,6 +194,18 @@ class Trainer:
             shutil.rmtree(self._in_memory.folder, ignore_errors=True)
         session.close()
         return summary
+
+    def _with_weight_rule(self, config: Config) -> Config:
+        # As for one rank: a resume with another number of ranks keeps the rule.
+        mega_batch = capped_mega_batch(config, config.mega_batch_samples, len(self._data), 1)
+        labels_a_sample = float(self._data.label_counts().sum()) / max(1, len(self._data))
+        rule = rule_for_labels(labels_a_sample, self._data.num_labels, mega_batch)
+        if self._transport.rank == 0 and rule != config.weight_rule:
+            log.info(
+                "merge_weights %s: the %d labels occur %.1f times each in the %d samples between two merges, so most on one rank",
+                rule, self._data.num_labels, labels_a_sample * mega_batch / self._data.num_labels, mega_batch,
+            )  # fmt: skip
+        return dataclasses.replace(config, merge_weights=rule)
 
     def _write(self, action: Callable[[RunDirectory], Any]) -> None:
         """Writes in the run directory on rank 0; all ranks raise if that fails. COLLECTIVE."""

@@ -158,7 +158,7 @@ class Merger:
         self._world = world
         rules = config.merging()
         # What has one weight a rank, such as buffers, goes by updates beside weights by mass.
-        self._scalar_rule = "updates" if rules.merge_weights in MASS_RULES else rules.merge_weights
+        self._scalar_rule = "updates" if rules.weight_rule in MASS_RULES else rules.weight_rule
         self._flat = FlatModel(Trained(named, roots), self._world)
         self._outer = OuterStep(
             rules.outer_step,
@@ -169,9 +169,9 @@ class Merger:
         if config.compression != "none":
             infos = [info for group in self._flat.parameter_groups for info in group.infos]
             self._flat.compressed = CompressedSum(rules, self._world, infos)
-        if rules.merge_weights in MASS_RULES:
+        if rules.weight_rule in MASS_RULES:
             parameters = [parameter for _, parameter in named]
-            self._flat.mass = GradientMass(parameters, per_coordinate=rules.merge_weights == "fisher")
+            self._flat.mass = GradientMass(parameters, per_coordinate=rules.weight_rule == "fisher")
         self._state_rule = optimizer_state.rule(rules, optimizer)
         self._multiplier = LearningRateMultiplier(optimizer)
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])

@@ -64,7 +64,7 @@ class RunConfig:
         "qsr: more as the script lowers its learning rate (by its square); auto-qsr: the larger of both",
     )
     merge_share: float = _as_in_train("merge_share")
-    merge_weights: str = _as_in_train("merge_weights")
+    merge_weights: str = _as_in_train("merge_weights", default="updates")
     lr_rule: str = _as_in_train("lr_rule", text="how the learning rate follows a rank's share of the batch")
     outer_step: str = _as_in_train("outer_step", default="none")
     outer_lr: float | None = _as_in_train("outer_lr")

@@ -49,7 +49,7 @@ from hvd_adaptive.validation import parse_slowdown
         ({"compression": "fp16", "reducer": "auto", "record": True}, "need a fixed reducer"),
         ({"logical_ranks": 2, "dispatch": "equal"}, "logical_ranks needs dispatch dynamic, got 'equal'"),
         ({"outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\), got 1.0"),
-        ({"perturbation": True}, "perturbation True needs merge_weights paper or heterogpu, got None"),
+        ({"perturbation": True}, "perturbation True needs merge_weights paper or heterogpu, got 'auto'"),
         ({"perturbation_delta": 0.2}, "perturbation_delta 0.2 needs perturbation True, got False"),
         ({"strategy": "horovod", "outer_momentum": 0.5}, "outer_momentum 0.5 needs strategy local or sma, got 'horovod'"),
         ({"merge_share": 0.1}, "merge_share 0.1 needs merge_period auto or auto-qsr, got 'fixed'"),

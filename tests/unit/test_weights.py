@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adaptive.core.weights import CONVEX_RULES, MERGE_WEIGHT_RULES, Perturbation, merge_weights
+from hvd_adaptive.core.weights import (
+    CONVEX_RULES,
+    MERGE_WEIGHT_RULES,
+    Perturbation,
+    merge_weights,
+    rule_for_labels,
+)
 
 worlds = st.integers(1, 6).flatmap(
     lambda n: st.tuples(
@@ -104,3 +110,9 @@ def test_no_finite_rank_stops_the_run() -> None:
         weights_of("updates", [0.0, 1], [8, 8], [True, False])
     with pytest.raises(ValueError, match="got 'best'"):
         weights_of("best", [1.0], [8])
+
+
+def test_labels_that_occur_on_one_rank_are_merged_by_mass() -> None:
+    # YSO-Finna-EN, the embedded set, and Bibtex at the defaults of train.
+    assert rule_for_labels(2.9, 20_575, 6_400) == "fisher-rows"
+    assert rule_for_labels(4.0, 4_900, 5_759) == rule_for_labels(2.4, 159, 610) == "updates"
