@@ -52,8 +52,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--optimizers", default=",".join(RATES), help="of these, separated by commas")
     parser.add_argument("--tune-epochs", type=float, default=3.0)
+    parser.add_argument("--synchronous", help="options of plain Horovod and sync, tuned before: '--optimizer adagrad --lr 0.05'")
+    parser.add_argument("--local", help="options of local, tuned before")
     parser.add_argument("--seconds", type=float, default=60.0, help="of training of each run in turns")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="of the runs in turns; 0: only tune")
     parser.add_argument("--common", default="", help="options of all runs, such as '--eval-samples 5000'")
     parser.add_argument("--methods", help="of the table's rows, separated by commas")
     parser.add_argument("--quotas", action="store_true")
@@ -61,8 +63,9 @@ def main() -> None:
     parser.add_argument("--equal", action="store_true", help="ranks of one speed")
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
-    tuned = {kind: tune(options, kind, arguments) for kind, arguments in TUNED.items()}
-    rows = methods(tuned)
+    given = {"synchronous": options.synchronous, "local": options.local}
+    tuned = {kind: tune(options, kind, arguments) for kind, arguments in TUNED.items() if given[kind] is None}
+    rows = methods(*(given[kind] or winner(tuned[kind]) for kind in TUNED), tuned)
     wanted = options.methods.split(",") if options.methods else list(rows)
     groups = make_cgroups(1000 * options.period_ms) if options.quotas else None
     speeds = "quotas" if options.quotas else "equal" if options.equal else "emulated"
@@ -114,15 +117,16 @@ def winner(found: dict[str, dict[float, float]], optimizer: str | None = None) -
     return f"--optimizer {name} --lr {rate:g}"
 
 
-def methods(tuned: dict[str, dict[str, dict[float, float]]]) -> dict[str, str]:
-    """Returns the rows of the table with their options."""
-    plain, local = winner(tuned["synchronous"]), winner(tuned["local"])
+def methods(plain: str, local: str, tuned: dict[str, dict[str, dict[float, float]]]) -> dict[str, str]:
+    """Returns the rows of the table with their options, from the best ones of both updates."""
     rows = {
         "plain Horovod": f"--strategy horovod {plain}",
         "plain Horovod, dense": f"--strategy horovod {plain} --input-gradients dense",
     }
-    if "rowwise-adagrad" in tuned["synchronous"] and "rowwise-adagrad" not in plain:
-        rows["plain Horovod, rowwise"] = f"--strategy horovod {winner(tuned['synchronous'], 'rowwise-adagrad')}"
+    if "rowwise-adagrad" not in plain:
+        found = tuned.get("synchronous", {})
+        best = winner(found, "rowwise-adagrad") if "rowwise-adagrad" in found else "--optimizer rowwise-adagrad --lr 0.05"
+        rows["plain Horovod, row-wise"] = f"--strategy horovod {best}"
     return {
         **rows,
         "sync": f"--strategy sync {plain}",
@@ -150,11 +154,16 @@ def record(
         f"Hardware: {os.cpu_count()} cores, {cpu_model()}, shared with other machines' work. "
         f"Python {platform.python_version()}, torch {torch.__version__}, Horovod 0.28.1.",
         "",
-        f"Tuning: best P@1 within {options.tune_epochs:g} epochs, five learning rates an optimizer.",
-        "",
-        "| update | optimizer | " + " | ".join(f"rate {i + 1}" for i in range(5)) + " |",
-        "| --- | --- | " + "--- | " * 5,
     ]
+    if tuned:
+        lines += [
+            f"Tuning: best P@1 within {options.tune_epochs:g} epochs, five learning rates an optimizer.",
+            "",
+            "| update | optimizer | " + " | ".join(f"rate {i + 1}" for i in range(5)) + " |",
+            "| --- | --- | " + "--- | " * 5,
+        ]
+    else:
+        lines.append("Nothing was tuned in this run: the options are those of the table.")
     for kind, found in tuned.items():
         for name, rates in found.items():
             lines.append(f"| {kind} | {name} | " + " | ".join(f"{rate:g}: {best:.4f}" for rate, best in rates.items()) + " |")
@@ -170,6 +179,8 @@ def record(
     plain = results.get("plain Horovod")
     clock = "utilisation_wall" if speeds == "quotas" else "utilisation"
     for name, runs in results.items():
+        if not runs:
+            continue
         sooner, equal = "", ""
         if plain is not None:
             ratios = []
