@@ -37,9 +37,6 @@ def check_combinations(config: Any) -> None:
             f"batch_size_rule must be one of {', '.join(rules)} for strategy {config.strategy!r}, got {config.batch_size_rule!r}"
         )
     check_needs(config)
-    if config.strategy == "local" and config.outer_momentum != type(config).__dataclass_fields__["outer_momentum"].default:
-        what = f"outer_momentum {config.outer_momentum}"
-        _check_needed(config, what, "it would have no effect", outer_step=("momentum", "nesterov"))
     if config.compression == "none" and config.reducer != "sra":
         raise ValueError(f"reducer {config.reducer!r} needs a compression, got 'none': it would have no effect")
     if config.auto_bits and not config.compression.lstrip().startswith("maxmin"):
@@ -128,4 +125,5 @@ def _check_needed(config: Any, what: str, why: str, **needed: tuple[Any, ...]) -
         value = getattr(config, name)
         if value not in allowed:
             option = {"size_rule": "batch_size_rule", "weight_rule": "merge_weights"}.get(name, name)
-            raise ValueError(f"{what} needs {option} {' or '.join(map(str, allowed))}, got {value!r}: {why}")
+            choices = " or ".join(str(choice) for choice in allowed if choice is not None or len(allowed) == 1)
+            raise ValueError(f"{what} needs {option} {choices}, got {value!r}: {why}")

@@ -94,9 +94,10 @@ class Config:
     )
     perturbation_threshold: float = option(0.1, "L2 norm per parameter under which the perturbation acts", perturbation=(True,))
     perturbation_delta: float = option(0.1, "size of the perturbation", perturbation=(True,))
-    outer_step: str = option(
-        "none",
-        "how the merged delta moves the model; none: by itself; momentum is the paper's, nesterov DiLoCo's",
+    outer_step: str | None = option(
+        None,
+        "how the merged delta moves the model; none: by itself; momentum is the paper's, nesterov DiLoCo's (default: nesterov "
+        "for SGD, none for other optimizers)",
         "none",
         "momentum",
         "nesterov",
@@ -108,12 +109,12 @@ class Config:
     )
     outer_momentum: float = option(
         0.9, "gamma of the outer step",
-        strategy=("local", "sma"),
+        strategy=("local", "sma"), outer_step=(None, "momentum", "nesterov"),
     )
     outer_bias_correction: bool = option(
         False,
         "from the first merge on, move the model as far as when the outer step's velocity has grown: for runs of few merges",
-        strategy=_LOCAL, outer_step=("momentum", "nesterov"),
+        strategy=_LOCAL, outer_step=(None, "momentum", "nesterov"),
     )
     optimizer_state: str | None = option(
         None,

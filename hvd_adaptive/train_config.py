@@ -8,7 +8,7 @@ from hvd_adaptive.combinations import check_needs
 from hvd_adaptive.validation import check_not_negative, check_positive, check_types_and_choices, option
 
 # Learning rates that did well on all data sets tried, for rows of about unit norm; benchmarks/records has them.
-_LR = {"sgd": 4.0, "momentum": 0.4, "adagrad": 0.07, "rowwise-adagrad": 0.07, "adam": 0.0025, "adamw": 0.0025}
+_LR = {"sgd": 2.0, "momentum": 0.2, "adagrad": 0.07, "rowwise-adagrad": 0.07, "adam": 0.0025, "adamw": 0.0025}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

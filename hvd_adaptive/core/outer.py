@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from hvd_adaptive.config import Config
+
 OUTER_STEPS = ("none", "momentum", "nesterov")
 # Elements a pass works on, so that its three operands stay in the cache of a core. A GPU takes all at once.
 _CPU_CHUNK = 1 << 16
@@ -49,6 +51,16 @@ class OuterStep:
         # The velocity that deltas of one would have; a tensor, as what is saved and exchanged with the velocity.
         self.growth = torch.zeros(1, dtype=torch.float64)
         self._lr_now = lr
+
+    @classmethod
+    def of(cls, config: Config) -> OuterStep:
+        """Returns the outer step of a configuration, in which it is set."""
+        return cls(
+            config.outer_step or "none",
+            lr=config.outer_learning_rate,
+            momentum=config.outer_momentum,
+            bias_correction=config.outer_bias_correction,
+        )
 
     def velocity_of(self, weights: Tensor) -> Tensor | None:
         """Returns the velocity of a flat model, zeros at first; None for ``none``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import time
 from collections import deque
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from hvd_adaptive.config import Config
 from hvd_adaptive.core.balance import lr_multiplier, speed_shares
@@ -27,6 +28,7 @@ from hvd_adaptive.train.claims import Claim, Claims, OwnPart, SharedCursor
 from hvd_adaptive.train.flat_model import FlatModel
 from hvd_adaptive.train.gradient_mass import GradientMass
 from hvd_adaptive.train.memory import MemoryCeiling
+from hvd_adaptive.train.optimizers import LazyMomentum
 from hvd_adaptive.train.overlap import OverlappedMerge
 from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
 from hvd_adaptive.train.replay import RecordedClaims, RoundClaims, WatchedClaims
@@ -52,6 +54,10 @@ class LocalStrategy:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
         self.optimizer = optimizer
+        if config.outer_step is None:
+            # Other optimizers take as long steps on rare rows as on others: momentum over rounds gained nothing with them.
+            plain = isinstance(optimizer, (SGD, LazyMomentum))
+            config = dataclasses.replace(config, outer_step="nesterov" if plain else "none")
         self._config = config
         self._transport = transport
         touched = self._mark_rows(model)
@@ -60,12 +66,7 @@ class LocalStrategy:
         if config.weight_rule in MASS_RULES:
             self._count_mass(model)
         self._round = 0
-        self._outer = OuterStep(
-            config.outer_step,
-            lr=config.outer_learning_rate,
-            momentum=config.outer_momentum,
-            bias_correction=config.outer_bias_correction,
-        )
+        self._outer = OuterStep.of(config)
         if config.compression != "none":
             infos = [info for group in self.flat_model.parameter_groups for info in group.infos]
             self.flat_model.compressed = CompressedSum(config, transport, infos, auto_bits=config.auto_bits)

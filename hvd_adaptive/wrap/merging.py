@@ -160,12 +160,7 @@ class Merger:
         # What has one weight a rank, such as buffers, goes by updates beside weights by mass.
         self._scalar_rule = "updates" if rules.weight_rule in MASS_RULES else rules.weight_rule
         self._flat = FlatModel(Trained(named, roots), self._world)
-        self._outer = OuterStep(
-            rules.outer_step,
-            lr=rules.outer_learning_rate,
-            momentum=rules.outer_momentum,
-            bias_correction=rules.outer_bias_correction,
-        )
+        self._outer = OuterStep.of(rules)
         if config.compression != "none":
             infos = [info for group in self._flat.parameter_groups for info in group.infos]
             self._flat.compressed = CompressedSum(rules, self._world, infos)
