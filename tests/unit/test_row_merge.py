@@ -62,7 +62,8 @@ def train(
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     optimizer = make(model.parameters())
-    config = Config(**{"hash_interval": 0, "merge_weights": "updates", **options})
+    # Averaged, the state of rows that nobody touched rounds where all rows are merged, and stays where only touched ones are.
+    config = Config(**{"hash_interval": 0, "merge_weights": "updates", "optimizer_state": "keep", **options})
     strategy = LocalStrategy(model, optimizer, config, transport)
     states, payloads, merged = [], [], []
     for number in range(ROUNDS):
