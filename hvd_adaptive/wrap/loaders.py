@@ -45,6 +45,7 @@ class Loader:
         num_steps: optimizer steps that its batches led to.
         is_traced: the way of a batch from loader to backward was seen.
         num_traces: batches that were followed for that.
+        num_followed: those of them that were seen all the way.
         controller: what proposes its shares.
         ends_together: its passes are known to have as many batches on all ranks.
     """
@@ -61,7 +62,7 @@ class Loader:
         self.smallest = 1
         self.num_steps = 0
         self.is_traced = False
-        self.num_traces = 0
+        self.num_traces = self.num_followed = 0
         self.controller: Controller | None = None
         self.ends_together = False
         if isinstance(loader.dataset, IterableDataset):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hvd_adaptive.launch.host import is_crowded
 from hvd_adaptive.transport.horovod_wait import sleeping_wait
+from hvd_adaptive.wrap.collectives import intercept_collectives, of_optimizer, take_name
 from hvd_adaptive.wrap.reasons import Reason
 
 
@@ -37,8 +38,14 @@ class Listener(Protocol):
     def stepped(self, optimizer: Any) -> None:
         """The optimizer has moved its parameters."""
 
-    def waited(self, action: Callable[[], Any]) -> Any:
-        """Runs what waits for other ranks."""
+    def joined(self) -> None:
+        """All ranks have run out of batches."""
+
+    def exchanged(self, kind: str, tensors: list[Tensor]) -> None:
+        """The script gives tensors to a collective."""
+
+    def waited(self, action: Callable[[], Any], what: str) -> Any:
+        """Runs what waits for other ranks, in a collective of that name."""
 
 
 def intercept_horovod(listener: Listener) -> None:
@@ -77,16 +84,25 @@ def intercept_horovod(listener: Listener) -> None:
 
     elastic.run = run
     join = mpi_ops.mpi_lib.horovod_torch_join
+    joins: set[Any] = set()
 
     def torch_join(*args: Any) -> Any:
         listener.joining()
-        return join(*args)
+        handle = join(*args)
+        joins.add(handle)
+        return handle
 
     mpi_ops.mpi_lib.horovod_torch_join = torch_join
 
-    def wait_and_clear(*args: Any) -> Any:
-        return listener.waited(lambda: wait(*args))
+    def wait_and_clear(handle: Any) -> Any:
+        is_join = handle in joins
+        result = listener.waited(lambda: wait(handle), "hvd.join()" if is_join else take_name(handle))
+        if is_join:
+            joins.discard(handle)
+            listener.joined()
+        return result
 
+    intercept_collectives(listener)
     # The one place where a rank waits for others; all of Horovod's functions look it up in its module.
     library.horovod_torch_wait_and_clear = wait_and_clear
 
@@ -108,13 +124,18 @@ def _intercept_optimizer(listener: Listener, cls: Any, all_ranks: Any) -> None:
 
         def hook(*gradients: Any) -> None:
             if not listener.accumulated(self):
-                exchange(*gradients)
+                with of_optimizer():
+                    exchange(*gradients)
 
         return hook
 
     @functools.wraps(synchronize)
     def synchronize_(self: Any) -> None:
-        if not listener.synchronize(self, lambda: synchronize(self)):
+        def own() -> None:
+            with of_optimizer():
+                synchronize(self)
+
+        if not listener.synchronize(self, own):
             # As Horovod's own has it, which step() looks at.
             self._synchronized = True
 

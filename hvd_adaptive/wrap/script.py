@@ -17,12 +17,14 @@ from torch import nn
 from hvd_adaptive.launch.binding import read_launcher, starts_alone
 from hvd_adaptive.launch.elastic_jobs import EXIT_STOPPED
 from hvd_adaptive.launch.output import refuse
-from hvd_adaptive.wrap.engine import DryRunOver, Emulation, Engine
+from hvd_adaptive.wrap.compilers import intercept_compile
+from hvd_adaptive.wrap.engine import Emulation, Engine
 from hvd_adaptive.wrap.loaders import intercept_loaders
 from hvd_adaptive.wrap.modules import intercept_modules
 from hvd_adaptive.wrap.optimizers import intercept_horovod
 from hvd_adaptive.wrap.options import RunConfig
 from hvd_adaptive.wrap.pulse import Pulse
+from hvd_adaptive.wrap.shares import DryRunOver
 
 if TYPE_CHECKING:
     from hvd_adaptive.wrap.launched import Launched
@@ -96,6 +98,7 @@ def intercept(
     # Before that, as it needs it.
     atexit.register(engine.over)
     intercept_loaders(engine)
+    intercept_compile(engine.unwatched, engine.compiled)
     if config.strategy == "local":
         intercept_modules(engine)
     intercept_horovod(engine)

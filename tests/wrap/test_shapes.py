@@ -1,0 +1,58 @@
+"""Loops as people write them, plain and wrapped: shared out and exact, or bit for bit with equal shares, and why."""
+
+from __future__ import annotations
+
+import pytest
+from wrapped_scripts import run_both
+
+from hvd_adaptive.wrap.reasons import Reason
+
+# What looks odd, and can be shared out all the same.
+SHARED = ["plain", "smoothing", "sum_by_size", "sum_by_len", "checkpoint", "trace_first", "script_after"]
+EQUAL = {
+    "compile_model": Reason.COMPILED,
+    "compile_in_place": Reason.COMPILED,
+    "compile_step": Reason.COMPILED,
+    "script": Reason.SCRIPTED,
+    "skip_size": Reason.SIZE_DECIDES,
+    "skip_shape": Reason.SIZE_DECIDES,
+    "skip_len": Reason.SIZE_DECIDES,
+    "skip_endless": Reason.SIZE_DECIDES,
+    "assert": Reason.SIZE_DECIDES,
+    "count_validate": Reason.SIZE_DECIDES,
+    "count_modulo": Reason.SIZE_DECIDES,
+    "count_stop": Reason.SIZE_DECIDES,
+    "gather_metric": Reason.GATHERED,
+    "reduce_metric": Reason.GATHERED,
+    "gather_loss": Reason.GATHERED,
+    "gather_gradient": Reason.GATHERED,
+    "clip": Reason.MIXED,
+    "mask": Reason.SELECTED,
+    "mask_mean": Reason.MIXED,
+    "ohem": Reason.MIXED,
+    "triplets": Reason.SELECTED,
+    "rmse": Reason.MIXED,
+}
+
+
+@pytest.mark.mpi(2, timeout=600)
+def test_shapes_that_can_be_shared_out(num_ranks: int) -> None:
+    results, _ = run_both([f"shapes.py {mode}" for mode in SHARED], num_ranks)
+    for mode, (trained, fractions) in zip(SHARED, results, strict=True):
+        assert not trained[-1].reasons and trained[-1].is_traced, (mode, trained[-1].reasons)
+        assert any(fractions), mode
+
+
+@pytest.mark.mpi(2, timeout=600)
+def test_shapes_that_keep_equal_shares_and_say_why(num_ranks: int) -> None:
+    results, _ = run_both([f"shapes.py {mode}" for mode in EQUAL], num_ranks, rtol=0.0)
+    for (mode, reason), (trained, fractions) in zip(EQUAL.items(), results, strict=True):
+        assert any(reason in loader.reasons for loader in trained), (mode, [loader.reasons for loader in trained])
+        assert not any(fractions), mode
+
+
+@pytest.mark.mpi(2, timeout=300)
+def test_ranks_that_join_after_different_numbers_of_steps_meet_again_in_the_next_epoch(num_ranks: int) -> None:
+    """With an exchange at the same count of each rank's own steps they wait for each other for ever."""
+    _, engine = run_both(["shapes.py join --epochs 3", "shapes.py join_list --epochs 3"], num_ranks, rtol=0.0)
+    assert any(Reason.JOIN.value in line for line in engine.report.lines())
