@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -33,6 +33,10 @@ from hvd_adaptive.wrap.weights import GradientWeights
 
 # How long a rank stands where other ranks may come, too; one that is only slow comes within a step.
 _PATIENCE_S = 60.0
+
+
+class BadOptions(SystemExit):
+    """The options do not fit the number of ranks; the exit code is what is wrong."""
 
 
 class Engine:
@@ -91,12 +95,15 @@ class Engine:
         """Horovod has been initialized. May be called again, after a restart.
 
         Raises:
-            ValueError: if options do not fit the number of ranks.
+            BadOptions: if options do not fit the number of ranks.
         """
         self.world_size, self.rank = world_size, rank
-        self._shares.started(world_size, rank)
-        if self._make_emulation is not None:
-            self._watch.emulate(self._make_emulation(world_size), rank)
+        try:
+            self._shares.started(world_size, rank)
+            if self._make_emulation is not None:
+                self._watch.emulate(self._make_emulation(world_size), rank)
+        except ValueError as error:
+            raise BadOptions(str(error)) from None
         self.report.started(world_size)
         self._local.forget()
         for action in self.on_start:
@@ -139,6 +146,11 @@ class Engine:
         """The script calls what torch.compile has made."""
         if self.world_size > 1 and torch.is_grad_enabled():
             self._follower.refuse(Reason.COMPILED)
+
+    def losses(self, tensors: Sequence[Tensor]) -> None:
+        """The script is about to call backward on tensors."""
+        if self.world_size > 1:
+            self._follower.losses(tensors)
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Returns a context within which the script is not watched."""
@@ -201,6 +213,7 @@ class Engine:
         self._meter.waited(self._watch.waiting_s - before_s)
         if stream is not None:
             stream.loader.num_steps += 1
+            stream.loader.num_shared += any(handed.weight != 1.0 for handed in batches)
         tell = functools.partial(self._local.timed, optimizer) if local else None
         self._meter.step(None if stream is None else batches, stretches, tell)
         self._tail = None

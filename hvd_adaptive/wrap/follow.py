@@ -7,7 +7,7 @@ validation loop may come between any of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -114,6 +114,18 @@ class Follower:
         self._has_gradients = False
         self.was_traced = self._traced is not None
         return stream, batches
+
+    def losses(self, tensors: Sequence[Tensor]) -> None:
+        """The script is about to call backward on tensors."""
+        found = self._candidates()
+        if not found or found[-1].loader.reasons:
+            return
+        loader = found[-1].loader
+        for tensor in tensors:
+            loader.heads.look(tensor, learn=self._traced is not None)
+        # One that comes later was not followed; whether shares were equal at its first step is for the report.
+        if loader.heads.is_new and loader.is_traced:
+            loader.reasons.add(Reason.OTHER_LOSS)
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Returns a context within which nothing is watched."""

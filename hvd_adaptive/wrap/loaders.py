@@ -20,6 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from hvd_adaptive.core.shares import integer_shares
 from hvd_adaptive.wrap.control import Controller
 from hvd_adaptive.wrap.fingerprint import fingerprint
+from hvd_adaptive.wrap.graphs import Heads
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.sampling import OneOrder, Union, checksum, find_union, take_share
 
@@ -43,6 +44,8 @@ class Loader:
         fractions: each rank's part of its global batches from the next pass on; None: as the script has it.
         smallest: fewest samples of a rank's share.
         num_steps: optimizer steps that its batches led to.
+        num_shared: those of them with a batch of another size than the script's.
+        heads: the losses of its batches.
         is_traced: the way of a batch from loader to backward was seen.
         num_traces: batches that were followed for that.
         num_followed: those of them that were seen all the way.
@@ -60,7 +63,8 @@ class Loader:
         self._fingerprint: int | None = None
         self.fractions: tuple[float, ...] | None = None
         self.smallest = 1
-        self.num_steps = 0
+        self.num_steps = self.num_shared = 0
+        self.heads = Heads()
         self.is_traced = False
         self.num_traces = self.num_followed = 0
         self.controller: Controller | None = None

@@ -127,3 +127,13 @@ def parse_shares(text: str) -> tuple[float, ...]:
     if not shares or not all(0 < share < float("inf") for share in shares):
         raise ValueError(f"shares must be one number > 0 a rank, as in 1,2, got {text!r}")
     return shares
+
+
+def check_shares(text: str | None, num_ranks: int) -> None:
+    """Checks that there is one share a rank.
+
+    Raises:
+        ValueError: if not.
+    """
+    if text is not None and len(parse_shares(text)) != num_ranks:
+        raise ValueError(f"shares must have one number a rank: {num_ranks} ranks, got {len(parse_shares(text))} in {text!r}")

@@ -45,6 +45,7 @@ class Reason(enum.Enum):
         "the loss is not seen to be a mean over samples, each by itself: it may compare samples, or divide by something of theirs"
     )
     UNKNOWN_LOSS = "where the loss that the script calls backward() on comes from cannot be seen"
+    OTHER_LOSS = "the script came to compute another loss than in its first steps, which are all that is looked at closely"
     SIZE_DECIDES = (
         "the script decides by the number of samples in a batch, or by a count of samples (to leave out a short batch, to "
         "validate): ranks with other sizes would decide otherwise"

@@ -103,8 +103,11 @@ class Report:
         if loader.num_steps and not loader.is_traced and not loader.reasons:
             return [f"  not adaptive: {loader.label}, {loader.num_steps} steps, too few to see how it is used"]
         if loader.reasons:
+            # What was seen too late: the script's updates were others for a while.
+            unequal = f"; {loader.num_shared} before that with others, whose updates may differ"
+            others = unequal if loader.num_shared else ""
             return [
-                f"  not adaptive: {loader.label}, {loader.num_steps} steps with equal shares, because",
+                f"  not adaptive: {loader.label}, {loader.num_steps} steps with equal shares{others}, because",
                 *(f"    - {reason.value}" for reason in sorted(loader.reasons, key=lambda reason: reason.bit)),
             ]
         would = "would be " if self.is_dry_run else ""

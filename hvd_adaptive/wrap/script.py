@@ -18,7 +18,8 @@ from hvd_adaptive.launch.binding import read_launcher, starts_alone
 from hvd_adaptive.launch.elastic_jobs import EXIT_STOPPED
 from hvd_adaptive.launch.output import refuse
 from hvd_adaptive.wrap.compilers import intercept_compile
-from hvd_adaptive.wrap.engine import Emulation, Engine
+from hvd_adaptive.wrap.engine import BadOptions, Emulation, Engine
+from hvd_adaptive.wrap.graphs import intercept_backward
 from hvd_adaptive.wrap.loaders import intercept_loaders
 from hvd_adaptive.wrap.modules import intercept_modules
 from hvd_adaptive.wrap.optimizers import intercept_horovod
@@ -98,6 +99,7 @@ def intercept(
     # Before that, as it needs it.
     atexit.register(engine.over)
     intercept_loaders(engine)
+    intercept_backward(engine.losses)
     intercept_compile(engine.unwatched, engine.compiled)
     if config.strategy == "local":
         intercept_modules(engine)
@@ -110,14 +112,17 @@ def run_script(
     arguments: Sequence[str],
     make_engine: Callable[[Any], Engine],
     make_launched: Callable[[], Launched] | None = None,
+    *,
+    is_module: bool = False,
 ) -> int:
     """Runs a script as ``python path arguments`` would, as this rank. COLLECTIVE as far as the script is.
 
     Args:
-        path: the script.
+        path: the script, or a module's name.
         arguments: its arguments.
         make_engine: intercepts, see :func:`intercept`; called with what :func:`start_world` returned.
         make_launched: under a supervisor, says which launch this is.
+        is_module: run it as ``python -m path arguments`` would.
 
     Returns:
         The exit code.
@@ -131,12 +136,17 @@ def run_script(
         _tell_supervisor(engine, launched)
     sys.argv = [path, *arguments]
     # As python does; workers that are spawned or served by a fork server find the script's classes through it.
-    sys.path[0] = str(Path(path).resolve().parent)
+    sys.path[0] = os.getcwd() if is_module else str(Path(path).resolve().parent)
     code = 0
     try:
-        runpy.run_path(path, run_name="__main__")
+        if is_module:
+            runpy.run_module(path, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(path, run_name="__main__")
     except DryRunOver:
         pass
+    except BadOptions as error:
+        return refuse(error, speaks=engine.rank == 0)
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
         if isinstance(leave.code, str):

@@ -9,7 +9,7 @@ import torch
 
 from hvd_adaptive.wrap.control import Array, Controller, Window, judge, pack, unpack
 from hvd_adaptive.wrap.loaders import IndexStream, Loader
-from hvd_adaptive.wrap.options import RunConfig, parse_shares
+from hvd_adaptive.wrap.options import RunConfig, check_shares, parse_shares
 from hvd_adaptive.wrap.reasons import Reason, mask
 from hvd_adaptive.wrap.report import Report
 
@@ -48,10 +48,7 @@ class Shares:
         Raises:
             ValueError: if there is not one share a rank.
         """
-        if self._pinned is not None and len(self._pinned) != world_size:
-            raise ValueError(
-                f"shares must have one number a rank: {world_size} ranks, got {len(self._pinned)} in {self.config.shares!r}"
-            )
+        check_shares(self.config.shares, world_size)
         self._world_size, self._rank = world_size, rank
         self._num_steps = 0
         for loader in self._report.loaders:
@@ -82,6 +79,8 @@ class Shares:
             reasons.add(Reason.NO_LOADER)
         else:
             loader = stream.loader
+            if loader.heads.take_ignored():
+                loader.reasons.add(Reason.WEIGHTED_LOSS)
             reasons |= loader.reasons | (set() if loader.is_traced else {Reason.NO_FORWARD})
             window.num_delivered, window.num_handed = stream.num_delivered, stream.num_handed
             window.dataset = loader.fingerprint()

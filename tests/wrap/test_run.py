@@ -129,11 +129,29 @@ def test_a_frozen_rank_is_named(run_job: Any, tmp_path: Path) -> None:
         (["--strategy", "local", "--compression", "maxmin:99", str(SCRIPTS / "mnist.py")], "compression: "),
         (["--shares", "1,0", "x.py"], "one number > 0 a rank"),
         (["--slowdown", "0.5,1", "x.py"], ">= 1"),
+        (["-np", "2", "--shares", "1,2,3", str(SCRIPTS / "mnist.py")], "one number a rank: 2 ranks, got 3 in '1,2,3'"),
+        (["-np", "2", "-m", "no_such.module"], "module 'no_such.module' is not there"),
+        (["python", "-c", "pass"], "needs a script"),
     ],
 )
 def test_bad_options_are_refused_at_once(arguments: list[str], message: str, run_job: Any) -> None:
     job = run_job([*RUN, *arguments])
     assert job.returncode == 2 and message in job.stderr, job.describe()
+
+
+def test_a_number_of_shares_that_only_the_ranks_know_to_be_wrong(run_job: Any) -> None:
+    """Horovod's own launcher, say, tells it in another way than the one that is looked at."""
+    job = run_job([*RUN, "--shares", "1,2", str(SCRIPTS / "synthetic.py")], timeout=200)
+    assert job.returncode == 2 and "one number a rank: 1 ranks, got 2" in job.stderr, job.describe()
+    assert "Traceback" not in job.stderr, job.describe()
+
+
+@pytest.mark.parametrize(
+    "command", [["python", "-u", "synthetic.py"], ["-m", "synthetic"], [sys.executable, "-m", "synthetic", "--same-data"]]
+)
+def test_the_command_that_people_know_stands_behind_run(command: list[str], run_job: Any) -> None:
+    job = run_job([*RUN, *command], cwd=SCRIPTS, env={"PYTHONPATH": str(SCRIPTS.parents[2])}, timeout=200)
+    assert job.returncode == 0 and "there is one rank" in job.stderr, job.describe()
 
 
 def test_one_rank_needs_no_launcher(run_job: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from wrapped_scripts import run_both
+from wrapped_scripts import run, run_both
 
 from hvd_adaptive.wrap.reasons import Reason
 
@@ -56,3 +56,20 @@ def test_ranks_that_join_after_different_numbers_of_steps_meet_again_in_the_next
     """With an exchange at the same count of each rank's own steps they wait for each other for ever."""
     _, engine = run_both(["shapes.py join --epochs 3", "shapes.py join_list --epochs 3"], num_ranks, rtol=0.0)
     assert any(Reason.JOIN.value in line for line in engine.report.lines())
+
+
+@pytest.mark.mpi(2, timeout=300)
+def test_another_loss_later_on_ends_unequal_shares_and_is_announced(num_ranks: int) -> None:
+    from hvd_adaptive.wrap.options import RunConfig
+    from hvd_adaptive.wrap.script import intercept, start_world
+
+    start_world()
+    engine = intercept(RunConfig(shares="1,3", interval=5))
+    for mode, reason in (("late_ohem", Reason.OTHER_LOSS), ("late_ignored", Reason.WEIGHTED_LOSS)):
+        run(f"shapes.py {mode} --epochs 3")
+        loader = engine.report.loaders[-1]
+        assert reason in loader.reasons and loader.fractions is None, (mode, loader.reasons)
+        # Until the exchange after it, the 20th step's at the latest, and the batch that was on its way.
+        assert 10 <= loader.num_shared <= 16, (mode, loader.num_shared)
+        lines = engine.report.lines()
+        assert any(f"{loader.num_shared} before that with others" in line for line in lines), lines
