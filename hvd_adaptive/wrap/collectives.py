@@ -29,7 +29,7 @@ _names: dict[int, str] = {}
 class Listener(Protocol):
     """What is told of collectives."""
 
-    def exchanged(self, kind: str, tensors: list[Tensor]) -> None:
+    def exchanged(self, what: str, tensors: list[Tensor]) -> None:
         """The script gives tensors to a collective."""
 
 
@@ -67,7 +67,7 @@ def _around(own: Callable[..., Any], kind: str, place: int, listener: Listener) 
         is_optimizers = getattr(_by_optimizer, "is_here", False)
         if not is_own and not is_optimizers:
             given = args[0] if args else None
-            listener.exchanged(kind, [given] if isinstance(given, Tensor) else list(given or []))
+            listener.exchanged(f"{kind} {name!r}" if name else kind, [given] if isinstance(given, Tensor) else list(given or []))
         handle = own(*args, **options)
         if isinstance(handle, int):
             of = "of the optimizer's gradients" if is_optimizers else "of the script's" if not is_own else "between steps"

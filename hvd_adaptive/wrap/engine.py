@@ -133,12 +133,23 @@ class Engine:
             )
         self.report.note(Reason.JOIN.value)
 
+    def wrapped(self, text: str) -> None:
+        """The script has wrapped an optimizer of a kind that is not intercepted."""
+        self.report.wrapped(text)
+
+    def stepped_alone(self) -> None:
+        """An optimizer has stepped that is not intercepted."""
+        if self.report.is_started:
+            self._shares.count_alone()
+
     def joined(self) -> None:
         """All ranks have joined, after different numbers of steps."""
         self._shares.meet()
 
-    def exchanged(self, kind: str, tensors: list[Tensor]) -> None:
+    def exchanged(self, what: str, tensors: list[Tensor]) -> None:
         """The script gives tensors to a collective."""
+        if self._follower.is_at_unequal_batch:
+            self.report.averaged(what)
         if self.world_size > 1 and any(self._follower.exchanges(tensor) for tensor in tensors):
             self._follower.refuse(Reason.GATHERED)
 
@@ -186,6 +197,7 @@ class Engine:
         local = self._local.steps_alone(optimizer)
         if self.world_size == 1 and not local:
             action()
+            self._shares.count_alone()
             return True
         self._settle()
         stretch = self._watch.stop()
@@ -211,6 +223,8 @@ class Engine:
             with self._watch.waiting():
                 action()
         self._meter.waited(self._watch.waiting_s - before_s)
+        if not untimed:
+            self._meter.ends()
         if stream is not None:
             stream.loader.num_steps += 1
             stream.loader.num_shared += any(handed.weight != 1.0 for handed in batches)
@@ -284,6 +298,7 @@ class Engine:
             # A script may make its loader anew in each epoch. The speeds are then known, its use is looked at again.
             before = [other for other in self.report.loaders if other.is_gone and other.kind == known.kind and other.num_steps]
             known.controller = before[-1].controller if before else None
+            known.is_successor = any(other.is_gone and other.kind == known.kind for other in self.report.loaders)
             self.report.loaders.append(known)
         stream = IndexStream(
             known,
@@ -302,6 +317,7 @@ class Engine:
         if stream.loader.num_steps and self._follower.is_between_steps:
             self._watch.start()
             self._untimed = stream.num_delivered == 0
+            self._meter.begins(counts=not self._untimed)
 
     def delivered(self, stream: IndexStream, batch: Any) -> None:
         """Takes note of the batch that the script has got."""

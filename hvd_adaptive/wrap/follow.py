@@ -118,6 +118,8 @@ class Follower:
     def losses(self, tensors: Sequence[Tensor]) -> None:
         """The script is about to call backward on tensors."""
         found = self._candidates()
+        for stream in found:
+            stream.loader.num_losses += 1
         if not found or found[-1].loader.reasons:
             return
         loader = found[-1].loader
@@ -130,6 +132,11 @@ class Follower:
     def unwatched(self) -> AbstractContextManager[None]:
         """Returns a context within which nothing is watched."""
         return self._tracer.unwatched()
+
+    @property
+    def is_at_unequal_batch(self) -> bool:
+        """Whether the script is at a training batch of another size than its own."""
+        return self.stream is not None and self.stream.is_open and self.stream.weight_differs
 
     def refuse(self, reason: Reason) -> None:
         """Takes note of why the shares of the batch that the script is at must be equal."""

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_adaptive.wrap import losses, sizes
 from hvd_adaptive.wrap.compilers import is_reading
+from hvd_adaptive.wrap.decisions import decides_by_length
 from hvd_adaptive.wrap.losses import Kind
 from hvd_adaptive.wrap.reasons import Reason
 
@@ -154,6 +155,8 @@ class Tracer(TorchFunctionMode):
                 self._guarded(lambda: self._look_inside(func, args, kwargs or {}, result))
             return result
         self._guarded(lambda: self._follow(func, args, kwargs or {}, result))
+        if func is Tensor.__len__:
+            self._guarded(lambda: self._look_at_length(args[0]))
         if func in _SHAPES or func in _COUNTS:
             return self._size_of_batch(func, args, result)
         return result
@@ -301,12 +304,13 @@ class Tracer(TorchFunctionMode):
         is_place = isinstance(asked, int) and known[0].dim() and asked % known[0].dim() == place
         return sizes.as_size(result) if is_place else result
 
-    def _is_of_batch(self, value: Any) -> bool:
-        """Whether an object's length is that of the batch."""
-        if not isinstance(value, Tensor) or self._root is not None:
-            return False
-        known = self._made.get(id(value))
-        return known is not None and known[1] is Kind.ROWS and losses.rows_dim(known[0], self._num_samples) == 0
+    def _look_at_length(self, tensor: Tensor) -> None:
+        frame = sizes.calling_frame()
+        known = self._made.get(id(tensor))
+        if known is None or known[1] is not Kind.ROWS or frame is None:
+            return
+        if losses.rows_dim(known[0], self._num_samples) == 0 and decides_by_length(frame, tensor):
+            self._decides()
 
     def _decides(self) -> None:
         self.findings.add(Reason.SIZE_DECIDES)
@@ -347,7 +351,7 @@ class Tracer(TorchFunctionMode):
                 register_module_forward_pre_hook(self._before),
                 register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
             ]
-        sizes.watch(self._decides, self._is_of_batch)
+        sizes.watch(self._decides)
         if not self._entered:
             self.__enter__()
             self._entered = True

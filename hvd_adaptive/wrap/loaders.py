@@ -45,7 +45,9 @@ class Loader:
         smallest: fewest samples of a rank's share.
         num_steps: optimizer steps that its batches led to.
         num_shared: those of them with a batch of another size than the script's.
+        num_losses: losses that its batches led to.
         heads: the losses of its batches.
+        is_successor: it was made in place of another one like it, which was gone.
         is_traced: the way of a batch from loader to backward was seen.
         num_traces: batches that were followed for that.
         num_followed: those of them that were seen all the way.
@@ -64,7 +66,9 @@ class Loader:
         self.fractions: tuple[float, ...] | None = None
         self.smallest = 1
         self.num_steps = self.num_shared = 0
+        self.num_losses = 0
         self.heads = Heads()
+        self.is_successor = False
         self.is_traced = False
         self.num_traces = self.num_followed = 0
         self.controller: Controller | None = None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hvd_adaptive.launch.host import is_crowded
 from hvd_adaptive.transport.horovod_wait import sleeping_wait
@@ -41,15 +42,26 @@ class Listener(Protocol):
     def joined(self) -> None:
         """All ranks have run out of batches."""
 
-    def exchanged(self, kind: str, tensors: list[Tensor]) -> None:
+    def stepped_alone(self) -> None:
+        """An optimizer has stepped that is not intercepted."""
+
+    def wrapped(self, text: str) -> None:
+        """The script has wrapped an optimizer of a kind that is not intercepted."""
+
+    def exchanged(self, what: str, tensors: list[Tensor]) -> None:
         """The script gives tensors to a collective."""
 
     def waited(self, action: Callable[[], Any], what: str) -> Any:
         """Runs what waits for other ranks, in a collective of that name."""
 
 
-def intercept_horovod(listener: Listener) -> None:
-    """Replaces methods of Horovod's optimizer classes, and what waits for a collective, in place."""
+def intercept_horovod(listener: Listener, *, count_other_steps: bool = False) -> None:
+    """Replaces methods of Horovod's optimizer classes, and what waits for a collective, in place.
+
+    Args:
+        listener: is told of what happens.
+        count_other_steps: tell of the steps of optimizers that are not intercepted, too.
+    """
     import horovod.torch as hvd
     from horovod.torch import elastic, mpi_ops, optimizer
 
@@ -73,8 +85,11 @@ def intercept_horovod(listener: Listener) -> None:
     def adasum_init(self: Any, *args: Any, **options: Any) -> None:
         listener.refuse(Reason.ADASUM)
         adasum(self, *args, **options)
+        listener.wrapped(f"DistributedOptimizer ({type(self).__name__}, op=Adasum)")
 
     optimizer._DistributedAdasumOptimizer.__init__ = adasum_init
+    if count_other_steps:
+        _count_other_steps(listener, optimizer._DistributedAdasumOptimizer)
     elastic_run = elastic.run
 
     @functools.wraps(elastic_run)
@@ -105,6 +120,25 @@ def intercept_horovod(listener: Listener) -> None:
     intercept_collectives(listener)
     # The one place where a rank waits for others; all of Horovod's functions look it up in its module.
     library.horovod_torch_wait_and_clear = wait_and_clear
+
+
+def _count_other_steps(listener: Listener, adasum: Any) -> None:
+    """Has the steps of optimizers counted that exchange nothing by themselves, or by Adasum."""
+    step = adasum.step
+
+    @functools.wraps(step)
+    def step_(self: Any, closure: Any = None) -> Any:
+        result = step(self, closure)
+        listener.stepped_alone()
+        return result
+
+    def stepped(optimizer: Any, args: Any, options: Any) -> None:
+        # Horovod's classes call the step of the class that they wrap.
+        if not hasattr(optimizer, "_parameter_names"):
+            listener.stepped_alone()
+
+    adasum.step = step_
+    register_optimizer_step_post_hook(stepped)
 
 
 def _intercept_optimizer(listener: Listener, cls: Any, all_ranks: Any) -> None:

@@ -50,7 +50,9 @@ class RunConfig:
         None, "most samples in a batch of any rank, as its memory allows (default: no bound)"
     )
     dry_run: bool = _option(
-        False, "run the script's first steps with equal shares, print what would be intercepted, and end"
+        False,
+        "run the script's first 16 steps with equal shares and, if nothing speaks against it, 12 with unequal ones; print what "
+        "would be intercepted, and end",
     )
     slowdown: str | None = _option(
         None, "emulate unequal ranks: stretch each rank's compute by a factor, 1,2, or by a schedule (see train)"

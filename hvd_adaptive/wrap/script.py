@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 EmulationMaker = Callable[[int], Emulation]
 
 
+_EQUAL = "If the script cannot take batches of another size, run it with --shares 1,1,... (one number a rank)"
 _engine: Engine | None = None
 
 
@@ -103,7 +104,7 @@ def intercept(
     intercept_compile(engine.unwatched, engine.compiled)
     if config.strategy == "local":
         intercept_modules(engine)
-    intercept_horovod(engine)
+    intercept_horovod(engine, count_other_steps=config.dry_run)
     return engine
 
 
@@ -160,6 +161,11 @@ def run_script(
         # Else it is another rank's fault, whom the launcher or the heartbeats name.
         if launched is not None and type(error).__name__ != "HorovodInternalError":
             launched.say("raised", any_rank=True)
+        # Before the error: its telling ends the job.
+        if type(error).__name__ != "HorovodInternalError" and any(loader.fractions for loader in engine.report.loaders):
+            tried = ", which the dry run tried" if engine.config.dry_run else ""
+            sys.stderr.write(f"hvd-adaptive: the error below came while ranks had unequal shares{tried}. {_EQUAL}\n")
+            sys.stderr.flush()
         sys.excepthook(type(error), error, _from_script(error, path))
         return 1
     engine.over()

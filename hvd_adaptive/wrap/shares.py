@@ -15,6 +15,10 @@ from hvd_adaptive.wrap.report import Report
 
 # Looks at the speeds come early at first, as every equal step before them is slow.
 _FIRST_EXCHANGES = (4, 8, 12, 16)
+# Where a dry run begins to try unequal shares, if nothing speaks against them, and where it ends.
+_TRIAL, _TRIAL_OVER = 16, 28
+# What a dry run tries where equal shares are best: each rank's part, from the first to the last.
+_TRIED = (1.0, 1.5)
 
 
 class DryRunOver(SystemExit):
@@ -41,6 +45,8 @@ class Shares:
         self._world_size, self._rank = 1, 0
         # Steps since all ranks were known to be at one place: what all of them count alike.
         self._num_steps = 0
+        # Steps in which the ranks exchange nothing of ours.
+        self._num_alone = 0
 
     def started(self, world_size: int, rank: int) -> None:
         """Horovod has been initialized, on every rank.
@@ -63,7 +69,19 @@ class Shares:
     def count(self, *, is_local: bool) -> bool:
         """Counts a step; returns whether an exchange is due in it."""
         self._num_steps += 1
+        if self.config.dry_run:
+            return self._num_steps % 4 == 0
         return self._num_steps in _FIRST_EXCHANGES or (not is_local and self._num_steps % self.config.interval == 0)
+
+    def count_alone(self) -> None:
+        """Counts a step in which the ranks exchange nothing of ours, for a dry run's end.
+
+        Raises:
+            DryRunOver: if the dry run is over.
+        """
+        self._num_alone += 1
+        if self.config.dry_run and self._num_alone >= _TRIAL:
+            raise DryRunOver(0)
 
     def begin(self, stream: IndexStream | None, window: Window) -> Callable[[], None]:
         """Begins an exchange; returns what ends it. COLLECTIVE.
@@ -114,7 +132,8 @@ class Shares:
             self._report.note(Reason.NO_LOADER.value)
         else:
             self._change(stream, gathered, reasons, agreed)
-        if self.config.dry_run and self._num_steps >= _FIRST_EXCHANGES[-1]:
+        is_tried = stream is not None and stream.loader.fractions is not None
+        if self.config.dry_run and self._num_steps >= (_TRIAL_OVER if is_tried else _TRIAL):
             raise DryRunOver(0)
 
     def _change(self, stream: IndexStream, gathered: dict[str, Array], reasons: set[Reason], agreed: Array) -> None:
@@ -125,9 +144,23 @@ class Shares:
         # A forward that was not seen yet may still be.
         loader.reasons |= reasons - {Reason.NO_FORWARD}
         # Equal shares are the script's own batches, with nothing to pool; zeros stand for them, too.
-        usable = not reasons and not loader.reasons and not self.reasons and not self.config.dry_run and np.ptp(agreed) > 1e-9
+        usable = not reasons and not loader.reasons and not self.reasons and bool(np.ptp(agreed) > 1e-9)
+        if self.config.dry_run:
+            usable, agreed = self._on_trial(loader, reasons, agreed)
         loader.fractions = tuple(float(part) for part in agreed) if usable else None
         stream.change_fractions(loader.fractions, first=int(gathered["num_handed"].max()))
         self._report.window(loader, gathered)
         if not reasons:
             self.controller(loader).propose(gathered, self.config.max_batch_size)
+
+    def _on_trial(self, loader: Loader, reasons: set[Reason], agreed: Array) -> tuple[bool, Array]:
+        """Returns whether a dry run tries unequal shares now, and which."""
+        if loader.fractions is not None:
+            # For as long as the trial goes: a change would show less of them.
+            agreed = np.array(loader.fractions)
+        elif np.ptp(agreed) <= 1e-9:
+            agreed = np.linspace(*_TRIED, self._world_size)
+            agreed = agreed / agreed.sum()
+            self._report.is_only_tried = True
+        is_possible = not reasons and not loader.reasons and not self.reasons
+        return is_possible and self._num_steps >= _TRIAL, agreed

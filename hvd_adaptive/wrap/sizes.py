@@ -3,12 +3,12 @@
 A script that leaves out a short batch (``if x.size(0) != batch_size``), or counts samples to know when to validate
 (``if seen >= limit``), works with equal shares only. So while a batch is watched, the sizes that the script is given are
 integers which remember where they come from, through sums and products, and tell when they are compared with a number that
-does not come from a batch. One batch later the script's next sum makes plain integers of them.
+does not come from a batch. One batch later the script's next sum makes plain integers of them. ``len(x)`` is a plain integer
+in any case, for which see decisions.py.
 """
 
 from __future__ import annotations
 
-import builtins
 import functools
 import numbers
 import operator
@@ -16,11 +16,11 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 # Who is told of a decision, while a batch is watched.
 _told: Callable[[], None] | None = None
-_own_len = builtins.len
 # What installed packages compare (progress bars, say), or this one, is not what the script decides.
 _INSTALLED = (
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
@@ -91,28 +91,28 @@ for _name in ("__sub__", "__rsub__", "__mod__", "__rmod__", "__floordiv__", "__r
     setattr(Size, _name, _arithmetic(_name, is_count=False))
 
 
-def watch(tell: Callable[[], None], is_of_batch: Callable[[Any], bool]) -> None:
-    """Begins to watch; ``len()`` gives such sizes, too, which Python itself would make plain integers of.
+def watch(tell: Callable[[], None]) -> None:
+    """Begins to watch.
 
     Args:
         tell: called when the script decides by a size.
-        is_of_batch: whether an object's length is that of the batch.
     """
     global _told
     _told = tell
-
-    def len_(value: Any, /) -> int:
-        length = _own_len(value)
-        return Size(length) if is_of_batch(value) else length
-
-    builtins.len = len_
 
 
 def stop() -> None:
     """Ends the watching."""
     global _told
     _told = None
-    builtins.len = _own_len
+
+
+def calling_frame() -> FrameType | None:
+    """Returns the innermost frame of the script's own code; None if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_INSTALLED):
+        frame = frame.f_back
+    return frame
 
 
 def is_size(value: Any) -> bool:

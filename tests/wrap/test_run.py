@@ -50,6 +50,36 @@ def test_a_dry_run_reports_and_ends(run_job: Any, tmp_path: Path) -> None:
     assert "would be adaptive: DataLoader 1 (Doubled, DistributedSampler, batch_size=16)" in job.stderr, job.describe()
 
 
+@pytest.mark.parametrize(
+    ("mode", "num_ranks", "said"),
+    [
+        ("adasum", 2, "intercepted: DistributedOptimizer (SGD, op=Adasum)"),
+        ("manual", 2, "lead to steps of no optimizer that is intercepted"),
+        ("plain", 1, "there is one rank"),
+    ],
+)
+def test_a_dry_run_ends_without_a_wrapped_optimizer_too(mode: str, num_ranks: int, said: str, run_job: Any) -> None:
+    job = run_job([*RUN, "-np", str(num_ranks), "--dry-run", str(SCRIPTS / "other_ways.py"), mode], timeout=200)
+    assert job.returncode == 0 and said in job.stderr and "(validation)" not in job.stderr, job.describe()
+    assert "to the end" not in job.stdout and job.stdout.count("of rank 0") in (15, 16), job.describe()
+
+
+def test_a_dry_run_tries_unequal_shares(run_job: Any) -> None:
+    job = run_job([*RUN, "-np", "2", "--dry-run", "--slowdown", "1,4", str(SCRIPTS / "other_ways.py"), "plain"], timeout=200)
+    assert job.returncode == 0 and "would be adaptive" in job.stderr and "to the end" not in job.stdout, job.describe()
+    sizes = {int(line.split()[-1]) for line in job.stdout.splitlines() if "of rank 0" in line}
+    assert max(sizes) > 8 and re.search(r"shares: [\d.]+, [\d.]+ % of each global batch", job.stderr), job.describe()
+    job = run_job([*RUN, "-np", "2", "--dry-run", str(SCRIPTS / "other_ways.py"), "breaks"], timeout=200)
+    assert job.returncode != 0 and "only batches of eight" in job.stderr, job.describe()
+    assert "unequal shares, which the dry run tried" in job.stderr, job.describe()
+
+
+def test_the_scripts_own_figures_are_explained(run_job: Any) -> None:
+    job = run_job([*RUN, "-np", "2", "--shares", "1,3", str(SCRIPTS / "other_ways.py"), "averages"], timeout=200)
+    assert job.returncode == 0 and "len(batch) is the rank's share" in job.stderr, job.describe()
+    assert "in training (allreduce 'accuracy') counts each rank alike" in job.stderr, job.describe()
+
+
 def test_local_steps(run_job: Any) -> None:
     """Options of the script that begin like ours are its own."""
     job = run_job(

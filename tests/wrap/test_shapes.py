@@ -8,7 +8,7 @@ from wrapped_scripts import run, run_both
 from hvd_adaptive.wrap.reasons import Reason
 
 # What looks odd, and can be shared out all the same.
-SHARED = ["plain", "smoothing", "sum_by_size", "sum_by_len", "checkpoint", "trace_first", "script_after"]
+SHARED = ["plain", "smoothing", "sum_by_size", "checkpoint", "trace_first", "script_after"]
 EQUAL = {
     "compile_model": Reason.COMPILED,
     "compile_in_place": Reason.COMPILED,
@@ -19,6 +19,7 @@ EQUAL = {
     "skip_len": Reason.SIZE_DECIDES,
     "skip_endless": Reason.SIZE_DECIDES,
     "assert": Reason.SIZE_DECIDES,
+    "count_size": Reason.SIZE_DECIDES,
     "count_validate": Reason.SIZE_DECIDES,
     "count_modulo": Reason.SIZE_DECIDES,
     "count_stop": Reason.SIZE_DECIDES,
@@ -32,6 +33,7 @@ EQUAL = {
     "ohem": Reason.MIXED,
     "triplets": Reason.SELECTED,
     "rmse": Reason.MIXED,
+    "sum_by_len": Reason.SUM_LOSS,
 }
 
 

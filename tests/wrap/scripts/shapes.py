@@ -148,20 +148,45 @@ def endless():
 
 
 def train():
-    global num_seen
-    if mode == "skip_endless":
-        for x, y in itertools.islice(endless(), 14 * args.epochs):
-            step(x, y)
-        return
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        for number, (x, y) in enumerate(loader):
+            loss = step(x, y)
+            if number % 5 == 0:
+                print(f"{epoch} {number * len(x)}/{len(data)} {loss.item():.4f}")
+        validate()
+
+
+def train_without_short_batches():
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
         for x, y in loader:
-            if mode in ("skip_size", "skip_shape", "skip_len") and (
-                x.size(0) if mode == "skip_size" else x.shape[0] if mode == "skip_shape" else len(x)
-            ) != BATCH:
+            if mode == "skip_size" and x.size(0) != BATCH:
                 continue
-            if mode == "assert" and epoch >= 0:
-                assert x.shape == (BATCH, 8, 8)
+            if mode == "skip_shape" and x.shape[0] < BATCH:
+                continue
+            if mode == "skip_len":
+                size = len(x)
+                if size != BATCH:
+                    continue
+            step(x, y)
+        validate()
+
+
+def train_full_batches():
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            assert x.shape == (BATCH, 8, 8)
+            step(x, y)
+        validate()
+
+
+def train_counting():
+    global num_seen
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
             step(x, y)
             num_seen += len(x)
             if mode == "count_validate" and num_seen >= 40 * (num_validations + 1):
@@ -170,8 +195,23 @@ def train():
                 validate()
             if mode == "count_stop" and num_seen >= 200:
                 return
-        if mode != "count_stop":
-            validate()
+
+
+def train_counting_sizes():
+    seen = 0
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            step(x, y)
+            seen += y.size(0)
+            if seen > 50:
+                validate()
+                seen = 0
+
+
+def train_endless():
+    for x, y in itertools.islice(endless(), 14 * args.epochs):
+        step(x, y)
 
 
 def train_with_join():
@@ -194,10 +234,19 @@ def train_own_join():
     hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.size() - 1)
 
 
-if mode == "join_list":
-    train_with_join()
-elif mode == "join":
-    train_own_join()
+loops = {
+    "join_list": train_with_join,
+    "join": train_own_join,
+    "skip_endless": train_endless,
+    "assert": train_full_batches,
+    "count_size": train_counting_sizes,
+}
+if mode in loops:
+    loops[mode]()
+elif mode.startswith("skip"):
+    train_without_short_batches()
+elif mode.startswith("count"):
+    train_counting()
 else:
     train()
 if mode == "script_after":
