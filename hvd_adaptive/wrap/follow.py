@@ -64,11 +64,15 @@ class Follower:
 
     def opened(self, stream: IndexStream) -> None:
         """A pass of a loader begins."""
+        for other in self._streams:
+            if other.loader is stream.loader and not other.is_over:
+                self._look_at_unused(other)
         self._streams.add(stream)
 
     def delivered(self, stream: IndexStream, batch: Any) -> None:
         """The script has got a batch."""
         self.finish_trace()
+        self._look_at_unused(stream)
         stream.deliver()
         self._event += 1
         stream.delivered_at = self._event
@@ -81,6 +85,14 @@ class Follower:
             self._traced, self.was_traced = stream, True
             self._stepped.clear()
             self._tracer.begin(batch, stream.current.num_samples)
+
+    def _look_at_unused(self, stream: IndexStream) -> None:
+        """Ends unequal shares where the script leaves out their batches, at the same batch on all ranks that leave it out."""
+        if stream.weight_differs and stream.num_unused and not stream.num_shared:
+            stream.loader.reasons.add(Reason.SKIPPED)
+            stream.loader.fractions = None
+            stream.change_fractions(None, first=stream.num_handed)
+            stream.hand_out_again()
 
     def exhausted(self, stream: IndexStream) -> None:
         """A pass is over."""
@@ -218,9 +230,10 @@ class Follower:
                 f"{stream.loader.label}: {self._mismatch}, and its shares are unequal by now; run the script "
                 "with --shares 1,1,... (one number a rank)"
             )
-        if stream.num_unused != 1:
+        if stream.num_unused != 1 and Reason.SKIPPED not in stream.loader.reasons:
             stream.loader.reasons.add(Reason.FETCHED_AHEAD)
         stream.num_unused = 0
+        stream.num_shared += stream.weight_differs
 
     def _look_at_layers(self, module: nn.Module, loader: Loader) -> None:
         for layer in module.modules():

@@ -106,6 +106,7 @@ class IndexStream:
         is_over: the pass has come to its end.
         num_unrelated: batches that were followed by one of another loader before backward.
         num_batches: batches of the whole pass; 0: not known.
+        num_shared: batches of another size than the script's that led to a backward.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class IndexStream:
         self.is_over = False
         self.num_unrelated = 0
         self.num_batches = 0
+        self.num_shared = 0
         if not loader.reasons & {Reason.ITERABLE, Reason.NO_BATCHING}:
             with contextlib.suppress(TypeError):
                 self.num_batches = len(index_sampler)
@@ -134,6 +136,7 @@ class IndexStream:
         self._changes: deque[tuple[int, tuple[float, ...] | None]] = deque()
         self._queue: deque[tuple[Handed, Any]] = deque()
         self._last_own: Any = None
+        self._again: deque[Any] = deque()
 
     @property
     def is_open(self) -> bool:
@@ -157,7 +160,7 @@ class IndexStream:
                 self._union = found
                 # Any other sampler than torch's must first show in this pass that its batches were foreseen.
                 self._fractions = self.loader.fractions if isinstance(found, OneOrder) else None
-        own = indices = next(self._own)
+        own = indices = self._again.popleft() if self._again else next(self._own)
         while self._changes and self.num_handed >= self._changes[0][0]:
             self._fractions = self._changes.popleft()[1]
         handed = Handed(len(indices), len(indices) * self._world_size, 1.0) if isinstance(indices, list) else None
@@ -176,6 +179,10 @@ class IndexStream:
     def change_fractions(self, fractions: tuple[float, ...] | None, *, first: int) -> None:
         """Changes the shares from a batch on, the same one on all ranks, that no rank has handed out yet."""
         self._changes.append((first, fractions))
+
+    def hand_out_again(self) -> None:
+        """Has the last delivered batch come once more, as the script has it: none of its samples was trained on."""
+        self._again.append(self._last_own)
 
     def last_checksum(self) -> int | None:
         """Returns a checksum of the last delivered global batch; None if this rank's own part of it is not as expected."""

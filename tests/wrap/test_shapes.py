@@ -75,3 +75,21 @@ def test_another_loss_later_on_ends_unequal_shares_and_is_announced(num_ranks: i
         assert 10 <= loader.num_shared <= 16, (mode, loader.num_shared)
         lines = engine.report.lines()
         assert any(f"{loader.num_shared} before that with others" in line for line in lines), lines
+
+
+@pytest.mark.mpi(2, timeout=300)
+def test_what_is_not_foreseen_ends_with_equal_shares_or_says_what_helps(num_ranks: int) -> None:
+    from horovod.common.exceptions import HorovodInternalError
+
+    from hvd_adaptive.wrap.options import RunConfig
+    from hvd_adaptive.wrap.script import intercept, start_world
+
+    start_world()
+    engine = intercept(RunConfig(shares="1,3", interval=5))
+    values = run("shapes.py skip_hidden")
+    (loader,) = engine.report.loaders
+    # The one of another size was left out, and the one behind it, which was on its way; both came once more.
+    assert loader.reasons == {Reason.SKIPPED} and values["num_steps"] == 28, (loader.reasons, values["num_steps"])
+    assert any(Reason.SKIPPED.value in line for line in engine.report.lines())
+    with pytest.raises(HorovodInternalError, match=r"in allreduce 'correct' .* run the script with --shares 1,1"):
+        run("shapes.py late_reduce")
