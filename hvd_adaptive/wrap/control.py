@@ -123,7 +123,7 @@ class Proof:
 
     # What must be saved; steps until it is judged; and what counts of the windows before.
     LEAST_GAIN = 0.03
-    STEPS = 8.0
+    STEPS = 16.0
     KEPT = 0.7
     # Looks for which equal shares are kept when they were better; twice as many each time in a row.
     FIRST_REST = 4
@@ -143,9 +143,12 @@ class Proof:
         if np.ptp(samples) == 0:
             self._equal = self.KEPT * self._equal + seen
             return self._rest > 0
+        if self._rest:
+            # What was on its way when they were given up.
+            return True
         self._other = self.KEPT * self._other + seen
-        if self._rest or self._other[0] < self.STEPS or not self._equal[0]:
-            return self._rest > 0
+        if self._other[0] < self.STEPS or not self._equal[0]:
+            return False
         saving = 1.0 - (self._other[1] / self._other[0]) / (self._equal[1] / self._equal[0])
         if saving > self.LEAST_GAIN:
             self._next_rest = self.FIRST_REST
