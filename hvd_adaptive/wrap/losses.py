@@ -92,7 +92,7 @@ def cuts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequ
     name = getattr(func, "__name__", "")
     if name == "__getitem__":
         first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
-        if isinstance(first, (Tensor, list)):
+        if isinstance(first, (Tensor, list, range)):
             # A permutation, as of mixup, or a choice.
             return any(tensor.dim() == 0 or tensor.shape[0] != num_samples for tensor in results)
         return not (first is None or first is Ellipsis or first == slice(None))
@@ -113,6 +113,8 @@ def selects(func: Any, args: tuple[Any, ...], num_samples: int) -> bool:
             if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
                 return True
         first = parts[0] if parts else None
+        if isinstance(first, (list, range)) and all(isinstance(index, int) for index in first):
+            return list(first) != list(range(num_samples))
         if isinstance(first, Tensor) and first.dim() == 1 and args[0].dim() and args[0].shape[0] == num_samples:
             order = torch.arange(num_samples, device=first.device, dtype=first.dtype)
             return first.shape != order.shape or not torch.equal(first, order)
