@@ -130,7 +130,7 @@ def _add_run(commands: Any, launch: argparse.ArgumentParser) -> None:
         "run",
         parents=[launch],
         help="run an existing Horovod script for PyTorch, unedited, with shares that follow the speeds",
-        usage="hvd-adaptive run [-np N] [options] script.py [the script's arguments]",
+        usage="hvd-adaptive run [-np N] [options] {script.py | -m module} [its arguments]",
         description="Runs a Horovod script; all options of run stand before it. At the end rank 0 says what was intercepted.",
         # argparse would look for them among the script's own options, too.
         allow_abbrev=False,
@@ -151,7 +151,8 @@ def _add_run(commands: Any, launch: argparse.ArgumentParser) -> None:
         help="folder for the hvd.elastic commits, on storage that all hosts share; a job that did not finish goes on from what "
         "it holds (default: memory while all ranks are on this host, else a new folder in the working directory)",
     )
-    run.add_argument("script", help="the script; all that follows it is its own")
+    run.add_argument("-m", dest="module", action="store_true", help="the script is a module's name, as of python -m")
+    run.add_argument("script", help="the script; all that follows it is its own. The word python before it is left out")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
 
 

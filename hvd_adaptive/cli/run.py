@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
 import os
+import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hvd_adaptive.config import Config
+from hvd_adaptive.launch.binding import read_launcher
 from hvd_adaptive.option_sources import ENVIRONMENT_PREFIX, parse_value, unknown_name, with_config_file
 from hvd_adaptive.train_config import TrainConfig
 from hvd_adaptive.validation import parse_slowdown
-from hvd_adaptive.wrap.options import LOCAL_OPTIONS, RunConfig
+from hvd_adaptive.wrap.options import LOCAL_OPTIONS, RunConfig, check_shares
+
+_PYTHON = re.compile(r"python[\d.]*")
 
 
 def run_config(
@@ -22,7 +28,8 @@ def run_config(
     options of ``train`` as well, and before HVD_ADAPTIVE_* variables.
 
     Raises:
-        ValueError: for a bad value, or a script that is not there.
+        ValueError: for a bad value, or a script that is not there. The options' script, module and arguments are changed where
+            they begin with the word python.
     """
     values: dict[str, Any] = {}
     known = {"launch"} | {name for cls in (RunConfig, Config, TrainConfig) for name in cls.__dataclass_fields__}
@@ -49,10 +56,37 @@ def run_config(
     config = RunConfig(**values)
     if config.slowdown is not None:
         parse_slowdown(config.slowdown)
-    script = getattr(options, "script", None)
-    if script is not None and not os.path.isfile(script):
-        raise ValueError(f"script {script!r} is not there (looked in {os.getcwd()})")
+    num_ranks = getattr(options, "num_ranks", None) or read_launcher(environment).world_size
+    if num_ranks is not None:
+        check_shares(config.shares, num_ranks)
+    if options is not None and getattr(options, "script", None) is not None:
+        _leave_out_python(options)
+        _check_script(options.script, is_module=options.module)
     return config
+
+
+def _leave_out_python(options: argparse.Namespace) -> None:
+    """Has ``run python -u train.py`` mean ``run train.py``: people put ``run`` before the command that they know."""
+    if not _PYTHON.fullmatch(os.path.basename(options.script)):
+        return
+    rest = list(options.arguments)
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
+        rest.pop(0)
+    if rest and rest[0] == "-m":
+        options.module = True
+        rest.pop(0)
+    if not rest or rest[0] == "-c":
+        raise ValueError(f"{options.script} needs a script or -m module behind it: hvd-adaptive run [options] train.py")
+    options.script, *options.arguments = rest
+
+
+def _check_script(script: str, *, is_module: bool) -> None:
+    if is_module:
+        package = script.partition(".")[0]
+        if importlib.machinery.PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
+            raise ValueError(f"module {script!r} is not there (looked in {os.getcwd()} and where Python looks)")
+    elif not os.path.isfile(script):
+        raise ValueError(f"script {script!r} is not there (looked in {os.getcwd()})")
 
 
 def run(options: argparse.Namespace, config: RunConfig) -> int:
@@ -70,7 +104,7 @@ def run(options: argparse.Namespace, config: RunConfig) -> int:
     make_launched = None if options.launch is None else launched
     return _script_module().run_script(
         options.script, options.arguments, lambda comm: make_engine(config, comm), make_launched,
-        stall_limit_s=config.stall_limit_s,
+        is_module=options.module, stall_limit_s=config.stall_limit_s,
     )  # fmt: skip
 
 

@@ -35,12 +35,17 @@ FIELDS = (
     "wait_s",
     "smallest",
     "num_batches",
+    "wall_steps",
+    "wall_s",
 )
 
 
 # What shares follow, and of how many steps at the least: a step or two say more of the machine's other work than of speeds.
 _POOLED = ("timed_steps", "timed_samples", "timed_global_samples", "compute_s", "compute_sq")
 _LEAST_STEPS = 4
+# What unequal shares must save to be tried at the first look that shows it. On a machine that does other things as well a few
+# steps show a rank a fifth slower than it is.
+_SURE_GAIN = 0.3
 
 
 @dataclass
@@ -63,6 +68,8 @@ class Window:
     wait_s: float = 0.0
     smallest: int = 1
     num_batches: int = 0
+    wall_steps: int = 0
+    wall_s: float = 0.0
 
     def row(self) -> Array:
         """Returns the numbers in the order of :data:`FIELDS`."""
@@ -107,6 +114,50 @@ def judge(gathered: dict[str, Array]) -> set[Reason]:
     return reasons
 
 
+class Proof:
+    """Whether unequal shares make steps shorter, by the wall clock: if not, equal ones are better.
+
+    The model of the ranks' speeds may be wrong about ranks that share their cores, about small batches, or for a few steps at the
+    start. So steps with unequal shares are compared with those that had equal ones.
+    """
+
+    # What must be saved; steps until it is judged; and what counts of the windows before.
+    LEAST_GAIN = 0.03
+    STEPS = 16.0
+    KEPT = 0.7
+    # Looks for which equal shares are kept when they were better; twice as many each time in a row.
+    FIRST_REST = 4
+
+    def __init__(self) -> None:
+        # Steps and their seconds, with equal shares and with others.
+        self._equal, self._other = np.zeros(2), np.zeros(2)
+        self._rest, self._next_rest = 0, self.FIRST_REST
+
+    def rejects(self, gathered: dict[str, Array]) -> bool:
+        """Takes in a window; returns whether the shares must be equal now."""
+        self._rest = max(self._rest - 1, 0)
+        seen = np.array([gathered["wall_steps"].mean(), gathered["wall_s"].mean()])
+        samples = gathered["timed_samples"]
+        if not seen[0] or not samples.any():
+            return self._rest > 0
+        if np.ptp(samples) == 0:
+            self._equal = self.KEPT * self._equal + seen
+            return self._rest > 0
+        if self._rest:
+            # What was on its way when they were given up.
+            return True
+        self._other = self.KEPT * self._other + seen
+        if self._other[0] < self.STEPS or not self._equal[0]:
+            return False
+        saving = 1.0 - (self._other[1] / self._other[0]) / (self._equal[1] / self._equal[0])
+        if saving > self.LEAST_GAIN:
+            self._next_rest = self.FIRST_REST
+            return False
+        self._other = np.zeros(2)
+        self._rest, self._next_rest = self._next_rest, 2 * self._next_rest
+        return True
+
+
 class Controller:
     """Rank 0's: turns gathered numbers into the next proposal.
 
@@ -123,6 +174,8 @@ class Controller:
         self._balance = ShareBalance(world_size)
         self._sizes: Array | None = None
         self._pool = {name: np.zeros(world_size) for name in _POOLED}
+        self._proof = Proof()
+        self._is_suspected = False
         self.world_size = world_size
         self.proposal = np.zeros(world_size) if self._pinned is None else self._pinned
 
@@ -146,6 +199,22 @@ class Controller:
         total = float(pool["timed_global_samples"][0] / steps[0])
         low = np.full(self.world_size, min(float(gathered["smallest"].max()), total / self.world_size))
         high = np.full(self.world_size, np.inf if upper is None else max(upper, total / self.world_size))
-        sizes = np.full(self.world_size, total / self.world_size) if self._sizes is None else self._sizes
-        self._sizes = self._balance.next(sizes * (total / sizes.sum()), lower=low, upper=high)
+        equal = np.full(self.world_size, total / self.world_size)
+        sizes = equal if self._sizes is None else self._sizes * (total / self._sizes.sum())
+        if self._proof.rejects(gathered):
+            self._sizes, self._is_suspected = equal, False
+        else:
+            self._sizes = self._moved(sizes, equal, self._balance.next(sizes, lower=low, upper=high))
         self.proposal = self._sizes / self._sizes.sum()
+
+    def _moved(self, sizes: Array, equal: Array, target: Array) -> Array:
+        """Returns the next sizes: a first step away from equal ones, for a modest gain, must be wanted twice in a row."""
+        if np.ptp(sizes) > 1e-9 * sizes.max() or np.ptp(target) <= 1e-9 * target.max():
+            self._is_suspected = False
+            return target
+        gain = 1.0 - float(self._balance.seconds(target).max() / self._balance.seconds(equal).max())
+        if gain >= _SURE_GAIN or self._is_suspected:
+            self._is_suspected = False
+            return target
+        self._is_suspected = True
+        return sizes

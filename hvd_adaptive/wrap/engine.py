@@ -7,37 +7,36 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hvd_adaptive.transport.base import Transport
 from hvd_adaptive.transport.script_world import ScriptWorld
-from hvd_adaptive.wrap.control import Array, Controller, judge, pack, unpack
 from hvd_adaptive.wrap.encoded import EncodedGradients
 from hvd_adaptive.wrap.follow import Follower
 from hvd_adaptive.wrap.loaders import IndexStream, Loader
 from hvd_adaptive.wrap.local import LocalSteps
+from hvd_adaptive.wrap.long_waits import LongWaits, equal_shares
 from hvd_adaptive.wrap.meeting import Meetings, Store
 from hvd_adaptive.wrap.meter import Meter
-from hvd_adaptive.wrap.options import RunConfig, parse_shares
-from hvd_adaptive.wrap.reasons import Reason, mask
+from hvd_adaptive.wrap.options import RunConfig
+from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.report import Report
+from hvd_adaptive.wrap.shares import Shares
 from hvd_adaptive.wrap.stopwatch import Emulation, Stopwatch, Stretch
 from hvd_adaptive.wrap.weights import GradientWeights
 
-# Looks at the speeds come early at first, as every equal step before them is slow.
-_FIRST_EXCHANGES = (4, 8, 12, 16)
 # How long a rank stands where other ranks may come, too; one that is only slow comes within a step.
 _PATIENCE_S = 60.0
 
 
-class DryRunOver(SystemExit):
-    """Ends a dry run on all ranks at the same step."""
+class BadOptions(SystemExit):
+    """The options do not fit the number of ranks; the exit code is what is wrong."""
 
 
 class Engine:
@@ -73,11 +72,9 @@ class Engine:
         self.on_failure: list[Callable[[], None]] = []
         self.find_store: Callable[[], Store | None] = lambda: None
         self._make_emulation = make_emulation
-        self._pinned = None if config.shares is None else parse_shares(config.shares)
+        self._shares = Shares(config, self.report)
         self._loaders: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
-        self._reasons: set[Reason] = set()
         self._weights = GradientWeights(self._weigh)
-        self._num_steps = 0
         self._meter = Meter()
         self._watch = Stopwatch(clock)
         self._follower = Follower(describe if config.strategy == "sync" else lambda module: [], self.report.condition)
@@ -90,6 +87,7 @@ class Engine:
         self._fed_by: IndexStream | None = None
         self._exchange_due = self._exchanging = False
         self._meetings: Meetings | None = None
+        self._waits = LongWaits()
 
     # -- of Horovod
 
@@ -97,18 +95,16 @@ class Engine:
         """Horovod has been initialized. May be called again, after a restart.
 
         Raises:
-            ValueError: if options do not fit the number of ranks.
+            BadOptions: if options do not fit the number of ranks.
         """
         self.world_size, self.rank = world_size, rank
-        if self._pinned is not None and len(self._pinned) != world_size:
-            raise ValueError(
-                f"shares must have one number a rank: {world_size} ranks, got {len(self._pinned)} in {self.config.shares!r}"
-            )
-        if self._make_emulation is not None:
-            self._watch.emulate(self._make_emulation(world_size), rank)
+        try:
+            self._shares.started(world_size, rank)
+            if self._make_emulation is not None:
+                self._watch.emulate(self._make_emulation(world_size), rank)
+        except ValueError as error:
+            raise BadOptions(str(error)) from None
         self.report.started(world_size)
-        for loader in self.report.loaders:
-            loader.controller, loader.fractions = None, None
         self._local.forget()
         for action in self.on_start:
             action()
@@ -121,7 +117,7 @@ class Engine:
 
     def refuse(self, reason: Reason) -> None:
         """Takes note of something for which all shares must be equal."""
-        self._reasons.add(reason)
+        self._shares.reasons.add(reason)
         self.report.note(reason.value)
 
     def joining(self) -> None:
@@ -137,6 +133,40 @@ class Engine:
             )
         self.report.note(Reason.JOIN.value)
 
+    def wrapped(self, text: str) -> None:
+        """The script has wrapped an optimizer of a kind that is not intercepted."""
+        self.report.wrapped(text)
+
+    def stepped_alone(self) -> None:
+        """An optimizer has stepped that is not intercepted."""
+        if self.report.is_started:
+            self._shares.count_alone()
+
+    def joined(self) -> None:
+        """All ranks have joined, after different numbers of steps."""
+        self._shares.meet()
+
+    def exchanged(self, what: str, tensors: list[Tensor]) -> None:
+        """The script gives tensors to a collective."""
+        if self._follower.is_at_unequal_batch:
+            self.report.averaged(what)
+        if self.world_size > 1 and any(self._follower.exchanges(tensor) for tensor in tensors):
+            self._follower.refuse(Reason.GATHERED)
+
+    def compiled(self) -> None:
+        """The script calls what torch.compile has made."""
+        if self.world_size > 1 and torch.is_grad_enabled():
+            self._follower.refuse(Reason.COMPILED)
+
+    def losses(self, tensors: Sequence[Tensor]) -> None:
+        """The script is about to call backward on tensors."""
+        if self.world_size > 1:
+            self._follower.losses(tensors)
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Returns a context within which the script is not watched."""
+        return self._follower.unwatched()
+
     def registered(self, optimizer: Any, parameters: list[Tensor]) -> None:
         """The script has wrapped an optimizer."""
         import horovod.torch as hvd
@@ -144,9 +174,9 @@ class Engine:
         self.report.optimizer(optimizer)
         self._follower.trains(parameters)
         if self.config.strategy == "local":
-            if self._merges_change_something() and not self._reasons:
+            if self._merges_change_something() and not self._shares.reasons:
                 self._local.registered(optimizer)
-        elif self.config.compression != "none" and self.world_size > 1 and not self._reasons:
+        elif self.config.compression != "none" and self.world_size > 1 and not self._shares.reasons:
             self._encoded.registered(optimizer)
         # Of a sum over ranks the rank's own gradient is one part.
         local_weight = float(self.world_size) if optimizer.op == hvd.Sum else 1.0
@@ -167,17 +197,17 @@ class Engine:
         local = self._local.steps_alone(optimizer)
         if self.world_size == 1 and not local:
             action()
+            self._shares.count_alone()
             return True
         self._settle()
         stretch = self._watch.stop()
         untimed = self._untimed or self._follower.was_traced
         stream, batches = self._follower.take_step(optimizer)
-        self._num_steps += 1
         # A step that began with the start of workers, or before it was known to be one, says nothing of speed.
         stretches = [] if untimed or stretch is None else [part for part in (self._tail, stretch) if part is not None]
         if local:
-            local = self._local.begin_step(optimizer, stream, batches, refused=bool(self._reasons))
-        exchange = self._num_steps in _FIRST_EXCHANGES or (not local and self._num_steps % self.config.interval == 0)
+            local = self._local.begin_step(optimizer, stream, batches, refused=bool(self._shares.reasons))
+        exchange = self._shares.count(is_local=local)
         finish = None
         if stream is not None or self._fed_by is None or not self._fed_by.is_open:
             # Else a synchronize without gradients of its own, as of a GAN's other optimizer: it is of the same pass.
@@ -185,7 +215,7 @@ class Engine:
         if local:
             self._exchange_due = exchange
         elif exchange:
-            finish = self._begin_exchange(self._fed_by)
+            finish = self._shares.begin(self._fed_by, self._meter.take())
         before_s = self._watch.waiting_s
         by_horovod = not local and not self._exchange_encoded(optimizer)
         if by_horovod:
@@ -193,8 +223,11 @@ class Engine:
             with self._watch.waiting():
                 action()
         self._meter.waited(self._watch.waiting_s - before_s)
+        if not untimed:
+            self._meter.ends()
         if stream is not None:
             stream.loader.num_steps += 1
+            stream.loader.num_shared += any(handed.weight != 1.0 for handed in batches)
         tell = functools.partial(self._local.timed, optimizer) if local else None
         self._meter.step(None if stream is None else batches, stretches, tell)
         self._tail = None
@@ -214,15 +247,19 @@ class Engine:
         self._settle()
         self.on_step()
 
-    def waited(self, action: Callable[[], Any]) -> Any:
-        """Runs an action that waits for other ranks; its seconds do not count as computing."""
+    def waited(self, action: Callable[[], Any], what: str = "a collective") -> Any:
+        """Runs an action that waits for other ranks, in a collective of that name; its seconds do not count as computing.
+
+        Raises:
+            RuntimeError: as the action does; where unequal shares may be the cause, it says so.
+        """
         if self._watch.is_waiting:
-            return action()
+            return self._wait(action, what)
         self._settle()
         if not self._exchanging:
             self._local.goes_on()
         with self._watch.waiting():
-            return action()
+            return self._wait(action, what)
 
     # -- of modules
 
@@ -246,6 +283,7 @@ class Engine:
 
     def over(self) -> None:
         """The script has ended on this rank."""
+        self._follower.end()
         self._local.over()
 
     # -- of loaders
@@ -260,6 +298,7 @@ class Engine:
             # A script may make its loader anew in each epoch. The speeds are then known, its use is looked at again.
             before = [other for other in self.report.loaders if other.is_gone and other.kind == known.kind and other.num_steps]
             known.controller = before[-1].controller if before else None
+            known.is_successor = any(other.is_gone and other.kind == known.kind for other in self.report.loaders)
             self.report.loaders.append(known)
         stream = IndexStream(
             known,
@@ -278,12 +317,14 @@ class Engine:
         if stream.loader.num_steps and self._follower.is_between_steps:
             self._watch.start()
             self._untimed = stream.num_delivered == 0
+            self._meter.begins(counts=not self._untimed)
 
     def delivered(self, stream: IndexStream, batch: Any) -> None:
         """Takes note of the batch that the script has got."""
         self._follower.delivered(stream, batch)
-        if stream.weight_differs:
+        if stream.weight_differs and not self._weights.are_needed:
             self._weights.need()
+            self._waits.start(self.rank, self.world_size)
 
     def exhausted(self, stream: IndexStream) -> None:
         """Takes note that a pass is over."""
@@ -292,6 +333,20 @@ class Engine:
         self._settle(stream if stream.loader.ends_together else None)
 
     # -- inside
+
+    def _wait(self, action: Callable[[], Any], what: str) -> Any:
+        if not self._weights.are_needed:
+            return action()
+        with self._waits.of(what):
+            try:
+                return action()
+            except RuntimeError as error:
+                if "Mismatched" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"{error} [hvd_adaptive: in {what}. The ranks' shares of a batch are unequal; if this is as long as the "
+                    f"batch, run the script with {equal_shares(self.world_size)}]"
+                ) from None
 
     def _make_world(self) -> Transport:
         import horovod.torch as hvd
@@ -303,7 +358,7 @@ class Engine:
 
         if not self._encoded.exchanges(optimizer):
             return False
-        return self._encoded.synchronize(optimizer, refused=bool(self._reasons), average=optimizer.op == hvd.Average)
+        return self._encoded.synchronize(optimizer, refused=bool(self._shares.reasons), average=optimizer.op == hvd.Average)
 
     def _merges_change_something(self) -> bool:
         """Whether local steps are any different: not on one rank whose merges would not change its model."""
@@ -328,69 +383,9 @@ class Engine:
         before_s = self._watch.waiting_s
         try:
             if self.world_size > 1:
-                self._begin_exchange(self._fed_by)()
+                self._shares.begin(self._fed_by, self._meter.take())()
             if merge:
                 local.merge(over)
         finally:
             self._exchanging = False
         self._meter.waited(self._watch.waiting_s - before_s)
-
-    def _begin_exchange(self, stream: IndexStream | None) -> Callable[[], None]:
-        import horovod.torch as hvd
-
-        window = self._meter.take()
-        reasons, proposal = set(self._reasons), np.zeros(self.world_size)
-        if stream is None:
-            reasons.add(Reason.NO_LOADER)
-        else:
-            loader = stream.loader
-            reasons |= loader.reasons | (set() if loader.is_traced else {Reason.NO_FORWARD})
-            window.num_delivered, window.num_handed = stream.num_delivered, stream.num_handed
-            window.dataset = loader.fingerprint()
-            window.num_batches = stream.num_batches
-            window.smallest = loader.smallest
-            window.checksum = stream.last_checksum() or 0
-            proposal = self._controller(loader).proposal
-        window.reasons = mask(reasons)
-        vector = torch.from_numpy(pack(window, proposal, world_size=self.world_size, rank=self.rank))
-        handle = hvd.allreduce_async_(vector, name="hvd_adaptive.exchange", op=hvd.Sum)
-
-        def finish() -> None:
-            gathered, agreed = unpack(hvd.synchronize(handle).numpy(), world_size=self.world_size)
-            self._decide(stream, gathered, agreed)
-
-        return finish
-
-    def _controller(self, loader: Loader) -> Controller:
-        if loader.controller is None:
-            loader.controller = Controller(self.world_size, pinned=self._pinned)
-        return loader.controller
-
-    def _decide(self, stream: IndexStream | None, gathered: dict[str, Array], agreed: Array) -> None:
-        """Changes the shares, on every rank alike, from the first batch that no rank has handed out yet."""
-        reasons = judge(gathered)
-        if Reason.JOIN in reasons:
-            self.refuse(Reason.JOIN)
-        if stream is None:
-            self.report.note(Reason.NO_LOADER.value)
-        else:
-            self._change_shares(stream, gathered, reasons, agreed)
-        if self.config.dry_run and self._num_steps >= _FIRST_EXCHANGES[-1]:
-            raise DryRunOver(0)
-
-    def _change_shares(
-        self, stream: IndexStream, gathered: dict[str, Array], reasons: set[Reason], agreed: Array
-    ) -> None:
-        loader = stream.loader
-        loader.smallest = int(gathered["smallest"].max())
-        lengths = set(gathered["num_batches"])
-        loader.ends_together = len(lengths) == 1 and 0 not in lengths and Reason.OUT_OF_STEP not in reasons
-        # A forward that was not seen yet may still be.
-        loader.reasons |= reasons - {Reason.NO_FORWARD}
-        # Equal shares are the script's own batches, with nothing to pool; zeros stand for them, too.
-        usable = not reasons and not loader.reasons and not self._reasons and not self.config.dry_run and np.ptp(agreed) > 1e-9
-        loader.fractions = tuple(float(part) for part in agreed) if usable else None
-        stream.change_fractions(loader.fractions, first=int(gathered["num_handed"].max()))
-        self.report.window(loader, gathered)
-        if not reasons:
-            self._controller(loader).propose(gathered, self.config.max_batch_size)

@@ -7,17 +7,19 @@ validation loop may come between any of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from hvd_adaptive.wrap.forwards import Tracer, set_guard
+from hvd_adaptive.wrap.forwards import Tracer, watch_forwards
 from hvd_adaptive.wrap.loaders import Handed, IndexStream, Loader
 from hvd_adaptive.wrap.reasons import Reason
 
-# Batches of a loader that are followed until one shows all of its way from loader to backward.
-_MOST_TRACES = 10
+# Batches of a loader that are followed all of their way from loader to backward, and how many are tried for that.
+_ENOUGH_TRACES, _MOST_TRACES = 2, 10
 
 
 class Follower:
@@ -53,7 +55,8 @@ class Follower:
         # Optimizers that have stepped on the traced batch.
         self._stepped: set[int] = set()
         self._mismatch: str | None = None
-        set_guard(self._check_forward)
+        # Ends the looking at every forward, which begins with the first batch of another size than the script's.
+        self._unwatch: Callable[[], None] | None = None
 
     def trains(self, parameters: list[Tensor]) -> None:
         """Adds parameters that an optimizer trains."""
@@ -61,21 +64,35 @@ class Follower:
 
     def opened(self, stream: IndexStream) -> None:
         """A pass of a loader begins."""
+        for other in self._streams:
+            if other.loader is stream.loader and not other.is_over:
+                self._look_at_unused(other)
         self._streams.add(stream)
 
     def delivered(self, stream: IndexStream, batch: Any) -> None:
         """The script has got a batch."""
         self.finish_trace()
+        self._look_at_unused(stream)
         stream.deliver()
         self._event += 1
         stream.delivered_at = self._event
         self._is_backward, self._mismatch = False, None
+        if stream.weight_differs and self._unwatch is None:
+            self._unwatch = watch_forwards(self._check_forward)
         loader = stream.loader
         if not loader.is_traced and loader.num_traces < _MOST_TRACES and stream.current.num_samples:
             loader.num_traces += 1
             self._traced, self.was_traced = stream, True
             self._stepped.clear()
             self._tracer.begin(batch, stream.current.num_samples)
+
+    def _look_at_unused(self, stream: IndexStream) -> None:
+        """Ends unequal shares where the script leaves out their batches, at the same batch on all ranks that leave it out."""
+        if stream.weight_differs and stream.num_unused and not stream.num_shared:
+            stream.loader.reasons.add(Reason.SKIPPED)
+            stream.loader.fractions = None
+            stream.change_fractions(None, first=stream.num_handed)
+            stream.hand_out_again()
 
     def exhausted(self, stream: IndexStream) -> None:
         """A pass is over."""
@@ -110,6 +127,50 @@ class Follower:
         self.was_traced = self._traced is not None
         return stream, batches
 
+    def losses(self, tensors: Sequence[Tensor]) -> None:
+        """The script is about to call backward on tensors."""
+        found = self._candidates()
+        for stream in found:
+            stream.loader.num_losses += 1
+        if not found or found[-1].loader.reasons:
+            return
+        loader = found[-1].loader
+        for tensor in tensors:
+            loader.heads.look(tensor, learn=self._traced is not None)
+        # One that comes later was not followed; whether shares were equal at its first step is for the report.
+        if loader.heads.is_new and loader.is_traced:
+            loader.reasons.add(Reason.OTHER_LOSS)
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Returns a context within which nothing is watched."""
+        return self._tracer.unwatched()
+
+    @property
+    def is_at_unequal_batch(self) -> bool:
+        """Whether the script is at a training batch of another size than its own."""
+        return self.stream is not None and self.stream.is_open and self.stream.weight_differs
+
+    def refuse(self, reason: Reason) -> None:
+        """Takes note of why the shares of the batch that the script is at must be equal."""
+        found = self._candidates()
+        stream = found[-1] if found else self.stream
+        if stream is not None and stream.is_open:
+            stream.loader.reasons.add(reason)
+
+    def exchanges(self, tensor: Tensor) -> bool:
+        """Whether a tensor that the script gives to a collective holds something of each sample of the batch that it is at."""
+        with torch._C.DisableTorchFunction():
+            if self._tracer.is_made_of_batch(tensor):
+                return True
+        found = [s for s in self._candidates() if s.weight_differs]
+        return bool(found and tensor.dim() and tensor.shape[0] == found[-1].current.num_samples)
+
+    def end(self) -> None:
+        """Watches nothing any more."""
+        self.finish_trace()
+        if self._unwatch is not None:
+            self._unwatch()
+
     @property
     def is_between_steps(self) -> bool:
         """Whether no backward has run since the last step."""
@@ -126,12 +187,15 @@ class Follower:
         if self.stream is not stream or not self._is_backward:
             return
         loader = stream.loader
-        if self._tracer.num_forwards and self._tracer.is_complete:
-            loader.is_traced = True
+        if self._tracer.num_forwards:
+            loader.num_followed += 1
+            loader.is_traced = loader.num_followed >= _ENOUGH_TRACES
             loader.reasons |= self._tracer.findings
+            if not self._tracer.num_backwards:
+                loader.reasons.add(Reason.UNKNOWN_LOSS)
             for module in self._tracer.places:
                 self._look_at_layers(module, loader)
-        elif loader.num_traces == _MOST_TRACES:
+        elif loader.num_traces == _MOST_TRACES and not loader.reasons:
             loader.reasons.add(Reason.NO_FORWARD)
 
     def _candidates(self) -> list[IndexStream]:
@@ -166,9 +230,10 @@ class Follower:
                 f"{stream.loader.label}: {self._mismatch}, and its shares are unequal by now; run the script "
                 "with --shares 1,1,... (one number a rank)"
             )
-        if stream.num_unused != 1:
+        if stream.num_unused != 1 and Reason.SKIPPED not in stream.loader.reasons:
             stream.loader.reasons.add(Reason.FETCHED_AHEAD)
         stream.num_unused = 0
+        stream.num_shared += stream.weight_differs
 
     def _look_at_layers(self, module: nn.Module, loader: Loader) -> None:
         for layer in module.modules():

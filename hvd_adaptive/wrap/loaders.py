@@ -20,6 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from hvd_adaptive.core.shares import integer_shares
 from hvd_adaptive.wrap.control import Controller
 from hvd_adaptive.wrap.fingerprint import fingerprint
+from hvd_adaptive.wrap.graphs import Heads
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.sampling import OneOrder, Union, checksum, find_union, take_share
 
@@ -43,8 +44,13 @@ class Loader:
         fractions: each rank's part of its global batches from the next pass on; None: as the script has it.
         smallest: fewest samples of a rank's share.
         num_steps: optimizer steps that its batches led to.
+        num_shared: those of them with a batch of another size than the script's.
+        num_losses: losses that its batches led to.
+        heads: the losses of its batches.
+        is_successor: it was made in place of another one like it, which was gone.
         is_traced: the way of a batch from loader to backward was seen.
         num_traces: batches that were followed for that.
+        num_followed: those of them that were seen all the way.
         controller: what proposes its shares.
         ends_together: its passes are known to have as many batches on all ranks.
     """
@@ -59,9 +65,12 @@ class Loader:
         self._fingerprint: int | None = None
         self.fractions: tuple[float, ...] | None = None
         self.smallest = 1
-        self.num_steps = 0
+        self.num_steps = self.num_shared = 0
+        self.num_losses = 0
+        self.heads = Heads()
+        self.is_successor = False
         self.is_traced = False
-        self.num_traces = 0
+        self.num_traces = self.num_followed = 0
         self.controller: Controller | None = None
         self.ends_together = False
         if isinstance(loader.dataset, IterableDataset):
@@ -97,6 +106,7 @@ class IndexStream:
         is_over: the pass has come to its end.
         num_unrelated: batches that were followed by one of another loader before backward.
         num_batches: batches of the whole pass; 0: not known.
+        num_shared: batches of another size than the script's that led to a backward.
     """
 
     def __init__(
@@ -112,6 +122,7 @@ class IndexStream:
         self.is_over = False
         self.num_unrelated = 0
         self.num_batches = 0
+        self.num_shared = 0
         if not loader.reasons & {Reason.ITERABLE, Reason.NO_BATCHING}:
             with contextlib.suppress(TypeError):
                 self.num_batches = len(index_sampler)
@@ -125,6 +136,7 @@ class IndexStream:
         self._changes: deque[tuple[int, tuple[float, ...] | None]] = deque()
         self._queue: deque[tuple[Handed, Any]] = deque()
         self._last_own: Any = None
+        self._again: deque[Any] = deque()
 
     @property
     def is_open(self) -> bool:
@@ -148,7 +160,7 @@ class IndexStream:
                 self._union = found
                 # Any other sampler than torch's must first show in this pass that its batches were foreseen.
                 self._fractions = self.loader.fractions if isinstance(found, OneOrder) else None
-        own = indices = next(self._own)
+        own = indices = self._again.popleft() if self._again else next(self._own)
         while self._changes and self.num_handed >= self._changes[0][0]:
             self._fractions = self._changes.popleft()[1]
         handed = Handed(len(indices), len(indices) * self._world_size, 1.0) if isinstance(indices, list) else None
@@ -167,6 +179,10 @@ class IndexStream:
     def change_fractions(self, fractions: tuple[float, ...] | None, *, first: int) -> None:
         """Changes the shares from a batch on, the same one on all ranks, that no rank has handed out yet."""
         self._changes.append((first, fractions))
+
+    def hand_out_again(self) -> None:
+        """Has the last delivered batch come once more, as the script has it: none of its samples was trained on."""
+        self._again.append(self._last_own)
 
     def last_checksum(self) -> int | None:
         """Returns a checksum of the last delivered global batch; None if this rank's own part of it is not as expected."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -31,6 +32,18 @@ class Meter:
         self._pending: deque[_Step] = deque()
         # Seconds of the last batch that counted, so far.
         self._last_s = 0.0
+        self._began_s: float | None = None
+
+    def begins(self, *, counts: bool) -> None:
+        """A step begins, by the script's asking for its batch."""
+        self._began_s = time.perf_counter() if counts else None
+
+    def ends(self) -> None:
+        """The step's gradients are there."""
+        if self._began_s is not None:
+            self._window.wall_steps += 1
+            self._window.wall_s += time.perf_counter() - self._began_s
+            self._began_s = None
 
     def step(
         self,

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hvd_adaptive.launch.host import is_crowded
 from hvd_adaptive.transport.horovod_wait import sleeping_wait
+from hvd_adaptive.wrap.collectives import intercept_collectives, of_optimizer, take_name
 from hvd_adaptive.wrap.reasons import Reason
 
 
@@ -37,12 +39,29 @@ class Listener(Protocol):
     def stepped(self, optimizer: Any) -> None:
         """The optimizer has moved its parameters."""
 
-    def waited(self, action: Callable[[], Any]) -> Any:
-        """Runs what waits for other ranks."""
+    def joined(self) -> None:
+        """All ranks have run out of batches."""
+
+    def stepped_alone(self) -> None:
+        """An optimizer has stepped that is not intercepted."""
+
+    def wrapped(self, text: str) -> None:
+        """The script has wrapped an optimizer of a kind that is not intercepted."""
+
+    def exchanged(self, what: str, tensors: list[Tensor]) -> None:
+        """The script gives tensors to a collective."""
+
+    def waited(self, action: Callable[[], Any], what: str) -> Any:
+        """Runs what waits for other ranks, in a collective of that name."""
 
 
-def intercept_horovod(listener: Listener) -> None:
-    """Replaces methods of Horovod's optimizer classes, and what waits for a collective, in place."""
+def intercept_horovod(listener: Listener, *, count_other_steps: bool = False) -> None:
+    """Replaces methods of Horovod's optimizer classes, and what waits for a collective, in place.
+
+    Args:
+        listener: is told of what happens.
+        count_other_steps: tell of the steps of optimizers that are not intercepted, too.
+    """
     import horovod.torch as hvd
     from horovod.torch import elastic, mpi_ops, optimizer
 
@@ -66,8 +85,11 @@ def intercept_horovod(listener: Listener) -> None:
     def adasum_init(self: Any, *args: Any, **options: Any) -> None:
         listener.refuse(Reason.ADASUM)
         adasum(self, *args, **options)
+        listener.wrapped(f"DistributedOptimizer ({type(self).__name__}, op=Adasum)")
 
     optimizer._DistributedAdasumOptimizer.__init__ = adasum_init
+    if count_other_steps:
+        _count_other_steps(listener, optimizer._DistributedAdasumOptimizer)
     elastic_run = elastic.run
 
     @functools.wraps(elastic_run)
@@ -77,18 +99,46 @@ def intercept_horovod(listener: Listener) -> None:
 
     elastic.run = run
     join = mpi_ops.mpi_lib.horovod_torch_join
+    joins: set[Any] = set()
 
     def torch_join(*args: Any) -> Any:
         listener.joining()
-        return join(*args)
+        handle = join(*args)
+        joins.add(handle)
+        return handle
 
     mpi_ops.mpi_lib.horovod_torch_join = torch_join
 
-    def wait_and_clear(*args: Any) -> Any:
-        return listener.waited(lambda: wait(*args))
+    def wait_and_clear(handle: Any) -> Any:
+        is_join = handle in joins
+        result = listener.waited(lambda: wait(handle), "hvd.join()" if is_join else take_name(handle))
+        if is_join:
+            joins.discard(handle)
+            listener.joined()
+        return result
 
+    intercept_collectives(listener)
     # The one place where a rank waits for others; all of Horovod's functions look it up in its module.
     library.horovod_torch_wait_and_clear = wait_and_clear
+
+
+def _count_other_steps(listener: Listener, adasum: Any) -> None:
+    """Has the steps of optimizers counted that exchange nothing by themselves, or by Adasum."""
+    step = adasum.step
+
+    @functools.wraps(step)
+    def step_(self: Any, closure: Any = None) -> Any:
+        result = step(self, closure)
+        listener.stepped_alone()
+        return result
+
+    def stepped(optimizer: Any, args: Any, options: Any) -> None:
+        # Horovod's classes call the step of the class that they wrap.
+        if not hasattr(optimizer, "_parameter_names"):
+            listener.stepped_alone()
+
+    adasum.step = step_
+    register_optimizer_step_post_hook(stepped)
 
 
 def _intercept_optimizer(listener: Listener, cls: Any, all_ranks: Any) -> None:
@@ -108,13 +158,18 @@ def _intercept_optimizer(listener: Listener, cls: Any, all_ranks: Any) -> None:
 
         def hook(*gradients: Any) -> None:
             if not listener.accumulated(self):
-                exchange(*gradients)
+                with of_optimizer():
+                    exchange(*gradients)
 
         return hook
 
     @functools.wraps(synchronize)
     def synchronize_(self: Any) -> None:
-        if not listener.synchronize(self, lambda: synchronize(self)):
+        def own() -> None:
+            with of_optimizer():
+                synchronize(self)
+
+        if not listener.synchronize(self, own):
             # As Horovod's own has it, which step() looks at.
             self._synchronized = True
 

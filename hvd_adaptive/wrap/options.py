@@ -50,7 +50,9 @@ class RunConfig:
         None, "most samples in a batch of any rank, as its memory allows (default: no bound)"
     )
     dry_run: bool = _option(
-        False, "run the script's first steps with equal shares, print what would be intercepted, and end"
+        False,
+        "run the script's first 16 steps with equal shares and, if nothing speaks against it, 12 with unequal ones; print what "
+        "would be intercepted, and end",
     )
     slowdown: str | None = _option(
         None, "emulate unequal ranks: stretch each rank's compute by a factor, 1,2, or by a schedule (see train)"
@@ -133,3 +135,13 @@ def parse_shares(text: str) -> tuple[float, ...]:
     if not shares or not all(0 < share < float("inf") for share in shares):
         raise ValueError(f"shares must be one number > 0 a rank, as in 1,2, got {text!r}")
     return shares
+
+
+def check_shares(text: str | None, num_ranks: int) -> None:
+    """Checks that there is one share a rank.
+
+    Raises:
+        ValueError: if not.
+    """
+    if text is not None and len(parse_shares(text)) != num_ranks:
+        raise ValueError(f"shares must have one number a rank: {num_ranks} ranks, got {len(parse_shares(text))} in {text!r}")

@@ -13,7 +13,7 @@ class Reason(enum.Enum):
     PROCESS_SET = "the optimizer reduces over a process set, not over all ranks"
     SYNC_BATCH_NORM = "SyncBatchNorm mixes the ranks' gradients before they can be weighted"
     NO_LOADER = "no DataLoader gave the batches of these steps: there is nothing whose share could change"
-    JOIN = "a rank has called hvd.join(): the ranks' numbers of batches differ"
+    JOIN = "the script calls hvd.join(), for ranks whose numbers of batches may differ"
     ITERABLE = "an IterableDataset makes its own batches: there is no index that another rank could take over"
     NO_BATCHING = "batch_size=None: the dataset makes its own batches"
     NO_SAMPLER = (
@@ -40,6 +40,21 @@ class Reason(enum.Enum):
     SUM_LOSS = "a loss with reduction='sum' is not a mean over samples, as the weights of unequal shares need"
     NONE_LOSS = "a loss with reduction='none' is reduced by the script, which may not be a mean over samples"
     WEIGHTED_LOSS = "a loss with class weights or a used ignore_index is not a plain mean over samples"
+    SELECTED = "the loss takes some of the batch's samples, or takes them in another order (a mask, hard examples, pairs)"
+    MIXED = (
+        "the loss is not seen to be a mean over samples, each by itself: it may compare samples, or divide by something of theirs"
+    )
+    UNKNOWN_LOSS = "where the loss that the script calls backward() on comes from cannot be seen"
+    OTHER_LOSS = "the script came to compute another loss than in its first steps, which are all that is looked at closely"
+    SIZE_DECIDES = (
+        "the script decides by the number of samples in a batch, or by a count of samples (to leave out a short batch, to "
+        "validate): ranks with other sizes would decide otherwise"
+    )
+    GATHERED = "the script exchanges what it computes of each sample with the other ranks in a step, or a loss before backward()"
+    SKIPPED = "the script left out batches of another size than its own"
+    COMPILED = "torch.compile: what is compiled cannot be looked into, and would be compiled again for other batch sizes"
+    SCRIPTED = "a TorchScript module cannot be looked into"
+    NOT_FOLLOWED = "the way of a batch through the script could not be followed"
 
     @property
     def bit(self) -> int:

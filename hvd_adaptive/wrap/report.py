@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvd_adaptive.wrap.loaders import Loader
+from hvd_adaptive.wrap.reasons import Reason
 
 Array = NDArray[np.float64]
 
@@ -31,17 +32,20 @@ class Report:
     Attributes:
         loaders: every loader that the script iterated.
         is_started: Horovod was initialized.
-        is_dry_run: shares were not changed.
+        is_dry_run: only some steps were run.
+        is_only_tried: equal shares are best; others were tried all the same.
         more: gives further lines.
     """
 
     loaders: list[Loader] = field(default_factory=list)
     is_started: bool = False
     is_dry_run: bool = False
+    is_only_tried: bool = False
     more: Callable[[], list[str]] = list
     _world_size: int = 1
     _optimizers: list[str] = field(default_factory=list)
     _notes: list[str] = field(default_factory=list)
+    _averaged: dict[str, None] = field(default_factory=dict)
     _windows: dict[int, _Windows] = field(default_factory=dict)
 
     def started(self, world_size: int) -> None:
@@ -65,6 +69,15 @@ class Report:
             f"DistributedOptimizer ({type(optimizer).__name__}, op={op}"
             + (f", backward_passes_per_step={passes})" if passes > 1 else ")")
         )
+
+    def wrapped(self, text: str) -> None:
+        """The script has wrapped an optimizer that is not intercepted."""
+        self._optimizers.append(text)
+
+    def averaged(self, what: str) -> None:
+        """The script exchanges something of its own while ranks have unequal shares."""
+        if len(self._averaged) < 4:
+            self._averaged[what] = None
 
     def window(self, loader: Loader, gathered: dict[str, Array]) -> None:
         """Takes in the ranks' numbers of a loader since the last exchange, and the shares from now on."""
@@ -92,19 +105,44 @@ class Report:
         for group in alike.values():
             lines += self._loader_lines(next((loader for loader in reversed(group) if loader.is_traced), group[-1]))
             if len(group) > 1:
-                lines.append(f"    made anew {len(group) - 1} times; {sum(loader.num_steps for loader in group)} steps in all")
+                how = "made anew" if all(loader.is_successor for loader in group[1:]) else "others like it:"
+                count = f"{how} {len(group) - 1}{' times' if how == 'made anew' else ''}"
+                lines.append(f"    {count}; {sum(loader.num_steps for loader in group)} steps in all")
+        if any(loader.num_shared for loader in self.loaders):
+            lines += self._figures()
         if not self._optimizers:
             lines.append("  not intercepted: the script wrapped no optimizer in hvd.DistributedOptimizer")
         return lines
 
+    def _figures(self) -> list[str]:
+        """What the script's own figures mean now."""
+        lines = [
+            "  figures of the script's own: len(batch) is the rank's share, so samples counted by it, and samples a second, are "
+            "that rank's alone"
+        ]
+        if self._averaged:
+            lines.append(
+                f"    what it exchanges in training ({', '.join(self._averaged)}) counts each rank alike, whatever its share; "
+                "for a mean over samples reduce sums and counts"
+            )
+        return lines
+
     def _loader_lines(self, loader: Loader) -> list[str]:
         if not loader.num_steps:
-            return [f"  left alone: {loader.label}: no optimizer step followed its batches (validation)"]
+            why = "no optimizer step followed its batches (validation)"
+            if loader.reasons & {Reason.INTERLEAVED} or (loader.num_losses and any(other.num_steps for other in self.loaders)):
+                why = "its batches go into steps together with those of another loader"
+            elif loader.num_losses:
+                why = "its batches lead to steps of no optimizer that is intercepted, so each rank computes its own"
+            return [f"  left alone: {loader.label}: {why}"]
         if loader.num_steps and not loader.is_traced and not loader.reasons:
             return [f"  not adaptive: {loader.label}, {loader.num_steps} steps, too few to see how it is used"]
         if loader.reasons:
+            # What was seen too late: the script's updates were others for a while.
+            unequal = f"; {loader.num_shared} before that with others, whose updates may differ"
+            others = unequal if loader.num_shared else ""
             return [
-                f"  not adaptive: {loader.label}, {loader.num_steps} steps with equal shares, because",
+                f"  not adaptive: {loader.label}, {loader.num_steps} steps with equal shares{others}, because",
                 *(f"    - {reason.value}" for reason in sorted(loader.reasons, key=lambda reason: reason.bit)),
             ]
         would = "would be " if self.is_dry_run else ""
@@ -140,6 +178,14 @@ class Report:
             f"    longest computing time of a step: {1e3 * before_s.max():.1f} ms with equal shares, "
             f"{1e3 * now_s.max():.1f} ms now: {gain:.2f}x; mean / least speed, the ceiling: {ceiling:.2f}x"
         )
+        walls = [float(w["wall_s"].sum() / max(w["wall_steps"].sum(), 1)) for w in (first, newest)]
+        if self.is_only_tried:
+            lines.append("    equal shares are best here; these were tried to see how the script takes them")
+        if windows.equal is not newest and all(walls):
+            lines.append(
+                f"    by the wall clock, from asking for a batch to its gradients: {1e3 * walls[0]:.1f} ms a step with equal "
+                f"shares, {1e3 * walls[1]:.1f} ms now: {walls[0] / walls[1]:.2f}x"
+            )
         return lines
 
 

@@ -17,12 +17,15 @@ from torch import nn
 from hvd_adaptive.launch.binding import read_launcher, starts_alone
 from hvd_adaptive.launch.elastic_jobs import EXIT_STOPPED
 from hvd_adaptive.launch.output import refuse
-from hvd_adaptive.wrap.engine import DryRunOver, Emulation, Engine
+from hvd_adaptive.wrap.compilers import intercept_compile
+from hvd_adaptive.wrap.engine import BadOptions, Emulation, Engine
+from hvd_adaptive.wrap.graphs import intercept_backward
 from hvd_adaptive.wrap.loaders import intercept_loaders
 from hvd_adaptive.wrap.modules import intercept_modules
 from hvd_adaptive.wrap.optimizers import intercept_horovod
 from hvd_adaptive.wrap.options import RunConfig
 from hvd_adaptive.wrap.pulse import Pulse
+from hvd_adaptive.wrap.shares import DryRunOver
 
 if TYPE_CHECKING:
     from hvd_adaptive.wrap.launched import Launched
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 EmulationMaker = Callable[[int], Emulation]
 
 
+_EQUAL = "If the script cannot take batches of another size, run it with --shares 1,1,... (one number a rank)"
 _engine: Engine | None = None
 
 
@@ -98,9 +102,11 @@ def intercept(
     # Before that, as it needs it.
     atexit.register(engine.over)
     intercept_loaders(engine)
+    intercept_backward(engine.losses)
+    intercept_compile(engine.unwatched, engine.compiled)
     if config.strategy == "local":
         intercept_modules(engine)
-    intercept_horovod(engine)
+    intercept_horovod(engine, count_other_steps=config.dry_run)
     return engine
 
 
@@ -110,15 +116,17 @@ def run_script(
     make_engine: Callable[[Any], Engine],
     make_launched: Callable[[], Launched] | None = None,
     *,
+    is_module: bool = False,
     stall_limit_s: float = 60.0,
 ) -> int:
     """Runs a script as ``python path arguments`` would, as this rank. COLLECTIVE as far as the script is.
 
     Args:
-        path: the script.
+        path: the script, or a module's name.
         arguments: its arguments.
         make_engine: intercepts, see :func:`intercept`; called with what :func:`start_world` returned.
         make_launched: under a supervisor, says which launch this is.
+        is_module: run it as ``python -m path arguments`` would.
         stall_limit_s: for :func:`start_world`.
 
     Returns:
@@ -133,12 +141,17 @@ def run_script(
         _tell_supervisor(engine, launched)
     sys.argv = [path, *arguments]
     # As python does; workers that are spawned or served by a fork server find the script's classes through it.
-    sys.path[0] = str(Path(path).resolve().parent)
+    sys.path[0] = os.getcwd() if is_module else str(Path(path).resolve().parent)
     code = 0
     try:
-        runpy.run_path(path, run_name="__main__")
+        if is_module:
+            runpy.run_module(path, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(path, run_name="__main__")
     except DryRunOver:
         pass
+    except BadOptions as error:
+        return refuse(error, speaks=engine.rank == 0)
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
         if isinstance(leave.code, str):
@@ -152,6 +165,11 @@ def run_script(
         # Else it is another rank's fault, whom the launcher or the heartbeats name.
         if launched is not None and type(error).__name__ != "HorovodInternalError":
             launched.say("raised", any_rank=True)
+        # Before the error: its telling ends the job.
+        if type(error).__name__ != "HorovodInternalError" and any(loader.fractions for loader in engine.report.loaders):
+            tried = ", which the dry run tried" if engine.config.dry_run else ""
+            sys.stderr.write(f"hvd-adaptive: the error below came while ranks had unequal shares{tried}. {_EQUAL}\n")
+            sys.stderr.flush()
         sys.excepthook(type(error), error, _from_script(error, path))
         return 1
     engine.over()

@@ -26,12 +26,15 @@ class GradientWeights:
     Args:
         weigh: returns the factor on a gradient of the present backward, given its optimizer and that optimizer's weight for
             local steps.
+
+    Attributes:
+        are_needed: a batch of another size has come.
     """
 
     def __init__(self, weigh: Callable[[Any, float], float]) -> None:
         self._weigh = weigh
         self._trainers = WeakTensorKeyDictionary()
-        self._are_needed = False
+        self.are_needed = False
 
     def registered(self, optimizer: Any, parameters: list[Tensor], *, local_weight: float) -> None:
         """Takes in a wrapped optimizer, in place of those that had the same parameters.
@@ -48,13 +51,13 @@ class GradientWeights:
 
     def need(self) -> None:
         """Takes note that weights other than 1 are about to come."""
-        if not self._are_needed:
-            self._are_needed = True
+        if not self.are_needed:
+            self.are_needed = True
             for parameter, trainer in self._trainers.items():
                 self._hook(parameter, trainer)
 
     def _hook(self, parameter: Tensor, trainer: _Trainer) -> None:
-        if trainer.is_hooked or not (self._are_needed or trainer.local_weight != 1.0):
+        if trainer.is_hooked or not (self.are_needed or trainer.local_weight != 1.0):
             return
         trainer.is_hooked = True
         # A frozen parameter takes no hook, but may be trained again later.

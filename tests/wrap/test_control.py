@@ -128,3 +128,56 @@ def test_options_are_checked() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             RunConfig(**values)  # type: ignore[arg-type]
+
+
+def play(controller: Controller, step_s: Any, looks: int, seed: int = 0, batch: int = 64) -> list[float]:
+    """Two ranks, their seconds by samples and by the wall clock from a function; returns rank 0's parts at each look."""
+    generator, history, parts = np.random.default_rng(seed), [], np.ones(2) / 2
+    for look in range(looks):
+        used, parts = parts, (controller.proposal if controller.proposal.any() else np.ones(2) / 2)
+        sizes = np.array(integer_shares(used.tolist(), batch))
+        steps = 4 if look < 4 else 25
+        seconds, wall = step_s(sizes, steps, generator)
+        rows = [
+            window(
+                timed_steps=steps, timed_samples=int(n) * steps, timed_global_samples=batch * steps, compute_s=s.sum(),
+                compute_sq=(s**2).sum(), wall_steps=steps, wall_s=wall.sum(),
+            )
+            for n, s in zip(sizes, seconds, strict=True)
+        ]  # fmt: skip
+        controller.propose(exchange(rows)[0], None)
+        history.append(float(used[0]))
+    return history
+
+
+def shared_cores(sizes: Any, steps: int, generator: Any) -> Any:
+    """Equal ranks on shared cores: whoever has less to do seems faster by the clock of its own, and nothing is gained."""
+    noise = np.where(generator.random((2, steps)) < 0.3, 1.6, 1.0) * generator.normal(1.0, 0.05, (2, steps))
+    seconds = 0.01 * (sizes[:, None] / 32) ** np.array([[1.0], [0.8]]) * noise
+    return seconds, seconds.max(0) + 0.004
+
+
+def test_on_equal_ranks_shares_stay_near_equal_or_go_back() -> None:
+    for seed in range(20):
+        history = play(Controller(2, pinned=None), shared_cores, 30, seed)
+        assert np.mean([abs(part - 0.5) for part in history]) < 0.03, (seed, history)
+
+
+def test_shares_that_do_not_make_steps_shorter_are_given_up_for_longer_and_longer() -> None:
+    def misleading(sizes: Any, steps: int, generator: Any) -> Any:
+        # Rank 1 looks three times as slow, but the step takes as long as the larger batch, as where one core serves both.
+        seconds = np.outer(sizes * np.array([1.0, 3.0]), np.full(steps, 1e-4))
+        return seconds, np.full(steps, 1e-4 * (64 + abs(int(sizes[0] - sizes[1]))))
+
+    history = play(Controller(2, pinned=None), misleading, 60)
+    is_equal = [abs(part - 0.5) < 0.01 for part in history]
+    assert not all(is_equal) and sum(is_equal) > 40 and sum(is_equal[30:]) >= sum(is_equal[:30])
+
+
+def test_shares_that_make_steps_shorter_stay() -> None:
+    def honest(sizes: Any, steps: int, generator: Any) -> Any:
+        seconds = np.outer(sizes / np.array([3.0, 1.0]), generator.normal(1e-3, 5e-5, steps))
+        return seconds, seconds.max(0) + 1e-3
+
+    for seed in range(10):
+        assert all(part == pytest.approx(0.75, abs=0.05) for part in play(Controller(2, pinned=None), honest, 30, seed)[8:])

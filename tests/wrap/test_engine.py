@@ -119,7 +119,7 @@ def test_a_loader_that_is_made_anew_in_each_epoch_keeps_the_speeds_and_is_told_o
     for _ in range(3):
         train, known = open_loader(2)
         known.num_steps, known.is_traced = 3, True
-        controllers.append(engine._controller(known))
+        controllers.append(engine._shares.controller(known))
         validation, left_alone = open_loader(3)
         assert left_alone.controller is None and not known.is_gone
         del train, validation

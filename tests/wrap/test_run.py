@@ -50,6 +50,36 @@ def test_a_dry_run_reports_and_ends(run_job: Any, tmp_path: Path) -> None:
     assert "would be adaptive: DataLoader 1 (Doubled, DistributedSampler, batch_size=16)" in job.stderr, job.describe()
 
 
+@pytest.mark.parametrize(
+    ("mode", "num_ranks", "said"),
+    [
+        ("adasum", 2, "intercepted: DistributedOptimizer (SGD, op=Adasum)"),
+        ("manual", 2, "lead to steps of no optimizer that is intercepted"),
+        ("plain", 1, "there is one rank"),
+    ],
+)
+def test_a_dry_run_ends_without_a_wrapped_optimizer_too(mode: str, num_ranks: int, said: str, run_job: Any) -> None:
+    job = run_job([*RUN, "-np", str(num_ranks), "--dry-run", str(SCRIPTS / "other_ways.py"), mode], timeout=200)
+    assert job.returncode == 0 and said in job.stderr and "(validation)" not in job.stderr, job.describe()
+    assert "to the end" not in job.stdout and job.stdout.count("of rank 0") in (15, 16), job.describe()
+
+
+def test_a_dry_run_tries_unequal_shares(run_job: Any) -> None:
+    job = run_job([*RUN, "-np", "2", "--dry-run", "--slowdown", "1,4", str(SCRIPTS / "other_ways.py"), "plain"], timeout=200)
+    assert job.returncode == 0 and "would be adaptive" in job.stderr and "to the end" not in job.stdout, job.describe()
+    sizes = {int(line.split()[-1]) for line in job.stdout.splitlines() if "of rank 0" in line}
+    assert max(sizes) > 8 and re.search(r"shares: [\d.]+, [\d.]+ % of each global batch", job.stderr), job.describe()
+    job = run_job([*RUN, "-np", "2", "--dry-run", str(SCRIPTS / "other_ways.py"), "breaks"], timeout=200)
+    assert job.returncode != 0 and "only batches of eight" in job.stderr, job.describe()
+    assert "unequal shares, which the dry run tried" in job.stderr, job.describe()
+
+
+def test_the_scripts_own_figures_are_explained(run_job: Any) -> None:
+    job = run_job([*RUN, "-np", "2", "--shares", "1,3", str(SCRIPTS / "other_ways.py"), "averages"], timeout=200)
+    assert job.returncode == 0 and "len(batch) is the rank's share" in job.stderr, job.describe()
+    assert "in training (allreduce 'accuracy') counts each rank alike" in job.stderr, job.describe()
+
+
 def test_local_steps(run_job: Any) -> None:
     """Options of the script that begin like ours are its own."""
     job = run_job(
@@ -129,11 +159,29 @@ def test_a_frozen_rank_is_named(run_job: Any, tmp_path: Path) -> None:
         (["--strategy", "local", "--compression", "maxmin:99", str(SCRIPTS / "mnist.py")], "compression: "),
         (["--shares", "1,0", "x.py"], "one number > 0 a rank"),
         (["--slowdown", "0.5,1", "x.py"], ">= 1"),
+        (["-np", "2", "--shares", "1,2,3", str(SCRIPTS / "mnist.py")], "one number a rank: 2 ranks, got 3 in '1,2,3'"),
+        (["-np", "2", "-m", "no_such.module"], "module 'no_such.module' is not there"),
+        (["python", "-c", "pass"], "needs a script"),
     ],
 )
 def test_bad_options_are_refused_at_once(arguments: list[str], message: str, run_job: Any) -> None:
     job = run_job([*RUN, *arguments])
     assert job.returncode == 2 and message in job.stderr, job.describe()
+
+
+def test_a_number_of_shares_that_only_the_ranks_know_to_be_wrong(run_job: Any) -> None:
+    """Horovod's own launcher, say, tells it in another way than the one that is looked at."""
+    job = run_job([*RUN, "--shares", "1,2", str(SCRIPTS / "synthetic.py")], timeout=200)
+    assert job.returncode == 2 and "one number a rank: 1 ranks, got 2" in job.stderr, job.describe()
+    assert "Traceback" not in job.stderr, job.describe()
+
+
+@pytest.mark.parametrize(
+    "command", [["python", "-u", "synthetic.py"], ["-m", "synthetic"], [sys.executable, "-m", "synthetic", "--same-data"]]
+)
+def test_the_command_that_people_know_stands_behind_run(command: list[str], run_job: Any) -> None:
+    job = run_job([*RUN, *command], cwd=SCRIPTS, env={"PYTHONPATH": str(SCRIPTS.parents[2])}, timeout=200)
+    assert job.returncode == 0 and "there is one rank" in job.stderr, job.describe()
 
 
 def test_one_rank_needs_no_launcher(run_job: Any) -> None:

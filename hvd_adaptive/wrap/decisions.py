@@ -1,0 +1,130 @@
+"""Whether a script decides by ``len(batch)``: read in its source, as Python makes a plain integer of a length.
+
+Looked at is the function (or the module's own code) in which ``len`` was called on a batch: the names that its result goes into,
+by assignments and sums, and the comparisons of those with anything that does not come from it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+_Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
+
+
+def decides_by_length(frame: FrameType, value: Any) -> bool:
+    """Whether the code that runs in a frame, which has called ``len(value)`` in its present line, decides by the result.
+
+    False where there is no source.
+    """
+    tree = _parse(frame.f_code.co_filename)
+    if tree is None:
+        return False
+    line = frame.f_lineno
+    scope = _scope_of(tree, line)
+    lengths = {
+        id(node)
+        for node in ast.walk(scope)
+        if isinstance(node, ast.Call)
+        and _is_length(node)
+        and node.lineno <= line <= (node.end_lineno or line)
+        and _may_be(node.args[0], value, frame)
+    }
+    names = _names_of(scope, lengths)
+    shared = {name for name in names if "." in name or _is_global(scope, name)}
+    return any(_decides(node, names, lengths) for node in ast.walk(scope)) or any(
+        _decides(node, shared, set()) for node in (ast.walk(tree) if shared else ())
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _parse(path: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(path)))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _scope_of(tree: ast.Module, line: int) -> _Scope:
+    """The innermost function around a line."""
+    best: _Scope = tree
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.lineno <= line <= (node.end_lineno or 0):
+            best = node if best is tree or node.lineno >= getattr(best, "lineno", 0) else best
+    return best
+
+
+def _is_length(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len" and len(node.args) == 1
+
+
+def _may_be(node: ast.expr, value: Any, frame: FrameType) -> bool:
+    """Whether an argument stands for the value; what is no plain name may."""
+    if not isinstance(node, ast.Name):
+        return not isinstance(node, ast.Attribute)
+    return frame.f_locals.get(node.id, frame.f_globals.get(node.id)) is value
+
+
+def _names_of(scope: _Scope, lengths: set[int]) -> set[str]:
+    """The names that hold one of the lengths, or what was computed with it by adding and the like."""
+    names: set[str] = set()
+    assignments = list(_assignments(scope))
+    while True:
+        found = {
+            ast.unparse(target)
+            for target, value in assignments
+            if _comes_from(value, names, lengths) and isinstance(target, (ast.Name, ast.Attribute))
+        }
+        if found <= names:
+            return names
+        names |= found
+
+
+def _assignments(scope: _Scope) -> Iterator[tuple[ast.expr, ast.expr]]:
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    yield from zip(target.elts, node.value.elts, strict=False)
+                else:
+                    yield target, node.value
+        elif isinstance(node, (ast.AugAssign, ast.NamedExpr)) or (isinstance(node, ast.AnnAssign) and node.value):
+            yield node.target, node.value  # type: ignore[misc]
+
+
+def _comes_from(node: ast.AST, names: set[str], lengths: set[int]) -> bool:
+    """Whether an expression is a length, a name that holds one, or arithmetic with one (but for quotients)."""
+    if id(node) in lengths:
+        return True
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        return ast.unparse(node) in names
+    if isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Div):
+        return _comes_from(node.left, names, lengths) or _comes_from(node.right, names, lengths)
+    return isinstance(node, ast.IfExp) and any(_comes_from(part, names, lengths) for part in (node.body, node.orelse))
+
+
+def _decides(node: ast.AST, names: set[str], lengths: set[int]) -> bool:
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        of_batch = [side for side in sides if _comes_from(side, names, lengths)]
+        others = [side for side in sides if side not in of_batch]
+        if not of_batch or not others:
+            return False
+        if isinstance(node.ops[0], (ast.Eq, ast.NotEq)) and all(_is_length(side) for side in others):
+            # Whether inputs and targets belong together.
+            return False
+        is_count = not any(isinstance(part, (ast.Mod, ast.Sub, ast.FloorDiv)) for side in of_batch for part in ast.walk(side))
+        return not (is_count and all(isinstance(side, ast.Constant) and side.value in (0, None) for side in others))
+    if isinstance(node, (ast.If, ast.While, ast.IfExp)) and isinstance(node.test, ast.BinOp):
+        return _comes_from(node.test, names, lengths)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
+        return any(_comes_from(argument, names, lengths) for argument in node.args)
+    return False
+
+
+def _is_global(scope: _Scope, name: str) -> bool:
+    return any(isinstance(node, (ast.Global, ast.Nonlocal)) and name in node.names for node in ast.walk(scope))

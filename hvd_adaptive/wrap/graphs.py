@@ -1,0 +1,84 @@
+"""What a loss is made of, read off autograd's graph at each backward: cheap enough for every step.
+
+The first batches are followed function by function; a script may compute another loss later (hard examples after a warm-up,
+labels that are ignored). Its graph then begins with other nodes than those that were seen.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_adaptive.wrap.compilers import is_reading
+
+# Nodes of the graph, from the loss on: it, and the last layers of the model.
+_DEPTH = 10
+
+
+class Heads:
+    """The kinds of losses that a script has called backward on while they were looked at closely.
+
+    Attributes:
+        is_new: a loss of another kind was seen since this was last reset.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, ...]] = set()
+        self.is_new = False
+        # Targets that torch's loss left out so far, on the device: to read a number is to wait for it.
+        self._ignored: Tensor | None = None
+
+    def look(self, loss: Tensor, *, learn: bool) -> None:
+        """Looks at a loss; where it is not to be learnt, another kind than those before is noticed."""
+        names: list[str] = []
+        nodes, known = [loss.grad_fn], set()
+        for _ in range(_DEPTH):
+            if not nodes:
+                break
+            node = nodes.pop(0)
+            if node is None or node in known:
+                continue
+            known.add(node)
+            name = node.name()
+            names.append(name)
+            if not learn and name.startswith("NllLoss"):
+                self._count_ignored(node)
+            nodes.extend(following for following, _ in node.next_functions)
+        head = tuple(names)
+        if learn:
+            self._seen.add(head)
+        elif head not in self._seen:
+            self._seen.add(head)
+            self.is_new = True
+
+    def take_ignored(self) -> bool:
+        """Returns whether targets were left out since this was last asked."""
+        ignored, self._ignored = self._ignored, None
+        return ignored is not None and bool(ignored.item())
+
+    def _count_ignored(self, node: Any) -> None:
+        # Reduced as a mean, and not by class weights.
+        if getattr(node, "_saved_reduction", 0) == 1 and getattr(node, "_saved_weight", None) is None:
+            missing = node._saved_target.numel() - node._saved_total_weight.detach()
+            self._ignored = missing if self._ignored is None else self._ignored + missing
+
+
+def intercept_backward(looks: Callable[[Sequence[Tensor]], None]) -> None:
+    """Replaces ``torch.autograd.backward``, which ``Tensor.backward`` uses as well.
+
+    Args:
+        looks: is told of the tensors, before.
+    """
+    own = torch.autograd.backward
+
+    @functools.wraps(own)
+    def backward(tensors: Any, *args: Any, **options: Any) -> Any:
+        if not is_reading():
+            looks([tensors] if isinstance(tensors, Tensor) else list(tensors))
+        return own(tensors, *args, **options)
+
+    torch.autograd.backward = backward

@@ -1,0 +1,243 @@
+"""What a script makes of a batch between forward and backward: whether it is a mean over samples, each by itself.
+
+Each tensor on the way from the forward's result to the loss is of a kind, which follows from the function that made it and the
+kinds that it was given. A function that is not known here gives a kind that is not known either: then shares stay equal.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hvd_adaptive.wrap.reasons import Reason
+from hvd_adaptive.wrap.sizes import is_size
+
+
+class Kind(enum.Enum):
+    """What a tensor that is made of the batch holds."""
+
+    ROWS = "a row for each sample"
+    CUT = "some of the rows"
+    SUM = "a sum over samples"
+    MEAN = "a mean over samples"
+    REDUCED = "something of the whole batch, without gradients"
+    OTHER = "something else"
+
+
+LOSSES = {
+    getattr(F, name): inspect.signature(getattr(F, name))
+    for name in (
+        "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss",
+        "gaussian_nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "ctc_loss", "soft_margin_loss",
+        "multilabel_soft_margin_loss", "multilabel_margin_loss", "multi_margin_loss", "hinge_embedding_loss",
+        "margin_ranking_loss", "cosine_embedding_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss",
+    )
+    if hasattr(F, name)
+}  # fmt: skip
+_CUTS = {"narrow": 1, "select": 1, "unbind": 1, "split": 2, "chunk": 2, "tensor_split": 2, "__iter__": 1}
+# What keeps a mean or a sum over samples what it is, if all else that it is given is not made of the batch.
+_LINEAR = {
+    "add", "sub", "rsub", "mul", "div", "true_divide", "neg", "clone", "contiguous", "to", "float", "double", "half", "bfloat16",
+    "type", "type_as", "view", "reshape", "squeeze", "unsqueeze", "sum", "mean", "stack", "cat", "flatten", "requires_grad",
+    "cuda", "cpu", "alias", "getitem", "unbind", "iter", "view_as", "expand", "hstack", "vstack", "detach", "scale", "get",
+}  # fmt: skip
+# Work on each number by itself, or on each row, so that a row depends on no other.
+_ROWWISE = (_LINEAR - {"sum", "mean"}) | {
+    "pow", "rpow", "rdiv", "rtruediv", "reciprocal", "exp", "expm1", "log", "log1p", "log2", "log10", "sqrt", "rsqrt", "square",
+    "abs", "sigmoid", "logsigmoid", "log_sigmoid", "tanh", "tanhshrink", "relu", "relu6", "leaky_relu", "prelu", "elu",
+    "selu", "celu", "gelu", "silu", "mish", "softplus", "softsign", "hardtanh", "hardswish", "hardsigmoid", "threshold",
+    "clamp", "clip", "clamp_min", "clamp_max", "where", "maximum", "minimum", "sin", "cos", "tan", "atan", "atan2", "erf", "erfc",
+    "lgamma", "digamma", "lerp", "dropout", "nan_to_num", "masked_fill", "expand_as", "repeat_interleave", "linear", "addcmul",
+    "conv1d", "conv2d", "conv3d", "interpolate", "pad", "fold", "unfold", "avg_pool2d", "max_pool2d", "adaptive_avg_pool2d",
+    "layer_norm", "pairwise_distance", "one_hot", "embedding", "xlogy", "frac", "sign", "heaviside", "hypot", "logit", "grad",
+    "permute", "transpose", "t", "swapaxes", "movedim", "real", "imag", "view_as_real", "view_as_complex", "cross", "diff",
+}  # fmt: skip
+# Work along dimensions: where the argument stands that says which, and those without it (None: all of them).
+_ALONG: dict[str, tuple[int, Any]] = {
+    "softmax": (1, None), "log_softmax": (1, None), "logsumexp": (1, None), "amax": (1, None), "amin": (1, None),
+    "max": (1, None), "min": (1, None), "argmax": (1, None), "prod": (1, None), "std": (1, None), "var": (1, None),
+    "norm": (2, None), "vector_norm": (2, None), "normalize": (2, 1), "cosine_similarity": (2, 1), "gather": (1, None),
+    "index_select": (1, None), "cumsum": (1, None), "cumprod": (1, None), "topk": (2, -1), "sort": (1, -1),
+    "argsort": (1, -1), "median": (1, None),
+    "softmin": (1, None), "glu": (1, -1), "scatter": (1, None), "scatter_add": (1, None), "flip": (1, None), "roll": (2, None),
+    "take_along_dim": (2, None), "logcumsumexp": (1, None), "count_nonzero": (1, None), "any": (1, None), "all": (1, None),
+}  # fmt: skip
+_PRODUCTS = {"matmul", "mm", "bmm", "baddbmm", "einsum", "tensordot", "bilinear", "rmatmul", "dot", "mv", "inner", "addmm"}
+
+
+def plain_name(func: Any) -> str:
+    """Returns a torch function's name, without what tells operators and in-place functions apart."""
+    return str(getattr(func, "__name__", "")).strip("_")
+
+
+def rows_dim(tensor: Tensor, num_samples: int) -> int | None:
+    """Returns the dimension along which a tensor holds the batch's samples, some rows each; None if there is none."""
+    sizes = list(tensor.shape)
+    if num_samples in sizes:
+        return sizes.index(num_samples)
+    return 0 if sizes and sizes[0] and sizes[0] % num_samples == 0 else None
+
+
+def cuts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Tensor], num_samples: int) -> bool:
+    """Whether a function takes some of the rows of its first argument; a slice counts even if it takes all of them."""
+    source = args[0] if args else None
+    if not isinstance(source, Tensor) or source.dim() == 0 or source.shape[0] != num_samples:
+        return False
+    name = getattr(func, "__name__", "")
+    if name == "__getitem__":
+        first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+        if isinstance(first, (Tensor, list, range)):
+            # A permutation, as of mixup, or a choice.
+            return any(tensor.dim() == 0 or tensor.shape[0] != num_samples for tensor in results)
+        return not (first is None or first is Ellipsis or first == slice(None))
+    if name == "masked_select":
+        return True
+    position = _CUTS.get(name)
+    return position is not None and bool(_argument(args, kwargs, position, 0) == 0)
+
+
+def selects(func: Any, args: tuple[Any, ...], num_samples: int) -> bool:
+    """Whether a function that is given rows with gradients takes some of them, or in another order."""
+    name = plain_name(func)
+    if name in ("masked_select", "nonzero", "take", "unique"):
+        return True
+    if name == "getitem" and len(args) > 1:
+        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        for part in parts:
+            if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
+                return True
+        first = parts[0] if parts else None
+        if isinstance(first, (list, range)) and all(isinstance(index, int) for index in first):
+            return list(first) != list(range(num_samples))
+        if isinstance(first, Tensor) and first.dim() == 1 and args[0].dim() and args[0].shape[0] == num_samples:
+            order = torch.arange(num_samples, device=first.device, dtype=first.dtype)
+            return first.shape != order.shape or not torch.equal(first, order)
+    return False
+
+
+def mixes_inside(func: Any, args: tuple[Any, ...], results: Sequence[Tensor], num_samples: int) -> bool:
+    """Whether a function within a forward chooses among its batch's samples, or compares each with each."""
+    given = [value for value in args if isinstance(value, Tensor)]
+    if not given or not any(tensor.requires_grad for tensor in given):
+        return False
+    name = plain_name(func)
+    if name == "masked_select" or (name == "getitem" and len(args) > 1):
+        parts = args[1] if name == "getitem" else True
+        parts = parts if isinstance(parts, tuple) else (parts,)
+        first = parts[0] if parts else None
+        return first is True or (isinstance(first, Tensor) and first.dtype == torch.bool)
+    if name in ("mm", "matmul", "cdist") and len(given) > 1:
+        whole = all(tensor.dim() == 2 and tensor.requires_grad and not _is_weight(tensor) for tensor in given[:2])
+        return whole and any(tuple(tensor.shape) == (num_samples, num_samples) for tensor in results)
+    return False
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    base = tensor._base
+    return tensor.is_leaf or (base is not None and base.is_leaf)
+
+
+def kind_of_loss(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[tuple[Tensor, Kind]], num_samples: int
+) -> Kind:
+    """Returns the kind of a function's result with gradients, given the kinds of those arguments that are made of the batch."""
+    kinds, name = {kind for _, kind in given}, plain_name(func)
+    if func in LOSSES:
+        if kinds != {Kind.ROWS}:
+            return Kind.CUT if Kind.CUT in kinds else Kind.OTHER
+        return {"sum": Kind.SUM, "none": Kind.ROWS}.get(_reduction(LOSSES[func], args, kwargs), Kind.MEAN)
+    if kinds == {Kind.ROWS}:
+        return _kind_of_rows(func, name, args, kwargs, given, num_samples)
+    if Kind.OTHER in kinds or Kind.CUT in kinds or Kind.ROWS in kinds or Kind.REDUCED in kinds:
+        return Kind.CUT if kinds <= {Kind.CUT, Kind.ROWS} else Kind.OTHER
+    return _kind_of_reduced(name, args, kinds, given[0][0], len(given), num_samples)
+
+
+def _kind_of_reduced(
+    name: str, args: tuple[Any, ...], kinds: set[Kind], source: Tensor, count: int, num_samples: int
+) -> Kind:
+    if name not in _LINEAR:
+        return Kind.OTHER
+    if name in ("mul", "div", "true_divide") and count > 1:
+        return Kind.OTHER
+    if name in ("div", "true_divide") and args[0] is not source:
+        return Kind.OTHER
+    if kinds == {Kind.SUM} and name in ("div", "true_divide"):
+        divisor = args[1] if len(args) > 1 else None
+        # Of a number that the script has from this batch, the mean over it comes out whatever its size.
+        return Kind.MEAN if divisor is not None and is_size(divisor) and divisor % num_samples == 0 else Kind.SUM
+    return Kind.SUM if Kind.SUM in kinds else Kind.MEAN
+
+
+def _kind_of_rows(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[tuple[Tensor, Kind]], num_samples: int
+) -> Kind:
+    source = given[0][0]
+    along = rows_dim(source, num_samples)
+    if name in ("sum", "mean"):
+        dims = _dims(_argument(args, kwargs, 1, None), source)
+        return Kind.ROWS if along not in dims else (Kind.SUM if name == "sum" else Kind.MEAN)
+    if selects(func, args, num_samples):
+        return Kind.CUT
+    if name in _PRODUCTS:
+        batched = all(tensor.dim() >= 3 and tensor.shape[0] == num_samples for tensor, _ in given)
+        is_product = len(given) == 1 and source.dim() > 1 and args[0] is source
+        return Kind.ROWS if is_product or (batched and name in ("bmm", "matmul", "baddbmm")) else Kind.OTHER
+    if name in _ALONG:
+        position, default = _ALONG[name]
+        if name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
+            return Kind.ROWS
+        dims = _dims(_argument(args, kwargs, position, default), source)
+        return Kind.ROWS if along not in dims else Kind.OTHER
+    if name == "cat":
+        return Kind.ROWS if len(given) == len(list(args[0])) or _argument(args, kwargs, 1, 0) not in (0, along) else Kind.OTHER
+    return Kind.ROWS if name in _ROWWISE else Kind.OTHER
+
+
+def _dims(value: Any, tensor: Tensor) -> set[int]:
+    if value is None:
+        return set(range(max(tensor.dim(), 1)))
+    values = [value] if isinstance(value, int) else list(value)
+    return {dim % max(tensor.dim(), 1) for dim in values}
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, default: Any) -> Any:
+    value = kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else default))
+    return value if value is None or isinstance(value, (int, list, tuple)) else default
+
+
+def _reduction(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    given = signature.bind(*args, **kwargs).arguments
+    if given.get("size_average") is False:
+        return "sum"
+    if given.get("reduce") is False:
+        return "none"
+    return str(given.get("reduction", "mean"))
+
+
+def findings_of_loss_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[Reason]:
+    """Returns what a call of one of torch's loss functions shows by itself; within a forward that is all there is to see."""
+    given = LOSSES[func].bind(*args, **kwargs).arguments
+    if func not in (F.cross_entropy, F.nll_loss):
+        return set()
+    target, ignored = given["target"], given.get("ignore_index", -100)
+    unequal = given.get("weight") is not None or ignored >= 0
+    if unequal or (not target.is_floating_point() and bool((target == ignored).any())):
+        return {Reason.WEIGHTED_LOSS}
+    return set()
+
+
+def is_own_reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a loss function leaves it to the script to reduce it."""
+    return _reduction(LOSSES[func], args, kwargs) == "none"
+
+
+def is_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a loss function adds up its samples."""
+    return _reduction(LOSSES[func], args, kwargs) == "sum"

@@ -1,0 +1,125 @@
+"""Numbers that know that they are the size of a batch: what a script decides by them would differ between unequal ranks.
+
+A script that leaves out a short batch (``if x.size(0) != batch_size``), or counts samples to know when to validate
+(``if seen >= limit``), works with equal shares only. So while a batch is watched, the sizes that the script is given are
+integers which remember where they come from, through sums and products, and tell when they are compared with a number that
+does not come from a batch. One batch later the script's next sum makes plain integers of them. ``len(x)`` is a plain integer
+in any case, for which see decisions.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import numbers
+import operator
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+# Who is told of a decision, while a batch is watched.
+_told: Callable[[], None] | None = None
+# What installed packages compare (progress bars, say), or this one, is not what the script decides.
+_INSTALLED = (
+    *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+    str(Path(__file__).resolve().parents[1]),
+)
+
+
+class Size(int):
+    """A batch's size, or a number made of one.
+
+    Attributes:
+        is_count: made by adding and multiplying alone, so at least 1 whatever the rank's share.
+    """
+
+    is_count = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (int(self),)
+
+    def __bool__(self) -> bool:
+        if not self.is_count:
+            _tell()
+        return int(self) != 0
+
+    __hash__ = int.__hash__
+
+
+def _tell() -> None:
+    # This function, the number's own, and who compares.
+    if _told is not None and not sys._getframe(2).f_code.co_filename.startswith(_INSTALLED):
+        _told()
+
+
+def _comparison(name: str) -> Callable[[Any, Any], Any]:
+    compare = getattr(int, name)
+
+    @functools.wraps(compare)
+    def method(self: Size, other: Any) -> Any:
+        is_number = isinstance(other, numbers.Real) and not isinstance(other, Size)
+        # Any share has more than no samples.
+        if is_number and (not self.is_count or other > 0):
+            _tell()
+        return compare(self, other)
+
+    return method
+
+
+def _arithmetic(name: str, *, is_count: bool) -> Callable[..., Any]:
+    compute = getattr(int, name)
+
+    @functools.wraps(compute)
+    def method(self: Size, other: Any) -> Any:
+        result = compute(self, other)
+        if _told is None or type(result) is not int:
+            return result
+        size = Size(result)
+        size.is_count = is_count and self.is_count and getattr(other, "is_count", True)
+        return size
+
+    return method
+
+
+for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
+    setattr(Size, _name, _comparison(_name))
+for _name in ("__add__", "__radd__", "__mul__", "__rmul__"):
+    setattr(Size, _name, _arithmetic(_name, is_count=True))
+for _name in ("__sub__", "__rsub__", "__mod__", "__rmod__", "__floordiv__", "__rfloordiv__"):
+    setattr(Size, _name, _arithmetic(_name, is_count=False))
+
+
+def watch(tell: Callable[[], None]) -> None:
+    """Begins to watch.
+
+    Args:
+        tell: called when the script decides by a size.
+    """
+    global _told
+    _told = tell
+
+
+def stop() -> None:
+    """Ends the watching."""
+    global _told
+    _told = None
+
+
+def calling_frame() -> FrameType | None:
+    """Returns the innermost frame of the script's own code; None if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_INSTALLED):
+        frame = frame.f_back
+    return frame
+
+
+def is_size(value: Any) -> bool:
+    """Whether a number is a batch's size, or made of one."""
+    return isinstance(value, Size)
+
+
+def as_size(value: Any) -> Any:
+    """Returns an integer as a batch's size."""
+    return Size(operator.index(value))

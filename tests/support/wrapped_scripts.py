@@ -1,0 +1,51 @@
+"""Runs scripts of tests/wrap/scripts in this rank, plain and wrapped, and compares their weights."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvd_adaptive.wrap.options import RunConfig
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "wrap" / "scripts"
+
+
+def run(command: str) -> dict[str, Any]:
+    """Runs a script as ``python`` would; returns its globals."""
+    name, *arguments = command.split()
+    sys.argv, sys.path[0] = [str(SCRIPTS / name), *arguments], str(SCRIPTS)
+    return runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def weights(values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in values["model"].state_dict().items()}
+
+
+def run_both(
+    commands: list[str], num_ranks: int, rtol: float = 1e-9, **options: Any
+) -> tuple[list[tuple[list[Any], list[Any]]], Any]:
+    """Runs scripts plain and wrapped with unequal shares, or as options say, and compares their weights.
+
+    Returns:
+        For each script the loaders that it trained from and the shares of all its loaders at the end; and the engine.
+    """
+    from hvd_adaptive.wrap.script import intercept, start_world
+
+    start_world()
+    plain = [weights(run(command)) for command in commands]
+    shares = ",".join(str(2**rank) for rank in range(num_ranks))
+    engine = intercept(RunConfig(**{"shares": shares, "interval": 5, **options}))
+    results = []
+    for command, expected in zip(commands, plain, strict=True):
+        before = len(engine.report.loaders)
+        values = run(command)
+        for name, value in weights(values).items():
+            assert torch.allclose(value, expected[name], rtol=rtol, atol=1e-12 * rtol), (command, name)
+        loaders = engine.report.loaders[before:]
+        # The next script's hvd.init() forgets the shares.
+        results.append(([loader for loader in loaders if loader.num_steps], [loader.fractions for loader in loaders]))
+    return results, engine

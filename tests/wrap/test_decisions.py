@@ -1,0 +1,96 @@
+"""What a script decides by the size of a batch: in its source for len(), by numbers that remember for all else."""
+
+from __future__ import annotations
+
+import copy
+import linecache
+import pickle
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_adaptive.wrap import sizes
+from hvd_adaptive.wrap.decisions import decides_by_length
+
+DECIDING = {
+    "skip": "if len(x) != 8: pass",
+    "first": "n = len(x)\nif n < 8: pass",
+    "counted": "seen += len(x)\nif seen >= 100: pass",
+    "every so many": "seen += 2 * len(x)\nif seen % 100 == 0: pass",
+    "every so many, by truth": "seen += len(x)\nif not (seen % 100) == True or seen % 100: pass",
+    "an epoch": "seen = seen + len(x)\nif seen >= len(data): pass",
+    "the smaller": "n = min(len(x), 8)",
+    "two names": "a, n = 1, len(x)\nwhile n > a * 4: break",
+}
+HARMLESS = {
+    "a print": "print(i * len(x), len(data))",
+    "another name's": "n = len(x)\nif i % 10 == 0: print(n)",
+    "none": "n = len(x)\nif n > 0: pass",
+    "a mean": "total += 3.0 * len(x)\nseen += len(x)\nbest = total / seen\nif best > 0.5: pass",
+    "targets": "assert len(x) == len(y)",
+    "another's length": "if len(data) > 100: print(len(x))",
+}
+
+
+def ask(source: str) -> bool:
+    """Whether code decides by len(x), as the tensor's own __len__ would ask."""
+    answers: list[bool] = []
+
+    class Batch:
+        def __len__(self) -> int:
+            answers.append(decides_by_length(sys._getframe(1), self))
+            return 8
+
+    name = f"<deciding {hash(source)}>"
+    code = "def loop(x, y, data, i=0, seen=0, total=0.0):\n" + "".join(f"    {line}\n" for line in source.split("\n"))
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    scope: dict[str, Any] = {}
+    exec(compile(code, name, "exec"), scope)
+    batch = Batch()
+    scope["loop"](batch, [0] * 8, list(range(200)))
+    return answers[0]
+
+
+@pytest.mark.parametrize("name", DECIDING)
+def test_decisions_by_length_are_read_in_the_source(name: str) -> None:
+    assert ask(DECIDING[name])
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_other_uses_of_a_length_are_none(name: str, capsys: Any) -> None:
+    assert not ask(HARMLESS[name])
+
+
+def test_sizes_tell_of_comparisons_while_they_are_watched() -> None:
+    told: list[int] = []
+    sizes.watch(lambda: told.append(1))
+    try:
+        size = sizes.as_size(8)
+        for harmless in (
+            lambda: size > 0, lambda: size == sizes.as_size(8), lambda: size / 4 > 1, lambda: bool(size), lambda: f"{size:03d}"
+        ):  # fmt: skip
+            harmless()
+        assert not told
+        for number, deciding in enumerate(
+            (
+                lambda: size != 8, lambda: size == 8, lambda: (100 + size) >= 50, lambda: (size * 3) % 4 == 0,
+                lambda: bool(size % 4), lambda: size - 8 == 0, lambda: torch.Size([size, 3]) == (8, 3), lambda: min(size, 4),
+                lambda: size == np.int64(8),
+            ), 1
+        ):  # fmt: skip
+            deciding()
+            assert len(told) >= number, number
+    finally:
+        sizes.stop()
+    count = len(told)
+    assert size == 8 and type(size + 1) is int and len(told) == count
+
+
+def test_sizes_are_integers_for_all_else() -> None:
+    size = sizes.as_size(6)
+    assert torch.zeros(size, 2).view(size, -1).shape == (6, 2) and np.zeros(size).shape == (6,)
+    assert torch.tensor([size]).dtype == torch.int64 and {size: 1}[6] == 1 and list(range(size)) == list(range(6))
+    assert type(pickle.loads(pickle.dumps(size))) is int and type(copy.deepcopy(size)) is int

@@ -1,0 +1,23 @@
+"""A wait that lasts too long while shares are unequal is told of once, with its name and what helps."""
+
+from __future__ import annotations
+
+import time
+
+from hvd_adaptive.wrap.long_waits import LongWaits
+
+
+def test_a_long_wait_is_named_once() -> None:
+    said: list[str] = []
+    waits = LongWaits(0.3, said.append)
+    waits.start(1, 3)
+    waits.start(1, 3)
+    for _ in range(3):
+        with waits.of("a short one"):
+            time.sleep(0.01)
+    time.sleep(0.5)
+    assert not said
+    with waits.of("allreduce 'correct' (of the script's)"):
+        time.sleep(1.2)
+    assert len(said) == 1 and "rank 1 has waited" in said[0] and "allreduce 'correct'" in said[0], said
+    assert "--shares 1,1,1" in said[0]

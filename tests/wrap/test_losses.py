@@ -1,0 +1,141 @@
+"""Losses as people write them: which are seen to be a mean over samples, each by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hvd_adaptive.wrap import losses
+from hvd_adaptive.wrap.forwards import Tracer
+from hvd_adaptive.wrap.reasons import Reason
+
+N = 6
+X, Y = torch.randn(N, 4), torch.arange(N) % 3
+SEQUENCES, TAGS = torch.randn(N, 7, 4), torch.randint(0, 3, (N, 7))
+
+
+class WithLoss(nn.Module):
+    """As transformers' models: a loss among the results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        scores = self.layer(inputs)
+        return {"loss": F.cross_entropy(scores, labels), "logits": scores}
+
+
+class Variational(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = self.layer(x)
+        return h.sigmoid(), h, 0.1 * h
+
+
+def variational(model: Any, reduction: str) -> Tensor:
+    found, mean, log_variance = model(X)
+    terms = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp(), dim=1)
+    return F.mse_loss(found, X, reduction=reduction) + (terms.mean() if reduction == "mean" else terms.sum())
+
+
+def mixup(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    order = torch.randperm(x.size(0))
+    scores = model(0.3 * x + 0.7 * x[order])
+    return 0.3 * F.cross_entropy(scores, y) + 0.7 * F.cross_entropy(scores, y[order])
+
+
+def focal(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    each = F.cross_entropy(model(x), y, reduction="none")
+    return ((1 - torch.exp(-each)) ** 2 * each).mean()
+
+
+def distilled(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    soft = F.kl_div(F.log_softmax(model(x) / 2, 1), F.softmax(model(x).detach() / 2, 1), reduction="batchmean")
+    return 4 * soft + 0.5 * F.cross_entropy(model(x), y)
+
+
+def findings(model: nn.Module, batch: list[Tensor], loss_of: Any) -> set[Reason]:
+    tracer = Tracer()
+    tracer.train(list(model.parameters()))
+    tracer.begin(batch, N)
+    try:
+        loss_of(model, *batch).backward()
+    finally:
+        tracer.end()
+    assert tracer.num_forwards and tracer.num_backwards == 1
+    return tracer.findings
+
+
+FLAT = {
+    "module": lambda m, x, y: nn.CrossEntropyLoss(label_smoothing=0.1)(m(x), y),
+    "scaled": lambda m, x, y: torch.amp.GradScaler("cpu").scale(F.cross_entropy(m(x), y) / 2),
+    "mixup": mixup,
+    "focal": focal,
+    "distilled": distilled,
+    "one hot": lambda m, x, y: F.mse_loss(F.softmax(m(x), dim=1), F.one_hot(y, 3).float()),
+    "own mean": lambda m, x, y: torch.mean((m(x) - 1) ** 2),
+    "indexed": lambda m, x, y: -F.log_softmax(m(x), -1)[torch.arange(len(x)), y].mean(),
+    "indexed by a range": lambda m, x, y: -F.log_softmax(m(x), -1)[range(len(x)), y].mean(),
+    "regularized": lambda m, x, y: F.cross_entropy(m(x), y) + 1e-3 * sum(p.norm() for p in m.parameters()),
+    "stacked": lambda m, x, y: torch.stack([F.cross_entropy(m(x), y), m(x).pow(2).mean()]).sum(),
+    "gathered": lambda m, x, y: F.smooth_l1_loss(m(x).gather(1, y[:, None]).squeeze(1), m(x).max(1)[0].detach()),
+    "made labels": lambda m, x, y: F.binary_cross_entropy_with_logits(m(x)[:, 0], torch.full((x.size(0),), 1.0)),
+    "by its size": lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum") / x.shape[0],
+}
+OF_SEQUENCES = {
+    "flattened": lambda m, x, y: F.cross_entropy(m(x).view(-1, 3), y.view(-1)),
+    "transposed": lambda m, x, y: F.cross_entropy(m(x).transpose(1, 2), y),
+    "shifted": lambda m, x, y: F.cross_entropy(m(x)[:, :-1].reshape(-1, 3), y[:, 1:].reshape(-1)),
+    "batch second": lambda m, x, y: F.cross_entropy(m(x.transpose(0, 1)).reshape(-1, 3), y.t().reshape(-1)),
+}
+NO_MEANS = {
+    "hardest": (lambda m, x, y: F.cross_entropy(m(x), y, reduction="none").topk(3).values.mean(), Reason.MIXED),
+    "masked": (lambda m, x, y: F.cross_entropy(m(x)[y > 0], y[y > 0]), Reason.SELECTED),
+    "masked_select": (lambda m, x, y: m(x).masked_select((y > 0)[:, None]).mean(), Reason.SELECTED),
+    "divided by a count": (
+        lambda m, x, y: (F.cross_entropy(m(x), y, reduction="none") * (y > 0)).sum() / (y > 0).sum(), Reason.MIXED
+    ),
+    "each with each": (lambda m, x, y: F.cross_entropy(m(x) @ m(x).t(), torch.arange(len(x))), Reason.MIXED),
+    "distances": (lambda m, x, y: torch.cdist(m(x), m(x)).mean(), Reason.MIXED),
+    "pairs": (lambda m, x, y: F.mse_loss(m(x)[torch.randperm(len(x))], m(x)), Reason.SELECTED),
+    "centred": (lambda m, x, y: (lambda s: (s - s.mean(0)).pow(2).mean())(m(x)), Reason.MIXED),
+    "root": (lambda m, x, y: F.mse_loss(m(x), torch.ones_like(m(x))).sqrt(), Reason.MIXED),
+    "along the samples": (lambda m, x, y: F.softmax(m(x), dim=0).pow(2).mean(), Reason.MIXED),
+    "dice": (lambda m, x, y: (lambda s: 1 - 2 * s[:, 0].sum() / (s.sum() + 1))(m(x).sigmoid()), Reason.MIXED),
+    "by a constant": (lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum") / N, Reason.SUM_LOSS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_means_over_samples(name: str) -> None:
+    assert not findings(nn.Sequential(nn.Linear(4, 3)), [X, Y], FLAT[name])
+
+
+@pytest.mark.parametrize("name", OF_SEQUENCES)
+def test_means_over_the_places_of_sequences(name: str) -> None:
+    assert not findings(nn.Sequential(nn.Linear(4, 3)), [SEQUENCES, TAGS], OF_SEQUENCES[name])
+
+
+@pytest.mark.parametrize("name", NO_MEANS)
+def test_losses_that_are_no_means_over_samples(name: str) -> None:
+    loss_of, reason = NO_MEANS[name]
+    assert reason in findings(nn.Sequential(nn.Linear(4, 3)), [X, Y], loss_of)
+
+
+def test_losses_among_a_forwards_results() -> None:
+    assert not findings(WithLoss(), [X, Y], lambda m, x, y: m(inputs=x, labels=y)["loss"] / 4)
+    assert not findings(Variational(), [X], lambda m, x: variational(m, "mean"))
+    assert findings(Variational(), [X], lambda m, x: variational(m, "sum")) == {Reason.SUM_LOSS}
+
+
+def test_what_fails_while_watching_is_a_finding_and_not_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "cuts", lambda *args: 1 / 0)
+    assert Reason.NOT_FOLLOWED in findings(nn.Linear(4, 3), [X, Y], FLAT["own mean"])

@@ -1,0 +1,95 @@
+"""Loops as people write them, plain and wrapped: shared out and exact, or bit for bit with equal shares, and why."""
+
+from __future__ import annotations
+
+import pytest
+from wrapped_scripts import run, run_both
+
+from hvd_adaptive.wrap.reasons import Reason
+
+# What looks odd, and can be shared out all the same.
+SHARED = ["plain", "smoothing", "sum_by_size", "checkpoint", "trace_first", "script_after"]
+EQUAL = {
+    "compile_model": Reason.COMPILED,
+    "compile_in_place": Reason.COMPILED,
+    "compile_step": Reason.COMPILED,
+    "script": Reason.SCRIPTED,
+    "skip_size": Reason.SIZE_DECIDES,
+    "skip_shape": Reason.SIZE_DECIDES,
+    "skip_len": Reason.SIZE_DECIDES,
+    "skip_endless": Reason.SIZE_DECIDES,
+    "assert": Reason.SIZE_DECIDES,
+    "count_size": Reason.SIZE_DECIDES,
+    "count_validate": Reason.SIZE_DECIDES,
+    "count_modulo": Reason.SIZE_DECIDES,
+    "count_stop": Reason.SIZE_DECIDES,
+    "gather_metric": Reason.GATHERED,
+    "reduce_metric": Reason.GATHERED,
+    "gather_loss": Reason.GATHERED,
+    "gather_gradient": Reason.GATHERED,
+    "clip": Reason.MIXED,
+    "mask": Reason.SELECTED,
+    "mask_mean": Reason.MIXED,
+    "ohem": Reason.MIXED,
+    "triplets": Reason.SELECTED,
+    "rmse": Reason.MIXED,
+    "sum_by_len": Reason.SUM_LOSS,
+}
+
+
+@pytest.mark.mpi(2, timeout=600)
+def test_shapes_that_can_be_shared_out(num_ranks: int) -> None:
+    results, _ = run_both([f"shapes.py {mode}" for mode in SHARED], num_ranks)
+    for mode, (trained, fractions) in zip(SHARED, results, strict=True):
+        assert not trained[-1].reasons and trained[-1].is_traced, (mode, trained[-1].reasons)
+        assert any(fractions), mode
+
+
+@pytest.mark.mpi(2, timeout=600)
+def test_shapes_that_keep_equal_shares_and_say_why(num_ranks: int) -> None:
+    results, _ = run_both([f"shapes.py {mode}" for mode in EQUAL], num_ranks, rtol=0.0)
+    for (mode, reason), (trained, fractions) in zip(EQUAL.items(), results, strict=True):
+        assert any(reason in loader.reasons for loader in trained), (mode, [loader.reasons for loader in trained])
+        assert not any(fractions), mode
+
+
+@pytest.mark.mpi(2, timeout=300)
+def test_ranks_that_join_after_different_numbers_of_steps_meet_again_in_the_next_epoch(num_ranks: int) -> None:
+    """With an exchange at the same count of each rank's own steps they wait for each other for ever."""
+    _, engine = run_both(["shapes.py join --epochs 3", "shapes.py join_list --epochs 3"], num_ranks, rtol=0.0)
+    assert any(Reason.JOIN.value in line for line in engine.report.lines())
+
+
+@pytest.mark.mpi(2, timeout=300)
+def test_another_loss_later_on_ends_unequal_shares_and_is_announced(num_ranks: int) -> None:
+    from hvd_adaptive.wrap.options import RunConfig
+    from hvd_adaptive.wrap.script import intercept, start_world
+
+    start_world()
+    engine = intercept(RunConfig(shares="1,3", interval=5))
+    for mode, reason in (("late_ohem", Reason.OTHER_LOSS), ("late_ignored", Reason.WEIGHTED_LOSS)):
+        run(f"shapes.py {mode} --epochs 3")
+        loader = engine.report.loaders[-1]
+        assert reason in loader.reasons and loader.fractions is None, (mode, loader.reasons)
+        # Until the exchange after it, the 20th step's at the latest, and the batch that was on its way.
+        assert 10 <= loader.num_shared <= 16, (mode, loader.num_shared)
+        lines = engine.report.lines()
+        assert any(f"{loader.num_shared} before that with others" in line for line in lines), lines
+
+
+@pytest.mark.mpi(2, timeout=300)
+def test_what_is_not_foreseen_ends_with_equal_shares_or_says_what_helps(num_ranks: int) -> None:
+    from horovod.common.exceptions import HorovodInternalError
+
+    from hvd_adaptive.wrap.options import RunConfig
+    from hvd_adaptive.wrap.script import intercept, start_world
+
+    start_world()
+    engine = intercept(RunConfig(shares="1,3", interval=5))
+    values = run("shapes.py skip_hidden")
+    (loader,) = engine.report.loaders
+    # The one of another size was left out, and the one behind it, which was on its way; both came once more.
+    assert loader.reasons == {Reason.SKIPPED} and values["num_steps"] == 28, (loader.reasons, values["num_steps"])
+    assert any(Reason.SKIPPED.value in line for line in engine.report.lines())
+    with pytest.raises(HorovodInternalError, match=r"in allreduce 'correct' .* run the script with --shares 1,1"):
+        run("shapes.py late_reduce")
