@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import math
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -40,7 +41,6 @@ Curve = list[tuple[float, float]]
 
 SPEEDS = (1.0, 1.0, 2.0, 4.0)
 RULES = ("avg", "fisher-rows", "fisher")
-EVALUATIONS_AN_EPOCH = 4
 TEST_BLOCK = 1000
 # A run has no natural limit; LocalWorld wants one.
 TIMEOUT_S = 1e6
@@ -62,6 +62,7 @@ class Run:
         outer: "none" or "nesterov".
         outer_momentum: of nesterov.
         outer_lr: of nesterov.
+        evaluations: an epoch, about; the last merge is followed by one in any case.
         seed: of the order of samples and of the model.
     """
 
@@ -76,7 +77,12 @@ class Run:
     outer: str
     outer_momentum: float
     outer_lr: float
+    evaluations: float
     seed: int
+
+    def mega_batch(self, num_samples: int) -> float:
+        """Returns the samples between two merges, over all ranks: a batch a rank at least."""
+        return max(float(self.batch_size * len(self.speeds)), num_samples / self.merges)
 
     @property
     def name(self) -> str:
@@ -118,6 +124,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="of a rank")
     parser.add_argument("--sync", type=int, metavar="BATCH", help="synchronous training with this global batch as well")
     parser.add_argument("--targets", nargs="*", type=float, default=[], help="values of P@1")
+    parser.add_argument("--evaluations", type=float, default=4, help="an epoch")
     parser.add_argument("--test-rows", type=int, help="the first ones only")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -137,13 +144,14 @@ def runs(options: argparse.Namespace) -> Iterator[Run]:
         outer=options.outer,
         outer_momentum=options.outer_momentum,
         outer_lr=options.outer_lr if options.outer != "none" else 1.0,
+        evaluations=options.evaluations,
         seed=options.seed,
     )
     for rule, lr in itertools.product(options.rules, options.rates):
         yield Run(**{**vars(local), "rule": rule, "lr": lr})
     if options.sync:
         # A round of the single rank is what lies between two evaluations.
-        alone = {"speeds": (1.0,), "batch_size": options.sync, "merges": EVALUATIONS_AN_EPOCH}
+        alone = {"speeds": (1.0,), "batch_size": options.sync, "merges": options.evaluations}
         for lr in options.rates:
             yield Run(**{**vars(local), **alone, "lr": lr})
 
@@ -185,8 +193,9 @@ def one_rank(
     merged = torch.cat([p.detach().reshape(-1) for p in parameters])
     rows = labelled(train)
     curve, seen = [], 0
-    between = max(1, round(run.merges / EVALUATIONS_AN_EPOCH))
-    for number, batches in enumerate(rounds(rows, run), start=1):
+    between = max(1, round(len(rows) / run.mega_batch(len(rows)) / run.evaluations))
+    num_rounds = math.ceil(run.epochs * len(rows) / run.mega_batch(len(rows)))
+    for number, batches in enumerate(itertools.islice(rounds(rows, run), num_rounds), start=1):
         for batch in batches[transport.rank]:
             x, y = train.get_batch(batch)
             optimizer.zero_grad()
@@ -201,7 +210,7 @@ def one_rank(
             if run.average_state:
                 average_(optimizer, transport, float(weights[transport.rank]))
         seen += int(updates.sum()) * run.batch_size
-        if transport.rank == 0 and number % between == 0:
+        if transport.rank == 0 and (number % between == 0 or number == num_rounds):
             curve.append((seen / len(rows), precision_at_1(model, test, test_rows)))
     return curve
 
@@ -240,18 +249,18 @@ def merge_(
 
 
 def rounds(rows: Rows, run: Run) -> Iterator[list[list[Rows]]]:
-    """Yields each rank's batches of each round; the same on all ranks.
+    """Yields each rank's batches of each round, without end; the same on all ranks.
 
     Samples come in passes, each in another order; a batch may span two passes. Over rounds, a rank's number of batches stays
     within one of its part of the samples.
 
     Args:
         rows: the samples, shape (num_samples,).
-        run: its batch_size, speeds, merges, epochs and seed.
+        run: its batch_size, speeds, merges and seed.
     """
     generator = np.random.default_rng(run.seed)
     shares = np.array(run.speeds) / sum(run.speeds)
-    mega_batch = max(run.batch_size * len(run.speeds), len(rows) / run.merges)
+    mega_batch = run.mega_batch(len(rows))
     ahead = np.empty(0, dtype=np.int64)
 
     def take() -> Rows:
@@ -261,9 +270,8 @@ def rounds(rows: Rows, run: Run) -> Iterator[list[list[Rows]]]:
         batch, ahead = ahead[: run.batch_size], ahead[run.batch_size :]
         return batch
 
-    done, number = np.zeros(len(shares), dtype=np.int64), 0
-    while done.sum() * run.batch_size < run.epochs * len(rows):
-        number += 1
+    done = np.zeros(len(shares), dtype=np.int64)
+    for number in itertools.count(1):
         # 1e-9: a product that should be whole must not fall below it.
         due = np.floor(shares * mega_batch * number / run.batch_size + 1e-9).astype(np.int64)
         yield [[take() for _ in range(count)] for count in due - done]
