@@ -194,7 +194,8 @@ def one_rank(
     rows = labelled(train)
     curve, seen = [], 0
     between = max(1, round(len(rows) / run.mega_batch(len(rows)) / run.evaluations))
-    num_rounds = math.ceil(run.epochs * len(rows) / run.mega_batch(len(rows)))
+    # 1e-9: a whole number of rounds must not become one more by rounding.
+    num_rounds = math.ceil(run.epochs * len(rows) / run.mega_batch(len(rows)) - 1e-9)
     for number, batches in enumerate(itertools.islice(rounds(rows, run), num_rounds), start=1):
         for batch in batches[transport.rank]:
             x, y = train.get_batch(batch)
