@@ -24,7 +24,7 @@ def rule_for_labels(labels_a_sample: float, num_labels: int, mega_batch: int) ->
     """Returns ``fisher-rows`` where a label occurs on one rank at most between most merges, else ``updates``.
 
     There is nothing to average then: an average would only shorten the step of the one rank that learned. Where labels occur on
-    several ranks, averages were as good or better; benchmarks/records/2026-11-23-merge-rules.md has both cases.
+    several ranks, averages were better on four of five data sets; see benchmarks/records/2026-11-23-merge-rules.md.
 
     Args:
         labels_a_sample: the mean.
