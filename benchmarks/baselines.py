@@ -121,17 +121,17 @@ def methods(plain: str, local: str, tuned: dict[str, dict[str, dict[float, float
     """Returns the rows of the table with their options, from the best ones of both updates."""
     rows = {
         "plain Horovod": f"--strategy horovod {plain}",
-        "plain Horovod, dense": f"--strategy horovod {plain} --input-gradients dense",
+        "plain Horovod dense": f"--strategy horovod {plain} --input-gradients dense",
     }
     if "rowwise-adagrad" not in plain:
         found = tuned.get("synchronous", {})
         best = winner(found, "rowwise-adagrad") if "rowwise-adagrad" in found else "--optimizer rowwise-adagrad --lr 0.05"
-        rows["plain Horovod, row-wise"] = f"--strategy horovod {best}"
+        rows["plain Horovod row-wise"] = f"--strategy horovod {best}"
     return {
         **rows,
         "sync": f"--strategy sync {plain}",
-        "local, tuned": local,
-        "local, nothing set": "",
+        "local tuned": local,
+        "local default": "",
     }
 
 
