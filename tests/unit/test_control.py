@@ -115,16 +115,17 @@ def test_a_batch_that_does_not_fit_is_computed_in_parts_and_the_ceiling_is_kept(
     # What failed halves the next try, also of the batch that was claimed meanwhile.
     assert failed and all(after <= before // 2 for before, after in itertools.pairwise(failed))
     messages = [r.message for r in caplog.records if "did not fit into memory" in r.message]
-    assert len(messages) == 1
-    found = re.search(rf"ranks \[{world_size - 1}\] take at most (\d+) samples .* Set --max-batch-size \1 ", messages[0])
+    # Two where the rank's first batch was a short one, cut at the end of a round: the second half of it failed again.
+    assert len(messages) in (1, 2)
+    found = re.search(rf"ranks \[{world_size - 1}\] take at most (\d+) samples .* Set --max-batch-size \1 ", messages[-1])
     # Half of what failed last: 8, where the rank's first batch came in the first round, with the size that all begin with.
     assert found is not None and int(found[1]) == failed[-1] // 2 <= 10
-    is_known = False
+    known = np.inf
     for record in results[0]["records"]:
-        assert not is_known or record.stats["batch_size"][-1] <= int(found[1])
-        is_known = is_known or record.stats["ceiling"][-1] > 0
+        assert record.stats["batch_size"][-1] <= known
+        known = min(known, record.stats["ceiling"][-1] or np.inf)
         assert (record.stats["ceiling"][:-1] == 0).all()
-    assert is_known
+    assert known == int(found[1])
     for result in results[:-1]:
         assert max(result["tried"]) > 10
 
