@@ -19,7 +19,7 @@ NUM_ROWS = 5000
 def train(transport: Any, **options: Any) -> tuple[list[torch.Tensor], list[float]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.EmbeddingBag(NUM_ROWS, 8, mode="sum", sparse=True), nn.Linear(8, 5))
-    config = Config(merge_weights="updates", **options)
+    config = Config(**{"merge_weights": "updates", **options})
     strategy = LocalStrategy(model, torch.optim.SGD(model.parameters(), lr=0.05), config, transport)
     models, rows = [], []
     for number in range(6):
