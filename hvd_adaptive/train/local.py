@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import time
 from collections import deque
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from hvd_adaptive.config import Config
 from hvd_adaptive.core.balance import lr_multiplier, speed_shares
@@ -28,7 +27,6 @@ from hvd_adaptive.train.claims import Claim, Claims, OwnPart, SharedCursor
 from hvd_adaptive.train.flat_model import FlatModel
 from hvd_adaptive.train.gradient_mass import GradientMass
 from hvd_adaptive.train.memory import MemoryCeiling
-from hvd_adaptive.train.optimizers import LazyMomentum
 from hvd_adaptive.train.overlap import OverlappedMerge
 from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
 from hvd_adaptive.train.replay import RecordedClaims, RoundClaims, WatchedClaims
@@ -54,11 +52,7 @@ class LocalStrategy:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
         self.optimizer = optimizer
-        if config.outer_step is None:
-            # Other optimizers take as long steps on rare rows as on others: momentum over rounds gained nothing with them.
-            plain = isinstance(optimizer, (SGD, LazyMomentum))
-            config = dataclasses.replace(config, outer_step="nesterov" if plain else "none")
-        self._config = config
+        config = self._config = optimizer_state.with_outer_step(config, optimizer)
         self._transport = transport
         touched = self._mark_rows(model)
         self.flat_model = FlatModel(model, transport, touched)

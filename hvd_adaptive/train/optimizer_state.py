@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping
@@ -10,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Adagrad, Optimizer
+from torch.optim import SGD, Adagrad, Optimizer
 
 from hvd_adaptive.config import Config
-from hvd_adaptive.train.optimizers import RowwiseAdagrad
-from hvd_adaptive.transport.base import Transport
+from hvd_adaptive.train.optimizers import LazyMomentum, RowwiseAdagrad
+from hvd_adaptive.transport.base import AgreedError, Transport
 
 
 def rule(config: Config, optimizer: Optimizer) -> str:
@@ -30,6 +31,25 @@ def rule(config: Config, optimizer: Optimizer) -> str:
     if isinstance(optimizer, RowwiseAdagrad) or (isinstance(optimizer, Adagrad) and config.compression == "none"):
         return "average"
     return "keep"
+
+
+def with_outer_step(config: Config, optimizer: Optimizer) -> Config:
+    """Returns the configuration with its outer step set: where it is not, Nesterov for SGD and none for other optimizers.
+
+    Others take as long steps on rare rows as on others: momentum over rounds gained nothing with them.
+
+    Raises:
+        AgreedError: on all ranks, for options of an outer step where there is none.
+    """
+    if config.outer_step is not None:
+        return config
+    kind = "nesterov" if isinstance(optimizer, (SGD, LazyMomentum)) else "none"
+    try:
+        return dataclasses.replace(config, outer_step=kind)
+    except ValueError as error:
+        # Every rank has the same options and optimizer, so every rank is here.
+        message = f"{error}; with {type(optimizer).__name__} there is no outer step unless outer_step is set"
+        raise AgreedError(message) from None
 
 
 def reset_(optimizer: Optimizer, initial: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from hvd_adaptive.config import Config
 from hvd_adaptive.core.dispatch import epoch_order
 from hvd_adaptive.train.flat_model import model_hash
+from hvd_adaptive.train.local import LocalStrategy
 from hvd_adaptive.train.optimizer_state import average_, reset_
 from hvd_adaptive.train.session import Session
 from hvd_adaptive.transport.base import AgreedError
@@ -465,3 +466,15 @@ def test_averaged_optimizer_state_is_the_weighted_mean_of_the_ranks_that_have_it
 
     for state in LocalWorld(3).run(run):
         assert torch.allclose(state, torch.full((3,), 0.25 * 1 + 0.75 * 2))
+
+
+def test_the_outer_step_follows_the_optimizer_and_options_without_one_are_refused() -> None:
+    def kind(transport: LocalTransport, make: Any, **options: Any) -> str:
+        model = nn.Linear(3, 2)
+        return LocalStrategy(model, make(model.parameters()), Config(**options), transport)._outer.kind
+
+    for make, expected in ((torch.optim.SGD, "nesterov"), (torch.optim.Adam, "none"), (torch.optim.Adagrad, "none")):
+        assert LocalWorld(1).run(lambda t: kind(t, make)) == [expected]  # noqa: B023
+    assert LocalWorld(1).run(lambda t: kind(t, torch.optim.Adam, outer_step="momentum")) == ["momentum"]
+    with pytest.raises(AgreedError, match=r"outer_momentum 0.5 needs outer_step momentum or nesterov, got .* with Adam"):
+        LocalWorld(2).run(lambda t: kind(t, torch.optim.Adam, outer_momentum=0.5))
