@@ -14,7 +14,7 @@ if [[ -e $out/adaptive ]]; then
 fi
 mkdir -p "$out"
 hvd_adaptive=("$root/.venv/bin/python" -m hvd_adaptive)
-# Ours with nothing set but how long; plain Horovod with the same optimizer at its best learning rate (benchmarks/records/).
+# Ours with nothing set but how long; plain Horovod with the same optimizer, at the rate that suited it on most sets (benchmarks/records/).
 common=(-np 4 --slowdown 8,8,4,2 --eval-rounds 1)
 
 echo "== Adaptive SGD =="

@@ -327,7 +327,8 @@ class Merger:
         kind = self._state_rule
         if kind == "average" and everyone:
             optimizer_state.average_(self._optimizer, self._world, float(convex[rank]))
-        if kind == "reset" or (kind == "keep" and not finite[rank]):
+        # Beside ranks that have joined nothing was averaged.
+        if kind == "reset" or (not finite[rank] and (kind == "keep" or not everyone)):
             optimizer_state.reset_(self._optimizer, self._initial_state)
         broken = np.flatnonzero((gathered["present"] > 0) & ~finite)
         if len(broken) and rank == 0:
