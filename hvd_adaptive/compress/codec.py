@@ -9,6 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hvd_adaptive.kernels.reference import each_payload, with_residual
+
+# More values than a codec takes as few.
+_MANY = 1 << 18
+
 
 class Codec(Protocol):
     """Turns values into a payload of known size and back. Never communicates.
@@ -43,11 +48,13 @@ class Codec(Protocol):
     def payload_bytes(self, num_elements: int) -> int:
         """Returns the size of a payload for that many values, a multiple of 4; 0 for 0 values."""
 
-    def encode_(self, values: Tensor, payload: Tensor, *, key: int, residual: Tensor | None = None) -> None:
-        """Overwrites ``payload`` with the code of ``values``, which stay as they are.
+    def encode_(
+        self, values: Tensor, payload: Tensor, *, key: int, residual: Tensor | None = None, weight: float = 1.0
+    ) -> None:
+        """Overwrites ``payload`` with the code of ``values`` times the weight; the values stay as they are.
 
         With a residual that of their sum, and leaves in the residual what the code has lost: afterwards decoded + residual ==
-        values + old residual, to the rounding of that sum, so that residuals telescope over calls.
+        weight x values + old residual, to the rounding of that sum, so that residuals telescope over calls.
 
         Args:
             values: any shape, num_elements values.
@@ -55,15 +62,21 @@ class Codec(Protocol):
             key: of the random numbers, 64 bits (`hvd_adaptive.kernels.reference.mix_key`): equal keys and values give
                 equal payloads.
             residual: fp32, contiguous, shape (num_elements,), changed in place; None encodes without error feedback.
+            weight: rounded to fp32, as the products are.
         """
 
-    def decode_(self, payload: Tensor, out: Tensor, *, add: int = 0) -> None:
-        """Decodes into ``out``, with the same bits on every device.
+    def decode_(
+        self, payload: Tensor, out: Tensor, *, add: int = 0, num_peers: int = 1, piece: int | None = None
+    ) -> None:
+        """Decodes into ``out``, with the same bits on every device. Several peers' values are added up in fp32, in their order.
 
         Args:
-            payload: as `encode_` wrote it.
+            payload: as `encode_` wrote it; one peer's payloads after the other's.
             out: any shape, num_elements values.
-            add: 0 replaces ``out``, 1 adds to it, -1 subtracts from it.
+            add: 0 replaces ``out``, 1 adds to it, -1 subtracts from it; 0 for several peers.
+            num_peers: peers whose payloads are there.
+            piece: values that each payload of a peer holds, a multiple of the granularity; the last ones may hold fewer or none.
+                None: one payload a peer.
         """
 
 
@@ -85,38 +98,59 @@ class Fp32Codec(ABC):
         """See :class:`Codec`."""
         return 0
 
-    def encode_(self, values: Tensor, payload: Tensor, *, key: int, residual: Tensor | None = None) -> None:
+    @abstractmethod
+    def payload_bytes(self, num_elements: int) -> int:
+        """See :class:`Codec`."""
+
+    def encode_(
+        self, values: Tensor, payload: Tensor, *, key: int, residual: Tensor | None = None, weight: float = 1.0
+    ) -> None:
         """See :class:`Codec`."""
         if not values.numel():
             return
         flat = values.detach().reshape(-1).to(torch.float32).contiguous()
-        if residual is None:
-            self._encode(flat, payload, key)
-        else:
-            self._encode_with_residual(flat, payload, key, residual)
+        self._encode(flat, payload, key, residual, weight)
 
-    def decode_(self, payload: Tensor, out: Tensor, *, add: int = 0) -> None:
+    def decode_(
+        self, payload: Tensor, out: Tensor, *, add: int = 0, num_peers: int = 1, piece: int | None = None
+    ) -> None:
         """See :class:`Codec`."""
         if not out.numel():
             return
         out = out.detach()
         if out.dtype == torch.float32 and out.is_contiguous():
-            self._decode(payload, out.view(-1), add)
+            self._decode(payload, out.view(-1), add, num_peers, piece)
             return
         values = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
-        self._decode(payload, values, 0)
+        self._decode(payload, values, 0, num_peers, piece)
         store_(values.view(out.shape), out, add)
 
     @abstractmethod
-    def _encode(self, values: Tensor, payload: Tensor, key: int) -> None: ...
+    def _encode(
+        self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float
+    ) -> None: ...
 
     @abstractmethod
-    def _decode(self, payload: Tensor, out: Tensor, add: int) -> None: ...
+    def _decode(self, payload: Tensor, out: Tensor, add: int, num_peers: int, piece: int | None) -> None: ...
 
-    def _encode_with_residual(self, values: Tensor, payload: Tensor, key: int, residual: Tensor) -> None:
-        residual.add_(values)
-        self._encode(residual, payload, key)
-        self._decode(payload, residual, -1)
+
+class PlainCodec(Fp32Codec):
+    """Base of codecs whose `_write` and `_read` know neither weights nor residuals, and one payload at a time."""
+
+    @abstractmethod
+    def _write(self, values: Tensor, payload: Tensor) -> None: ...
+
+    @abstractmethod
+    def _read(self, payload: Tensor, out: Tensor, add: int) -> None: ...
+
+    def _encode(self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float) -> None:
+        self._write(with_residual(values, residual, weight), payload)
+        if residual is not None:
+            self._read(payload, residual, -1)
+
+    def _decode(self, payload: Tensor, out: Tensor, add: int, num_peers: int, piece: int | None) -> None:
+        for own, part, sign in each_payload(payload, out, add, num_peers, piece, self.payload_bytes):
+            self._read(own, part, sign)
 
 
 def store_(values: Tensor, out: Tensor, add: int) -> None:
@@ -128,7 +162,7 @@ def store_(values: Tensor, out: Tensor, add: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Cast(Fp32Codec):
+class Cast(PlainCodec):
     """Sends values as another number format.
 
     Attributes:
@@ -161,13 +195,31 @@ class Cast(Fp32Codec):
         """See :class:`Codec`."""
         return -(-num_elements * self.dtype.itemsize // 4) * 4
 
-    def _encode(self, values: Tensor, payload: Tensor, key: int) -> None:
+    def _write(self, values: Tensor, payload: Tensor) -> None:
         numbers = payload.view(self.dtype)
         numbers[: values.numel()].copy_(values)
         numbers[values.numel() :] = 0
 
-    def _decode(self, payload: Tensor, out: Tensor, add: int) -> None:
+    def _read(self, payload: Tensor, out: Tensor, add: int) -> None:
         store_(payload.view(self.dtype)[: out.numel()], out, add)
+
+
+def compile_kernels(codec: Codec, device: torch.device, *, error_feedback: bool) -> None:
+    """Has what an exchange uses of a codec compiled for a device, or loaded, which takes seconds; once for all sizes.
+
+    Args:
+        codec: any.
+        device: of the values.
+        error_feedback: whether residuals will be used.
+    """
+    if codec.factor_rank:
+        return
+    for num_elements in (codec.granularity, _MANY):
+        values = torch.zeros(num_elements, device=device)
+        payload = torch.empty(codec.payload_bytes(num_elements), dtype=torch.uint8, device=device)
+        for residual in (None, torch.zeros_like(values)) if error_feedback else (None,):
+            codec.encode_(values, payload, key=0, residual=residual)
+        codec.decode_(payload, values)
 
 
 def encode(codec: Codec, values: Tensor, *, key: int = 0) -> Tensor:

@@ -60,7 +60,9 @@ class PowerSgd:
         """
         raise self._refusal()
 
-    def encode_(self, values: Tensor, payload: Tensor, *, key: int, residual: Tensor | None = None) -> NoReturn:
+    def encode_(
+        self, values: Tensor, payload: Tensor, *, key: int, residual: Tensor | None = None, weight: float = 1.0
+    ) -> NoReturn:
         """Not defined.
 
         Raises:
@@ -68,7 +70,9 @@ class PowerSgd:
         """
         raise self._refusal()
 
-    def decode_(self, payload: Tensor, out: Tensor, *, add: int = 0) -> NoReturn:
+    def decode_(
+        self, payload: Tensor, out: Tensor, *, add: int = 0, num_peers: int = 1, piece: int | None = None
+    ) -> NoReturn:
         """Not defined.
 
         Raises:

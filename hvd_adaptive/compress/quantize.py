@@ -54,16 +54,16 @@ class MaxMin(Fp32Codec):
         """See :class:`~hvd_adaptive.compress.codec.Codec`."""
         return maxmin_bytes(num_elements, self.bits, self.bucket)
 
-    def _encode(self, values: Tensor, payload: Tensor, key: int) -> None:
+    def _encode(self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float) -> None:
         random = key if self.rounding == "stochastic" else None
-        dispatch.maxmin_encode(values, payload, bits=self.bits, bucket=self.bucket, key=random)
+        dispatch.maxmin_encode(
+            values, payload, bits=self.bits, bucket=self.bucket, key=random, residual=residual, weight=weight
+        )
 
-    def _encode_with_residual(self, values: Tensor, payload: Tensor, key: int, residual: Tensor) -> None:
-        random = key if self.rounding == "stochastic" else None
-        dispatch.maxmin_encode(values, payload, bits=self.bits, bucket=self.bucket, key=random, residual=residual)
-
-    def _decode(self, payload: Tensor, out: Tensor, add: int) -> None:
-        dispatch.maxmin_decode(payload, out, bits=self.bits, bucket=self.bucket, add=add)
+    def _decode(self, payload: Tensor, out: Tensor, add: int, num_peers: int, piece: int | None) -> None:
+        dispatch.maxmin_decode(
+            payload, out, bits=self.bits, bucket=self.bucket, add=add, num_peers=num_peers, piece=piece
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +98,11 @@ class Sign(Fp32Codec):
         """See :class:`~hvd_adaptive.compress.codec.Codec`."""
         return sign_bytes(num_elements, self.bucket)
 
-    def _encode(self, values: Tensor, payload: Tensor, key: int) -> None:
-        dispatch.sign_encode(values, payload, bucket=self.bucket)
+    def _encode(self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float) -> None:
+        dispatch.sign_encode(values, payload, bucket=self.bucket, residual=residual, weight=weight)
 
-    def _decode(self, payload: Tensor, out: Tensor, add: int) -> None:
-        dispatch.sign_decode(payload, out, bucket=self.bucket, add=add)
+    def _decode(self, payload: Tensor, out: Tensor, add: int, num_peers: int, piece: int | None) -> None:
+        dispatch.sign_decode(payload, out, bucket=self.bucket, add=add, num_peers=num_peers, piece=piece)
 
 
 def check_bucket(kind: str, bucket: int) -> None:

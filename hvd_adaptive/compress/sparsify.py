@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.compress.codec import Fp32Codec
+from hvd_adaptive.kernels import dispatch
+from hvd_adaptive.kernels.reference import each_payload, with_residual
 
 _NUM_SAMPLES = 65536
 _MAX_ELEMENTS = 2**31 - 1
@@ -55,25 +57,34 @@ class TopK(Fp32Codec):
         """See :class:`~hvd_adaptive.compress.codec.Codec`."""
         return 8 * self.num_entries(num_elements)
 
-    def _encode(self, values: Tensor, payload: Tensor, key: int) -> None:
+    def _encode(self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float) -> None:
         if values.numel() > _MAX_ELEMENTS:
             raise ValueError(f"topk takes up to {_MAX_ELEMENTS} values at once, got {values.numel()}")
+        values = with_residual(values, residual, weight)
         num_entries = self.num_entries(values.numel())
-        magnitude = values.abs()
-        if self.sampled and values.numel() > _NUM_SAMPLES:
-            stride = values.numel() // _NUM_SAMPLES
-            sample = magnitude[::stride]
-            rank = max(1, round(self.fraction * sample.numel()))
-            threshold = sample.topk(rank).values[-1]
-            # Not magnitude >= threshold, which would lose NaN; zeros are not worth sending.
-            places = (~(magnitude < threshold) & (magnitude != 0)).nonzero().view(-1)[:num_entries]
+        places = payload[: 4 * num_entries].view(torch.int32)
+        entries = payload[4 * num_entries :].view(torch.float32)
+        sampled = self.sampled and values.numel() > _NUM_SAMPLES
+        if sampled:
+            sample = values[:: values.numel() // _NUM_SAMPLES].abs()
+            threshold = sample.topk(max(1, round(self.fraction * sample.numel()))).values[-1]
+        elif values.is_cuda:
+            threshold = values.abs().topk(num_entries).values[-1]
         else:
-            places = magnitude.topk(num_entries, sorted=False).indices.sort().values
-        payload.zero_()
-        payload[: 4 * num_entries].view(torch.int32)[: places.numel()].copy_(places)
-        payload[4 * num_entries :].view(torch.float32)[: places.numel()].copy_(values[places])
+            # One sort of what is sent is less than passes over all values, on one core.
+            found = values.abs().topk(num_entries, sorted=False).indices.sort().values
+            places.copy_(found)
+            entries.copy_(values[found])
+            if residual is not None:
+                residual[found] -= entries
+            return
+        dispatch.select_large(values, threshold, places, entries, sampled=sampled, take=residual is not None)
 
-    def _decode(self, payload: Tensor, out: Tensor, add: int) -> None:
+    def _decode(self, payload: Tensor, out: Tensor, add: int, num_peers: int, piece: int | None) -> None:
+        for own, part, sign in each_payload(payload, out, add, num_peers, piece, self.payload_bytes):
+            self._store(own, part, sign)
+
+    def _store(self, payload: Tensor, out: Tensor, add: int) -> None:
         num_entries = self.num_entries(out.numel())
         places = payload[: 4 * num_entries].view(torch.int32).to(torch.int64)
         values = payload[4 * num_entries :].view(torch.float32)

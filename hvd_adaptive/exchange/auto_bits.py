@@ -39,6 +39,10 @@ class BitChooser:
         self._interval = interval
         self._curves: dict[TensorInfo, NDArray[np.float64]] = {}
 
+    def candidates(self) -> list[MaxMin]:
+        """Returns the codecs that are tried."""
+        return [MaxMin(bits, self._default.bucket, self._default.rounding) for bits in WIDTHS]
+
     def is_due(self, num_rounds: int) -> bool:
         """Returns whether the values of this round shall be measured."""
         return num_rounds > 0 and num_rounds % self._interval == 0

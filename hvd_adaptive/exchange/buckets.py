@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hvd_adaptive.compress.policy import Policy, TensorInfo
 from hvd_adaptive.exchange.compressed import CompressedSum
 from hvd_adaptive.exchange.pipeline import Task
+from hvd_adaptive.kernels.dispatch import all_finite
 from hvd_adaptive.transport.base import Collectives
 
 
@@ -117,9 +118,7 @@ class DenseBucket:
 
     def tasks(self, total: CompressedSum, world: Collectives, factor: float) -> list[Task]:
         """See :class:`Bucket`."""
-        if factor != 1.0:
-            self._flat.mul_(factor)
-        return total.tasks(self._flat, self._name)
+        return total.tasks(self._flat, self._name, weight=factor)
 
     def finish(self, total: CompressedSum) -> int:
         """See :class:`Bucket`."""
@@ -128,8 +127,7 @@ class DenseBucket:
 
     def is_finite(self) -> bool:
         """See :class:`Bucket`."""
-        # A finite sum proves it, and reads the values once; an overflow proves nothing.
-        return bool(self._flat.sum(dtype=torch.float32).isfinite()) or bool(self._flat.isfinite().all())
+        return all_finite(self._flat)
 
 
 class SparseBucket:
@@ -180,7 +178,7 @@ class SparseBucket:
         """See :class:`Bucket`."""
         gradient = self.slots[0].parameter.grad
         assert gradient is not None
-        return bool(gradient._values().isfinite().all())
+        return all_finite(gradient._values().reshape(-1))
 
     def _sum(self, world: Collectives, factor: float) -> Task:
         parameter = self.slots[0].parameter

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hvd_adaptive.compress.codec import Codec
+from hvd_adaptive.compress.codec import Codec, compile_kernels
 from hvd_adaptive.compress.policy import Policy, TensorInfo, parse_policy
 from hvd_adaptive.exchange.auto_bits import BitChooser
 from hvd_adaptive.exchange.exchange import Exchange, misfit
@@ -60,6 +61,7 @@ class CompressedSum:
         options: policy, reducer, error feedback and seed.
         transport: the world.
         names: of all trainable parameters, with their shapes.
+        devices: where they are: the codecs' kernels are compiled for these now.
         auto_bits: rounds between two choices of bits for each layer (:class:`BitChooser`); 0: never.
 
     Raises:
@@ -68,7 +70,13 @@ class CompressedSum:
     """
 
     def __init__(
-        self, options: Compression, transport: Transport, names: Sequence[TensorInfo], *, auto_bits: int = 0
+        self,
+        options: Compression,
+        transport: Transport,
+        names: Sequence[TensorInfo],
+        *,
+        devices: Iterable[torch.device],
+        auto_bits: int = 0,
     ) -> None:
         self._names = list(names)
         self._transport = transport
@@ -84,6 +92,9 @@ class CompressedSum:
             seed=options.seed,
         )
         self._num_rounds = 0
+        self._error_feedback = options.error_feedback
+        self._devices = set(devices)
+        self._compiled: set[tuple[Codec, torch.device]] = set()
         self._compile()
 
     @property
@@ -117,19 +128,20 @@ class CompressedSum:
         self._compile()
         return True
 
-    def sum_(self, flat: Tensor, name: str, tensors: Sequence[TensorInfo]) -> int:
-        """Replaces a rank's weighted values by their sum over ranks, the same bits everywhere. COLLECTIVE.
+    def sum_(self, flat: Tensor, name: str, tensors: Sequence[TensorInfo], *, weight: float = 1.0) -> int:
+        """Replaces values times this rank's weight by their sum over ranks, the same bits everywhere. COLLECTIVE.
 
         Args:
             flat: one dimension, changed in place.
             name: of the group of tensors.
             tensors: what is in it, in order.
+            weight: this rank's, > 0.
 
         Returns:
             Bytes of this rank's values in encoded form.
         """
         self.prepare(flat, name, tensors)
-        run_pipeline(self.tasks(flat, name))
+        run_pipeline(self.tasks(flat, name, weight=weight))
         return self.payload_bytes(flat, name)
 
     def prepare(self, flat: Tensor, name: str, tensors: Sequence[TensorInfo]) -> None:
@@ -137,11 +149,14 @@ class CompressedSum:
         self._tensors[name] = list(tensors)
         self._exchange.prepare(flat, name, tensors)
 
-    def tasks(self, flat: Tensor, name: str) -> list[Task]:
+    def tasks(self, flat: Tensor, name: str, *, weight: float = 1.0) -> list[Task]:
         """Returns what `sum_` does as tasks, for a group that `prepare` knows; see :meth:`Exchange.tasks`."""
         if self._chooser is not None and self._transport.world_size > 1 and self._chooser.is_due(self._num_rounds):
+            if weight != 1.0:
+                flat.mul_(weight)
+            weight = 1.0
             self._chooser.measure(flat, self._tensors[name])
-        return self._exchange.tasks(flat, name, step=self._num_rounds)
+        return self._exchange.tasks(flat, name, step=self._num_rounds, weight=weight)
 
     def payload_bytes(self, flat: Tensor, name: str) -> int:
         """Returns the bytes of a rank's values of that group in encoded form."""
@@ -188,16 +203,10 @@ class CompressedSum:
         return policy
 
     def _compile(self) -> None:
-        for codec in {self.policy.codec(tensor) for tensor in self._names}:
-            _compile(codec)
-
-
-def _compile(codec: Codec) -> None:
-    """Has a codec's kernels compiled, or loaded, which takes seconds, before the first merge."""
-    if codec.factor_rank:
-        return
-    values = torch.zeros(codec.granularity)
-    payload = torch.empty(codec.payload_bytes(values.numel()), dtype=torch.uint8)
-    codec.encode_(values, payload, key=0)
-    for add in (0, 1, -1):
-        codec.decode_(payload, values, add=add)
+        """Has the codecs' kernels compiled, or loaded, which takes seconds, before the first step."""
+        codecs = {self.policy.codec(tensor) for tensor in self._names}
+        if self._chooser is not None:
+            codecs.update(self._chooser.candidates())
+        for codec, device in set(itertools.product(codecs, self._devices)) - self._compiled:
+            self._compiled.add((codec, device))
+            compile_kernels(codec, device, error_feedback=self._error_feedback)

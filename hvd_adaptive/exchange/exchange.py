@@ -119,7 +119,9 @@ class Exchange:
         self.reset()
 
     @torch.no_grad()
-    def sum_(self, flat: Tensor, name: str, *, step: int, tensors: Sequence[TensorInfo]) -> None:
+    def sum_(
+        self, flat: Tensor, name: str, *, step: int, tensors: Sequence[TensorInfo], weight: float = 1.0
+    ) -> None:
         """Replaces weighted values by their sum over ranks, with the same bits on every rank. COLLECTIVE.
 
         Values that are not finite on any rank make sums that are not finite on all; give zeros in their place.
@@ -129,13 +131,14 @@ class Exchange:
             name: of this group of tensors, equal on all ranks.
             step: the round, for the random numbers; equal on all ranks.
             tensors: name and shape of each tensor in ``flat``, in order.
+            weight: as for `tasks`.
 
         Raises:
             AgreedError: on every rank, at the first call with this name, if the layouts differ, a codec cannot go with the
                 reducer, or the shapes do not fill ``flat``.
         """
         self.prepare(flat, name, tensors)
-        run_pipeline(self.tasks(flat, name, step=step))
+        run_pipeline(self.tasks(flat, name, step=step, weight=weight))
 
     def prepare(self, flat: Tensor, name: str, tensors: Sequence[TensorInfo]) -> None:
         """Lays out a group of tensors before its first `tasks`; "auto" tries the reducers. COLLECTIVE.
@@ -154,29 +157,41 @@ class Exchange:
             self._try_reducers(flat, name)
 
     @torch.no_grad()
-    def tasks(self, flat: Tensor, name: str, *, step: int) -> list[Task]:
+    def tasks(self, flat: Tensor, name: str, *, step: int, weight: float = 1.0) -> list[Task]:
         """Returns what `sum_` does as tasks, for a group that `prepare` knows. All ranks run them in the same order.
 
         Args:
             flat: as for `sum_`; holds the sum when all tasks are over.
             name: as for `sum_`.
             step: as for `sum_`.
+            weight: this rank's values are multiplied by it on their way, > 0.
         """
         if self._transport.world_size == 1:
+            if weight != 1.0:
+                flat.mul_(weight)
             return []
         reducer = self._chosen.get(name, self._reducer)
-        return self._tasks(self._layouts[name], flat, name, step, reducer, self._feedback)
+        return self._tasks(self._layouts[name], flat, name, step, reducer, self._feedback, weight)
 
     def _tasks(
-        self, runs: list[Run], flat: Tensor, name: str, step: int, reducer: str, feedback: ErrorFeedback | None
+        self,
+        runs: list[Run],
+        flat: Tensor,
+        name: str,
+        step: int,
+        reducer: str,
+        feedback: ErrorFeedback | None,
+        weight: float = 1.0,
     ) -> list[Task]:
         if reducer == "none":
-            return allreduce(self._transport, Job(flat, name, parse_codec("none"), 0, self._chunk_elements))
+            job = Job(flat, name, parse_codec("none"), 0, self._chunk_elements, weight=weight)
+            return allreduce(self._transport, job)
         tasks = []
         for run in runs:
             first = run.spans[0]
             key = mix_key(self._seed, step, crc32(name.encode()), first.start)
-            job = Job(flat[first.start : first.stop], f"{name}.{first.start}", run.codec, key, self._chunk_elements, feedback)
+            own, part = f"{name}.{first.start}", flat[first.start : first.stop]
+            job = Job(part, own, run.codec, key, self._chunk_elements, feedback, weight)
             if len(run.spans) == 1:
                 tasks += self._reduce(job, run, reducer)
             else:

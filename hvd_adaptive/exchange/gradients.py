@@ -75,7 +75,9 @@ class GradientExchange:
                 seen[id(parameter)] = Slot(info, parameter, backward_passes)
         self._slots = list(seen.values())
         self._transport = transport
-        self._sum = CompressedSum(options, transport, [slot.info for slot in self._slots], auto_bits=auto_bits)
+        infos = [slot.info for slot in self._slots]
+        devices = [slot.parameter.device for slot in self._slots]
+        self._sum = CompressedSum(options, transport, infos, devices=devices, auto_bits=auto_bits)
         self._backward_passes = backward_passes
         self._factor = 1.0 / transport.world_size if average else 1.0
         self._error_feedback = options.error_feedback

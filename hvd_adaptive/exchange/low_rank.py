@@ -36,6 +36,8 @@ def sum_low_rank(
     flat = job.flat
     residual = job.residual("worker", flat.numel())
     values = flat.to(torch.float32)
+    if job.weight != 1.0:
+        values.mul_(job.weight)
     if residual is not None:
         values.add_(residual)
     sizes = [rows * columns for rows, columns in map(matrix_shape, shapes)]

@@ -37,12 +37,13 @@ class Job:
     """One tensor to sum.
 
     Attributes:
-        flat: the weighted values, contiguous, one dimension, of any floating-point type; replaced by their sum.
+        flat: contiguous, one dimension, of any floating-point type; replaced by the weighted sum.
         name: of the exchange, equal on all ranks and different for each tensor of a model.
         codec: equal on all ranks.
         key: of the random numbers, equal on all ranks; mixed with the rank and place.
         chunk_elements: the most elements of a chunk, about; SRA takes fewer where they would be over `CHUNK_BYTES` encoded.
         feedback: this rank's residuals; None without error feedback.
+        weight: this rank's values are multiplied by it on their way, > 0.
     """
 
     flat: Tensor
@@ -51,6 +52,7 @@ class Job:
     key: int
     chunk_elements: int
     feedback: ErrorFeedback | None = None
+    weight: float = 1.0
 
     def residual(self, side: str, num_elements: int) -> Tensor | None:
         """Returns this rank's residual on the worker's or the owner's side, fp32, shape (num_elements,)."""
@@ -83,6 +85,8 @@ def allreduce(world: Collectives, job: Job) -> list[Task]:
 
 
 def _allreduce_itself(world: Collectives, job: Job) -> Task:
+    if job.weight != 1.0:
+        job.flat.mul_(job.weight)
     yield world.allreduce_sum_async_(job.flat, job.name)
 
 
@@ -92,7 +96,8 @@ def _allreduce_chunk(world: Collectives, job: Job, span: Span, name: str) -> Tas
     out = job.flat[span.start : span.stop]
     residual = _slice(job.residual("worker", job.flat.numel()), span.start, span.size)
     payload = torch.empty(codec.payload_bytes(span.size), dtype=torch.uint8, device=out.device)
-    codec.encode_(out, payload, key=mix_key(job.key, world.rank, span.start), residual=residual)
+    key = mix_key(job.key, world.rank, span.start)
+    codec.encode_(out, payload, key=key, residual=residual, weight=job.weight)
     total = yield world.allreduce_sum_async_(payload.view(wire_dtype), name)
     codec.decode_(total.view(torch.uint8), out)
 
@@ -165,19 +170,20 @@ class _Sra:
         part = self.part(chunk, self.local_rank)
         first, size = part[0].start, sum(piece.size for piece in part)
         if self.host is None:
-            values = self.job.flat[first : first + size].to(torch.float32)
+            values, weight = self.job.flat[first : first + size].to(torch.float32), self.job.weight
         else:
             received = yield self.gather_from_host(self.host, chunk, span)
-            values = _sum_rows(received.view(torch.float32).view(self.local_size, size))
-        received = yield self.send_to_owners(chunk, values) if size else None
+            values, weight = _sum_rows(received.view(torch.float32).view(self.local_size, size)), 1.0
+        received = yield self.send_to_owners(chunk, values, weight) if size else None
         sums = yield self.send_sums(chunk, received) if size else None
         if self.host is not None:
             sums = yield self.spread_in_host(self.host, chunk, sums)
         self.decode(chunk, sums)
 
     def gather_from_host(self, host: Collectives, chunk: int, span: Span) -> Pending:
-        """Sends every local rank its part of the chunk in fp32."""
+        """Sends every local rank its part of the weighted chunk in fp32."""
         values = self.job.flat[span.start : span.stop].to(torch.float32)
+        values = values if self.job.weight == 1.0 else values * self.job.weight
         sizes = [4 * sum(p.size for p in self.part(chunk, rank)) for rank in range(self.local_size)]
         return host.alltoall_bytes_async(
             values.view(torch.uint8),
@@ -186,8 +192,8 @@ class _Sra:
             name=f"{self.job.name}.{chunk}.host",
         )
 
-    def send_to_owners(self, chunk: int, values: Tensor) -> Pending:
-        """Encodes this rank's values, or its part of the host's sum, and sends each owner its piece."""
+    def send_to_owners(self, chunk: int, values: Tensor, weight: float) -> Pending:
+        """Encodes this rank's weighted values, or its part of the host's sum, and sends each owner its piece."""
         codec, part = self.job.codec, self.part(chunk, self.local_rank)
         first, sizes = part[0].start, self.payload_bytes(chunk, self.local_rank)
         payload = torch.empty(sum(sizes), dtype=torch.uint8, device=values.device)
@@ -197,6 +203,7 @@ class _Sra:
                 buffer,
                 key=mix_key(self.job.key, 0, self.cross.rank, piece.start),
                 residual=_slice(self.worker_residual, self.worker_offsets[chunk] + piece.start - first, piece.size),
+                weight=weight,
             )
         return self.cross.alltoall_bytes_async(
             payload,
@@ -210,8 +217,7 @@ class _Sra:
         codec, sizes = self.job.codec, self.payload_bytes(chunk, self.local_rank)
         piece = self.part(chunk, self.local_rank)[self.cross.rank]
         total = torch.empty(piece.size, dtype=torch.float32, device=received.device)
-        for rank, payload in enumerate(received.view(self.cross.world_size, sizes[self.cross.rank])):
-            codec.decode_(payload, total, add=int(rank > 0))
+        codec.decode_(received, total, num_peers=self.cross.world_size)
         encoded = torch.empty(sizes[self.cross.rank], dtype=torch.uint8, device=received.device)
         residual = _slice(self.owner_residual, self.owner_offsets[chunk], piece.size)
         codec.encode_(total, encoded, key=mix_key(self.job.key, 1, piece.start), residual=residual)
@@ -227,9 +233,8 @@ class _Sra:
 
     def decode(self, chunk: int, sums: Tensor) -> None:
         """Decodes the sums of all pieces: on every rank from the same bytes."""
-        sizes = [self.job.codec.payload_bytes(piece.size) for piece in self.pieces[chunk]]
-        for piece, payload in zip(self.pieces[chunk], sums.split(sizes), strict=True):
-            self.job.codec.decode_(payload, self.job.flat[piece.start : piece.stop])
+        span = self.spans[chunk]
+        self.job.codec.decode_(sums, self.job.flat[span.start : span.stop], piece=self.pieces[chunk][0].size)
 
 
 def _sum_rows(rows: Tensor) -> Tensor:

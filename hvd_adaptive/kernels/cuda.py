@@ -1,7 +1,7 @@
-"""The max-min code for CUDA tensors, in Triton: the same bits as the torch reference. Imported only where they are met.
+"""Launches the Triton kernels, with the interface of :mod:`hvd_adaptive.kernels.reference`. Imported where CUDA tensors are met.
 
-One program a bucket, whose values are rows of eight. Multiplication and addition are not fused (``enable_fp_fusion``), and
-divisions are rounded to nearest. TRITON_INTERPRET=1 runs these kernels on CPU tensors, for tests.
+Multiplication and addition are not fused (``enable_fp_fusion``), and divisions are rounded to nearest: the CPU's bits.
+TRITON_INTERPRET=1 runs the kernels on CPU tensors, for tests. `benchmarks/triton_ahead.py` compiles all of them without a GPU.
 """
 
 from __future__ import annotations
@@ -11,110 +11,120 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from hvd_adaptive.kernels.reference import SMALLEST_UNIT
+from hvd_adaptive.kernels import cuda_codes, cuda_select
+
+# A program's values in registers: more spill, and take minutes to compile.
+_TILE = 2048
+_MOST_PROGRAMS = 1024
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _encode_kernel(
-    values: Any, meta: Any, packed: Any, num: Any, key0: Any, key1: Any, smallest_unit: Any,
-    BUCKET: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, RANDOM: tl.constexpr,
+def maxmin_encode(
+    values: Tensor, payload: Tensor, bits: int, bucket: int, key: int | None,
+    residual: Tensor | None = None, weight: float = 1.0,
 ) -> None:  # fmt: skip
-    bucket = tl.program_id(0).to(tl.int64)
-    row, column = tl.arange(0, ROWS), tl.arange(0, 8)
-    inside = row[:, None] * 8 + column[None, :]
-    place = bucket * BUCKET + inside
-    valid = (inside < BUCKET) & (place < num)
-    x = tl.load(values + place, mask=valid, other=0.0)
-    infinity = float("inf")
-    low = tl.min(tl.min(tl.where(valid, x, infinity), axis=1), axis=0)
-    high = tl.max(tl.max(tl.where(valid, x, -infinity), axis=1), axis=0)
-    low = tl.where(low == 0.0, 0.0, low)
-    span = high - low
-    num_broken = tl.sum(tl.sum(tl.where(tl.abs(x) < infinity, 0, 1), axis=1), axis=0)
-    broken = (num_broken > 0) | (span == infinity)
-    top: tl.constexpr = 2**BITS - 1
-    spread = (span > 0.0) & (broken == 0)
-    unit = tl.where(spread, tl.maximum(tl.div_rn(span, top * 1.0), smallest_unit), 0.0)
-    inverse = tl.where(spread, tl.div_rn(1.0, tl.where(spread, unit, 1.0)), 0.0)
-    scaled = (x - low) * inverse
-    if RANDOM:
-        h = place.to(tl.uint32) ^ key0.to(tl.uint32)
-        h = ((h ^ (h >> 16)) * 0x7FEB352D).to(tl.uint32) ^ key1.to(tl.uint32)
-        h = ((h ^ (h >> 15)).to(tl.int64) * 0x846CA68B).to(tl.uint32)
-        h = h ^ (h >> 16)
-        rounded = scaled + (h >> 8).to(tl.float32) * 5.9604644775390625e-08
-    else:
-        rounded = scaled + 0.5
-    codes = tl.minimum(tl.where(valid & (broken == 0), rounded, 0.0).to(tl.int32), top).to(tl.int64)
-    words = tl.sum(codes << (column * BITS)[None, :].to(tl.int64), axis=1)
-    first = bucket * BUCKET + row * 8
-    target = first[:, None] // 8 * BITS + column[None, :]
-    stored = (column < BITS)[None, :] & ((row * 8 < BUCKET) & (first < num))[:, None]
-    tl.store(packed + target, ((words[:, None] >> (column * 8)[None, :].to(tl.int64)) & 255).to(tl.uint8), mask=stored)
-    missing = float("nan")
-    tl.store(meta + 2 * bucket, tl.where(broken, missing, unit))
-    tl.store(meta + 2 * bucket + 1, tl.where(broken, missing, low))
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _decode_kernel(
-    meta: Any, packed: Any, out: Any, num: Any,
-    BUCKET: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
-) -> None:  # fmt: skip
-    bucket = tl.program_id(0).to(tl.int64)
-    row, column = tl.arange(0, ROWS), tl.arange(0, 8)
-    first = bucket * BUCKET + row * 8
-    source = first[:, None] // 8 * BITS + column[None, :]
-    there = (column < BITS)[None, :] & ((row * 8 < BUCKET) & (first < num))[:, None]
-    loaded = tl.load(packed + source, mask=there, other=0).to(tl.int64)
-    words = tl.sum(loaded << (column * 8)[None, :].to(tl.int64), axis=1)
-    codes = (words[:, None] >> (column * BITS)[None, :].to(tl.int64)) & (2**BITS - 1)
-    unit, low = tl.load(meta + 2 * bucket), tl.load(meta + 2 * bucket + 1)
-    value = codes.to(tl.float32) * unit + low
-    inside = row[:, None] * 8 + column[None, :]
-    place = bucket * BUCKET + inside
-    valid = (inside < BUCKET) & (place < num)
-    if ADD > 0:
-        value = tl.load(out + place, mask=valid, other=0.0) + value
-    elif ADD < 0:
-        value = tl.load(out + place, mask=valid, other=0.0) - value
-    tl.store(out + place, value, mask=valid)
-
-
-def maxmin_encode(values: Tensor, payload: Tensor, bits: int, bucket: int, key: int | None) -> None:
     """Writes the max-min code of ``values``; see :func:`hvd_adaptive.kernels.reference.maxmin_encode`."""
     num, num_buckets = values.numel(), -(-values.numel() // bucket)
     if not num:
         return
     meta = payload[: 8 * num_buckets].view(torch.float32)
-    packed = payload[8 * num_buckets :]
-    packed[bits * -(-num // 8) :] = 0
     first, second = (key or 0) & 0xFFFFFFFF, (key or 0) >> 32
+    rows = _rows(bucket)
     with _device_of(values):
-        _encode_kernel[(num_buckets,)](
-            values, meta, packed, num, _signed(first), _signed(second), SMALLEST_UNIT,
-            BUCKET=bucket, BITS=bits, ROWS=_rows(bucket), RANDOM=key is not None, enable_fp_fusion=False,
+        cuda_codes.maxmin_encode[(num_buckets,)](
+            values, values if residual is None else residual, meta, payload[8 * num_buckets :], num, float(weight),
+            _signed(first), _signed(second), BUCKET=bucket, BITS=bits, ROWS=rows, RANDOM=key is not None,
+            FEEDBACK=residual is not None, num_warps=_warps(rows), enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def maxmin_decode(payload: Tensor, out: Tensor, bits: int, bucket: int, add: int) -> None:
-    """Decodes a max-min payload; see :func:`hvd_adaptive.kernels.reference.maxmin_decode`."""
+def sign_encode(
+    values: Tensor, payload: Tensor, bucket: int, residual: Tensor | None = None, weight: float = 1.0
+) -> None:
+    """Writes the sign code of ``values``; see :func:`hvd_adaptive.kernels.reference.sign_encode`."""
+    num, num_buckets = values.numel(), -(-values.numel() // bucket)
+    if not num:
+        return
+    meta = payload[: 4 * num_buckets].view(torch.float32)
+    rows = _rows(bucket)
+    with _device_of(values):
+        cuda_codes.sign_encode[(num_buckets,)](
+            values, values if residual is None else residual, meta, payload[4 * num_buckets :], num, float(weight),
+            BUCKET=bucket, ROWS=rows, FEEDBACK=residual is not None, num_warps=_warps(rows), enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def maxmin_decode(
+    payload: Tensor, out: Tensor, bits: int, bucket: int, add: int, num_peers: int = 1, piece: int | None = None
+) -> None:
+    """Decodes max-min payloads; see :func:`hvd_adaptive.kernels.reference.maxmin_decode`."""
+    _decode(payload, out, bits, bucket, add, num_peers, piece, is_sign=False)
+
+
+def sign_decode(
+    payload: Tensor, out: Tensor, bucket: int, add: int, num_peers: int = 1, piece: int | None = None
+) -> None:
+    """Decodes sign payloads; see :func:`hvd_adaptive.kernels.reference.sign_decode`."""
+    _decode(payload, out, 1, bucket, add, num_peers, piece, is_sign=True)
+
+
+def _decode(
+    payload: Tensor, out: Tensor, bits: int, bucket: int, add: int, num_peers: int, piece: int | None, *, is_sign: bool
+) -> None:
     num, num_buckets = out.numel(), -(-out.numel() // bucket)
     if not num:
         return
-    meta = payload[: 8 * num_buckets].view(torch.float32)
+    size = num_buckets * bucket if piece is None else piece
+    meta_bytes = 4 if is_sign else 8
+    piece_bytes = -(-(meta_bytes * (size // bucket) + bits * (size // 8)) // 4) * 4
+    rows = _rows(bucket)
     with _device_of(out):
-        _decode_kernel[(num_buckets,)](
-            meta, payload[8 * num_buckets :], out, num,
-            BUCKET=bucket, BITS=bits, ROWS=_rows(bucket), ADD=add, enable_fp_fusion=False,
+        cuda_codes.decode[(num_buckets, -(-bucket // (8 * rows)))](
+            payload.view(torch.float32), payload, out, num, size, piece_bytes, num_peers, payload.numel() // num_peers,
+            BUCKET=bucket, BITS=bits, ROWS=rows, ADD=add, SIGN=is_sign, num_warps=_warps(rows), enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def sum_of_squares(values: Tensor) -> Tensor:
+    """Returns the sum of squares; see :func:`hvd_adaptive.kernels.reference.sum_of_squares`."""
+    values = values.detach().contiguous()
+    num_programs = min(-(-values.numel() // _TILE), _MOST_PROGRAMS)
+    partial = torch.empty(num_programs, dtype=torch.float64, device=values.device)
+    if num_programs:
+        with _device_of(values):
+            cuda_select.squares[(num_programs,)](
+                values, partial, values.numel(), TILE=_TILE, num_warps=8, enable_fp_fusion=False
+            )  # fmt: skip
+    return partial.sum()
+
+
+def select_large(
+    values: Tensor, threshold: Tensor, places: Tensor, entries: Tensor, *, sampled: bool, take: bool
+) -> None:
+    """Writes places and values of the largest; see :func:`hvd_adaptive.kernels.reference.select_large`."""
+    num, num_programs = values.numel(), -(-values.numel() // _TILE)
+    places.zero_()
+    entries.zero_()
+    counts = torch.empty((2, num_programs), dtype=torch.int32, device=values.device)
+    with _device_of(values):
+        cuda_select.count_large[(num_programs,)](
+            values, threshold, counts, num, num_programs,
+            SAMPLED=sampled, TILE=_TILE, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+        cuda_select.store_large[(num_programs,)](
+            values, threshold, counts.cumsum(1), places, entries, num, num_programs, places.numel(),
+            SAMPLED=sampled, TAKE=take, TILE=_TILE, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
 
 
 def _rows(bucket: int) -> int:
-    return int(triton.next_power_of_2(bucket // 8))
+    return min(int(triton.next_power_of_2(bucket // 8)), _TILE // 8)
+
+
+def _warps(rows: int) -> int:
+    # No more threads than values: a program that changes a tensor in place may not read a value twice.
+    return max(1, min(8, 8 * rows // 128))
 
 
 def _signed(word: int) -> int:

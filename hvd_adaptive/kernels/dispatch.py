@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hvd_adaptive.kernels import reference
@@ -19,19 +20,20 @@ _NONE = np.empty(0, np.float32)
 
 
 def maxmin_encode(
-    values: Tensor, payload: Tensor, *, bits: int, bucket: int, key: int | None, residual: Tensor | None = None
+    values: Tensor,
+    payload: Tensor,
+    *,
+    bits: int,
+    bucket: int,
+    key: int | None,
+    residual: Tensor | None = None,
+    weight: float = 1.0,
 ) -> None:
-    """Writes the max-min code of ``values``; see :func:`hvd_adaptive.kernels.reference.maxmin_encode`.
-
-    A residual, fp32, of the values' shape, is added to them, and then holds what the code has lost.
-    """
+    """Writes the max-min code of ``values``; see :func:`hvd_adaptive.kernels.reference.maxmin_encode`."""
     if values.is_cuda:
-        if residual is not None:
-            values = residual.add_(values)
-        _cuda().maxmin_encode(values, payload, bits, bucket, key)
-        if residual is not None:
-            _cuda().maxmin_decode(payload, residual, bits, bucket, -1)
+        _cuda().maxmin_encode(values, payload, bits, bucket, key, residual, weight)
     elif values.numel():
+        values = reference.with_residual(values, None, weight)
         meta, packed = _split(payload, values.numel(), bucket, meta_size=2, num_bits=bits)
         first, second = (np.uint32(word) for word in ((key or 0) & 0xFFFFFFFF, (key or 0) >> 32))
         own = _NONE if residual is None else residual.numpy()
@@ -40,31 +42,76 @@ def maxmin_encode(
         )
 
 
-def maxmin_decode(payload: Tensor, out: Tensor, *, bits: int, bucket: int, add: int) -> None:
-    """Decodes a max-min payload; see :func:`hvd_adaptive.kernels.reference.maxmin_decode`."""
+def maxmin_decode(
+    payload: Tensor, out: Tensor, *, bits: int, bucket: int, add: int, num_peers: int = 1, piece: int | None = None
+) -> None:
+    """Decodes max-min payloads; see :func:`hvd_adaptive.kernels.reference.maxmin_decode`."""
     if out.is_cuda:
-        _cuda().maxmin_decode(payload, out, bits, bucket, add)
+        _cuda().maxmin_decode(payload, out, bits, bucket, add, num_peers, piece)
     elif out.numel():
-        meta, packed = _split(payload, out.numel(), bucket, meta_size=2, num_bits=bits)
-        _cpu().maxmin_decode(meta.reshape(-1, 2), packed, out.numpy(), bits, bucket, add)
+        each = reference.each_payload(
+            payload, out, add, num_peers, piece, lambda num: reference.maxmin_bytes(num, bits, bucket)
+        )
+        for own, part, sign in each:
+            meta, packed = _split(own, part.numel(), bucket, meta_size=2, num_bits=bits)
+            _cpu().maxmin_decode(meta.reshape(-1, 2), packed, part.numpy(), bits, bucket, sign)
 
 
-def sign_encode(values: Tensor, payload: Tensor, *, bucket: int) -> None:
+def sign_encode(
+    values: Tensor, payload: Tensor, *, bucket: int, residual: Tensor | None = None, weight: float = 1.0
+) -> None:
     """Writes the sign code of ``values``; see :func:`hvd_adaptive.kernels.reference.sign_encode`."""
     if values.is_cuda:
-        reference.sign_encode(values, payload, bucket)
+        _cuda().sign_encode(values, payload, bucket, residual, weight)
     elif values.numel():
+        values = reference.with_residual(values, residual, weight)
         means, packed = _split(payload, values.numel(), bucket, meta_size=1, num_bits=1)
         _cpu().sign_encode(values.numpy(), means, packed, bucket)
+        if residual is not None:
+            _cpu().sign_decode(means, packed, residual.numpy(), bucket, -1)
 
 
-def sign_decode(payload: Tensor, out: Tensor, *, bucket: int, add: int) -> None:
-    """Decodes a sign payload; see :func:`hvd_adaptive.kernels.reference.sign_decode`."""
+def sign_decode(
+    payload: Tensor, out: Tensor, *, bucket: int, add: int, num_peers: int = 1, piece: int | None = None
+) -> None:
+    """Decodes sign payloads; see :func:`hvd_adaptive.kernels.reference.sign_decode`."""
     if out.is_cuda:
-        reference.sign_decode(payload, out, bucket, add)
+        _cuda().sign_decode(payload, out, bucket, add, num_peers, piece)
     elif out.numel():
-        means, packed = _split(payload, out.numel(), bucket, meta_size=1, num_bits=1)
-        _cpu().sign_decode(means, packed, out.numpy(), bucket, add)
+        each = reference.each_payload(
+            payload, out, add, num_peers, piece, lambda num: reference.sign_bytes(num, bucket)
+        )
+        for own, part, sign in each:
+            means, packed = _split(own, part.numel(), bucket, meta_size=1, num_bits=1)
+            _cpu().sign_decode(means, packed, part.numpy(), bucket, sign)
+
+
+def sum_of_squares(values: Tensor) -> Tensor:
+    """Returns the sum of squares in fp64; see :func:`hvd_adaptive.kernels.reference.sum_of_squares`."""
+    return (_cuda() if values.is_cuda else reference).sum_of_squares(values)
+
+
+def all_finite(flat: Tensor) -> bool:
+    """Returns whether all elements of a tensor of one dimension are finite; waits once for a GPU."""
+    if not flat.numel():
+        return True
+    # A finite sum proves all elements finite, and reads them once; an overflow does not prove the contrary.
+    if flat.is_cuda:
+        total = sum_of_squares(flat)
+        if flat.dtype != torch.float64:
+            return bool(total.isfinite())
+    else:
+        total = torch.dot(flat, flat) if flat.itemsize >= 4 else flat.sum(dtype=torch.float32)
+    return bool(total.isfinite()) or bool(flat.isfinite().all())
+
+
+def select_large(
+    values: Tensor, threshold: Tensor, places: Tensor, entries: Tensor, *, sampled: bool, take: bool
+) -> None:
+    """Writes places and values of the largest; see :func:`hvd_adaptive.kernels.reference.select_large`."""
+    (_cuda() if values.is_cuda else reference).select_large(
+        values, threshold, places, entries, sampled=sampled, take=take
+    )
 
 
 def _split(payload: Tensor, num_elements: int, bucket: int, *, meta_size: int, num_bits: int) -> tuple[Any, Any]:

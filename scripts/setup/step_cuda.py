@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from setup_console import say
@@ -25,39 +27,37 @@ KEPT_VARIABLES = frozenset(
     }
 )
 
+_SITE = Path("/usr/local")
+_PYPI_PACKAGES = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-cccl", "nvidia-cuda-runtime")
 _SYSTEM_PREFIXES = (Path("/usr"), Path("/usr/local"), Path("/usr/local/cuda"))
 _CPU_WAY_OUT = "    or use a CPU build of PyTorch: --torch-spec with one, and see docs/install.md"
 
 
-def build_environment(venv: Venv, torch: Torch, work: Path) -> dict[str, str]:
+def build_environment(venv: Venv, torch: Torch, work: Path, *, source: str | None = None) -> dict[str, str]:
     """Environment variables that turn Horovod's GPU operations on.
 
     Args:
-        venv: the environment; PyTorch's own NCCL lies in it.
+        venv: the environment; PyTorch's own NCCL lies in it, and so does the toolkit from PyPI.
         torch: a CUDA build.
         work: an existing folder that lives as long as the build.
+        source: "site" (a toolkit of this machine), "pypi", or None: the site's, else PyPI's.
 
     Raises:
         SetupError: the CUDA toolkit or NCCL is missing or does not match; the message has the remedy.
     """
-    home = find_toolkit()
+    home = None if source == "pypi" else find_toolkit(torch)
+    if home is None and source == "site":
+        raise SetupError(_missing(torch) + _CPU_WAY_OUT)
     if home is None:
-        raise SetupError(
-            f"PyTorch {torch.version} is a CUDA build, so Horovod must be built for CUDA, and the CUDA\n"
-            "  toolkit is missing (no nvcc in HOROVOD_CUDA_HOME, CUDA_HOME, on PATH or in /usr/local/cuda)\n"
-            f"  what to do: install or module load the CUDA toolkit {torch.cuda}, or set HOROVOD_CUDA_HOME;\n"
-            + _CPU_WAY_OUT
-        )
-    if not any(
-        (home / place / "cuda_runtime.h").is_file() for place in ("include", "targets/x86_64-linux/include")
-    ):
+        home = pypi_toolkit(venv, torch)
+    if not _has_headers(home):
         raise SetupError(
             f"the CUDA toolkit in {home} has nvcc but no headers (cuda_runtime.h)\n"
             "  what to do: install its development files, or set HOROVOD_CUDA_HOME to a whole toolkit;\n"
             + _CPU_WAY_OUT
         )
     version = toolkit_version(home)
-    if version is not None and torch.cuda is not None and version.split(".")[0] != torch.cuda.split(".")[0]:
+    if not _matches(version, torch):
         raise SetupError(
             f"the CUDA toolkit in {home} is {version}, and PyTorch {torch.version} is for CUDA {torch.cuda}\n"
             f"  what to do: load or install a toolkit {torch.cuda} and set HOROVOD_CUDA_HOME to it,\n"
@@ -69,22 +69,107 @@ def build_environment(venv: Venv, torch: Torch, work: Path) -> dict[str, str]:
     return result | _nccl(venv, work)
 
 
-def find_toolkit() -> Path | None:
-    """The toolkit's folder: HOROVOD_CUDA_HOME, CUDA_HOME, nvcc on PATH, /usr/local/cuda; None if none."""
-    candidates = [os.environ.get("HOROVOD_CUDA_HOME"), os.environ.get("CUDA_HOME")]
+def find_toolkit(torch: Torch) -> Path | None:
+    """The toolkit's folder on this machine; None if there is none that fits.
+
+    HOROVOD_CUDA_HOME and CUDA_HOME are taken as they are, so that what is wrong with them is said. After them the first whole
+    toolkit of PyTorch's major version: what nvcc on PATH belongs to, /usr/local/cuda, /usr/local/cuda-*.
+    """
+    for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME"):
+        home = Path(os.environ.get(name) or "/nowhere")
+        if (home / "bin" / "nvcc").is_file() and (home / "include").is_dir():
+            return home
+    passed: list[str] = []
+    for home in dict.fromkeys(_site_toolkits(torch)):
+        if not (home / "bin" / "nvcc").is_file():
+            continue
+        version = toolkit_version(home)
+        if _has_headers(home) and _matches(version, torch):
+            for text in passed:
+                say(text)
+            return home
+        passed.append(f"CUDA: not the toolkit in {home}: {version if _has_headers(home) else 'it has no cuda_runtime.h'}")
+    for text in passed:
+        say(text)
+    return None
+
+
+def pypi_toolkit(venv: Venv, torch: Torch) -> Path:
+    """Installs PyPI's toolkit of PyTorch's version into the environment and returns its folder.
+
+    Raises:
+        SetupError: before CUDA 13, whose packages have no nvcc, or if one cannot be installed.
+    """
+    major = (torch.cuda or "0").split(".")[0]
+    if int(major) < 13:
+        raise SetupError(
+            _missing(torch) + f"    (PyPI has one from CUDA 13 on; its packages for CUDA {major} have no nvcc)\n" + _CPU_WAY_OUT
+        )
+    packages = [f"{name}=={torch.cuda}.*" for name in _PYPI_PACKAGES]
+    venv.pip(["install", *packages], label=f"installing the CUDA toolkit {torch.cuda} from PyPI")
+    home = site_packages(venv) / "nvidia" / f"cu{major}"
+    # nvcc's linker looks into lib64, and for the name without a number.
+    if not (home / "lib64").exists():
+        (home / "lib64").symlink_to("lib")
+    if not (home / "lib" / "libcudart.so").exists():
+        (home / "lib" / "libcudart.so").symlink_to(f"libcudart.so.{major}")
+    return home
+
+
+def site_packages(venv: Venv) -> Path:
+    """Where the environment's packages with libraries are."""
+    return Path(venv.query("import json, sysconfig; print(json.dumps(sysconfig.get_path('platlib')))"))
+
+
+def _site_toolkits(torch: Torch) -> Iterator[Path]:
     nvcc = shutil.which("nvcc")
     if nvcc is not None:
-        candidates.append(str(Path(nvcc).resolve().parent.parent))
-    candidates.append("/usr/local/cuda")
-    for candidate in candidates:
-        # A script named nvcc elsewhere on PATH has no toolkit around it.
-        if (
-            candidate
-            and (Path(candidate) / "bin" / "nvcc").is_file()
-            and (Path(candidate) / "include").is_dir()
-        ):
-            return Path(candidate)
-    return None
+        # A wrapper lies elsewhere than its toolkit, which nvcc itself tells. Debian's has its headers around the wrapper.
+        told = _top(nvcc)
+        yield from ([told] if told is not None else [])
+        yield Path(nvcc).resolve().parent.parent
+        yield Path(nvcc).parent.parent
+    yield _SITE / "cuda"
+    yield _SITE / f"cuda-{torch.cuda}"
+    versions = [(tuple(map(int, re.findall(r"\d+", home.name))), home) for home in _SITE.glob("cuda-[0-9]*")]
+    yield from (home for _, home in sorted(versions, reverse=True))
+
+
+def _top(nvcc: str) -> Path | None:
+    """The toolkit that an nvcc uses, as it says itself; None if it does not."""
+    with tempfile.TemporaryDirectory(prefix="hvd-adaptive-nvcc-") as folder:
+        source = Path(folder, "nothing.cu")
+        source.touch()
+        try:
+            result = subprocess.run(
+                [nvcc, "--dryrun", "-c", str(source)],
+                capture_output=True,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                cwd=folder,
+                timeout=60,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+    found = re.search(r"^#\$ TOP=(.+)$", result.stderr, re.M)
+    return Path(found.group(1).strip()).resolve() if found else None
+
+
+def _has_headers(home: Path) -> bool:
+    return any((home / place / "cuda_runtime.h").is_file() for place in ("include", "targets/x86_64-linux/include"))
+
+
+def _matches(version: str | None, torch: Torch) -> bool:
+    return version is None or torch.cuda is None or version.split(".")[0] == torch.cuda.split(".")[0]
+
+
+def _missing(torch: Torch) -> str:
+    return (
+        f"PyTorch {torch.version} is a CUDA build, so Horovod must be built for CUDA, and a CUDA toolkit\n"
+        f"  {torch.cuda} is missing (none that fits in HOROVOD_CUDA_HOME, CUDA_HOME, by nvcc on PATH, in\n"
+        "  /usr/local/cuda or /usr/local/cuda-*)\n"
+        f"  what to do: install or module load the CUDA toolkit {torch.cuda}, or set HOROVOD_CUDA_HOME;\n"
+    )
 
 
 def toolkit_version(home: Path) -> str | None:
@@ -107,8 +192,7 @@ def _nccl(venv: Venv, work: Path) -> dict[str, str]:
     if any(name.startswith("HOROVOD_NCCL_") for name in os.environ):
         say("NCCL: as HOROVOD_NCCL_* say")
         return {}
-    site = Path(venv.query("import json, sysconfig; print(json.dumps(sysconfig.get_path('platlib')))"))
-    own = site / "nvidia" / "nccl"
+    own = site_packages(venv) / "nvidia" / "nccl"
     library = own / "lib" / "libnccl.so.2"
     if library.is_file() and (own / "include" / "nccl.h").is_file():
         # CMake looks for libnccl.so, which the package does not have.

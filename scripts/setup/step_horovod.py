@@ -42,7 +42,9 @@ def wheel_key(torch: Torch, mpi: Mpi, python_tag: str) -> str:
     return "_".join([*parts, recipe.hexdigest()[:8]])
 
 
-def install(venv: Venv, torch: Torch, mpi: Mpi, *, installed_key: str | None) -> str:
+def install(
+    venv: Venv, torch: Torch, mpi: Mpi, *, installed_key: str | None, toolkit: str | None = None
+) -> str:
     """Brings a Horovod that fits `torch` and `mpi` into the environment; builds it if no cached wheel does.
 
     Args:
@@ -50,6 +52,7 @@ def install(venv: Venv, torch: Torch, mpi: Mpi, *, installed_key: str | None) ->
         torch: the installed PyTorch.
         mpi: the MPI in use.
         installed_key: key of the Horovod that the last set-up installed, or None.
+        toolkit: where CUDA's comes from: "site", "pypi", or None for the site's where there is one.
 
     Returns:
         The key of the installed wheel.
@@ -65,7 +68,7 @@ def install(venv: Venv, torch: Torch, mpi: Mpi, *, installed_key: str | None) ->
     with locked(folder.with_name(f"{key}.lock"), what="a Horovod build for the same PyTorch and MPI"):
         wheel = _cached(folder, torch)
         if wheel is None:
-            wheel = _build(venv, torch, mpi, folder)
+            wheel = _build(venv, torch, mpi, folder, toolkit)
         else:
             say(f"Horovod: {VERSION} from the cached wheel in {folder}")
     if "horovod" in venv.versions("horovod"):
@@ -116,13 +119,15 @@ def _cached(folder: Path, torch: Torch) -> Path | None:
     return None
 
 
-def _build(venv: Venv, torch: Torch, mpi: Mpi, folder: Path) -> Path:
+def _build(venv: Venv, torch: Torch, mpi: Mpi, folder: Path, toolkit: str | None) -> Path:
     """Builds the wheel and puts it into the cache folder; returns its place there."""
     environment = _build_environment(venv, torch, mpi)
     require_toolchain(venv, environment)
     with tempfile.TemporaryDirectory(prefix="hvd-adaptive-build-") as work:
         if torch.cuda is not None:
-            environment |= step_cuda.build_environment(venv, torch, Path(work))
+            environment |= step_cuda.build_environment(venv, torch, Path(work), source=toolkit)
+            # Horovod asks the first nvcc on PATH which GPUs there are.
+            environment["PATH"] = os.pathsep.join([str(Path(environment["CUDACXX"]).parent), environment["PATH"]])
         if not (venv.bin / "cmake").exists():
             venv.pip(["install", "cmake>=3.26"], label="installing cmake (for the build)")
         archive = _archive(venv)

@@ -112,7 +112,7 @@ def _explain_default(venv: Venv, spec: str, *, replaced: str | None) -> None:
             "    PIP_EXTRA_INDEX_URL=<the CPU index that PyTorch's install page names> scripts/setup.sh\n"
             "    scripts/setup.sh --offline DIR, with a CPU build of torch among the wheels in DIR\n"
             f"    scripts/setup.sh --torch-spec '{spec}' takes the CUDA build all the same (on a login\n"
-            "    node of a GPU cluster, say); the CUDA toolkit is needed then"
+            "    node of a GPU cluster, say), and PyPI's CUDA toolkit where the site has none"
         )
     say(f"PyTorch: {spec} ({old}; this machine has no NVIDIA GPU, so a CPU build)")
 

@@ -43,7 +43,7 @@ def script(path: Path, text: str) -> Path:
 def test_help_names_every_option_and_changes_nothing(repository: Path) -> None:
     result = run(repository, "--help")
     assert result.returncode == 0
-    for option in ("--python", "--torch-spec", "--mpi", "--recreate", "--offline", "--no-dev", "--quick"):
+    for option in ("--python", "--torch-spec", "--mpi", "--cuda", "--recreate", "--offline", "--no-dev", "--quick"):
         assert option in result.stdout
     assert "--root" not in result.stdout
     assert sorted(path.name for path in repository.iterdir()) == ["pyproject.toml", "scripts", "setup.cfg"]
@@ -52,6 +52,7 @@ def test_help_names_every_option_and_changes_nothing(repository: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--cuda", "12.8"], ["--cuda", "12.8", "site", "pypi"]),
         (["--mpi", "intel"], ["--mpi", "intel", "site", "pypi"]),
         (["--offline", "/no/such/folder"], ["--offline", "/no/such/folder"]),
         (["--torch-spec", "numpy==2"], ["--torch-spec", "numpy==2"]),

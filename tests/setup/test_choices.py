@@ -140,9 +140,91 @@ def toolkit(folder: Path, release: str | None) -> Path:
     (folder / "bin").mkdir(parents=True)
     (folder / "include").mkdir()
     nvcc = folder / "bin" / "nvcc"
-    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V1'\n", encoding="utf-8")
+    nvcc.write_text(
+        f"#!/bin/sh\n[ \"$1\" != --dryrun ] || echo '#$ TOP={folder}/bin/..' >&2\n"
+        f"echo 'Cuda compilation tools, release {release}, V1'\n",
+        encoding="utf-8",
+    )
     nvcc.chmod(0o755)
     return folder
+
+
+def whole_toolkit(folder: Path, release: str) -> Path:
+    (toolkit(folder, release) / "include" / "cuda_runtime.h").touch()
+    return folder
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine's /usr/local without any toolkit, and no nvcc elsewhere."""
+    for name in ("CUDA_HOME", "HOROVOD_CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "/nowhere:/usr/bin:/bin" if not Path("/usr/bin/nvcc").exists() else "/nowhere")
+    monkeypatch.setattr(step_cuda, "_SITE", tmp_path / "local")
+    (tmp_path / "local").mkdir()
+    return tmp_path / "local"
+
+
+def test_a_toolkit_is_found_around_a_wrapper_script(
+    tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As sites have them on PATH: the folder around such a script may even have an include/."""
+    home = whole_toolkit(tmp_path / "opt" / "cuda 13", "13.0")
+    wrapper = toolkit(tmp_path / "tools", None) / "bin" / "nvcc"
+    wrapper.write_text(f"#!/bin/sh\nexec '{home}/bin/nvcc' \"$@\"\n", encoding="utf-8")
+    monkeypatch.setenv("PATH", f"{wrapper.parent}:/usr/bin:/bin")
+    assert step_cuda.find_toolkit(CUDA) == home
+    wrapper.write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+    assert step_cuda.find_toolkit(CUDA) is None
+
+
+def test_the_sites_toolkit_of_pytorchs_version_is_found(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert step_cuda.find_toolkit(CUDA) is None
+    whole_toolkit(site / "cuda-12.8", "12.8")
+    (site / "cuda").symlink_to("cuda-12.8")
+    assert step_cuda.find_toolkit(CUDA) is None
+    assert "12.8" in capsys.readouterr().out
+    assert step_cuda.find_toolkit(replace(CUDA, cuda="12.6")) == site / "cuda"
+    toolkit(site / "cuda-13.10", "13.10")  # without headers
+    for release in ("13.2", "13.1"):
+        whole_toolkit(site / f"cuda-{release}", release)
+    assert step_cuda.find_toolkit(CUDA) == site / "cuda-13.2"
+    whole_toolkit(site / "cuda-13.0", "13.0")
+    assert step_cuda.find_toolkit(CUDA) == site / "cuda-13.0"
+
+
+def test_pypis_toolkit_is_taken_where_the_site_has_none(
+    tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    venv = FakeVenv(tmp_path, str(tmp_path / "site-packages"))
+    home = tmp_path / "site-packages" / "nvidia" / "cu13"
+    installed: list[list[str]] = []
+
+    def pip(arguments: list[str], *, label: str) -> None:
+        installed.append(arguments)
+        whole_toolkit(home, "13.0")
+        (home / "lib").mkdir()
+        (home / "lib" / "libcudart.so.13").touch()
+
+    monkeypatch.setattr(venv, "pip", pip)
+    for file in ("lib/libnccl.so.2", "include/nccl.h"):
+        nccl = tmp_path / "site-packages" / "nvidia" / "nccl" / file
+        nccl.parent.mkdir(parents=True)
+        nccl.touch()
+    with pytest.raises(SetupError, match=r"13\.0 is missing"):
+        step_cuda.build_environment(venv, CUDA, tmp_path, source="site")
+    with pytest.raises(SetupError, match="from CUDA 13 on"):
+        step_cuda.build_environment(venv, replace(CUDA, cuda="12.8"), tmp_path)
+    assert not installed
+    found = step_cuda.build_environment(venv, CUDA, tmp_path)
+    assert found["HOROVOD_CUDA_HOME"] == str(home) and found["CUDACXX"] == str(home / "bin" / "nvcc")
+    assert "nvidia-cuda-nvcc==13.0.*" in installed[0]
+    assert (home / "lib64" / "libcudart.so").resolve() == home / "lib" / "libcudart.so.13"
+    # The site's comes first, unless PyPI's is asked for.
+    whole_toolkit(site / "cuda", "13.0")
+    assert step_cuda.find_toolkit(CUDA) == site / "cuda"
+    monkeypatch.setattr(venv, "pip", lambda arguments, *, label: installed.append(arguments))
+    assert step_cuda.pypi_toolkit(venv, CUDA) == home and len(installed) == 2
 
 
 def test_cuda_build_names_what_is_missing_step_by_step(
@@ -151,9 +233,9 @@ def test_cuda_build_names_what_is_missing_step_by_step(
     for name in ("CUDA_HOME", "HOROVOD_CUDA_HOME", "HOROVOD_NCCL_HOME"):
         monkeypatch.delenv(name, raising=False)
     venv = FakeVenv(tmp_path, str(tmp_path / "site-packages"))
-    monkeypatch.setattr(step_cuda, "find_toolkit", lambda: None)
-    with pytest.raises(SetupError, match="toolkit is missing"):
-        step_cuda.build_environment(venv, CUDA, tmp_path)
+    monkeypatch.setattr(step_cuda, "find_toolkit", lambda torch: None)
+    with pytest.raises(SetupError, match=r"toolkit\s+13\.0 is missing"):
+        step_cuda.build_environment(venv, CUDA, tmp_path, source="site")
 
     monkeypatch.undo()
     home = toolkit(tmp_path / "cuda", "13.0")

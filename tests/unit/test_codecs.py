@@ -191,3 +191,27 @@ def test_residuals_are_kept_by_name_and_forgotten_on_reset() -> None:
 def test_texts_that_name_no_codec(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_codec(text)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_weights_and_payloads_of_several_peers_and_pieces(spec: str) -> None:
+    """A weight is what the values times it are; one call decodes what calls for each payload do, in their order."""
+    codec = parse_codec(spec)
+    piece, num, num_peers = 2 * codec.granularity, 5 * codec.granularity - codec.granularity // 2, 3
+    sent = []
+    for peer in range(num_peers):
+        for part in normal(num, peer).split(piece):
+            payloads = [torch.empty(codec.payload_bytes(len(part)), dtype=torch.uint8) for _ in range(2)]
+            residuals = [normal(len(part), 7) for _ in range(2)]
+            codec.encode_(part, payloads[0], key=peer, residual=residuals[0], weight=0.3)
+            codec.encode_(part * 0.3, payloads[1], key=peer, residual=residuals[1])
+            assert torch.equal(*payloads) and torch.equal(*residuals)
+            sent.append(payloads[0])
+    expected = torch.empty(num)
+    for index, payload in enumerate(sent):
+        place = index % len(expected.split(piece))
+        codec.decode_(payload, expected.split(piece)[place], add=int(index != place))
+    for dtype in DTYPES:
+        out = torch.empty(num, dtype=dtype)
+        codec.decode_(torch.cat(sent), out, num_peers=num_peers, piece=piece)
+        assert torch.equal(out, expected.to(dtype))

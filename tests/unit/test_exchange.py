@@ -177,11 +177,11 @@ def test_residuals_of_another_world_are_dropped_with_a_warning(caplog: pytest.Lo
 def test_auto_takes_what_is_fastest_on_the_slowest_rank(winner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Exchange._tasks
 
-    def slowed(self: Exchange, runs: Any, flat: Any, name: str, step: int, reducer: str, feedback: Any) -> Any:
+    def slowed(self: Exchange, runs: Any, flat: Any, name: str, step: int, reducer: str, *others: Any) -> Any:
         # Only the last rank finds the others slow.
         if self._transport.rank == 3 and name != "parameters" and reducer != winner:
             time.sleep(0.25)
-        return real(self, runs, flat, name, step, reducer, feedback)
+        return real(self, runs, flat, name, step, reducer, *others)
 
     monkeypatch.setattr(Exchange, "_tasks", slowed)
 
@@ -202,3 +202,24 @@ def test_auto_takes_what_is_fastest_on_the_slowest_rank(winner: str, monkeypatch
             assert torch.allclose(flat, expected[0], atol=1e-6) and not residuals
         else:
             assert torch.equal(flat, results[0][0]) and len(residuals) == 2
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize(("text", "reducer"), [
+    ("none", "sra"), ("fp16", "allreduce"), ("maxmin:4; c*=sign", "sra"), ("maxmin:4", "hierarchical"), ("powersgd:2", "sra"),
+])  # fmt: skip
+def test_a_weight_on_the_way_is_a_weight_before(text: str, reducer: str, world_size: int) -> None:
+    def both(transport: LocalTransport) -> list[torch.Tensor]:
+        weight = 0.1 * (transport.rank + 1)
+        results = []
+        for late in (True, False):
+            exchange = Exchange(transport, parse_policy(text), chunk_elements=2048, reducer=reducer, error_feedback=True)
+            flat = values(transport.rank)
+            if not late:
+                flat.mul_(weight)
+            exchange.sum_(flat, "x", step=0, tensors=MODEL, weight=weight if late else 1.0)
+            results.append(flat)
+        return results
+
+    for late, early in LocalWorld(world_size, num_hosts=2 if world_size == 4 else 1).run(both):
+        assert torch.equal(late, early)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from hvd_adaptive.compress.codec import compile_kernels
 from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.config import Config
 from hvd_adaptive.train.flat_model import model_hash
@@ -40,6 +44,30 @@ def test_a_codec_gives_the_processors_bytes(spec: str, gpu: torch.device) -> Non
         decoded.append(out.cpu())
     assert torch.equal(decoded[0], decoded[1])
     assert torch.equal(payloads[0], payloads[1])
+
+
+@pytest.mark.parametrize("part", ["maxmin", "sign", "peers", "squares", "large"])
+def test_the_kernels_give_the_references_bits(part: str) -> None:
+    """The same assertions as in Triton's interpreter (tests/unit/test_triton.py)."""
+    script = Path(__file__).parents[1] / "support" / "triton_bits.py"
+    done = subprocess.run([sys.executable, str(script), part, "cuda"], capture_output=True, text=True, timeout=900)
+    assert done.stdout.strip() == "same bits", done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("spec", ["maxmin:4", "sign", "topk:0.1", "topk:0.1,sampled"])
+def test_no_codec_waits_for_the_gpu(spec: str, gpu: torch.device) -> None:
+    codec = parse_codec(spec)
+    values = torch.randn(200_000, device=gpu)
+    residual, out = torch.zeros_like(values), torch.empty_like(values)
+    payload = torch.empty(codec.payload_bytes(len(values)), dtype=torch.uint8, device=gpu)
+    compile_kernels(codec, gpu, error_feedback=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        codec.encode_(values, payload, key=1, residual=residual, weight=0.5)
+        codec.decode_(payload, out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out + residual, values * 0.5) or not spec.startswith("topk")
 
 
 def train(transport: LocalTransport, device: torch.device, **options: Any) -> tuple[Session, nn.Module]:

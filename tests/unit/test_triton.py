@@ -1,51 +1,83 @@
-"""The Triton kernels through Triton's interpreter, in a process of their own: it is chosen before Triton is imported."""
+"""The Triton kernels without a GPU: run in Triton's interpreter, and compiled for GPUs, by processes of their own.
+
+The interpreter is chosen before Triton is imported, and does not see what cannot be compiled; the compiler runs nothing.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-SCRIPT = """
-import torch
-from hvd_adaptive.kernels import cuda, reference
-from hvd_adaptive.kernels.reference import maxmin_bytes, mix_key
+ROOT = Path(__file__).parents[2]
+TARGETS = ("75", "80", "90", "100")
 
-for bucket, nums in ((8, (1, 9, 20)), (24, (23, 60)), (512, (511, 2000))):
-    for num in nums:
-        for bits in (1, 2, 3, 4, 7, 8):
-            x = torch.randn(num, generator=torch.Generator().manual_seed(num)) * 10.0 ** (bits * 8 - 40)
-            if num == 2000:
-                x[512:1024] = torch.tensor([0.0, -0.0]).repeat(256)
-                x[1030], x[600], x[40:48] = float("nan"), float("-inf"), 0.3
-                x[1536:1560] = torch.tensor([3e38, -3e38]).repeat(12)
-            for key in (None, mix_key(bits, num)):
-                expected = torch.full((maxmin_bytes(num, bits, bucket),), 170, dtype=torch.uint8)
-                payload = expected.clone()
-                reference.maxmin_encode(x, expected, bits, bucket, key)
-                cuda.maxmin_encode(x, payload, bits, bucket, key)
-                # NaN has many bit patterns; compare what is not metadata bit for bit, and metadata as numbers.
-                meta = 8 * -(-num // bucket)
-                a, b = (p[:meta].view(torch.float32).nan_to_num(7e33).view(torch.int32) for p in (payload, expected))
-                assert torch.equal(a, b), (bucket, num, bits, key, a, b)
-                assert torch.equal(payload[meta:], expected[meta:]), (bucket, num, bits, key)
-                for add in (0, 1, -1):
-                    a = torch.randn(num, generator=torch.Generator().manual_seed(1))
-                    b = a.clone()
-                    reference.maxmin_decode(payload, a, bits, bucket, add)
-                    cuda.maxmin_decode(payload, b, bits, bucket, add)
-                    assert torch.equal(a.nan_to_num(7e33), b.nan_to_num(7e33)), (bucket, num, bits, add)
-print("same bits")
+FAULTS = """
+import os, sys, tempfile
+os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(dir=sys.argv[1])
+import triton
+import triton_ahead as ahead
+from hvd_adaptive.kernels import cuda_codes
+
+def faults(most_seconds=60.0):
+    variants = ahead.compile_case(80, number, most_seconds)
+    return sorted({fault for variant in variants for fault in variant.faults})
+
+number = next(number for number, case in enumerate(ahead.cases()) if case.text == "bucket=24 bits=4 add=1")
+print(faults(0.0))
+real = ahead.JITFunction.run
+ahead.JITFunction.run = lambda self, *a, **o: real(self, *a, **{**o, "enable_fp_fusion": True})
+print(faults())
+ahead.JITFunction.run = real
+cuda_codes.decode = triton.jit(cuda_codes.decode.fn)
+print(faults())
+ahead.JITFunction.run = lambda self, *a, **o: real(self, *a, **{**o, "BITS": None})
+print(faults()[0].split(":")[0])
 """
 
 
-def test_triton_gives_the_references_bits() -> None:
+@pytest.fixture(autouse=True)
+def triton() -> None:
     if importlib.util.find_spec("triton") is None:
-        pytest.skip("needs Triton (pip install triton); its interpreter needs no GPU")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        pytest.skip("needs Triton (pip install triton); its interpreter and its compiler need no GPU")
+
+
+def run(*command: str, timeout_s: float = 900, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
+    variables = {**os.environ, "PYTHONPATH": path, **environment}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", *command], capture_output=True, text=True, env=variables, timeout=timeout_s
+    )
+
+
+@pytest.mark.parametrize("part", ["maxmin", "sign", "peers", "squares", "large"])
+def test_triton_gives_the_references_bits(part: str) -> None:
+    script = ROOT / "tests" / "support" / "triton_bits.py"
+    done = run(str(script), part, "cpu", TRITON_INTERPRET="1")
     assert done.stdout.strip() == "same bits", done.stderr[-3000:]
+
+
+def test_every_kernel_compiles_for_gpus_once_without_spills_and_fused_additions() -> None:
+    """The corners; benchmarks/triton_ahead.py without --cases compiles every variant."""
+    done = run("benchmarks/triton_ahead.py", "--targets", ",".join(TARGETS), "--cases", "quick")
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+    found = re.findall(r"^sm_(\d+) (\w+) .* registers, 0 bytes spilled, .*: ok$", done.stdout, re.M)
+    names = {"maxmin_encode", "sign_encode", "decode", "squares", "count_large", "store_large"}
+    assert set(found) == {(target, name) for target in TARGETS for name in names}
+    assert len(found) == done.stdout.count("\n") - 2
+
+
+def test_what_is_wrong_with_a_variant_is_found(tmp_path: Path) -> None:
+    """So that the test above could fail: a slow one, fused additions, variants by count and address, and what is no Triton."""
+    done = run("-c", FAULTS, str(tmp_path))
+    assert done.stdout.splitlines() == [
+        "['took longer than 0 s']",
+        "['fused multiply-add', 'fused multiply-add in machine code']",
+        "['compiled 5 times for other arguments']",
+        "CompilationError",
+    ], done.stdout + done.stderr[-3000:]

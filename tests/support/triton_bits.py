@@ -1,0 +1,179 @@
+"""Asserts that the Triton kernels give the reference's bits: python triton_bits.py PART DEVICE.
+
+tests/unit/test_triton.py starts it with TRITON_INTERPRET=1 and the device cpu, tests/unit/test_gpu.py with cuda.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+
+from hvd_adaptive.kernels import cuda, reference
+from hvd_adaptive.kernels.reference import maxmin_bytes, mix_key, sign_bytes
+
+PART, DEVICE = sys.argv[1:]
+SIZES = ((8, (1, 9, 20)), (24, (23, 60)), (512, (511, 2000)), (4096, (4500,)))
+
+
+def normal(num: int, seed: int) -> torch.Tensor:
+    return torch.randn(num, generator=torch.Generator().manual_seed(seed))
+
+
+def on_device(name: str, *arguments: Any, **options: Any) -> Any:
+    """Calls the Triton kernel's front with copies on the device, and takes what it has changed back."""
+    moved = [a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in arguments]
+    result = getattr(cuda, name)(*moved, **options)
+    for own, theirs in zip(arguments, moved, strict=True):
+        if isinstance(own, torch.Tensor):
+            own.copy_(theirs)
+    return None if result is None else result.cpu()
+
+
+def awkward(num: int, magnitude: float) -> torch.Tensor:
+    """Values of a magnitude, with constant, mixed-zero and broken buckets where there is room."""
+    x = normal(num, num) * magnitude
+    if num == 2000:
+        x[512:1024] = torch.tensor([0.0, -0.0]).repeat(256)
+        x[1030], x[600], x[40:48] = float("nan"), float("-inf"), 0.3
+        x[1536:1560] = torch.tensor([3e38, -3e38]).repeat(12)
+    return x
+
+
+def assert_same(a: torch.Tensor, b: torch.Tensor, *what: object) -> None:
+    # NaN has many bit patterns that mean the same.
+    a, b = (t.nan_to_num(7e33).view(torch.int32) for t in (a, b))
+    assert torch.equal(a, b), (*what, a, b)
+
+
+def maxmin() -> None:
+    for bucket, nums in SIZES:
+        for num in nums:
+            for bits in (1, 2, 3, 4, 7, 8):
+                x = awkward(num, 10.0 ** (bits * 8 - 40))
+                meta = 8 * -(-num // bucket)
+                for key, weight, feedback in ((None, 1.0, False), (mix_key(bits, num), 0.3, True)):
+                    lost = [normal(num, 5) * x.nan_to_num(0, 0, 0).abs().mean() for _ in range(2)] if feedback else [None] * 2
+                    expected = torch.full((maxmin_bytes(num, bits, bucket),), 170, dtype=torch.uint8)
+                    payload, before = expected.clone(), x.clone()
+                    reference.maxmin_encode(x, expected, bits, bucket, key, lost[0], weight)
+                    on_device("maxmin_encode", x, payload, bits, bucket, key, lost[1], weight)
+                    assert_same(x, before)
+                    assert_same(payload[:meta].view(torch.float32), expected[:meta].view(torch.float32), bucket, num, bits)
+                    assert torch.equal(payload[meta:], expected[meta:]), (bucket, num, bits, key)
+                    if feedback:
+                        assert_same(lost[0], lost[1], "residual", bucket, num, bits)
+                    for add in (0, 1, -1):
+                        a, b = normal(num, 1), normal(num, 1)
+                        reference.maxmin_decode(payload, a, bits, bucket, add)
+                        on_device("maxmin_decode", payload, b, bits, bucket, add)
+                        assert_same(a, b, "decode", bucket, num, bits, add)
+
+
+def sign() -> None:
+    for bucket, nums in SIZES:
+        for num in nums:
+            for weight, feedback in ((1.0, False), (0.3, True)):
+                x = awkward(num, 1.0)
+                meta = 4 * -(-num // bucket)
+                lost = [normal(num, 5), normal(num, 5)] if feedback else [None, None]
+                expected = torch.full((sign_bytes(num, bucket),), 170, dtype=torch.uint8)
+                payload = expected.clone()
+                reference.sign_encode(x, expected, bucket, lost[0], weight)
+                on_device("sign_encode", x, payload, bucket, lost[1], weight)
+                assert torch.equal(payload[meta:], expected[meta:]), (bucket, num)
+                # The order of the sum behind a mean is nobody's promise; the owner's bytes are what counts.
+                means = [p[:meta].view(torch.float32).nan_to_num(7e33, 8e33) for p in (payload, expected)]
+                assert torch.allclose(*means, rtol=2e-7, atol=0), (bucket, num, means)
+                if feedback:
+                    # What was lost is told by this payload, whatever the last bit of its means.
+                    own = normal(num, 5).add_(x * weight)
+                    reference.sign_decode(payload, own, bucket, -1)
+                    assert_same(lost[1], own, "residual", bucket, num)
+                for add in (0, 1, -1):
+                    a, b = normal(num, 1), normal(num, 1)
+                    reference.sign_decode(payload, a, bucket, add)
+                    on_device("sign_decode", payload, b, bucket, add)
+                    assert_same(a, b, "decode", bucket, num, add)
+    constant = torch.full((1000,), 0.1)
+    payload = torch.empty(sign_bytes(1000, 512), dtype=torch.uint8)
+    on_device("sign_encode", constant, payload, 512)
+    out = torch.empty(1000)
+    on_device("sign_decode", payload, out, 512, 0)
+    assert torch.equal(out, constant)
+
+
+def peers() -> None:
+    """Peers in rank order, and pieces of which those at the end are shorter or empty."""
+    for bucket, piece, num in ((8, 16, 37), (24, 48, 48), (512, 1024, 1600), (512, 512, 512)):
+        for bits in (0, 1, 3, 4, 8):
+            parts = normal(num, 2).split(piece)
+            payloads = []
+            for peer in range(3):
+                for part in parts:
+                    x = part * (peer + 0.1)
+                    size = maxmin_bytes(len(x), bits, bucket) if bits else sign_bytes(len(x), bucket)
+                    payload = torch.empty(size, dtype=torch.uint8)
+                    if bits:
+                        reference.maxmin_encode(x, payload, bits, bucket, mix_key(peer))
+                    else:
+                        reference.sign_encode(x, payload, bucket)
+                    payloads.append(payload)
+            for num_peers in (1, 3):
+                sent = torch.cat(payloads[: num_peers * len(parts)])
+                outs = torch.empty(num), torch.empty(num)
+                if bits:
+                    reference.maxmin_decode(sent, outs[0], bits, bucket, 0, num_peers, piece)
+                    on_device("maxmin_decode", sent, outs[1], bits, bucket, 0, num_peers, piece)
+                else:
+                    reference.sign_decode(sent, outs[0], bucket, 0, num_peers, piece)
+                    on_device("sign_decode", sent, outs[1], bucket, 0, num_peers, piece)
+                assert_same(*outs, bucket, piece, num, bits, num_peers)
+
+
+def squares() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for num in (0, 1, 2047, 5000):
+            x = normal(num, 3).to(dtype)
+            assert torch.allclose(on_device("sum_of_squares", x), reference.sum_of_squares(x), rtol=1e-14, atol=0)
+    x = torch.full((5000,), 3e38)
+    assert on_device("sum_of_squares", x).isfinite()
+    for bad in (float("nan"), float("inf")):
+        x[4999] = bad
+        assert not on_device("sum_of_squares", x).isfinite()
+
+
+def large() -> None:
+    for num, num_entries in ((1, 1), (50, 7), (2049, 100), (5000, 400), (5000, 5000)):
+        for kind in ("normal", "ties", "zeros", "broken", "all broken"):
+            x = normal(num, num)
+            if kind == "ties":
+                x = x.mul(2).round()
+            elif kind == "zeros":
+                x[num // 3 :] = 0
+            elif kind == "broken":
+                x[num // 2 :: 97] = float("nan")
+                x[num // 3 :: 91] = -float("inf")
+            elif kind == "all broken":
+                x[::2] = float("nan")
+            threshold = x.abs().topk(num_entries).values[-1]
+            for sampled in (False, True):
+                for take in (False, True):
+                    found = []
+                    for select in (reference.select_large, functools.partial(on_device, "select_large")):
+                        own = x.clone()
+                        places, entries = torch.ones(num_entries, dtype=torch.int32), torch.ones(num_entries)
+                        select(own, threshold, places, entries, sampled=sampled, take=take)
+                        found.append((places, entries, own))
+                    for a, b in zip(*found, strict=True):
+                        assert_same(a.float(), b.float(), num, num_entries, kind, sampled, take)
+                    if not sampled:
+                        best = x.abs().nan_to_num(7e33).topk(num_entries).values
+                        assert_same(found[0][1].abs().nan_to_num(7e33).sort(descending=True).values, best, "topk")
+
+
+if __name__ == "__main__":
+    {"maxmin": maxmin, "sign": sign, "peers": peers, "squares": squares, "large": large}[PART]()
+    print("same bits")
