@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -21,11 +21,11 @@ def decides_by_length(frame: FrameType, value: Any) -> bool:
 
     False where there is no source.
     """
-    tree = _parse(frame.f_code.co_filename)
+    tree = parse(frame.f_code.co_filename)
     if tree is None:
         return False
     line = frame.f_lineno
-    scope = _scope_of(tree, line)
+    scope = scope_of(tree, line)
     lengths = {
         id(node)
         for node in ast.walk(scope)
@@ -41,15 +41,59 @@ def decides_by_length(frame: FrameType, value: Any) -> bool:
     )
 
 
+def divides_by_length(frame: FrameType, is_batch: Callable[[Any], bool]) -> bool:
+    """Whether all quotients in the line that runs in a frame are by the length of a batch: ``loss.sum() / len(x)``.
+
+    False where there is no source, or where a name may hold something else as well.
+
+    Args:
+        frame: the script's own code.
+        is_batch: whether a value holds the batch's samples, a row each.
+    """
+    tree = parse(frame.f_code.co_filename)
+    if tree is None:
+        return False
+    scope, line = scope_of(tree, frame.f_lineno), frame.f_lineno
+    lengths = {
+        id(node)
+        for node in ast.walk(scope)
+        if isinstance(node, ast.Call)
+        and _is_length(node)
+        and isinstance(node.args[0], ast.Name)
+        and is_batch(frame.f_locals.get(node.args[0].id, frame.f_globals.get(node.args[0].id)))
+    }
+    values: dict[str, list[ast.expr]] = {}
+    for target, value in _assignments(scope):
+        values.setdefault(ast.unparse(target), []).append(value)
+    divisors = [divisor for node in ast.walk(scope) if (divisor := _divisor(node, line)) is not None]
+    return bool(divisors) and all(
+        id(divisor) in lengths
+        or (isinstance(divisor, ast.Name) and all(id(value) in lengths for value in values.get(divisor.id, [divisor])))
+        for divisor in divisors
+    )
+
+
+def _divisor(node: ast.AST, line: int) -> ast.expr | None:
+    if not getattr(node, "lineno", line + 1) <= line <= (getattr(node, "end_lineno", None) or 0):
+        return None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        return node.right
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
+        return node.value
+    is_div = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("div", "div_")
+    return node.args[0] if is_div and node.args else None  # type: ignore[attr-defined]
+
+
 @functools.lru_cache(maxsize=64)
-def _parse(path: str) -> ast.Module | None:
+def parse(path: str) -> ast.Module | None:
+    """Returns the source of a file as a tree; None where there is none."""
     try:
         return ast.parse("".join(linecache.getlines(path)))
     except (SyntaxError, ValueError):
         return None
 
 
-def _scope_of(tree: ast.Module, line: int) -> _Scope:
+def scope_of(tree: ast.Module, line: int) -> _Scope:
     """The innermost function around a line."""
     best: _Scope = tree
     for node in ast.walk(tree):

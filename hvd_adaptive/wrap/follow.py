@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
-from hvd_adaptive.wrap.forwards import Tracer, watch_forwards
+from hvd_adaptive.wrap.compilers import is_reading
+from hvd_adaptive.wrap.forwards import Tracer, tensors_in
 from hvd_adaptive.wrap.loaders import Handed, IndexStream, Loader
 from hvd_adaptive.wrap.reasons import Reason
 
@@ -78,7 +80,7 @@ class Follower:
         stream.delivered_at = self._event
         self._is_backward, self._mismatch = False, None
         if stream.weight_differs and self._unwatch is None:
-            self._unwatch = watch_forwards(self._check_forward)
+            self._unwatch = _watch_forwards(self._check_forward)
         loader = stream.loader
         if not loader.is_traced and loader.num_traces < _MOST_TRACES and stream.current.num_samples:
             loader.num_traces += 1
@@ -191,6 +193,7 @@ class Follower:
             loader.num_followed += 1
             loader.is_traced = loader.num_followed >= _ENOUGH_TRACES
             loader.reasons |= self._tracer.findings
+            loader.smallest = max(loader.smallest, self._tracer.least_samples)
             if not self._tracer.num_backwards:
                 loader.reasons.add(Reason.UNKNOWN_LOSS)
             for module in self._tracer.places:
@@ -239,7 +242,7 @@ class Follower:
         for layer in module.modules():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm):
                 # Normalizing one sample of a training batch is an error in torch.
-                loader.smallest = 2
+                loader.smallest = max(loader.smallest, 2)
                 if type(layer).__name__ == "SyncBatchNorm":
                     loader.reasons.add(Reason.SYNC_BATCH_NORM)
         for sentence in self._describe(module):
@@ -264,3 +267,18 @@ class Follower:
             f"the loader gave {num_samples} samples, but a forward of {type(module).__name__} got tensors of shape {shapes}: "
             "its weight would be wrong. The script cuts or repeats batches in a way that its first ones did not show"
         )
+
+
+def _watch_forwards(check: Callable[[nn.Module, Callable[[], list[Tensor]]], None]) -> Callable[[], None]:
+    """Has each forward with gradients looked at, with the module and what finds the tensors in its arguments.
+
+    Returns:
+        What ends it.
+    """
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if torch.is_grad_enabled() and not is_reading() and torch._C._current_graph_task_id() == -1:
+            check(module, lambda: list(tensors_in([args, kwargs])))
+
+    hook: Any = register_module_forward_hook(after, with_kwargs=True)
+    return lambda: hook.remove()

@@ -25,8 +25,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_adaptive.wrap import losses, sizes
 from hvd_adaptive.wrap.compilers import is_reading
-from hvd_adaptive.wrap.decisions import decides_by_length
+from hvd_adaptive.wrap.decisions import decides_by_length, divides_by_length
 from hvd_adaptive.wrap.losses import Kind
+from hvd_adaptive.wrap.picks import goes_through_batch, number_of_pick
 from hvd_adaptive.wrap.reasons import Reason
 
 _MAX_DEPTH = 6
@@ -78,12 +79,14 @@ class Tracer(TorchFunctionMode):
         num_backwards: losses that backward was called on.
         places: the modules that own trained parameters and are called by the script itself, and where the batch size stands in
             their arguments.
+        least_samples: how many samples a batch must have for those that the script takes by their number.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.findings: set[Reason] = set()
         self.num_forwards = self.num_backwards = 0
+        self.least_samples = 1
         self.places: weakref.WeakKeyDictionary[nn.Module, set[Place]] = weakref.WeakKeyDictionary()
         self._trained = WeakTensorKeyDictionary()
         self._entered = False
@@ -112,6 +115,7 @@ class Tracer(TorchFunctionMode):
         self.end()
         self.findings, self.num_forwards, self.num_backwards = set(), 0, 0
         self._root, self._depth = None, 0
+        self.least_samples = 1
         self._size_asked = self._own_reduction = self._mean_seen = False
         self._num_samples = num_samples
         self._guarded(lambda: self._keep_all(batch, Kind.ROWS))
@@ -255,6 +259,7 @@ class Tracer(TorchFunctionMode):
                 self._as_long.update((id(tensor), tensor) for tensor in results if self._num_samples in tensor.shape)
             return
         self._size_asked |= func in _SIZES
+        self._look_at_pick(func, args)
         for tensor in given:
             # Labels of a fixed number, an order of a fixed length. What trains is as long by chance.
             is_other = self._kind(tensor) is None and id(tensor) not in self._as_long and not tensor.requires_grad
@@ -272,6 +277,8 @@ class Tracer(TorchFunctionMode):
             others = [(tensor, other) for tensor, other in made if not tensor.requires_grad]
             kind = losses.kind_of_loss(func, args, kwargs, [*of_loss, *others], self._num_samples)
             kind = Kind.CUT if cut and kind is Kind.ROWS else kind
+            if kind is Kind.SUM and self._is_mean_by_length(func, args):
+                kind = Kind.MEAN
         for tensor in results:
             if tensor.requires_grad and of_loss:
                 self._keep(tensor, kind)
@@ -311,6 +318,28 @@ class Tracer(TorchFunctionMode):
             return
         if losses.rows_dim(known[0], self._num_samples) == 0 and decides_by_length(frame, tensor):
             self._decides()
+
+    def _is_mean_by_length(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether a sum over samples is divided by ``len(x)``, which Python makes a plain integer of."""
+        if losses.plain_name(func) not in ("div", "true_divide") or len(args) < 2 or type(args[1]) is not int:
+            return False
+        if args[1] != self._num_samples or self._kind(args[0]) is not Kind.SUM:
+            return False
+        frame = sizes.calling_frame()
+        return frame is not None and divides_by_length(frame, self._holds_samples)
+
+    def _holds_samples(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and self._kind(value) is Kind.ROWS and losses.rows_dim(value, self._num_samples) == 0
+
+    def _look_at_pick(self, func: Any, args: tuple[Any, ...]) -> None:
+        count = number_of_pick(func, args)
+        if not count or self._kind(args[0]) is not Kind.ROWS or args[0].shape[0] != self._num_samples:
+            return
+        if goes_through_batch(sizes.calling_frame()):
+            return
+        self.least_samples = max(self.least_samples, count)
+        if count >= self._num_samples:
+            self.findings.add(Reason.NUMBERED)
 
     def _decides(self) -> None:
         self.findings.add(Reason.SIZE_DECIDES)
@@ -365,18 +394,3 @@ class Tracer(TorchFunctionMode):
         if self._entered and _get_current_function_mode() is self:
             self.__exit__(None, None, None)
             self._entered = False
-
-
-def watch_forwards(check: Callable[[nn.Module, Callable[[], list[Tensor]]], None]) -> Callable[[], None]:
-    """Has each forward with gradients looked at, with the module and what finds the tensors in its arguments.
-
-    Returns:
-        What ends it.
-    """
-
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if torch.is_grad_enabled() and not is_reading() and torch._C._current_graph_task_id() == -1:
-            check(module, lambda: list(tensors_in([args, kwargs])))
-
-    hook: Any = register_module_forward_hook(after, with_kwargs=True)
-    return lambda: hook.remove()

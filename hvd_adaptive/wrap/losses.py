@@ -127,15 +127,32 @@ def mixes_inside(func: Any, args: tuple[Any, ...], results: Sequence[Tensor], nu
     if not given or not any(tensor.requires_grad for tensor in given):
         return False
     name = plain_name(func)
-    if name == "masked_select" or (name == "getitem" and len(args) > 1):
-        parts = args[1] if name == "getitem" else True
-        parts = parts if isinstance(parts, tuple) else (parts,)
-        first = parts[0] if parts else None
-        return first is True or (isinstance(first, Tensor) and first.dtype == torch.bool)
+    if name == "masked_select":
+        return True
+    if name == "getitem" and len(args) > 1:
+        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return bool(parts) and _takes_some(parts[0], given[0], num_samples)
+    if name == "index_select" and len(args) > 2 and args[1] == 0:
+        return _takes_some(args[2], given[0], num_samples)
+    if name in ("topk", "sort", "kthvalue") and given[0].dim() == 1 and given[0].numel() % num_samples == 0:
+        # Of what has a number for each sample, or for each place of each.
+        return not _is_weight(given[0])
     if name in ("mm", "matmul", "cdist") and len(given) > 1:
         whole = all(tensor.dim() == 2 and tensor.requires_grad and not _is_weight(tensor) for tensor in given[:2])
         return whole and any(tuple(tensor.shape) == (num_samples, num_samples) for tensor in results)
     return False
+
+
+def _takes_some(index: Any, source: Tensor, num_samples: int) -> bool:
+    """Whether an index takes some of the batch's rows by a mask, or another number of rows than there are samples."""
+    if isinstance(index, (list, range)):
+        index = torch.tensor(list(index)) if all(isinstance(value, int) for value in index) else None
+    if not isinstance(index, Tensor):
+        return False
+    if index.dtype in (torch.bool, torch.uint8):
+        return True
+    of_rows = index.dim() == 1 and source.shape[0] == num_samples and not _is_weight(source)
+    return of_rows and index.shape[0] % num_samples != 0
 
 
 def _is_weight(tensor: Tensor) -> bool:

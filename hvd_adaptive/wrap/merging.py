@@ -19,19 +19,20 @@ from torch import Tensor, nn
 from hvd_adaptive.core.balance import lr_multiplier
 from hvd_adaptive.core.merge_period import LEAST_MERGES_AN_EPOCH, MergePeriod
 from hvd_adaptive.core.outer import OuterStep
-from hvd_adaptive.core.weights import MASS_RULES, merge_weights
+from hvd_adaptive.core.weights import ROW_RULES, merge_weights
 from hvd_adaptive.exchange.compressed import CompressedSum
 from hvd_adaptive.train import optimizer_state
 from hvd_adaptive.train.flat_model import FlatModel
-from hvd_adaptive.train.gradient_mass import GradientMass
 from hvd_adaptive.train.learning_rate import LearningRateMultiplier
+from hvd_adaptive.train.merge_rule import make_merge_rule
+from hvd_adaptive.train.touched_rows import sparse_parameters
 from hvd_adaptive.transport.base import Transport
 from hvd_adaptive.wrap.options import RunConfig
 
 log = logging.getLogger(__name__)
 
 # As ``train``: batches of one rank in a mega-batch.
-_BATCHES_A_ROUND = 100
+_BATCHES_A_ROUND = 50
 
 
 @dataclass
@@ -156,17 +157,18 @@ class Merger:
         self._optimizer = optimizer
         self._config = config
         self._world = world
-        rules = config.merging()
+        parameters = [parameter for _, parameter in named]
+        rules = optimizer_state.with_defaults(config.merging(), optimizer, parameters)
         # What has one weight a rank, such as buffers, goes by updates beside weights by mass.
-        self._scalar_rule = "updates" if rules.weight_rule in MASS_RULES else rules.weight_rule
+        self._scalar_rule = "updates" if rules.weight_rule in ROW_RULES else rules.weight_rule
         self._flat = FlatModel(Trained(named, roots), self._world)
         self._outer = OuterStep.of(rules)
         if config.compression != "none":
             infos = [info for group in self._flat.parameter_groups for info in group.infos]
-            self._flat.compressed = CompressedSum(rules, self._world, infos)
-        if rules.weight_rule in MASS_RULES:
-            parameters = [parameter for _, parameter in named]
-            self._flat.mass = GradientMass(parameters, per_coordinate=rules.weight_rule == "fisher")
+            self._flat.compressed = CompressedSum(rules, self._world, infos, devices=[self._flat.device])
+        sparse = {id(p) for root in roots for p in sparse_parameters(root).values()}
+        by_rows = [place for place, p in enumerate(parameters) if id(p) in sparse]
+        self._flat.rule = make_merge_rule(rules.weight_rule, optimizer, parameters, row_parameters=by_rows)
         self._state_rule = optimizer_state.rule(rules, optimizer)
         self._multiplier = LearningRateMultiplier(optimizer)
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
@@ -196,6 +198,8 @@ class Merger:
         this.num_samples += num_samples or 1
         this.global_samples += global_samples or world_size
         this.epoch_samples = epoch_samples
+        if self._flat.rule is not None:
+            self._flat.rule.before_step()
         self._multiplier.value = 1.0
         if num_samples:
             self._multiplier.value = lr_multiplier(
@@ -210,14 +214,16 @@ class Merger:
 
     def end_step(self) -> None:
         """Counts a step that the optimizer has taken."""
-        if self._flat.mass is not None:
-            self._flat.mass.add_()
+        if self._flat.rule is not None:
+            self._flat.rule.after_step()
         self._round.num_updates += 1
 
     @torch.no_grad()
     def loaded(self) -> None:
         """Takes note that the script has loaded weights into the model: they are where this rank's steps start from."""
         self._flat.rebind()
+        if self._flat.rule is not None:
+            self._flat.rule.restart()
         for group in self._flat.groups:
             for base, tensor in zip(group.slices(group.weights), group.tensors, strict=True):
                 base.copy_(tensor)
@@ -273,6 +279,8 @@ class Merger:
                 self._flat.compressed.reset()
             for group in self._flat.groups:
                 self._take_from(root, group.weights, group.name)
+            for index, start in enumerate(self._flat.rule.starts() if self._flat.rule is not None else ()):
+                self._take_from(root, start, f"accumulators.{index}")
             for group in self._flat.parameter_groups:
                 velocity = self._outer.velocity_of(group.weights)
                 if velocity is not None and is_loaded.any():
@@ -328,7 +336,7 @@ class Merger:
         if kind == "average" and everyone:
             optimizer_state.average_(self._optimizer, self._world, float(convex[rank]))
         # Beside ranks that have joined nothing was averaged.
-        if kind == "reset" or (not finite[rank] and (kind == "keep" or not everyone)):
+        if kind == "reset" or (not finite[rank] and (kind == "keep" or (kind == "average" and not everyone))):
             optimizer_state.reset_(self._optimizer, self._initial_state)
         broken = np.flatnonzero((gathered["present"] > 0) & ~finite)
         if len(broken) and rank == 0:

@@ -58,7 +58,7 @@ class RunConfig:
         None, "emulate unequal ranks: stretch each rank's compute by a factor, 1,2, or by a schedule (see train)"
     )
     mega_batch: int | None = _as_in_train(
-        "mega_batch", text="samples between two merges, over all ranks (default: 100 of the script's batches)"
+        "mega_batch", text="samples between two merges, over all ranks (default: 50 of the script's batches)"
     )
     merge_period: str = _as_in_train(
         "merge_period",
@@ -66,7 +66,7 @@ class RunConfig:
         "qsr: more as the script lowers its learning rate (by its square); auto-qsr: the larger of both",
     )
     merge_share: float = _as_in_train("merge_share")
-    merge_weights: str = _as_in_train("merge_weights", default="updates")
+    merge_weights: str = _as_in_train("merge_weights")
     lr_rule: str = _as_in_train("lr_rule", text="how the learning rate follows a rank's share of the batch")
     outer_step: str = _as_in_train("outer_step", default="none")
     outer_lr: float | None = _as_in_train("outer_lr")

@@ -50,6 +50,7 @@ class Reason(enum.Enum):
         "the script decides by the number of samples in a batch, or by a count of samples (to leave out a short batch, to "
         "validate): ranks with other sizes would decide otherwise"
     )
+    NUMBERED = "the script takes samples of a batch by their numbers, up to the last one, which a smaller batch does not have"
     GATHERED = "the script exchanges what it computes of each sample with the other ranks in a step, or a loss before backward()"
     SKIPPED = "the script left out batches of another size than its own"
     COMPILED = "torch.compile: what is compiled cannot be looked into, and would be compiled again for other batch sizes"

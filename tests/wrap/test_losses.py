@@ -15,6 +15,7 @@ from hvd_adaptive.wrap.reasons import Reason
 
 N = 6
 X, Y = torch.randn(N, 4), torch.arange(N) % 3
+TABLE = torch.zeros(N, 2)
 SEQUENCES, TAGS = torch.randn(N, 7, 4), torch.randint(0, 3, (N, 7))
 
 
@@ -40,6 +41,17 @@ class Variational(nn.Module):
         return h.sigmoid(), h, 0.1 * h
 
 
+class Inside(nn.Module):
+    """Computes its loss within its forward, by a function of the scores, the inputs and the labels."""
+
+    def __init__(self, loss_of: Any) -> None:
+        super().__init__()
+        self.layer, self.table, self.loss_of = nn.Linear(4, 3), nn.Embedding(N, 3), loss_of
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss_of(self, self.layer(x), y)  # type: ignore[no-any-return]
+
+
 def variational(model: Any, reduction: str) -> Tensor:
     found, mean, log_variance = model(X)
     terms = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp(), dim=1)
@@ -52,6 +64,20 @@ def mixup(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return 0.3 * F.cross_entropy(scores, y) + 0.7 * F.cross_entropy(scores, y[order])
 
 
+def by_name(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    count = len(x)
+    loss = F.cross_entropy(model(x), y, reduction="sum")
+    loss /= count
+    return loss
+
+
+def by_another_name(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    count = len(x)
+    if len(y) > 1:
+        count = N
+    return F.cross_entropy(model(x), y, reduction="sum") / count
+
+
 def focal(model: Any, x: Tensor, y: Tensor) -> Tensor:
     each = F.cross_entropy(model(x), y, reduction="none")
     return ((1 - torch.exp(-each)) ** 2 * each).mean()
@@ -60,6 +86,26 @@ def focal(model: Any, x: Tensor, y: Tensor) -> Tensor:
 def distilled(model: Any, x: Tensor, y: Tensor) -> Tensor:
     soft = F.kl_div(F.log_softmax(model(x) / 2, 1), F.softmax(model(x).detach() / 2, 1), reduction="batchmean")
     return 4 * soft + 0.5 * F.cross_entropy(model(x), y)
+
+
+SELECT_INSIDE = {
+    "mask": lambda m, s, y: s[y > 0].mean(),
+    "bytes": lambda m, s, y: s[(y > 0).byte()].mean(),
+    "indices": lambda m, s, y: s[torch.tensor([0, 2])].mean(),
+    "cells": lambda m, s, y: s[torch.tensor([0, 2, 2, 5]), torch.tensor([1, 1, 0, 2])].pow(2).mean(),
+    "list": lambda m, s, y: s[[0, 2, 3]].mean(),
+    "index_select": lambda m, s, y: s.index_select(0, torch.tensor([0, 2])).mean(),
+    "hardest": lambda m, s, y: F.cross_entropy(s, y, reduction="none").topk(3).values.mean(),
+    "sorted": lambda m, s, y: F.cross_entropy(s, y, reduction="none").sort(descending=True)[0][:3].mean(),
+    "hardest places": lambda m, s, y: s.pow(2).view(-1).topk(5)[0].mean(),
+}
+HARMLESS_INSIDE = {
+    "label's score": lambda m, s, y: -s[torch.arange(len(y)), y].mean(),
+    "order of lengths": lambda m, s, y: F.cross_entropy(s[y.argsort()], y[y.argsort()]),
+    "rows of a table": lambda m, s, y: (s + m.table.weight[y]).pow(2).mean(),
+    "some of a table": lambda m, s, y: (s * m.table.weight[torch.tensor([0, 1])].mean(0)).pow(2).mean(),
+    "experts": lambda m, s, y: s.softmax(1).topk(2, dim=1)[0].sum(1).mean(),
+}
 
 
 def findings(model: nn.Module, batch: list[Tensor], loss_of: Any) -> set[Reason]:
@@ -88,6 +134,9 @@ FLAT = {
     "stacked": lambda m, x, y: torch.stack([F.cross_entropy(m(x), y), m(x).pow(2).mean()]).sum(),
     "gathered": lambda m, x, y: F.smooth_l1_loss(m(x).gather(1, y[:, None]).squeeze(1), m(x).max(1)[0].detach()),
     "made labels": lambda m, x, y: F.binary_cross_entropy_with_logits(m(x)[:, 0], torch.full((x.size(0),), 1.0)),
+    "by its length": lambda m, x, y: F.cross_entropy(m(x), y, reduction="none").sum() / len(x),
+    "by the length of targets": lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum").div(len(y)),
+    "by a name of its length": by_name,
     "by its size": lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum") / x.shape[0],
 }
 OF_SEQUENCES = {
@@ -110,6 +159,13 @@ NO_MEANS = {
     "root": (lambda m, x, y: F.mse_loss(m(x), torch.ones_like(m(x))).sqrt(), Reason.MIXED),
     "along the samples": (lambda m, x, y: F.softmax(m(x), dim=0).pow(2).mean(), Reason.MIXED),
     "dice": (lambda m, x, y: (lambda s: 1 - 2 * s[:, 0].sum() / (s.sum() + 1))(m(x).sigmoid()), Reason.MIXED),
+    "by a name that is a constant, too": (by_another_name, Reason.SUM_LOSS),
+    "by the length of something else": (
+        lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum") / len(TABLE), Reason.SUM_LOSS
+    ),
+    "half of it by a constant": (
+        lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum") / len(x) + m(x).sum() / N, Reason.SUM_LOSS
+    ),
     "by a constant": (lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum") / N, Reason.SUM_LOSS),
 }  # fmt: skip
 
@@ -134,6 +190,16 @@ def test_losses_among_a_forwards_results() -> None:
     assert not findings(WithLoss(), [X, Y], lambda m, x, y: m(inputs=x, labels=y)["loss"] / 4)
     assert not findings(Variational(), [X], lambda m, x: variational(m, "mean"))
     assert findings(Variational(), [X], lambda m, x: variational(m, "sum")) == {Reason.SUM_LOSS}
+
+
+@pytest.mark.parametrize("name", SELECT_INSIDE)
+def test_choices_among_samples_within_a_forward(name: str) -> None:
+    assert findings(Inside(SELECT_INSIDE[name]), [X, Y], lambda m, x, y: m(x, y)) == {Reason.MIXED}
+
+
+@pytest.mark.parametrize("name", HARMLESS_INSIDE)
+def test_what_only_looks_like_a_choice_within_a_forward(name: str) -> None:
+    assert not findings(Inside(HARMLESS_INSIDE[name]), [X, Y], lambda m, x, y: m(x, y))
 
 
 def test_what_fails_while_watching_is_a_finding_and_not_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,13 +18,13 @@ SIZE = 3
 
 
 class Rank:
-    """A model with BatchNorm, plain SGD and its merger; steps by gradients of ones times the rank plus one."""
+    """A model with BatchNorm, an optimizer and its merger; steps by gradients of ones times the rank plus one."""
 
-    def __init__(self, world: LocalTransport, **options: Any) -> None:
+    def __init__(self, world: LocalTransport, make: Any = torch.optim.SGD, **options: Any) -> None:
         torch.manual_seed(world.rank)
         self.rank = world.rank
         self.model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.optimizer = make(self.model.parameters(), lr=0.1)
         named = list(self.model.named_parameters())
         self.merger = Merger(
             self.optimizer, named, [self.model], RunConfig(strategy="local", **options), world  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def test_all_start_from_rank_0_and_move_by_the_mean() -> None:
         rank.step()
         rank.merger.merge()
         once = rank.weights()
-        assert rank.merger.log.steps_per_merge == 33
+        assert rank.merger.log.steps_per_merge == 17
         for step in range(2):
             # Twice the equal share: twice the learning rate.
             rank.step(16 if rank.rank == 2 else 4)
@@ -154,6 +154,28 @@ def test_a_rank_that_missed_merges_takes_over_their_base() -> None:
         return base - rank.weights()
 
     assert all(torch.allclose(moved, torch.full_like(moved, 0.2)) for moved in on_ranks(body))
+
+
+def test_adagrads_accumulators_are_added_up_also_after_missed_merges() -> None:
+    def body(rank: Rank) -> tuple[list[Tensor], Tensor, str]:
+        found = []
+        for number in range(3):
+            if number == 2 and rank.rank == 0:
+                # As after hvd.join(): what it knows is of before the last merge.
+                rank.merger._generation -= 1
+                for state in rank.optimizer.state.values():
+                    state["sum"].fill_(0.25)
+            rank.step()
+            rank.merger.merge()
+            found.append(rank.optimizer.state[rank.model[0].weight]["sum"][0, 0].clone())  # type: ignore[index,union-attr]
+        return found, rank.weights(), rank.merger.log.optimizer_state
+
+    results = on_ranks(body, make=torch.optim.Adagrad, merge_weights="dual-averaging")
+    for sums, weights, state in results:
+        assert state == "sum"
+        assert torch.equal(weights, results[0][1])
+        # Squares of 1, 2 and 3 a round. In the last one rank 0 went from its own 0.25 to 1.25, which is below the others' 28.
+        assert torch.allclose(torch.stack(sums), torch.tensor([14.0, 28.0, 28.0 + 4 + 9]).double())
 
 
 def test_models_that_differ_are_noticed() -> None:

@@ -8,7 +8,7 @@ from wrapped_scripts import run, run_both
 from hvd_adaptive.wrap.reasons import Reason
 
 # What looks odd, and can be shared out all the same.
-SHARED = ["plain", "smoothing", "sum_by_size", "checkpoint", "trace_first", "script_after"]
+SHARED = ["plain", "smoothing", "sum_by_size", "sum_by_len", "checkpoint", "trace_first", "script_after"]
 EQUAL = {
     "compile_model": Reason.COMPILED,
     "compile_in_place": Reason.COMPILED,
@@ -33,7 +33,6 @@ EQUAL = {
     "ohem": Reason.MIXED,
     "triplets": Reason.SELECTED,
     "rmse": Reason.MIXED,
-    "sum_by_len": Reason.SUM_LOSS,
 }
 
 
@@ -51,6 +50,15 @@ def test_shapes_that_keep_equal_shares_and_say_why(num_ranks: int) -> None:
     for (mode, reason), (trained, fractions) in zip(EQUAL.items(), results, strict=True):
         assert any(reason in loader.reasons for loader in trained), (mode, [loader.reasons for loader in trained])
         assert not any(fractions), mode
+
+
+@pytest.mark.mpi(2, timeout=300)
+def test_samples_that_are_taken_by_their_number_are_there(num_ranks: int) -> None:
+    """Of 16 samples a share of a third would be five."""
+    results, _ = run_both(["shapes.py pick", "shapes.py pick_all", "shapes.py pick_last"], num_ranks)
+    smallest = [trained[-1].smallest for trained, _ in results]
+    assert smallest == [7, 1, 8] and all(any(fractions) for _, fractions in results[:2])
+    assert not any(results[2][1]) and Reason.NUMBERED in results[2][0][-1].reasons
 
 
 @pytest.mark.mpi(2, timeout=300)

@@ -114,6 +114,12 @@ def step(x, y):
     loss = loss_of(x, y)
     loss.backward()
     optimizer.step()
+    if mode.startswith("pick") and num_steps % 15 == 0:
+        # Pictures for a log, as people take them: the first ones by number, or all.
+        if mode == "pick_all":
+            [x[number].mean() for number in range(x.shape[0])]
+        else:
+            [x[number].mean() for number in range(7 if mode == "pick" else BATCH)]
     num_steps += 1
     if mode == "gather_metric":
         hvd.allgather((forward(x).argmax(1) == y).double(), name="correct")

@@ -1,0 +1,75 @@
+"""Samples that a script takes out of its batches by their number (``images[3]``), which a smaller batch may not have.
+
+A script that logs the first pictures of a batch works with any batch that has so many. A rank's share is then no smaller. One
+that goes through all samples by number may do so for each batch as long as it is, or up to a fixed number: its source says which.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+from hvd_adaptive.wrap.decisions import parse, scope_of
+
+
+def number_of_pick(func: Any, args: tuple[Any, ...]) -> int:
+    """Returns how many samples a batch must have for a function that takes one of them by its number; 0: it takes none so."""
+    if func is Tensor.__getitem__:
+        index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+    elif func is Tensor.select and len(args) > 2 and args[1] == 0:
+        index = args[2]
+    else:
+        return 0
+    if isinstance(index, bool) or not isinstance(index, int):
+        return 0
+    return index + 1 if index >= 0 else -index
+
+
+def goes_through_batch(frame: FrameType | None) -> bool:
+    """Whether the line that runs in a frame is within a loop that is as long as something of the script's: ``range(len(x))``."""
+    return frame is not None and _is_in_long_loop(frame.f_code.co_filename, frame.f_lineno)
+
+
+# Asked for each sample that is taken.
+@functools.lru_cache(maxsize=256)
+def _is_in_long_loop(path: str, line: int) -> bool:
+    tree = parse(path)
+    if tree is None:
+        return False
+    scope = scope_of(tree, line)
+    names = {
+        name.id
+        for node in ast.walk(scope)
+        if isinstance(node, ast.Assign) and _asks_length(node.value, set())
+        for target in node.targets
+        for name in ast.walk(target)
+        if isinstance(name, ast.Name)
+    }
+    return any(_asks_length(iterable, names) for iterable in _loops_around(scope, line))
+
+
+def _loops_around(scope: ast.AST, line: int) -> Iterator[ast.expr]:
+    for node in ast.walk(scope):
+        if line not in range(getattr(node, "lineno", 0), (getattr(node, "end_lineno", 0) or 0) + 1):
+            continue
+        if isinstance(node, (ast.For, ast.AsyncFor)):
+            yield node.iter
+        elif isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+            yield from (generator.iter for generator in node.generators)
+
+
+def _asks_length(value: ast.expr, names: set[str]) -> bool:
+    """Whether an expression holds a length or a size, or a name that one was given to."""
+    for node in ast.walk(value):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len":
+            return True
+        if isinstance(node, ast.Attribute) and node.attr in ("shape", "size"):
+            return True
+        if isinstance(node, ast.Name) and node.id in names:
+            return True
+    return False

@@ -1,0 +1,77 @@
+"""Merges of a script's model beside ranks that have called hvd.join(), one of the others broken; through Horovod itself."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvd_adaptive.transport.script_world import ScriptWorld
+from hvd_adaptive.wrap.merging import Merger
+from hvd_adaptive.wrap.options import RunConfig
+
+
+class Rank:
+    """A model with BatchNorm and SGD with momentum; its gradients are its rank plus one."""
+
+    def __init__(self, hvd: Any, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.rank, self.num_ranks = hvd.rank(), hvd.size()
+        self.model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.5)
+        world = ScriptWorld(hvd, lambda what: nullcontext())
+        config = RunConfig(strategy="local", hash_interval=1, **options)
+        self.merger = Merger(self.optimizer, list(self.model.named_parameters()), [self.model], config, world)  # type: ignore[arg-type]
+
+    def step(self) -> None:
+        self.merger.begin_step(num_samples=8, global_samples=8 * self.num_ranks, epoch_samples=80_000)
+        self.merger.timed(0.01)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.full_like(parameter, self.rank + 1.0)
+        self.optimizer.step()
+        self.merger.end_step()
+
+    def weights(self) -> Tensor:
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self.model.parameters()])
+
+    def break_(self) -> None:
+        self.model[0].weight.data[0, 0] = float("nan")  # type: ignore[index,union-attr]
+
+
+@pytest.mark.mpi(3, timeout=300)
+def test_a_broken_rank_beside_one_that_has_joined(num_ranks: int) -> None:
+    """Rank 0 has run out of data and rank 1 is broken: only rank 2's steps count, and all three meet again in its model."""
+    import horovod.torch as hvd
+
+    hvd.init()
+    # How far two steps with gradients of 3 go in the second one, by what the first merge has left of the momentum.
+    for options, expected in (
+        ({"optimizer_state": "keep"}, 0.1 * (0.5 * 3 + 3)),
+        ({"optimizer_state": "average"}, 0.1 * (0.5 * 2 + 3)),
+        ({"optimizer_state": "reset", "outer_step": "momentum", "outer_momentum": 0.0}, 0.1 * 3),
+        ({"compression": "maxmin:8"}, 0.1 * (0.5 * 3 + 3)),
+    ):
+        rank = Rank(hvd, **options)
+        rank.step()
+        rank.merger.merge()
+        base = rank.weights()
+        if rank.rank:
+            rank.step()
+            if rank.rank == 1:
+                rank.break_()
+            rank.merger.merge()
+            moved = base - rank.weights()
+            assert torch.allclose(moved, torch.full_like(moved, expected)), (options, rank.rank, moved)
+            assert rank.merger.log.weight is not None and rank.merger.log.weight[:2].tolist() == [0.0, 0.0], options
+            if rank.rank == 1:
+                # What the broken steps have left does not reach the next ones.
+                assert not any(state.get("momentum_buffer") is not None for state in rank.optimizer.state.values()), options
+        hvd.join()
+        for _ in range(2):
+            rank.step()
+            rank.merger.merge()
+        weights = hvd.allgather(rank.weights()[None], name="weights")
+        assert bool(weights.isfinite().all()) and all(torch.equal(weights[0], other) for other in weights[1:]), options
