@@ -17,13 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import JobResult, run_job
+import schedule
+from jobs import ZYGOTE, JobResult, run_job
 from mpi_world import REPORTS, SHARED, Worlds, num_ranks
+from zygote import ZYGOTE_SOCKET
 
 from hvd_adaptive.launch.relaunch import find_launcher
 
 _IS_RANK = REPORTS in os.environ
 _worlds = pytest.StashKey[Worlds]()
+_ranks: list[dict[str, Any]] = []  # what became of worlds, of each worker
+_said: list[str] = []  # by the zygote
 
 
 def require_mpirun() -> None:
@@ -54,6 +58,10 @@ def shared_tmp_path(tmp_path: Path) -> Path:
     return Path(os.environ[SHARED]) if _IS_RANK else tmp_path
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--store-durations", action="store_true", help="write tests/durations.json from this run of two workers")
+
+
 def set_no_deadlines() -> None:
     """Has hypothesis judge no example by its time: a busy machine takes any. In CI hypothesis has a profile like that itself."""
     from hypothesis import settings
@@ -73,6 +81,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(RankPlugin(config), "rank")
     else:
         set_no_deadlines()
+        if config.getoption("numprocesses", None) and "not slow" not in config.getoption("markexpr"):
+            # One for all workers.
+            os.environ[ZYGOTE_SOCKET] = str(ZYGOTE.start(wait=False))
 
 
 def pytest_report_header() -> list[str]:
@@ -103,12 +114,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("num_ranks", counts, ids=[f"np{count}" for count in counts])
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests for ranks last, those for equally many together: they share their ranks."""
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return schedule.Groups(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if _IS_RANK:
         return
+    for item in items:
+        if schedule.starts_ranks(item):
+            item.add_marker("slow")
+    # One worker: tests for equally many ranks together, as they share their ranks.
     items.sort(key=num_ranks)
+    if hasattr(config, "workerinput"):
+        schedule.arrange(items)
     for item in items:
         if num_ranks(item):
             # The fixtures belong to the ranks: here they would import MPI, or make what nobody uses.
@@ -131,15 +152,42 @@ def _run_on_ranks(item: pytest.Item) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if (worlds := session.config.stash.get(_worlds, None)) is not None:
-        worlds.close()
+    config = session.config
+    if _IS_RANK:
+        return
+    if (worlds := config.stash.get(_worlds, None)) is not None:
+        failures = worlds.close()
+        _ranks.append({"tests": worlds.num_tests, "starts": worlds.num_started, "left": worlds.left_behind, "failures": failures})
+    if hasattr(config, "workerinput"):
+        config.workeroutput["ranks"] = _ranks[0]
+        return
+    _said.append(ZYGOTE.close())
+    if any(one["failures"] for one in _ranks):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if config.getoption("store_durations"):
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        found = [report for reports in reporter.stats.values() for report in reports]
+        schedule.store(report for report in found if isinstance(report, pytest.TestReport))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Says for which tests new ranks had to be started."""
-    worlds = config.stash.get(_worlds, None)
-    if worlds is not None and worlds.num_tests:
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker has ended."""
+    if (found := getattr(node, "workeroutput", {}).get("ranks")) is not None:
+        _ranks.append(found)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says for which tests new ranks had to be started, and what went wrong when they ended."""
+    num_tests = sum(one["tests"] for one in _ranks)
+    if num_tests or any(_said):
         terminalreporter.section("ranks", sep="-")
-        terminalreporter.line(f"{worlds.num_tests} tests ran on ranks; ranks were started {worlds.num_started} times.")
-        for line in worlds.left_behind:
-            terminalreporter.line(f"left something behind, so the next test had new ranks: {line}")
+        terminalreporter.line("".join(_said).strip())
+        starts = sum(one["starts"] for one in _ranks)
+        if num_tests:
+            terminalreporter.line(f"{num_tests} tests ran on ranks; ranks were started {starts} times.")
+        for one in _ranks:
+            for line in one["left"]:
+                terminalreporter.line(f"left something behind, so the next test had new ranks: {line}")
+            for line in one["failures"]:
+                terminalreporter.line(line)

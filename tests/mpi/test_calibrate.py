@@ -27,7 +27,8 @@ def test_what_is_recommended_runs(run_job: Any, data: Path, tmp_path: Path) -> N
     for rank in found.ranks:
         assert min(rank.step_s) > 0 and rank.together > 0
     assert found.model_bytes == 4 * (300 * 128 + 128 * 40)  # no bias
-    assert all(size <= found.model_bytes * 1.01 for size in found.merge.payload_bytes)
+    # Beside the deltas two numbers a row, and the marks of rows.
+    assert all(size <= found.model_bytes * 1.03 for size in found.merge.payload_bytes)
 
     # The run takes the file's data and options, the slowdown too.
     job = run_job([*COMMAND, "train", "-np", "2", "--config", str(file), "--out", str(run), "--epochs", "2"], timeout=400)

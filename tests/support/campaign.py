@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jobs import OUTLIVE_S
+from jobs import OUTLIVE_S, job_mark, marked_processes
 from needs import lacks
 from small_disk import small_disk
 from two_hosts import ENVIRONMENT, TwoHosts
@@ -32,7 +32,6 @@ from two_hosts import ENVIRONMENT, TwoHosts
 from hvd_adaptive.data import cache
 from hvd_adaptive.data.source import resolve
 
-FAULTY = Path(__file__).with_name("faulty")
 FAULTS = ("freeze", "full", "pause", "clock", "slow", "kill", "cut")
 PHASES = ("start", "claim", "step", "statistics", "merge", "checkpoint", "evaluation", "end")
 NUM_RANKS = 2
@@ -276,8 +275,7 @@ class Campaign:
     ) -> Any:
         """Runs the command with two ranks, one on each of two hosts if there are some."""
         where = ["--data", str(self._data), "--cache-dir", str(self._cache), "--out", str(self.run_directory)]
-        path = os.pathsep.join([str(FAULTY), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
-        env = {"PYTHONPATH": path} | ({} if spec is None else {"FAULT_SPEC": json.dumps(spec)})
+        env = {} if spec is None else {"FAULT_SPEC": json.dumps(spec)}
         command = [sys.executable, "-m", "hvd_adaptive", "train"]
         arguments = [*where, *OPTIONS, "--epochs", str(epochs), "--stall-limit-s", str(limit_s)]
         if hosts is None:
@@ -317,9 +315,9 @@ def check_ledger(rounds: list[dict[str, Any]], about: str) -> None:
 def names_rank(text: str, rank: int | None) -> bool:
     """Whether an output says which rank is missing (None: any): the launcher's or heartbeats' words, or those of the start."""
     which = r"\d+" if rank is None else str(rank)
-    return bool(
-        re.search(rf"process rank {which} with PID|rank {which} on \S+ \(pid \d+\) is|has waited .* for all ranks to meet", text)
-    )
+    # A rank that freezes within the first seconds may have sent no heartbeat yet, and where it is was not told.
+    missing = rf"rank {which} (on \S+ \(pid \d+\)|\(it never sent a heartbeat\)) is"
+    return bool(re.search(rf"process rank {which} with PID|{missing}|has waited .* for all ranks to meet", text))
 
 
 def wake(child: subprocess.Popen[bytes], marker: Path, after_s: float) -> None:
@@ -328,32 +326,17 @@ def wake(child: subprocess.Popen[bytes], marker: Path, after_s: float) -> None:
     # The marker comes before the signal.
     while child.poll() is None and not stopped:
         time.sleep(0.02)
-        stopped = _stopped(child.pid) if marker.exists() else []
+        stopped = _stopped(job_mark(child.pid)) if marker.exists() else []
     time.sleep(after_s)
     for pid in stopped:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
 
-def _stopped(launcher: int) -> list[int]:
+def _stopped(mark: bytes) -> list[int]:
     found = []
-    for pid in _descendants(launcher):
+    for pid in marked_processes(mark):
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
                 found.append(pid)
-    return found
-
-
-def _descendants(pid: int) -> list[int]:
-    found, new = [], [pid]
-    while new:
-        found += new
-        parents = set(new)
-        new = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) in parents:
-                    new.append(int(folder.name))
-            except OSError:
-                continue
     return found

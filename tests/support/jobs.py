@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from zygote import STARTUP, ZYGOTE_SOCKET, Zygote
+
 from hvd_adaptive.launch.relaunch import find_launcher, launch_command
 
 _JOB = "HVD_TEST_JOB"  # set in every process of a job, so that all of them can be found
@@ -22,6 +24,7 @@ GRACE_S = 5.0
 OUTLIVE_S = 15.0
 _REPO = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120.0
+ZYGOTE = Zygote()  # forks the ranks of all jobs
 
 
 def exit_on_signals() -> None:
@@ -34,6 +37,26 @@ def exit_on_signals() -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, leave)
+
+
+def job_mark(pid: int) -> bytes:
+    """The mark that all processes of a job have in their environment, from one of them; empty if that has ended."""
+    with contextlib.suppress(OSError):
+        for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if word.startswith(f"{_JOB}=".encode()):
+                return word
+    return b""
+
+
+def marked_processes(mark: bytes) -> dict[int, str]:
+    """The running processes with a mark, with their command lines."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark and mark in (folder / "environ").read_bytes():
+                command = (folder / "cmdline").read_bytes().rstrip(b"\0") + b" "
+                found[int(folder.name)] = command.replace(b"\0", b" ").decode(errors="replace")
+    return found
 
 
 @dataclass
@@ -68,6 +91,7 @@ class Job:
         np: number of ranks under mpirun; None: the program by itself.
         env: variables to add.
         cwd: where to run it.
+        forked: ranks are forks of the zygote; else each is a process of its own.
     """
 
     def __init__(
@@ -77,6 +101,7 @@ class Job:
         np: int | None = None,
         env: Mapping[str, str] | None = None,
         cwd: Path = _REPO,
+        forked: bool = True,
     ) -> None:
         self._token = secrets.token_hex(8)
         whole = {
@@ -84,8 +109,13 @@ class Job:
             _JOB: self._token,
             # Other tests run beside these: a rank that waits must not keep the core of the one that it waits for.
             "OMPI_MCA_mpi_yield_when_idle": "1",
-            "PYTHONPATH": os.pathsep.join([str(_REPO), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([str(STARTUP), str(_REPO), os.environ.get("PYTHONPATH", "")]),
         }
+        if forked:
+            # Workers have one together, and a test within a test has the outer one's.
+            whole[ZYGOTE_SOCKET] = whole.get(ZYGOTE_SOCKET) or str(ZYGOTE.start())
+        else:
+            whole.pop(ZYGOTE_SOCKET, None)
         whole |= env or {}
         self.argv = list(argv)
         if np is not None:
@@ -154,14 +184,7 @@ class Job:
         return JobResult(self.argv, self.child.returncode, *texts, wall_s, timed_out, outlived_s, sorted(leftover.values()))
 
     def _processes(self) -> dict[int, str]:
-        """The running processes of the job, found by its mark in their environment, with their command lines."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if f"{_JOB}={self._token}".encode() in (folder / "environ").read_bytes():
-                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
-                    found[int(folder.name)] = command.decode(errors="replace")
-        return found
+        return marked_processes(f"{_JOB}={self._token}".encode())
 
 
 def run_job(
@@ -173,6 +196,7 @@ def run_job(
     cwd: Path = _REPO,
     during: Callable[[subprocess.Popen[bytes]], None] | None = None,
     grace_s: float | None = None,
+    forked: bool = True,
 ) -> JobResult:
     """Runs a program, as ``np`` ranks under mpirun unless that is None, and leaves no process of it behind.
 
@@ -184,8 +208,9 @@ def run_job(
         cwd: where to run it.
         during: called once when the program runs, to disturb it.
         grace_s: seconds by which processes of it may outlive it; None: `OUTLIVE_S`.
+        forked: as for `Job`.
     """
-    job = Job(argv, np=np, env=env, cwd=cwd)
+    job = Job(argv, np=np, env=env, cwd=cwd, forked=forked)
     ended = False
     try:
         if during is not None:

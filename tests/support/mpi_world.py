@@ -1,7 +1,7 @@
 """Worlds of MPI ranks that run tests in turn: starting ranks takes longer than most tests.
 
-Each rank is a pytest of its own (see mpi_rank) that waits for the name of the next test. A world ends with the last test for its
-number of ranks, with a test that fails or hangs, and with one that leaves something behind: the next test has a new one.
+Each rank is a pytest of its own (see mpi_rank) that waits for the name of the next test. A world ends with the session, with a
+test that fails or hangs, and with one that leaves something behind: the next test has a new one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -205,12 +204,11 @@ class Worlds:
 
     Args:
         config: pytest's.
-        items: all tests of the session that are for ranks, in the order in which they will run.
+        items: all tests of the session that are for ranks.
     """
 
     def __init__(self, config: pytest.Config, items: Sequence[pytest.Item]) -> None:
         self._config = config
-        self._left = Counter(num_ranks(item) for item in items)
         self._paths: dict[int, list[Path]] = {}
         for item in items:
             paths = self._paths.setdefault(num_ranks(item), [])
@@ -231,7 +229,6 @@ class Worlds:
             world = _World(size, self._paths[size], self._config)
             self.num_started += 1
         self.num_tests += 1
-        self._left[size] -= 1
         try:
             failures = world.run(item, float(mark.kwargs.get("timeout", TIMEOUT_S)))
         except BaseException:
@@ -242,13 +239,12 @@ class Worlds:
         leaks = world.leaks()
         if leaks:
             self.left_behind.append(f"{item.nodeid}: {'; '.join(leaks)}")
-        if leaks or not self._left[size]:
             return world.end()
         self._open[size] = world
         return []
 
-    def close(self) -> None:
-        """Ends what still runs."""
-        for world in self._open.values():
-            world.kill()
+    def close(self) -> list[str]:
+        """Lets the ranks that are left end; returns what was wrong with that."""
+        failures = [text for world in self._open.values() for text in world.end()]
         self._open.clear()
+        return failures

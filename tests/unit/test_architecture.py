@@ -26,7 +26,7 @@ ALLOWED = {
     # The rules of core, and the bytes that codecs and reducers put on the wire; it never meets a rank.
     "simulate": {"compress", "core", "exchange"},
     "transport": {"launch"},
-    "train": {"calibration_file", "compress", "core", "data", "exchange", "transport"},
+    "train": {"calibration_file", "compress", "core", "data", "exchange", "kernels", "transport"},
     "wrap": {"core", "exchange", "launch", "train", "transport"},
     "bench": {"compress", "exchange", "transport"},
     "cli": {
@@ -51,7 +51,7 @@ def test_the_core_loads_without_horovod_and_mpi() -> None:
         f"hvd_adaptive.{room}.{path.stem}"
         for room in ("core", "kernels", "compress")
         for path in (PACKAGE / room).glob("*.py")
-        if path.stem not in ("__init__", "cuda")  # Triton is there with CUDA only
+        if path.stem != "__init__" and not path.stem.startswith("cuda")  # Triton is there with CUDA only
     ]
     code = f"import sys, {', '.join(modules)}; print(sorted({{'horovod', 'mpi4py'}} & set(sys.modules)))"
     done = subprocess.run(

@@ -14,6 +14,7 @@ from hvd_adaptive.cli.parser import make_parser
 from hvd_adaptive.compress import parse_codec
 
 
+@pytest.mark.slow
 def test_codecs_are_measured_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "codecs.json"
     codecs = "maxmin:8;maxmin:4; sign;topk:0.01;bf16"

@@ -86,10 +86,10 @@ def test_schedules_are_parsed() -> None:
     assert parse_slowdown("0:1,2;30:2,1") == [(0.0, (1.0, 2.0)), (30.0, (2.0, 1.0))]
 
 
-def test_defaults_are_the_papers() -> None:
+def test_defaults_follow_the_batch_size() -> None:
     config = Config(batch_size=128)
     assert config.batch_size_bounds == (16, 128)
-    assert config.mega_batch_samples == 12_800
+    assert config.mega_batch_samples == 6_400
     assert config.batch_size_step_samples == 8
     assert Config(batch_size_rule="heterogpu").batch_size_step_samples == 32
     assert [Config(strategy=name).size_rule for name in ("local", "sync", "horovod")] == [

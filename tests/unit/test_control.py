@@ -302,6 +302,7 @@ print("ceiling", session._strategy._memory.samples)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_AS") or sys.platform != "linux", reason="needs RLIMIT_AS")
 def test_a_real_allocation_that_fails_is_survived() -> None:
     # 4096 samples of 32768 fp32 activations are 512 MiB, and a step needs several such.

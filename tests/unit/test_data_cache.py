@@ -278,6 +278,7 @@ def build_and_report(source: DataSource, cache_dir: Path, barrier, results) -> N
     results.put((train.fingerprint, num_builds))
 
 
+@pytest.mark.slow
 def test_of_three_processes_one_builds(tmp_path: Path) -> None:
     source = write_source(tmp_path, num_rows=3000)
     context = multiprocessing.get_context("forkserver")

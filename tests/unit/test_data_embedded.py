@@ -23,6 +23,7 @@ def to_rows(lists: list[list[int]]) -> embedded.IdRows:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(rows=st.tuples(id_lists, id_lists, id_lists, id_lists))
 def test_unpack_inverts_pack(rows) -> None:

@@ -236,6 +236,7 @@ def test_an_error_that_is_not_the_end_is_forgotten() -> None:
     assert (outcome.stage, outcome.kind, outcome.facts["kernels"]) == ("claims", "", {"error": "x"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "options", "text"),
     [
@@ -260,6 +261,7 @@ def test_a_horovod_that_crashes_or_hangs_is_a_finding(tmp_path: Path, code: str,
     assert {"devices", "cores", "shared memory", "kernels", "speed"} <= {one["subject"] for one in found["findings"]}
 
 
+@pytest.mark.slow
 def test_the_page_appears_when_the_launcher_ends_the_job(tmp_path: Path) -> None:
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("import time; time.sleep(1000)")

@@ -196,7 +196,7 @@ def test_a_fixed_batch_a_rank_scales_the_learning_rate_of_synchronous_steps() ->
     for strategy, factor in (("local", 1.0), ("sma", 1.0), ("sync", 0.5), ("horovod", 0.5)):
         config = Config(strategy=strategy, batch_size=64, reference_ranks=4, elastic_batch="fixed-per-rank")
         scaled = scaled_config(config, 2)
-        assert (scaled.batch_size, scaled.mega_batch_samples) == (64, 3200)
+        assert (scaled.batch_size, scaled.mega_batch_samples) == (64, 1600)
         assert lr_factor(config, 2) == lr_factor(scaled, 2) == factor
     config = Config(strategy="sync", global_batch_size=100, reference_ranks=4, elastic_batch="fixed-per-rank")
     assert scaled_config(config, 3).global_batch_size == 75

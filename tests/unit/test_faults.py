@@ -107,6 +107,7 @@ worker.kill()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill", [False, True])
 def test_a_killed_worker_is_found_behind_a_child_that_ended_well(kill):
     script = WORKERS.replace("KILL", str(kill))

@@ -13,6 +13,7 @@ NUM_CASES = 10_000
 _PICKLE = pickle.dumps(Path("x"))
 
 
+@pytest.mark.slow
 def test_mutations_are_refused_clearly_or_accepted(tmp_path: Path) -> None:
     targets = make_targets(tmp_path)
     with quiet(), memory_limit(), no_unpickling():
@@ -23,6 +24,7 @@ def test_mutations_are_refused_clearly_or_accepted(tmp_path: Path) -> None:
     assert all(counter["accepted"] >= 3 for name, counter in counts.items() if name != "embedded data"), counts
 
 
+@pytest.mark.slow
 def test_the_harness_sees_other_errors_hangs_and_large_allocations() -> None:
     def hang() -> None:
         while True:

@@ -96,7 +96,7 @@ def test_weights_sum_to_one_in_every_coordinate(per_coordinate: bool, coded: boo
         mass = GradientMass(parameters, row_parameters=[2], per_coordinate=per_coordinate)
         assert parameters[2] is model.bag.weight
         optimizer = torch.optim.SGD(parameters, lr=0.01)
-        optimizer.register_step_post_hook(lambda *_: mass.add_())
+        optimizer.register_step_post_hook(lambda *_: mass.after_step())
         some_steps(model, optimizer, transport.rank)
         factors = mass.exchange(transport, weights=np.full(3, 1 / 3), unions={}, coded=coded)
         assert mass.message_bytes == (2 if coded else 4) * sum(f.numel() for f in factors)
@@ -153,8 +153,8 @@ def test_the_mass_is_the_sum_of_squared_gradients() -> None:
             total += p.grad.to_dense().square()
         optimizer.step()
         for mass in (rows, full):
-            mass.add_()
-            mass.add_()  # Horovod's optimizer runs the hooks twice; a step counts once.
+            mass.after_step()
+            mass.after_step()  # Horovod's optimizer runs the hooks twice; a step counts once.
     for index, total in enumerate(expected):
         assert torch.allclose(full._mass[index], total, rtol=1e-5)
     assert torch.allclose(rows._mass[0], expected[0].sum(1, keepdim=True), rtol=1e-5)

@@ -68,6 +68,7 @@ with module.start_watch(0, stall_limit_s=0.1) as met:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hosts", "names"),
     [

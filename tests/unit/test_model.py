@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -105,6 +106,20 @@ def test_batches_without_labels_give_zero(lists: list[list[int]]) -> None:
         gradient = parameter.grad.to_dense()
         assert gradient.shape == parameter.shape
         assert not gradient.any()
+
+
+@pytest.mark.parametrize("with_values", [True, False])
+def test_unit_rows_are_rows_of_length_one(with_values: bool) -> None:
+    torch.manual_seed(0)
+    unit, plain = SparseMLP(11, 5, 8, unit_rows=True), SparseMLP(11, 5, 8)
+    plain.load_state_dict(unit.state_dict())
+    x = make_rows([[0, 3, 10], [], [5], [2, 4, 5, 6]], with_values=with_values)
+    values = torch.ones(len(x.indices)) if x.values is None else x.values.clone()
+    for start, stop in itertools.pairwise(x.offsets.tolist()):
+        values[start:stop] /= values[start:stop].norm()
+    torch.testing.assert_close(unit(x), plain(Rows(x.indices, x.offsets, values)))
+    zeros = Rows(torch.tensor([3]), torch.tensor([0, 1]), torch.tensor([0.0]))
+    assert torch.equal(unit(zeros), torch.zeros(1, 5))
 
 
 def test_non_finite_logits_show_in_the_loss() -> None:

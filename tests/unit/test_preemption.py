@@ -207,6 +207,7 @@ class Slow(TensorDataset):
         return super().__getitem__(index)
 
 
+@pytest.mark.slow
 def test_workers_of_a_loader_do_not_react(caught: Preemption) -> None:
     """Nor does a signal for them count as one for the rank."""
     loader = DataLoader(Slow(*DATA.tensors), batch_size=20, num_workers=2, multiprocessing_context="fork")

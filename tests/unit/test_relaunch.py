@@ -144,7 +144,7 @@ def parent(tmp_path):
     (package / "__main__.py").write_text(RANKS)
     script = tmp_path / "parent.py"
     script.write_text(PARENT.format(real=str(Path(__file__).resolve().parents[2])))
-    return [sys.executable, str(script)], {"cwd": package.parent, "env": {"OMP_NUM_THREADS": ""}}
+    return [sys.executable, str(script)], {"cwd": package.parent, "env": {"OMP_NUM_THREADS": ""}, "forked": False}
 
 
 def test_ranks_run_and_the_exit_code_comes_back(run_job, parent):

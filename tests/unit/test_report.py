@@ -230,6 +230,7 @@ def test_a_run_that_still_goes_on_and_one_without_evaluation_have_a_page(tmp_pat
     assert "Where each rank&#39;s time went" in page
 
 
+@pytest.mark.slow
 def test_many_ranks_and_long_runs_keep_the_page_small(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a", strategy="local", slowdown=None, num_rounds=1200)
     lines = []
@@ -287,6 +288,7 @@ def test_a_slow_round_is_found(tmp_path: Path) -> None:
     assert reports[2].worst == pytest.approx(3.0)
 
 
+@pytest.mark.slow
 def test_the_command_writes_page_and_pictures(
     run_dirs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,8 +13,8 @@ from hvd_adaptive.core.weights import (
     CONVEX_RULES,
     MERGE_WEIGHT_RULES,
     Perturbation,
+    labels_are_rare,
     merge_weights,
-    rule_for_labels,
 )
 
 worlds = st.integers(1, 6).flatmap(
@@ -112,7 +112,7 @@ def test_no_finite_rank_stops_the_run() -> None:
         weights_of("best", [1.0], [8])
 
 
-def test_labels_that_occur_on_one_rank_are_merged_by_mass() -> None:
+def test_labels_are_rare_where_most_occur_on_one_rank() -> None:
     # YSO-Finna-EN, the embedded set, and Bibtex at the defaults of train.
-    assert rule_for_labels(2.9, 20_575, 6_400) == "fisher-rows"
-    assert rule_for_labels(4.0, 4_900, 5_759) == rule_for_labels(2.4, 159, 610) == "updates"
+    assert labels_are_rare(2.9, 20_575, 3_200)
+    assert not labels_are_rare(4.4, 6_215, 3_200) and not labels_are_rare(2.4, 159, 610)

@@ -1,0 +1,64 @@
+"""Two workers take tests from one queue, what takes longest first: `scripts/test.sh` does so by pytest-xdist.
+
+Tests that share what is costly to make stay together, on one worker: those of a file for equally many ranks, those over two
+hosts, and those of a file outside mpi, wrap and docs. Seconds of each group, and of each test that is alone, are in
+durations.json; what is not there is taken to be quick. `--store-durations` writes them from a run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from mpi_world import num_ranks
+from xdist.scheduler import LoadScopeScheduling
+
+TESTS = Path(__file__).resolve().parents[1]
+DURATIONS = TESTS / "durations.json"
+_WORTH_KEEPING_S = 0.5
+
+
+def starts_ranks(item: pytest.Item) -> bool:
+    """Whether a test starts jobs, or runs on ranks."""
+    return bool(num_ranks(item)) or "run_job" in getattr(item, "fixturenames", ())
+
+
+def group(nodeid: str) -> str:
+    """The group of a test; of one that is alone, its own name."""
+    path, _, name = nodeid.removeprefix("tests/").partition("::")
+    folder = path.partition("/")[0]
+    if folder in ("net", "slurm"):
+        return "two hosts"  # Slurm's after the others: the hosts that it runs on have the same names, and stay
+    if ranks := re.search(r"\[np(\d+)", name):
+        return f"{path} on {ranks[1]}"
+    return nodeid if folder in ("mpi", "wrap", "docs") else path
+
+
+class Groups(LoadScopeScheduling):
+    """Gives a worker one group after the other."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group(nodeid)
+
+
+def arrange(items: list[pytest.Item]) -> None:
+    """Puts the groups that take longest first."""
+    known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    groups: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        groups[group(item.nodeid)].append(item)
+    ordered = sorted(groups, key=lambda name: -known.get(name, 0.0))
+    items[:] = [item for name in ordered for item in groups[name]]
+
+
+def store(reports: Iterable[pytest.TestReport]) -> None:
+    """Writes durations.json from the reports of a run."""
+    seconds: dict[str, float] = defaultdict(float)
+    for report in reports:
+        seconds[group(report.nodeid)] += report.duration
+    kept = {name: round(value, 1) for name, value in sorted(seconds.items()) if value >= _WORTH_KEEPING_S}
+    DURATIONS.write_text(json.dumps(kept, indent=0, ensure_ascii=False) + "\n")
