@@ -1,10 +1,10 @@
 """P@1 of local merges by rule, learning rate and optimizer, on unequal ranks simulated in one process without MPI.
 
-    python benchmarks/merge_rules_simulated.py --data PREFIX --rules avg fisher-rows --rates 0.05 0.1 --sync 256
+    python benchmarks/merge_rules_simulated.py --data PREFIX --rules dual-averaging avg --rates 0.05 0.1 --sync 256
 
 Four ranks at speeds 1:1:2:4 train the papers' model. Each rank is a thread with its own copy of the model and its own optimizer.
 Speed is a number of batches, not a time: of each round's samples, a rank takes a part in proportion to its speed. Merges use the
-package's own code (GradientMass, OuterStep, average_). What is left out: adaptive batch sizes, codecs, and the time of anything.
+package's own code (make_merge_rule, OuterStep, average_). Left out: adaptive batch sizes, codecs, and the time of anything.
 
 The value of a run is its best mean of two consecutive evaluations, which a single lucky evaluation raises less than a maximum.
 Set OMP_NUM_THREADS=1: threads are the ranks here. data: as for `hvd-adaptive train --data`; text_to_xmc.py makes such files.
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hvd_adaptive.core.outer import OuterStep
 from hvd_adaptive.data import SparseDataset, build, open_splits, resolve
-from hvd_adaptive.train.gradient_mass import GradientMass
+from hvd_adaptive.train.merge_rule import MergeRule, make_merge_rule
 from hvd_adaptive.train.model import SparseMLP, multilabel_softmax_loss
 from hvd_adaptive.train.optimizer_state import average_
 from hvd_adaptive.train.optimizers import OPTIMIZERS, make_optimizer
@@ -40,7 +40,7 @@ Curve = list[tuple[float, float]]
 """Epochs and P@1 of each evaluation."""
 
 SPEEDS = (1.0, 1.0, 2.0, 4.0)
-RULES = ("avg", "fisher-rows", "fisher")
+RULES = ("dual-averaging", "avg", "fisher-rows", "fisher")
 TEST_BLOCK = 1000
 # A run has no natural limit; LocalWorld wants one.
 TIMEOUT_S = 1e6
@@ -51,13 +51,14 @@ class Run:
     """One run.
 
     Attributes:
-        rule: one of RULES: deltas weighted by updates, or by squared-gradient mass a row or a coordinate.
+        rule: one of RULES: dual averaging, deltas weighted by updates, or by squared-gradient mass a row or a coordinate.
         optimizer: of every rank, a name of OPTIMIZERS.
         lr: its learning rate.
         batch_size: of a rank, the same on all.
         speeds: of the ranks; a single one is synchronous training with that batch.
         merges: an epoch.
         average_state: at each merge the optimizer's state becomes the ranks' mean, weighted by updates; else ranks keep theirs.
+            Dual averaging sums it itself.
         epochs: of the training data, over all ranks.
         outer: "none" or "nesterov".
         outer_momentum: of nesterov.
@@ -89,7 +90,7 @@ class Run:
         """The method, without its learning rate."""
         if len(self.speeds) == 1:
             return f"sync, batch {self.batch_size}"
-        state = "average" if self.average_state else "keep"
+        state = "sum" if self.rule == "dual-averaging" else "average" if self.average_state else "keep"
         outer = "" if self.outer == "none" else f", {self.outer} {self.outer_momentum:g}/{self.outer_lr:g}"
         return f"{self.rule}, state {state}, {self.merges:g} merges{outer}"
 
@@ -172,7 +173,7 @@ def labelled(data: SparseDataset) -> Rows:
 def simulate(run: Run, train: SparseDataset, test: SparseDataset, test_rows: Rows) -> Curve:
     """Trains with all ranks and returns the merged model's P@1 over time."""
     torch.manual_seed(1 + run.seed)
-    model = SparseMLP(train.num_features, train.num_labels, 128)
+    model = SparseMLP(train.num_features, train.num_labels, 128, unit_rows=True)
     world = LocalWorld(len(run.speeds))
     curves = world.run(lambda transport: one_rank(transport, run, model, train, test, test_rows), timeout_s=TIMEOUT_S)
     curve: Curve = curves[0]
@@ -188,8 +189,7 @@ def one_rank(
     parameters: list[Tensor] = [model.hidden.weight, model.output_weight]
     optimizer = make_optimizer(run.optimizer, parameters, lr=run.lr)
     outer = OuterStep(run.outer, lr=run.outer_lr, momentum=run.outer_momentum)
-    by_mass = run.rule != "avg"
-    mass = GradientMass(parameters, row_parameters=[0], per_coordinate=run.rule == "fisher") if by_mass else None
+    rule = make_merge_rule(run.rule, optimizer, parameters, row_parameters=[0])
     merged = torch.cat([p.detach().reshape(-1) for p in parameters])
     rows = labelled(train)
     curve, seen = [], 0
@@ -201,14 +201,16 @@ def one_rank(
             x, y = train.get_batch(batch)
             optimizer.zero_grad()
             multilabel_softmax_loss(model(x), y).backward()
+            if rule:
+                rule.before_step()
             optimizer.step()
-            if mass:
-                mass.add_()
+            if rule:
+                rule.after_step()
         updates = np.array([len(own) for own in batches], dtype=np.float64)
         weights = updates / max(1.0, updates.sum())
         if transport.world_size > 1 and updates.any():
-            merge_(transport, parameters, merged, weights, mass, outer)
-            if run.average_state:
+            merge_(transport, parameters, merged, weights, rule, outer)
+            if run.average_state and run.rule != "dual-averaging":
                 average_(optimizer, transport, float(weights[transport.rank]))
         seen += int(updates.sum()) * run.batch_size
         if transport.rank == 0 and (number % between == 0 or number == num_rounds):
@@ -222,7 +224,7 @@ def merge_(
     parameters: list[Tensor],
     merged: Tensor,
     weights: NDArray[np.float64],
-    mass: GradientMass | None,
+    rule: MergeRule | None,
     outer: OuterStep,
 ) -> None:
     """Moves ``merged`` and then ``parameters`` by the ranks' weighted deltas, in place. COLLECTIVE.
@@ -232,14 +234,14 @@ def merge_(
         parameters: this rank's.
         merged: the global model, the parameters one after the other, shape (num_elements,).
         weights: updates over all ranks' updates, shape (world_size,).
-        mass: this rank's squared gradients, for a weight in each row or coordinate; None for ``weights``.
+        rule: finds a weight in each row or coordinate; None for ``weights``.
         outer: what the summed deltas go through.
     """
     parts = merged.split([p.numel() for p in parameters])
     globals_ = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
     own: Sequence[Tensor | float] = [float(weights[transport.rank])] * len(parameters)
-    if mass:
-        own = mass.exchange(transport, weights=weights, unions={})
+    if rule:
+        own = rule.exchange(transport, weights=weights, unions={})
     deltas = [(p - g) * share for p, g, share in zip(parameters, globals_, own, strict=True)]
     delta = torch.cat([d.reshape(-1) for d in deltas])
     transport.allreduce_sum_(delta, name="delta")

@@ -15,6 +15,9 @@ SIZE_RULES = {
     "sma": ("fixed",),
 }
 
+_DUAL_NEEDS: dict[str, tuple[Any, ...]] = {"optimizer_state": (None,), "logical_ranks": (None,)}
+_DUAL_WHY = "it sums the optimizer's accumulators at each merge, and the next step needs the sum"
+
 
 def check_combinations(config: Any) -> None:
     """Raises ValueError for options that do not go together.
@@ -53,6 +56,8 @@ def check_combinations(config: Any) -> None:
         )
         if config.repeatable and config.reducer == "auto":
             raise ValueError("record and replay need a fixed reducer, got 'auto', which chooses by seconds")
+    if config.merge_weights == "dual-averaging":
+        _check_needed(config, "merge_weights 'dual-averaging'", _DUAL_WHY, **_DUAL_NEEDS)
     if config.logical_ranks is not None:
         _check_needed(
             config,
@@ -93,6 +98,15 @@ def has_effect(config: Any, name: str) -> bool:
     return all(getattr(config, other) in allowed for other, allowed in needs.items())
 
 
+def goes_with_dual_averaging(config: Any) -> bool:
+    """Returns whether ``merge_weights`` may be dual-averaging beside the other options.
+
+    Args:
+        config: a valid :class:`hvd_adaptive.Config`.
+    """
+    return all(getattr(config, name) in allowed for name, allowed in _DUAL_NEEDS.items())
+
+
 def check_elastic(config: Any) -> None:
     """Raises ValueError for options that do not go with ``--elastic``.
 
@@ -125,5 +139,6 @@ def _check_needed(config: Any, what: str, why: str, **needed: tuple[Any, ...]) -
         value = getattr(config, name)
         if value not in allowed:
             option = {"size_rule": "batch_size_rule", "weight_rule": "merge_weights"}.get(name, name)
-            choices = " or ".join(str(choice) for choice in allowed if choice is not None or len(allowed) == 1)
-            raise ValueError(f"{what} needs {option} {choices}, got {value!r}: {why}")
+            choices = " or ".join(str(choice) for choice in allowed if choice is not None)
+            needed_text = f"{option} {choices}" if choices else f"no {option}"
+            raise ValueError(f"{what} needs {needed_text}, got {value!r}: {why}")

@@ -46,7 +46,7 @@ class Config:
         "upper bound of a rank's batch size (default: batch_size, as in the paper; 8 x batch_size for 'proportional')",
     )
     mega_batch: int | None = option(
-        None, "samples between two merges, over all ranks (default: 100 x batch_size, at most an eighth of the data)"
+        None, "samples between two merges, over all ranks (default: 50 x batch_size, at most an eighth of the data)"
     )
     batch_size_rule: str | None = option(
         None,
@@ -81,11 +81,12 @@ class Config:
     )
     merge_weights: str = option(
         "auto",
-        "what each rank's delta counts in a merge. One weight a rank: updates, samples, uniform, paper, heterogpu, fednova. By "
-        "shares of the squared gradients (Matena and Raffel, arXiv 2111.09832), which keep what one rank alone learned: "
-        "fisher-rows, a weight a row, and fisher, a weight a coordinate. auto: updates, but in train fisher-rows where most "
-        "labels occur on one rank at most between two merges",
-        *("auto", "updates", "samples", "uniform", "paper", "heterogpu", "fednova", "fisher-rows", "fisher"),
+        "what each rank's delta counts in a merge. One weight a rank: updates, samples, uniform, paper, heterogpu, fednova. "
+        "These keep what one rank alone learned: dual-averaging, for Adagrad (Yuan et al., arXiv 2011.08474), and shares of the "
+        "squared gradients (Matena and Raffel, arXiv 2111.09832), fisher-rows a row and fisher a coordinate. auto: "
+        "updates, but in train, where most labels occur on one rank at most between two merges, dual-averaging for Adagrad "
+        "(torch's without compression only) and fisher-rows for other optimizers",
+        *("auto", "updates", "samples", "uniform", "paper", "heterogpu", "fednova", "dual-averaging", "fisher-rows", "fisher"),
         strategy=_LOCAL,
     )
     perturbation: bool = option(
@@ -307,7 +308,7 @@ class Config:
     @property
     def mega_batch_samples(self) -> int:
         """Samples between two merges over all ranks, for data that are large enough."""
-        return self.mega_batch if self.mega_batch is not None else 100 * self.batch_size
+        return self.mega_batch if self.mega_batch is not None else 50 * self.batch_size
 
     @property
     def batch_size_step_samples(self) -> float:

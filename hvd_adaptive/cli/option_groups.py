@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # By title the fields of TrainConfig and Config, in the order of the help.
 TRAIN_GROUPS = {
-    "data": ("data", "test_data", "cache_dir"),
+    "data": ("data", "test_data", "cache_dir", "row_norm"),
     "the run": ("out", "name", "epochs", "patience", "time_limit", "target_p1", "device", "num_threads", "seed"),
     "evaluation and records": ("eval_rounds", "eval_samples", "calibration", "tensorboard", "hash_interval"),
     "model and local optimizer": (

@@ -103,7 +103,8 @@ def build_model(
             f"the model has {shape[0]} features and {shape[1]} labels, the data {num_features} and {num_labels}: "
             "give the data it was trained on with --data"
         )
-    model = SparseMLP(*shape)
+    # Files of versions before this option lack it.
+    model = SparseMLP(*shape, unit_rows=metadata.get("row_norm") == "l2")
     model.load_state_dict(tensors)
     return model
 

@@ -15,7 +15,7 @@ from hvd_adaptive.config import Config
 from hvd_adaptive.core.balance import lr_schedule, next_batch_sizes
 from hvd_adaptive.core.merge_period import LEAST_MERGES_AN_EPOCH, MergePeriod
 from hvd_adaptive.core.speed_model import Damping, SpeedModel
-from hvd_adaptive.core.weights import MASS_RULES, Perturbation, merge_weights
+from hvd_adaptive.core.weights import ROW_RULES, Perturbation, merge_weights
 
 Array = NDArray[np.float64]
 
@@ -91,7 +91,7 @@ class RoundControl:
             perturbation = Perturbation(threshold=config.perturbation_threshold, delta=config.perturbation_delta)
         return merge_weights(
             # Weights by mass differ from row to row; what has one weight a rank, such as buffers, goes by updates.
-            "updates" if config.weight_rule in MASS_RULES else config.weight_rule,
+            "updates" if config.weight_rule in ROW_RULES else config.weight_rule,
             num_updates=gathered["num_updates"],
             num_samples=gathered["num_samples"],
             batch_sizes=gathered["batch_size"],

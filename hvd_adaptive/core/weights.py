@@ -13,25 +13,25 @@ Array = NDArray[np.float64]
 MERGE_WEIGHT_RULES = ("paper", "heterogpu", "uniform", "updates", "samples", "fednova")
 # Rules whose weights sum to 1 whatever the statistics; the others make the merge a longer or shorter step.
 CONVEX_RULES = ("paper", "uniform", "updates", "samples")
-# Rules for a weight a row or a coordinate, by squared-gradient mass; see hvd_adaptive.train.gradient_mass.
-MASS_RULES = ("fisher-rows", "fisher")
+# Rules for a weight a row or a coordinate; see hvd_adaptive.train.merge_rule.
+ROW_RULES = ("dual-averaging", "fisher-rows", "fisher")
 
 # Occurrences of the average label between two merges, over all ranks, under which averages dilute most labels.
 _RARE = 1.5
 
 
-def rule_for_labels(labels_a_sample: float, num_labels: int, mega_batch: int) -> str:
-    """Returns ``fisher-rows`` where a label occurs on one rank at most between most merges, else ``updates``.
+def labels_are_rare(labels_a_sample: float, num_labels: int, mega_batch: int) -> bool:
+    """Returns whether a label occurs on one rank at most between most merges.
 
-    There is nothing to average then: an average would only shorten the step of the one rank that learned. Where labels occur on
-    several ranks, averages were better on four of five data sets; see benchmarks/records/2026-11-23-merge-rules.md.
+    There is nothing to average then: an average would only shorten the step of the one rank that learned. See
+    benchmarks/records/2026-11-23-dual-averaging.md.
 
     Args:
         labels_a_sample: the mean.
         num_labels: of the data.
         mega_batch: samples between two merges, over all ranks.
     """
-    return "fisher-rows" if labels_a_sample * mega_batch < _RARE * num_labels else "updates"
+    return labels_a_sample * mega_batch < _RARE * num_labels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

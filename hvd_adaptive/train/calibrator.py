@@ -125,7 +125,7 @@ class Calibrator:
         line_s = self._factors * (fixed_s + sample_s * chosen.batch_size)
         lines = (self._factors * fixed_s, self._factors * work_s)
 
-        first_size = config.mega_batch if config.mega_batch is not None else 100 * chosen.batch_size
+        first_size = config.mega_batch if config.mega_batch is not None else 50 * chosen.batch_size
         rounds = [self._rounds(chosen, first_size)]
         chosen.mega_batch, note = recommend_mega_batch(
             batch_size=chosen.batch_size,

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.compress.policy import TensorInfo
-from hvd_adaptive.train.row_merge import RowRange, all_finite
+from hvd_adaptive.kernels.dispatch import all_finite
+from hvd_adaptive.train.row_merge import RowRange
 from hvd_adaptive.train.touched_rows import TouchedRows
 
 

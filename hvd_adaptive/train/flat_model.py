@@ -10,12 +10,15 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hvd_adaptive.compress.policy import TensorInfo
 from hvd_adaptive.core.outer import OuterStep
 from hvd_adaptive.exchange.compressed import CompressedSum
+from hvd_adaptive.kernels.dispatch import sum_of_squares
 from hvd_adaptive.train.flat_buffers import FlatBuffers
 from hvd_adaptive.train.flat_group import (
     FlatGroup,
@@ -26,7 +29,7 @@ from hvd_adaptive.train.flat_group import (
     scale_,
     scale_rest_,
 )
-from hvd_adaptive.train.gradient_mass import Array, GradientMass
+from hvd_adaptive.train.merge_rule import MergeRule
 from hvd_adaptive.train.row_merge import RowMerge
 from hvd_adaptive.train.touched_rows import TouchedRows
 from hvd_adaptive.transport.base import Transport
@@ -48,7 +51,7 @@ class FlatModel:
     Attributes:
         device: where the model is.
         compressed: sums the parameters' deltas in encoded form, where it is set.
-        mass: weighs rows or coordinates, where it is set.
+        rule: weighs rows or coordinates, where it is set.
 
     Raises:
         ValueError: for a model without trainable parameters, with complex ones, or on several devices.
@@ -88,7 +91,7 @@ class FlatModel:
             group.infos = [TensorInfo(names[id(t)], tuple(t.shape)) for t in group.tensors]
             group.positions = [places[id(t)] for t in group.tensors]
         self.compressed: CompressedSum | None = None
-        self.mass: GradientMass | None = None
+        self.rule: MergeRule | None = None
         self.buffers = FlatBuffers(model, transport)
         self.num_parameters = sum(p.numel() for p in trainable)
         self.payload_bytes = self._dense_bytes = sum(
@@ -146,22 +149,22 @@ class FlatModel:
     @torch.no_grad()
     def norm_per_parameter(self) -> float:
         """Returns the L2 norm of this rank's trainable parameters over their number."""
-        squares = sum(float(t.double().square().sum()) for g in self.parameter_groups for t in g.tensors)
-        return float(squares) ** 0.5 / self.num_parameters
+        squares = [sum_of_squares(t) for g in self.parameter_groups for t in g.tensors]
+        return float(sum(torch.stack(squares).tolist())) ** 0.5 / self.num_parameters
 
-    def weigh_(self, weights: Array) -> None:
-        """Finds this rank's weight in each row or coordinate for the merge that follows, where :attr:`mass` is set. COLLECTIVE.
+    def weigh_(self, weights: NDArray[np.float64]) -> None:
+        """Finds this rank's weight in each row or coordinate for the merge that follows, where :attr:`rule` is set. COLLECTIVE.
 
         Args:
             weights: the ranks' scalar weights, shape (world_size,), which sum to 1. A rank with 0 takes no part.
         """
-        if self.mass is None:
+        if self.rule is None:
             return
         ranges = {
             group.positions[index]: part for group in self.parameter_groups for index, part in group.row_ranges.items()
         }
         unions = {place: part.union for place, part in ranges.items()}
-        factors = self.mass.exchange(self._transport, weights=weights, unions=unions, coded=self.compressed is not None)
+        factors = self.rule.exchange(self._transport, weights=weights, unions=unions, coded=self.compressed is not None)
         for place, part in ranges.items():
             part.factor = factors[place].view(part.num_rows, -1).to(part.dtype)
         for group in self.parameter_groups:
@@ -180,7 +183,7 @@ class FlatModel:
             buffer_weight: this rank's weight for float buffers; those sum to 1 over ranks.
             rows: what the ranks decided about the rows of sparse parameters, after its exchange.
         """
-        self.payload_bytes = self._dense_bytes + sum(part.message_bytes for part in (rows, self.mass) if part is not None)
+        self.payload_bytes = self._dense_bytes + sum(part.message_bytes for part in (rows, self.rule) if part is not None)
         sparse = rows is not None and rows.sparse
         if self.compressed is not None:
             self.compressed.begin_round()
@@ -188,8 +191,7 @@ class FlatModel:
             if sparse and group.row_ranges:
                 self._sum_rows_(group, weight)
             else:
-                scale_(group, weight)
-                self._sum_(group)
+                self._sum_(group, weight)
         self.apply_(outer, sparse=sparse)
         self.buffers.merge_(buffer_weight)
 
@@ -247,7 +249,13 @@ class FlatModel:
             for tensor, value in zip(group.tensors, group.slices(flat), strict=True):
                 tensor.copy_(value)
 
-    def _sum_(self, group: FlatGroup) -> None:
+    def _sum_(self, group: FlatGroup, weight: float) -> None:
+        if self.compressed is not None and weight and group.factors is None:
+            # Encoding multiplies on its way.
+            encoded = self.compressed.sum_(group.delta, group.name, group.infos, weight=weight)
+            self.payload_bytes += encoded - group.delta.nbytes
+            return
+        scale_(group, weight)
         if self.compressed is None:
             self._transport.allreduce_sum_(group.delta, name=group.name)
         else:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvd_adaptive.train.optimizers import slice_dim, slice_squares
+from hvd_adaptive.train.optimizers import row_dims, slice_squares
 from hvd_adaptive.transport.base import Transport
 
 Array = NDArray[np.float64]
@@ -46,8 +46,7 @@ class GradientMass:
 
     def __init__(self, parameters: Iterable[Tensor], *, row_parameters: Iterable[int] = (), per_coordinate: bool) -> None:
         self._parameters = list(parameters)
-        by_rows = set(row_parameters)
-        self._dims = [0 if i in by_rows else slice_dim(p.shape) for i, p in enumerate(self._parameters)]
+        self._dims = row_dims(self._parameters, row_parameters)
         self._per_coordinate = per_coordinate
         self._mass = [torch.zeros(self._shape(i), device=p.device) for i, p in enumerate(self._parameters)]
         self._versions = [p._version for p in self._parameters]
@@ -57,8 +56,11 @@ class GradientMass:
         shape, dim = self._parameters[index].shape, self._dims[index]
         return list(shape) if self._per_coordinate else [size if d == dim else 1 for d, size in enumerate(shape)]
 
+    def before_step(self) -> None:
+        """Does nothing."""
+
     @torch.no_grad()
-    def add_(self) -> None:
+    def after_step(self) -> None:
         """Adds the gradients of the step that the optimizer has just taken; parameters that it did not change add nothing."""
         for index, parameter in enumerate(self._parameters):
             version, gradient = parameter._version, parameter.grad
@@ -83,6 +85,15 @@ class GradientMass:
         if not self._per_coordinate:
             squares = squares.flatten(1).sum(1).view(-1, *mass.shape[1:])
         mass.index_add_(0, gradient._indices()[0], squares)
+
+    def restart(self) -> None:
+        """Forgets the squared gradients since the last merge."""
+        for mass in self._mass:
+            mass.zero_()
+
+    def starts(self) -> list[Tensor]:
+        """Returns nothing: every merge starts from zero."""
+        return []
 
     @torch.no_grad()
     def exchange(
@@ -120,8 +131,7 @@ class GradientMass:
                 rows, factor = factor, torch.zeros_like(self._mass[index])
                 factor[unions[index]] = rows
             result.append(factor)
-        for mass in self._mass:
-            mass.zero_()
+        self.restart()
         return result
 
 

@@ -19,14 +19,13 @@ from hvd_adaptive.core.balance import lr_multiplier, speed_shares
 from hvd_adaptive.core.dispatch import ClaimRule, MegaBatch, own_parts
 from hvd_adaptive.core.outer import OuterStep
 from hvd_adaptive.core.round_control import RoundControl
-from hvd_adaptive.core.weights import MASS_RULES
 from hvd_adaptive.exchange.compressed import CompressedSum
 from hvd_adaptive.train import optimizer_state
 from hvd_adaptive.train.batches import Batch, BatchSource, Rows, prefetched
 from hvd_adaptive.train.claims import Claim, Claims, OwnPart, SharedCursor
 from hvd_adaptive.train.flat_model import FlatModel
-from hvd_adaptive.train.gradient_mass import GradientMass
 from hvd_adaptive.train.memory import MemoryCeiling
+from hvd_adaptive.train.merge_rule import make_merge_rule
 from hvd_adaptive.train.overlap import OverlappedMerge
 from hvd_adaptive.train.records import Array, GatheredStats, RoundRecord, RoundStats
 from hvd_adaptive.train.replay import RecordedClaims, RoundClaims, WatchedClaims
@@ -52,18 +51,21 @@ class LocalStrategy:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
         self.optimizer = optimizer
-        config = self._config = optimizer_state.with_outer_step(config, optimizer)
+        config = self._config = optimizer_state.with_defaults(
+            config, optimizer, [p for p in model.parameters() if p.requires_grad]
+        )
         self._transport = transport
         touched = self._mark_rows(model)
         self.flat_model = FlatModel(model, transport, touched)
         self._rows = self._row_merge()
-        if config.weight_rule in MASS_RULES:
-            self._count_mass(model)
+        self._set_rule(model)
         self._round = 0
         self._outer = OuterStep.of(config)
         if config.compression != "none":
             infos = [info for group in self.flat_model.parameter_groups for info in group.infos]
-            self.flat_model.compressed = CompressedSum(config, transport, infos, auto_bits=config.auto_bits)
+            self.flat_model.compressed = CompressedSum(
+                config, transport, infos, devices=[self.flat_model.device], auto_bits=config.auto_bits
+            )
         self._overlap = None
         if config.overlap_merge:
             self._overlap = OverlappedMerge(self.flat_model, self._outer, transport)
@@ -308,15 +310,15 @@ class LocalStrategy:
             log.warning("all rows of sparse parameters are merged: %s", "; ".join(refused))
         return touched
 
-    def _count_mass(self, model: nn.Module) -> None:
+    def _set_rule(self, model: nn.Module) -> None:
         trainable = [p for p in model.parameters() if p.requires_grad]
         sparse = {id(p) for p in sparse_parameters(model).values()}
-        mass = self.flat_model.mass = GradientMass(
-            trainable,
-            row_parameters=[place for place, p in enumerate(trainable) if id(p) in sparse],
-            per_coordinate=self._config.weight_rule == "fisher",
-        )
-        self.optimizer.register_step_post_hook(lambda *_: mass.add_())
+        by_rows = [place for place, p in enumerate(trainable) if id(p) in sparse]
+        rule = make_merge_rule(self._config.weight_rule, self.optimizer, trainable, row_parameters=by_rows)
+        if rule is not None:
+            self.flat_model.rule = rule
+            self.optimizer.register_step_pre_hook(lambda *_: rule.before_step())
+            self.optimizer.register_step_post_hook(lambda *_: rule.after_step())
 
     def _row_merge(self) -> RowMerge | None:
         ranges = self.flat_model.row_ranges
@@ -354,6 +356,8 @@ class LocalStrategy:
         self._load_shared(shared, world_size=world_size)
         own = own_of(self._transport.rank % world_size)
         self.optimizer.load_state_dict(own["optimizer"])
+        if self.flat_model.rule is not None:
+            self.flat_model.rule.restart()
         if self.flat_model.compressed is not None:
             self.flat_model.compressed.load_state_dict(own["compressed"])
         if self._overlap is not None:

@@ -38,13 +38,20 @@ class SparseMLP(nn.Module):
         sparse_gradients: `hidden.weight.grad` is a sparse COO tensor (uncoalesced, one entry a non-zero of
             the batch) instead of a dense one. Then the optimizer must accept sparse gradients: SGD without
             momentum and weight decay, Adagrad, SparseAdam.
+        unit_rows: scale each row of features to length 1 (L2), so that one learning rate fits counts as well as tf-idf.
 
     Raises:
         ValueError: a size is below 1.
     """
 
     def __init__(
-        self, num_features: int, num_labels: int, hidden_size: int = 128, *, sparse_gradients: bool = True
+        self,
+        num_features: int,
+        num_labels: int,
+        hidden_size: int = 128,
+        *,
+        sparse_gradients: bool = True,
+        unit_rows: bool = False,
     ) -> None:
         super().__init__()
         for name, size in (
@@ -58,6 +65,7 @@ class SparseMLP(nn.Module):
             num_features, hidden_size, mode="sum", sparse=sparse_gradients, include_last_offset=True
         )
         self.output_weight = nn.Parameter(torch.empty(hidden_size, num_labels))
+        self._unit_rows = unit_rows
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -77,9 +85,19 @@ class SparseMLP(nn.Module):
         Returns:
             Logits (b, L) in the dtype of the weights.
         """
-        values = None if x.values is None else x.values.to(self.hidden.weight.dtype)
+        values = unit_values(x) if self._unit_rows else x.values
+        values = None if values is None else values.to(self.hidden.weight.dtype)
         hidden = torch.relu(self.hidden(x.indices, x.offsets, per_sample_weights=values))
         return _matmul(hidden, self.output_weight)
+
+
+def unit_values(x: SparseRows) -> Tensor:
+    """Returns the values of rows scaled to length 1, shape (nnz,); a row of zeros stays."""
+    values = torch.ones_like(x.indices, dtype=torch.float32) if x.values is None else x.values
+    counts = x.offsets.diff()
+    rows = torch.repeat_interleave(counts, output_size=values.numel())
+    squares = values.new_zeros(counts.numel()).index_add_(0, rows, values * values)
+    return values * torch.where(squares > 0, squares, 1).rsqrt_()[rows]
 
 
 def multilabel_softmax_loss(logits: Tensor, labels: SparseRows) -> Tensor:

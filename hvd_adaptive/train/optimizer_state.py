@@ -6,14 +6,16 @@ import copy
 import dataclasses
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer
 
+from hvd_adaptive.combinations import goes_with_dual_averaging
 from hvd_adaptive.config import Config
+from hvd_adaptive.train.dual_averaging import has_accumulators
 from hvd_adaptive.train.optimizers import LazyMomentum, RowwiseAdagrad
 from hvd_adaptive.transport.base import AgreedError, Transport
 
@@ -22,32 +24,59 @@ def rule(config: Config, optimizer: Optimizer) -> str:
     """Returns what becomes of the state after a merge: ``config.optimizer_state``, or its default.
 
     Accumulators that only grow (Adagrad) are averaged: kept, a row's first step on each rank would be a full one. The moments of
-    other optimizers are kept, as in DiLoCo, and so is what is as large as the model beside a compressed exchange.
+    other optimizers are kept, as in DiLoCo, and so is what is as large as the model beside a compressed exchange. Dual averaging
+    sums the accumulators itself.
     """
+    if config.weight_rule == "dual-averaging":
+        return "sum"
     if config.optimizer_state is not None:
         return config.optimizer_state
-    if config.logical_ranks:
-        return "keep"
-    if isinstance(optimizer, RowwiseAdagrad) or (isinstance(optimizer, Adagrad) and config.compression == "none"):
-        return "average"
-    return "keep"
+    return "average" if config.logical_ranks is None and _exchanges_accumulators(config, optimizer) else "keep"
 
 
-def with_outer_step(config: Config, optimizer: Optimizer) -> Config:
-    """Returns the configuration with its outer step set: where it is not, Nesterov for SGD and none for other optimizers.
+def _exchanges_accumulators(config: Config, optimizer: Optimizer) -> bool:
+    """Whether exchanging the optimizer's accumulators costs little: they are few, or nothing else is compressed."""
+    return isinstance(optimizer, RowwiseAdagrad) or (isinstance(optimizer, Adagrad) and config.compression == "none")
 
-    Others take as long steps on rare rows as on others: momentum over rounds gained nothing with them.
+
+def with_defaults(
+    config: Config, optimizer: Optimizer, parameters: Iterable[Tensor], *, rare_labels: bool = False
+) -> Config:
+    """Returns the configuration with what follows from the optimizer where it is not set: the merge weights and the outer step.
+
+    Merges go by updates. Where labels are rare, Adagrad's go by dual averaging, others' by gradient
+    mass. SGD gets Nesterov, others no outer step: they take as long steps on rare rows as on others, and momentum over rounds
+    gained nothing with them.
+
+    Args:
+        config: the rules.
+        optimizer: the ranks' own.
+        parameters: that are merged.
+        rare_labels: a label occurs on one rank at most between most merges.
 
     Raises:
-        AgreedError: on all ranks, for options of an outer step where there is none.
+        AgreedError: on all ranks, for dual averaging with an optimizer that cannot, or options of an outer step where there is
+            none.
     """
+    # Every rank has the same options and optimizer, so every rank raises.
+    known = {id(p) for p in _parameters(optimizer)}
+    fits = has_accumulators(optimizer) and all(id(p) in known for p in parameters)
+    if config.merge_weights == "dual-averaging" and not fits:
+        what = type(optimizer).__name__ if not has_accumulators(optimizer) else "an optimizer of a part of the parameters"
+        raise AgreedError(
+            f"merge_weights 'dual-averaging' needs an optimizer with accumulators (Adagrad, RowwiseAdagrad), got {what}: choose "
+            "such an optimizer, or other merge_weights"
+        )
+    if config.merge_weights == "auto":
+        can = fits and _exchanges_accumulators(config, optimizer) and goes_with_dual_averaging(config)
+        for_rare = "dual-averaging" if can else "fisher-rows"
+        config = dataclasses.replace(config, merge_weights=for_rare if rare_labels else "updates")
     if config.outer_step is not None:
         return config
     kind = "nesterov" if isinstance(optimizer, (SGD, LazyMomentum)) else "none"
     try:
         return dataclasses.replace(config, outer_step=kind)
     except ValueError as error:
-        # Every rank has the same options and optimizer, so every rank is here.
         message = f"{error}; with {type(optimizer).__name__} there is no outer step unless outer_step is set"
         raise AgreedError(message) from None
 

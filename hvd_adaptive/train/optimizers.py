@@ -6,7 +6,7 @@ gradient costs, and merges can leave out the rows that no rank touched. Dense gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,12 @@ def slice_dim(shape: torch.Size) -> int:
     That is the features' dimension of an embedding and the labels' of an output layer, however it is stored. A scalar has 0.
     """
     return max(range(len(shape)), key=lambda d: (shape[d], -d), default=0)
+
+
+def row_dims(parameters: Sequence[Tensor], row_parameters: Iterable[int]) -> list[int]:
+    """Returns each parameter's dimension of rows: the first one for those at ``row_parameters``, else :func:`slice_dim`'s."""
+    by_rows = set(row_parameters)
+    return [0 if index in by_rows else slice_dim(p.shape) for index, p in enumerate(parameters)]
 
 
 def slice_squares(gradient: Tensor, dim: int) -> Tensor:
@@ -107,13 +113,14 @@ class RowwiseAdagrad(_Lazy):
     def _sum(self, w: Tensor, dim: int, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         if "sum" not in state:
             shape = [size if d == dim else 1 for d, size in enumerate(w.shape)]
-            state["sum"] = w.new_full(shape, group["initial_accumulator_value"], dtype=torch.float32)
+            dtype = torch.promote_types(w.dtype, torch.float32)
+            state["sum"] = w.new_full(shape, group["initial_accumulator_value"], dtype=dtype)
         total: Tensor = state["sum"]
         return total
 
     def _step_rows_(self, w: Tensor, rows: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         total = self._sum(w, 0, state, group)
-        mean = (g * g).view(len(rows), -1).mean(1, dtype=torch.float32).view(-1, *total.shape[1:])
+        mean = (g * g).view(len(rows), -1).mean(1, dtype=total.dtype).view(-1, *total.shape[1:])
         some = total.index_select(0, rows).add_(mean)
         total[rows] = some
         w.index_add_(0, rows, g * some.sqrt_().add_(group["eps"]).reciprocal_().to(g.dtype), alpha=-group["lr"])

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from hvd_adaptive.core.outer import OuterStep
 from hvd_adaptive.exchange.pipeline import UnderWay
+from hvd_adaptive.kernels.dispatch import all_finite
 from hvd_adaptive.train.flat_group import scale_
 from hvd_adaptive.train.flat_model import FlatModel
-from hvd_adaptive.train.row_merge import all_finite
 from hvd_adaptive.transport.base import Pending, Transport
 
 
@@ -80,17 +80,20 @@ class OverlappedMerge:
             if not weight:
                 progress.zero_()
             group.delta.copy_(progress)
-            scale_(group, weight)
+            # Encoding multiplies on its way, by one weight for all.
+            late = compressed is not None and weight > 0 and group.factors is None
+            if not late:
+                scale_(group, weight)
             if compressed is None:
                 self._handles.append(self._transport.allreduce_sum_async_(group.delta, name=f"overlap.{group.name}"))
             else:
                 compressed.prepare(group.delta, group.name, group.infos)
-                for task in compressed.tasks(group.delta, group.name):
+                for task in compressed.tasks(group.delta, group.name, weight=weight if late else 1.0):
                     self._under_way.begin(task)
                 encoded_bytes += compressed.payload_bytes(group.delta, group.name)
         if compressed is not None:
-            mass = self._flat_model.mass
-            encoded_bytes += mass.message_bytes if mass is not None else 0
+            rule = self._flat_model.rule
+            encoded_bytes += rule.message_bytes if rule is not None else 0
             self._flat_model.payload_bytes = self._flat_model.buffers.payload_bytes + encoded_bytes
         self._pending = True
         self._flat_model.buffers.merge_(buffer_weight)

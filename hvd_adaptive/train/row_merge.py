@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hvd_adaptive.core.outer import OuterStep
 from hvd_adaptive.core.row_choice import Array, RowChoice
+from hvd_adaptive.kernels.dispatch import all_finite
 from hvd_adaptive.train.touched_rows import TouchedRows
 from hvd_adaptive.transport.base import Transport
 
@@ -269,9 +270,3 @@ class RowMerge:
                     part.touched.name,
                     np.flatnonzero(found).tolist(),
                 )
-
-
-def all_finite(flat: Tensor) -> bool:
-    """Returns whether all elements of a flat tensor are finite."""
-    # A finite sum of squares proves all elements finite; an overflow does not prove the contrary.
-    return not flat.numel() or bool(torch.isfinite(torch.dot(flat, flat))) or bool(torch.isfinite(flat).all())

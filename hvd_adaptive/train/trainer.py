@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from hvd_adaptive.config import Config
 from hvd_adaptive.core.merge_period import capped_mega_batch
 from hvd_adaptive.core.metrics import inverse_propensity
-from hvd_adaptive.core.weights import rule_for_labels
+from hvd_adaptive.core.weights import labels_are_rare
 from hvd_adaptive.data import SparseDataset
 from hvd_adaptive.train import optimizers
 from hvd_adaptive.train.batches import Batch, BatchSource
@@ -27,6 +27,7 @@ from hvd_adaptive.train.checkpointer import Checkpointer, Counts
 from hvd_adaptive.train.evaluation import Evaluator
 from hvd_adaptive.train.flat_model import model_hash
 from hvd_adaptive.train.model import SparseMLP, multilabel_softmax_loss
+from hvd_adaptive.train.optimizer_state import with_defaults
 from hvd_adaptive.train.records import RoundRecord
 from hvd_adaptive.train.replay import CLAIMS_FILE, RecordingFile
 from hvd_adaptive.train.run_directory import BEST_MODEL, LAST_MODEL, RunDirectory
@@ -65,7 +66,11 @@ def make_model(train: TrainConfig, data: SparseDataset, *, seed: int, device: to
     """Returns the model that the configuration names, for the data's features and labels."""
     torch.manual_seed(seed)
     return SparseMLP(
-        data.num_features, data.num_labels, train.hidden_size, sparse_gradients=train.input_gradients == "sparse"
+        data.num_features,
+        data.num_labels,
+        train.hidden_size,
+        sparse_gradients=train.input_gradients == "sparse",
+        unit_rows=train.row_norm == "l2",
     ).to(device)
 
 
@@ -122,10 +127,10 @@ class Trainer:
         self._supervised = supervised
         self._show_progress = show_progress
         self._sums_loss = config.loss_reduction == "sum"
-        if config.strategy == "local" and config.merge_weights == "auto" and not config.logical_ranks:
-            config = self._with_weight_rule(config)
         self._model = make_model(train, self._data, seed=config.seed, device=device)
         optimizer = make_optimizer(train, self._model)
+        if config.strategy == "local" and config.logical_ranks is None:
+            config = self._with_defaults(config, optimizer)
         # Ranks that come and go were never all measured.
         speeds = self._calibrate(config, optimizer, device) if train.calibration and supervised is None else None
         self._session = Session(self._model, optimizer, config, transport=transport)
@@ -145,6 +150,7 @@ class Trainer:
             "num_features": str(self._data.num_features),
             "num_labels": str(self._data.num_labels),
             "hidden_size": str(train.hidden_size),
+            "row_norm": train.row_norm,
         }
 
     def run(self) -> dict[str, Any] | None:
@@ -195,17 +201,18 @@ class Trainer:
         session.close()
         return summary
 
-    def _with_weight_rule(self, config: Config) -> Config:
+    def _with_defaults(self, config: Config, optimizer: Optimizer) -> Config:
         # As for one rank: a resume with another number of ranks keeps the rule.
         mega_batch = capped_mega_batch(config, config.mega_batch_samples, len(self._data), 1)
         labels_a_sample = float(self._data.label_counts().sum()) / max(1, len(self._data))
-        rule = rule_for_labels(labels_a_sample, self._data.num_labels, mega_batch)
-        if self._transport.rank == 0 and rule != config.weight_rule:
+        rare = labels_are_rare(labels_a_sample, self._data.num_labels, mega_batch)
+        found = with_defaults(config, optimizer, self._model.parameters(), rare_labels=rare)
+        if rare and config.merge_weights == "auto" and self._transport.rank == 0:
             log.info(
                 "merge_weights %s: the %d labels occur %.1f times each in the %d samples between two merges, so most on one rank",
-                rule, self._data.num_labels, labels_a_sample * mega_batch / self._data.num_labels, mega_batch,
+                found.weight_rule, self._data.num_labels, labels_a_sample * mega_batch / self._data.num_labels, mega_batch,
             )  # fmt: skip
-        return dataclasses.replace(config, merge_weights=rule)
+        return found
 
     def _write(self, action: Callable[[RunDirectory], Any]) -> None:
         """Writes in the run directory on rank 0; all ranks raise if that fails. COLLECTIVE."""
