@@ -227,7 +227,7 @@ class SlurmJob:
             state = self.state
             if state not in _ENDED:
                 alive_s = time.monotonic()
-            assert time.monotonic() < min(end_s, alive_s + _LAST_WORDS_S), f"{state}\n{self.output[-6000:]}"
+            assert time.monotonic() < min(end_s, alive_s + _LAST_WORDS_S), f"{self.show()}\n{self.output[-6000:]}"
             time.sleep(0.2)
 
     def signal(self, name: str) -> None:
