@@ -3,5 +3,5 @@
 from setuptools import Extension, setup
 
 setup(
-    ext_modules=[Extension("hvd_adaptive.launch.patient_yield", ["hvd_adaptive/launch/patient_yield.c"], optional=True)]
+    ext_modules=[Extension("hvd_adaptive.cluster.patient_yield", ["hvd_adaptive/cluster/patient_yield.c"], optional=True)]
 )

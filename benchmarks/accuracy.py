@@ -35,13 +35,13 @@ import torch
 from tasks import TASKS, Task
 from torch import nn
 
+from hvd_adaptive.algorithm.ledger import epoch_order
+from hvd_adaptive.comm import connect
+from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.config import Config
-from hvd_adaptive.core.dispatch import epoch_order
 from hvd_adaptive.doctor.machine import cpu_model
-from hvd_adaptive.train.batches import BatchSource
-from hvd_adaptive.train.session import Session
-from hvd_adaptive.transport import connect
-from hvd_adaptive.transport.base import AgreedError, Transport
+from hvd_adaptive.engine.batches import BatchSource
+from hvd_adaptive.session.session import Session
 
 CODECS = (
     *("none", "fp16", "maxmin:8", "maxmin:4", "maxmin:2", "maxmin:2,nearest", "maxmin:1", "sign"),

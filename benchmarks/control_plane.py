@@ -27,18 +27,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_adaptive.algorithm.batch_sizes import speed_shares
+from hvd_adaptive.algorithm.ledger import ClaimRule
+from hvd_adaptive.algorithm.merge_weights import MERGE_WEIGHT_RULES, merge_weights
+from hvd_adaptive.algorithm.round_control import RoundControl
+from hvd_adaptive.algorithm.share_balance import StepWindow
+from hvd_adaptive.algorithm.share_control import ShareControl
+from hvd_adaptive.algorithm.shares import cut_round
+from hvd_adaptive.comm import store_address
+from hvd_adaptive.comm.side_channel import SideChannel
 from hvd_adaptive.config import Config
-from hvd_adaptive.core.balance import speed_shares
-from hvd_adaptive.core.dispatch import ClaimRule
-from hvd_adaptive.core.round_control import RoundControl
-from hvd_adaptive.core.share_balance import StepWindow
-from hvd_adaptive.core.share_control import ShareControl
-from hvd_adaptive.core.shares import cut_round
-from hvd_adaptive.core.weights import MERGE_WEIGHT_RULES, merge_weights
-from hvd_adaptive.train.claims import SharedCursor
-from hvd_adaptive.train.records import FIELDS, GatheredStats, RoundRecord
-from hvd_adaptive.transport import store_address
-from hvd_adaptive.transport.side_channel import SideChannel
+from hvd_adaptive.engine.claims import SharedCursor
+from hvd_adaptive.engine.records import FIELDS, GatheredStats, RoundRecord
 
 # Dozens of claimants that share two cores connect more slowly than ranks do.
 store_address.PROBE_S = 60.0

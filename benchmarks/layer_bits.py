@@ -21,13 +21,13 @@ import torch
 from tasks import TASKS, Task
 from torch import Tensor
 
+from hvd_adaptive.algorithm.ledger import epoch_order
 from hvd_adaptive.compress import decode, encode
 from hvd_adaptive.compress.bits import choose_bits, error_curve
 from hvd_adaptive.compress.policy import TensorInfo, parse_policy
 from hvd_adaptive.compress.quantize import MaxMin
-from hvd_adaptive.core.dispatch import epoch_order
 from hvd_adaptive.doctor.machine import cpu_model
-from hvd_adaptive.train.batches import BatchSource
+from hvd_adaptive.engine.batches import BatchSource
 
 UNIFORM = (3, 4, 5, 6)
 DELTA_STEPS = 20

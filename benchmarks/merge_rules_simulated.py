@@ -26,14 +26,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvd_adaptive.core.outer import OuterStep
-from hvd_adaptive.data import SparseDataset, build, open_splits, resolve
-from hvd_adaptive.train.merge_rule import MergeRule, make_merge_rule
-from hvd_adaptive.train.model import SparseMLP, multilabel_softmax_loss
-from hvd_adaptive.train.optimizer_state import average_
-from hvd_adaptive.train.optimizers import OPTIMIZERS, make_optimizer
-from hvd_adaptive.transport.base import Transport
-from hvd_adaptive.transport.local import LocalWorld
+from hvd_adaptive.algorithm.outer_step import OuterStep
+from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.threads import LocalWorld
+from hvd_adaptive.engine.merge_rule import MergeRule, make_merge_rule
+from hvd_adaptive.engine.optimizer_state import average_
+from hvd_adaptive.engine.optimizers import OPTIMIZERS, make_optimizer
+from hvd_adaptive.xmc.data import SparseDataset, build, open_splits, resolve
+from hvd_adaptive.xmc.sparse_mlp import SparseMLP, multilabel_softmax_loss
 
 Rows = NDArray[np.int64]
 Curve = list[tuple[float, float]]

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from hvd_adaptive.algorithm.share_balance import Array
+from hvd_adaptive.algorithm.share_control import ShareControl
 from hvd_adaptive.config import Config
-from hvd_adaptive.core.share_balance import Array
-from hvd_adaptive.core.share_control import ShareControl
 
 SAMPLES = 64
 KINDS = ("equal", "1:2", "1:1:2:4", "one slow", "random")

@@ -29,15 +29,15 @@ import numpy as np
 import torch
 from intervals import median_interval
 
+from hvd_adaptive.cluster.relaunch import find_launcher, launch_command
+from hvd_adaptive.comm import connect
 from hvd_adaptive.config import Config
-from hvd_adaptive.data import build, open_splits, resolve
 from hvd_adaptive.doctor.machine import cpu_model
-from hvd_adaptive.launch.relaunch import find_launcher, launch_command
-from hvd_adaptive.train.records import RoundRecord
-from hvd_adaptive.train.session import Session
-from hvd_adaptive.train.trainer import local_step, make_model, make_optimizer
-from hvd_adaptive.train_config import TrainConfig
-from hvd_adaptive.transport import connect
+from hvd_adaptive.engine.records import RoundRecord
+from hvd_adaptive.session.session import Session
+from hvd_adaptive.xmc.data import build, open_splits, resolve
+from hvd_adaptive.xmc.train_config import TrainConfig
+from hvd_adaptive.xmc.trainer import local_step, make_model, make_optimizer
 
 # Slowdown factors of ranks whose speeds are as 1:1:2:4; the sum of speeds allows 2 x what the slowest sets.
 SPEEDS = {"equal": None, "1:1:2:4": "8,8,4,2"}

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvd_adaptive.core.metrics import top_k_labels
-from hvd_adaptive.data import build, open_splits, resolve
-from hvd_adaptive.train.model import SparseMLP, multilabel_softmax_loss
+from hvd_adaptive.xmc.data import build, open_splits, resolve
+from hvd_adaptive.xmc.metrics import top_k_labels
+from hvd_adaptive.xmc.sparse_mlp import SparseMLP, multilabel_softmax_loss
 
 TEST_DIGITS = 600
 

@@ -32,8 +32,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from hvd_adaptive.kernels import cuda, cuda_codes, cuda_select
-from hvd_adaptive.kernels.reference import maxmin_bytes, sign_bytes
+from hvd_adaptive.compress.kernels import cuda, cuda_codes, cuda_select
+from hvd_adaptive.compress.kernels.reference import maxmin_bytes, sign_bytes
 
 BUCKETS = (8, 24, 512, 4096, 65536)
 # Elements; the last is beyond 32 bits, on torch's device that holds no values.

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
+from hvd_adaptive.cluster.relaunch import find_launcher, launch_command
 from hvd_adaptive.doctor.machine import cpu_model
-from hvd_adaptive.launch.relaunch import find_launcher, launch_command
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -32,7 +32,7 @@ import numpy as np
 from intervals import median_interval
 from numpy.typing import NDArray
 
-from hvd_adaptive.launch.relaunch import find_launcher, launch_command
+from hvd_adaptive.cluster.relaunch import find_launcher, launch_command
 
 Array = NDArray[np.float64]
 

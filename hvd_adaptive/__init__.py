@@ -18,12 +18,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from hvd_adaptive.cluster.device import bind_device
     from hvd_adaptive.compress.compressor import Compression
     from hvd_adaptive.config import Config
-    from hvd_adaptive.launch.device import bind_device
-    from hvd_adaptive.train.checkpointer import Checkpointer
-    from hvd_adaptive.train.preemption import EXIT_PREEMPTED, catch_signals
-    from hvd_adaptive.train.session import Batch, Session
+    from hvd_adaptive.session.checkpointer import Checkpointer
+    from hvd_adaptive.session.session import Batch, Session
+    from hvd_adaptive.state.preemption import EXIT_PREEMPTED, catch_signals
 
 
 def __getattr__(name: str) -> Any:
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
 
         return Config
     if name in ("Session", "Batch"):
-        from hvd_adaptive.train import session
+        from hvd_adaptive.session import session
 
         return getattr(session, name)
     if name == "Compression":
@@ -41,15 +41,15 @@ def __getattr__(name: str) -> Any:
 
         return Compression
     if name == "Checkpointer":
-        from hvd_adaptive.train.checkpointer import Checkpointer
+        from hvd_adaptive.session.checkpointer import Checkpointer
 
         return Checkpointer
     if name in ("EXIT_PREEMPTED", "catch_signals"):
-        from hvd_adaptive.train import preemption
+        from hvd_adaptive.state import preemption
 
         return getattr(preemption, name)
     if name == "bind_device":
-        from hvd_adaptive.launch.device import bind_device
+        from hvd_adaptive.cluster.device import bind_device
 
         return bind_device
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

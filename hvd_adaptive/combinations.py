@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hvd_adaptive.core.weights import MERGE_WEIGHT_RULES
+from hvd_adaptive.algorithm.merge_weights import MERGE_WEIGHT_RULES
 
 # The batch-size rules of each strategy, its default first.
 SIZE_RULES = {
@@ -124,7 +124,7 @@ def check_elastic_script(config: Any) -> None:
     """Raises ValueError for options that do not go with ``run --elastic``.
 
     Args:
-        config: a valid :class:`hvd_adaptive.wrap.options.RunConfig`.
+        config: a valid :class:`hvd_adaptive.wrap.run_options.RunConfig`.
     """
     if config.dry_run:
         raise ValueError("dry_run ends after a few steps: leave --elastic out")

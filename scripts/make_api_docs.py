@@ -20,10 +20,10 @@ PUBLIC = {
         *("Session", "Batch", "Config", "Checkpointer", "Compression", "bind_device", "catch_signals", "EXIT_PREEMPTED"),
     ),
     "hvd_adaptive.torch": ("init",),
-    "hvd_adaptive.train.records": ("RoundRecord", "RoundStats", "GatheredStats"),
-    "hvd_adaptive.train.replay": ("RecordingFile",),
+    "hvd_adaptive.engine.records": ("RoundRecord", "RoundStats", "GatheredStats"),
+    "hvd_adaptive.engine.replay": ("RecordingFile",),
     "hvd_adaptive.report.tensorboard": ("ScalarWriter",),
-    "hvd_adaptive.data": ("resolve", "build", "open_splits", "SparseDataset", "DataSource", "SparseRows"),
+    "hvd_adaptive.xmc.data": ("resolve", "build", "open_splits", "SparseDataset", "DataSource", "SparseRows"),
     "hvd_adaptive.compress": ("parse_codec", "encode", "decode", "Codec"),
     "hvd_adaptive.exchange.exchange": ("Exchange",),
 }

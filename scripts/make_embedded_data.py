@@ -27,7 +27,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hvd_adaptive.data.embedded import EMBEDDED_NAME, EMBEDDED_PATH, EmbeddedData, IdRows, pack
+from hvd_adaptive.xmc.data.embedded import EMBEDDED_NAME, EMBEDDED_PATH, EmbeddedData, IdRows, pack
 
 MIN_LABEL_ROWS = 5
 MIN_WORD_ROWS = 3

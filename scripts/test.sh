@@ -19,6 +19,6 @@ case "$*" in
     *) exec "${pytest[@]}" "$@" ;;
 esac
 # Two jobs of ranks on few cores: who yields in turns has kept Linux 6.18 from running its own threads. Asleep they leave it the cores.
-patient=$("$root/.venv/bin/python" -m hvd_adaptive.launch.patience)
+patient=$("$root/.venv/bin/python" -m hvd_adaptive.cluster.patience)
 export LD_PRELOAD="$patient${LD_PRELOAD:+:$LD_PRELOAD}"
 exec "${pytest[@]}" "${all[@]}"

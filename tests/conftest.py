@@ -22,7 +22,7 @@ from jobs import ZYGOTE, JobResult, run_job
 from mpi_world import REPORTS, SHARED, Worlds, num_ranks
 from zygote import ZYGOTE_SOCKET
 
-from hvd_adaptive.launch.relaunch import find_launcher
+from hvd_adaptive.cluster.relaunch import find_launcher
 
 _IS_RANK = REPORTS in os.environ
 _worlds = pytest.StashKey[Worlds]()

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from hvd_adaptive.launch.patience import wait_patiently
+from hvd_adaptive.cluster.patience import wait_patiently
 
 __all__ = ["main"]
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = run_command(arguments)
     # What a script of others has left for the interpreter's end is to happen.
     if "mpi4py.MPI" in sys.modules and arguments[:1] != ["run"]:
-        from hvd_adaptive.transport.job_end import leave_process
+        from hvd_adaptive.comm.job_end import leave_process
 
         leave_process(code)
     return code

@@ -15,7 +15,7 @@ from hvd_adaptive.cli.arguments import HelpFormatter
 from hvd_adaptive.config import Config
 
 if TYPE_CHECKING:
-    from hvd_adaptive.transport.base import Transport
+    from hvd_adaptive.comm.protocols import Transport
 
 _UNITS = {
     "bits": "bits/value", "encode_gb_s": "encode GB/s", "decode_add_gb_s": "decode-add GB/s", "encode_ratio": "encode/copy",
@@ -35,7 +35,7 @@ def bench_compress(options: argparse.Namespace) -> None:
     """
     import torch
 
-    from hvd_adaptive.bench.codecs import SPECS, measure_codecs
+    from hvd_adaptive.doctor.codec_speed import SPECS, measure_codecs
 
     _check_positive(options, "mib", "repeat")
     if options.ranks < 2:
@@ -62,8 +62,8 @@ def bench_comm(options: argparse.Namespace, transport: Transport) -> None:
     Raises:
         AgreedError: on all ranks, for bad options, or if the file cannot be written.
     """
-    from hvd_adaptive.bench.link import METHODS, measure_link
-    from hvd_adaptive.transport.base import AgreedError, agree
+    from hvd_adaptive.comm.protocols import AgreedError, agree
+    from hvd_adaptive.doctor.link_speed import METHODS, measure_link
 
     try:
         _check_positive(options, "mb", "repeat", "chunk_elements", "rate_mbit")

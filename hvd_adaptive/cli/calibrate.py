@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from hvd_adaptive import __version__
-from hvd_adaptive.calibration_file import Calibration, write_file
+from hvd_adaptive.calibrate.calibrator import Calibrator
+from hvd_adaptive.calibrate.file import Calibration, write_file
+from hvd_adaptive.calibrate.recommend import Recommendation
 from hvd_adaptive.cli.train import open_data, use_device
+from hvd_adaptive.cluster.host import free_memory_bytes
+from hvd_adaptive.comm.protocols import Transport, agree_equal, attempt
 from hvd_adaptive.config import Config
-from hvd_adaptive.core.recommend import Recommendation
-from hvd_adaptive.launch.host import free_memory_bytes
-from hvd_adaptive.train.calibrator import Calibrator
-from hvd_adaptive.train_config import TrainConfig
-from hvd_adaptive.transport.base import Transport, agree_equal, attempt
+from hvd_adaptive.xmc.train_config import TrainConfig
 
 # Options of one run, which another one shall not take over.
 _NOT_KEPT = ("out", "resume", "record", "replay", "calibration")

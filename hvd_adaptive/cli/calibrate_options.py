@@ -9,7 +9,7 @@ from typing import Any
 
 from hvd_adaptive.cli.fields import add_fields
 from hvd_adaptive.config import Config
-from hvd_adaptive.train_config import TrainConfig
+from hvd_adaptive.xmc.train_config import TrainConfig
 
 # What of TrainConfig decides how long steps and merges take.
 CALIBRATED_OPTIONS = (

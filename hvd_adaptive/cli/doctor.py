@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from hvd_adaptive.cluster.binding import read_launcher
 from hvd_adaptive.doctor.examine import (
     examine_by_launching,
     examine_rank,
@@ -16,7 +17,6 @@ from hvd_adaptive.doctor.examine import (
     wait_for_rank_0,
 )
 from hvd_adaptive.doctor.page import page
-from hvd_adaptive.launch.binding import read_launcher
 
 EXIT_PROBLEMS = 1
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_adaptive.cli.arguments import NUM_RANKS, without_options
+from hvd_adaptive.cli.option_sources import run_path
+from hvd_adaptive.cluster.elastic_jobs import ScriptJob, TrainJob
+from hvd_adaptive.cluster.supervisor import Elastic, Supervisor
 from hvd_adaptive.combinations import check_elastic, check_elastic_script
 from hvd_adaptive.config import Config
-from hvd_adaptive.launch.elastic import Elastic, Supervisor
-from hvd_adaptive.launch.elastic_jobs import ScriptJob, TrainJob
-from hvd_adaptive.option_sources import run_path
-from hvd_adaptive.train_config import TrainConfig
+from hvd_adaptive.xmc.train_config import TrainConfig
 
 _ONLY_ELASTIC = ("min_np", "max_np", "host_discovery_script", "elastic_timeout")
 _OPTIONS = (*NUM_RANKS, "--min-np", "--max-np", "--host-discovery-script", "--elastic-timeout")

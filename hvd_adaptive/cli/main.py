@@ -15,22 +15,22 @@ from hvd_adaptive.cli.bench import bench_comm, bench_compress, uses_groups
 from hvd_adaptive.cli.calibrate_options import check_calibrate
 from hvd_adaptive.cli.doctor import doctor
 from hvd_adaptive.cli.elastic import check_only_elastic, supervise_script, supervise_training
-from hvd_adaptive.cli.parser import make_parser
-from hvd_adaptive.cli.simulate import run_simulation
-from hvd_adaptive.config import Config
-from hvd_adaptive.launch.binding import read_launcher
-from hvd_adaptive.launch.last_checkpoint import describe_newest
-from hvd_adaptive.launch.output import EXIT_BAD_INPUT, refuse
-from hvd_adaptive.launch.relaunch import relaunch
-from hvd_adaptive.option_sources import (
+from hvd_adaptive.cli.option_sources import (
     build_configs,
     parse_value,
     read_environment,
     run_path,
     with_config_file,
 )
-from hvd_adaptive.train.preemption import catch_signals
-from hvd_adaptive.train_config import TrainConfig
+from hvd_adaptive.cli.parser import make_parser
+from hvd_adaptive.cli.simulate import run_simulation
+from hvd_adaptive.cluster.binding import read_launcher
+from hvd_adaptive.cluster.last_checkpoint import describe_newest
+from hvd_adaptive.cluster.output import EXIT_BAD_INPUT, refuse
+from hvd_adaptive.cluster.relaunch import relaunch
+from hvd_adaptive.config import Config
+from hvd_adaptive.state.preemption import catch_signals
+from hvd_adaptive.xmc.train_config import TrainConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,8 +85,8 @@ def _run(options: argparse.Namespace, configs: tuple[Config, TrainConfig] | None
     # torch's store prints a C++ backtrace for every connection that a dying rank leaves behind.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Only now: a bad option must not wait for torch to load.
-    from hvd_adaptive.transport import connect
-    from hvd_adaptive.transport.base import AgreedError
+    from hvd_adaptive.comm import connect
+    from hvd_adaptive.comm.protocols import AgreedError
 
     config = configs[0] if configs else Config()
     groups = uses_groups(options) if options.command == "bench" else config.uses_groups
@@ -107,7 +107,7 @@ def _run(options: argparse.Namespace, configs: tuple[Config, TrainConfig] | None
         )
     elif configs is not None:
         from hvd_adaptive.cli.train import train
-        from hvd_adaptive.train.supervised import Supervised
+        from hvd_adaptive.session.supervised import Supervised
 
         alone = transport.world_size == 1 and sys.stdout.isatty()
         supervised = None

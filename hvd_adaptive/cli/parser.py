@@ -14,8 +14,8 @@ from hvd_adaptive.cli.fields import add_fields
 from hvd_adaptive.cli.option_groups import TRAIN_GROUPS
 from hvd_adaptive.cli.simulate import add_simulate_options
 from hvd_adaptive.config import Config
-from hvd_adaptive.train_config import TrainConfig
-from hvd_adaptive.wrap.options import RunConfig
+from hvd_adaptive.wrap.run_options import RunConfig
+from hvd_adaptive.xmc.train_config import TrainConfig
 
 _EXAMPLES = {
     "train": """

@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.text import Text
 
 from hvd_adaptive.config import Config
-from hvd_adaptive.data import SparseDataset
-from hvd_adaptive.train.records import RoundRecord
+from hvd_adaptive.engine.records import RoundRecord
+from hvd_adaptive.xmc.data import SparseDataset
 
 _PLAIN_INTERVAL_S = 2.0
 

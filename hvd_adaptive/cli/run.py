@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvd_adaptive.cli.option_sources import ENVIRONMENT_PREFIX, parse_value, unknown_name, with_config_file
+from hvd_adaptive.cluster.binding import read_launcher
 from hvd_adaptive.config import Config
-from hvd_adaptive.launch.binding import read_launcher
-from hvd_adaptive.option_sources import ENVIRONMENT_PREFIX, parse_value, unknown_name, with_config_file
-from hvd_adaptive.train_config import TrainConfig
 from hvd_adaptive.validation import parse_slowdown
-from hvd_adaptive.wrap.options import LOCAL_OPTIONS, RunConfig, check_shares
+from hvd_adaptive.wrap.run_options import LOCAL_OPTIONS, RunConfig, check_shares
+from hvd_adaptive.xmc.train_config import TrainConfig
 
 _PYTHON = re.compile(r"python[\d.]*")
 
@@ -118,10 +118,10 @@ def make_engine(config: RunConfig, comm: Any) -> Any:
 
     import torch
 
-    from hvd_adaptive.core.slowdown import Slowdown
+    from hvd_adaptive.algorithm.slowdown import Slowdown
+    from hvd_adaptive.engine.emulation import compute_seconds
     from hvd_adaptive.exchange.compressed import check_compression
-    from hvd_adaptive.train.emulation import compute_seconds
-    from hvd_adaptive.train.exactness import what_breaks_equality
+    from hvd_adaptive.strategies.exactness import what_breaks_equality
 
     check_compression(config.merging())
     slowdown = config.slowdown

@@ -8,12 +8,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvd_adaptive.calibration_file import LOCAL_ONLY, TABLE, options_of, read_table
+from hvd_adaptive.calibrate.file import LOCAL_ONLY, TABLE, options_of, read_table
 from hvd_adaptive.cli.fields import add_fields
+from hvd_adaptive.cli.option_sources import parse_value, read_config_file
 from hvd_adaptive.config import Config
-from hvd_adaptive.option_sources import parse_value, read_config_file
-from hvd_adaptive.simulate.options import SHARED_OPTIONS, ClusterConfig, SweepConfig
-from hvd_adaptive.train_config import TrainConfig
+from hvd_adaptive.simulate.scenario_options import SHARED_OPTIONS, ClusterConfig, SweepConfig
+from hvd_adaptive.xmc.train_config import TrainConfig
 
 if TYPE_CHECKING:
     from hvd_adaptive.simulate.sweep import Outcome

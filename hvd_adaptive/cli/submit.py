@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 
 from hvd_adaptive.cli.arguments import HelpFormatter, Parser
-from hvd_adaptive.launch.batch_script import BatchScript, Component, render
+from hvd_adaptive.cluster.batch_script import BatchScript, Component, render
 
 USAGE = "hvd-adaptive submit [options] [: options of a second component ...] -- train|run ..."
 _EXAMPLES = """examples:

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import torch
 
+from hvd_adaptive.cli.option_sources import run_path
 from hvd_adaptive.cli.progress import Progress
+from hvd_adaptive.cluster.binding import idle_nodes, num_restarts, shared_devices
+from hvd_adaptive.cluster.device import bind_device, compute_threads, device_place
+from hvd_adaptive.cluster.host import own_cores
+from hvd_adaptive.comm.protocols import Transport, agree_equal, attempt, long_task
 from hvd_adaptive.config import Config
-from hvd_adaptive.data import SparseDataset, build, open_splits, resolve
 from hvd_adaptive.exchange.compressed import check_compression
-from hvd_adaptive.launch.binding import idle_nodes, num_restarts, shared_devices
-from hvd_adaptive.launch.device import bind_device, compute_threads, device_place
-from hvd_adaptive.launch.host import own_cores
-from hvd_adaptive.option_sources import run_path
 from hvd_adaptive.report.tensorboard import ScalarWriter
-from hvd_adaptive.train.preemption import EXIT_PREEMPTED
-from hvd_adaptive.train.run_directory import RunDirectory
-from hvd_adaptive.train.supervised import Supervised
-from hvd_adaptive.train.trainer import Trainer
-from hvd_adaptive.train_config import TrainConfig
-from hvd_adaptive.transport.base import Transport, agree_equal, attempt, long_task
+from hvd_adaptive.session.supervised import Supervised
+from hvd_adaptive.state.preemption import EXIT_PREEMPTED
+from hvd_adaptive.xmc.data import SparseDataset, build, open_splits, resolve
+from hvd_adaptive.xmc.run_directory import RunDirectory
+from hvd_adaptive.xmc.train_config import TrainConfig
+from hvd_adaptive.xmc.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ def _is_restarted(transport: Transport) -> bool:
 
 
 def _check_slowdown(config: Config, world_size: int) -> None:
-    from hvd_adaptive.core.slowdown import Slowdown
+    from hvd_adaptive.algorithm.slowdown import Slowdown
 
     Slowdown(config.slowdown, world_size=world_size)
 

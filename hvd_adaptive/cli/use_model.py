@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
+from hvd_adaptive.cli.option_sources import read_config_file
 from hvd_adaptive.cli.train import open_data, use_device
-from hvd_adaptive.core.metrics import inverse_propensity, top_k_labels
-from hvd_adaptive.data import SparseDataset
-from hvd_adaptive.option_sources import read_config_file
-from hvd_adaptive.train.evaluation import BLOCK_SIZE, Evaluator
-from hvd_adaptive.train.model import SparseMLP
-from hvd_adaptive.train.run_directory import load_model
-from hvd_adaptive.transport.base import Transport, attempt
+from hvd_adaptive.comm.protocols import Transport, attempt
+from hvd_adaptive.xmc.data import SparseDataset
+from hvd_adaptive.xmc.evaluation import BLOCK_SIZE, Evaluator
+from hvd_adaptive.xmc.metrics import inverse_propensity, top_k_labels
+from hvd_adaptive.xmc.run_directory import load_model
+from hvd_adaptive.xmc.sparse_mlp import SparseMLP
 
 
 def evaluate(options: argparse.Namespace, transport: Transport) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hvd_adaptive.kernels.reference import each_payload, with_residual
+from hvd_adaptive.compress.kernels.reference import each_payload, with_residual
 
 # More values than a codec takes as few.
 _MANY = 1 << 18
@@ -59,7 +59,7 @@ class Codec(Protocol):
         Args:
             values: any shape, num_elements values.
             payload: uint8, contiguous, shape (payload_bytes(num_elements),), on the values' device.
-            key: of the random numbers, 64 bits (`hvd_adaptive.kernels.reference.mix_key`): equal keys and values give
+            key: of the random numbers, 64 bits (`hvd_adaptive.compress.kernels.reference.mix_key`): equal keys and values give
                 equal payloads.
             residual: fp32, contiguous, shape (num_elements,), changed in place; None encodes without error feedback.
             weight: rounded to fp32, as the products are.

@@ -1,6 +1,6 @@
 """PowerSGD (arXiv 1905.13727): a matrix as the product of two thin ones, which are summed over ranks one after the other.
 
-Linear, but no code of single values: :mod:`hvd_adaptive.exchange.low_rank` exchanges it, whatever the reducer.
+Linear, but no code of single values: :mod:`hvd_adaptive.exchange.low_rank_reducer` exchanges it, whatever the reducer.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hvd_adaptive.compress.codec import Fp32Codec
-from hvd_adaptive.kernels import dispatch
-from hvd_adaptive.kernels.reference import maxmin_bytes, sign_bytes
+from hvd_adaptive.compress.kernels import dispatch
+from hvd_adaptive.compress.kernels.reference import maxmin_bytes, sign_bytes
 
 MAX_BUCKET = 65536
 

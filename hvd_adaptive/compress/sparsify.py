@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.compress.codec import Fp32Codec
-from hvd_adaptive.kernels import dispatch
-from hvd_adaptive.kernels.reference import each_payload, with_residual
+from hvd_adaptive.compress.kernels import dispatch
+from hvd_adaptive.compress.kernels.reference import each_payload, with_residual
 
 _NUM_SAMPLES = 65536
 _MAX_ELEMENTS = 2**31 - 1

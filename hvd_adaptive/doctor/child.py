@@ -84,21 +84,21 @@ def main(arguments: dict[str, Any]) -> None:
     stages.run("torch", load_torch, needed=True)
     transport = None
     if arguments["join"]:
-        from hvd_adaptive.transport import mpi_library
+        from hvd_adaptive.comm import mpi_library
 
         stages.run("horovod", mpi_library.describe_horovod, needed=True)
         stages.run("mpi4py", mpi_library.describe_mpi4py, needed=True)
 
         def join() -> dict[str, Any]:
             nonlocal transport
-            from hvd_adaptive.transport import connect
+            from hvd_adaptive.comm import connect
 
             transport = connect(stall_limit_s=_STALL_LIMIT_S, mpi_alone=True)
             return _describe_world(transport)
 
         stages.run("world", join, needed=True)
     if transport is None:
-        from hvd_adaptive.transport.local import LocalTransport
+        from hvd_adaptive.comm.threads import LocalTransport
 
         transport = LocalTransport()
     _measure(stages, transport, arguments)
@@ -124,8 +124,8 @@ def _describe_world(transport: Any) -> dict[str, Any]:
 def _measure(stages: Stages, transport: Any, arguments: dict[str, Any]) -> None:
     import torch
 
+    from hvd_adaptive.comm.protocols import long_task
     from hvd_adaptive.doctor import measure
-    from hvd_adaptive.transport.base import long_task
 
     cores = arguments["machine"]["cores"]
     chosen = stages.run("device", lambda: measure.choose_device(arguments["device"], transport, cores))

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hvd_adaptive.cluster.binding import LauncherInfo, read_launcher
+from hvd_adaptive.cluster.relaunch import find_launcher, launch_command
 from hvd_adaptive.doctor import hardware, software
 from hvd_adaptive.doctor.findings import Facts, Finding, count
 from hvd_adaptive.doctor.machine import machine_facts
 from hvd_adaptive.doctor.page import document
 from hvd_adaptive.doctor.supervise import Ended, Outcome, ending_signals, supervise
-from hvd_adaptive.launch.binding import LauncherInfo, read_launcher
-from hvd_adaptive.launch.relaunch import find_launcher, launch_command
 
 OnStage = Callable[[str], None]
 

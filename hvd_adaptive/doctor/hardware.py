@@ -6,6 +6,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
+from hvd_adaptive.cluster.binding import DevicePlace, shared_devices
+from hvd_adaptive.cluster.patience import BUSY_WAITING, busy_waiting_remedy
 from hvd_adaptive.doctor.findings import (
     MOST_NAMED,
     Facts,
@@ -21,8 +23,6 @@ from hvd_adaptive.doctor.findings import (
     shown,
     span,
 )
-from hvd_adaptive.launch.binding import DevicePlace, shared_devices
-from hvd_adaptive.launch.patience import BUSY_WAITING, busy_waiting_remedy
 
 # Below this part of the median of ranks with the same device a rank is called slow.
 SLOW_RANK = 0.8

@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hvd_adaptive.launch.binding import read_launcher
-from hvd_adaptive.launch.host import cpu_quota, host_cores, own_cores
-from hvd_adaptive.launch.patience import is_busy_waiting
+from hvd_adaptive.cluster.binding import read_launcher
+from hvd_adaptive.cluster.host import cpu_quota, host_cores, own_cores
+from hvd_adaptive.cluster.patience import is_busy_waiting
 
 _DISTRIBUTIONS = ("torch", "horovod", "mpi4py", "numpy", "numba", "triton")
 _SMI_LIMIT_S = 10.0

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_adaptive.cluster.device import bind_device, compute_threads, device_place
+from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.compress.codec import decode, encode
 from hvd_adaptive.compress.parse import parse_codec
-from hvd_adaptive.launch.device import bind_device, compute_threads, device_place
-from hvd_adaptive.transport.base import Transport
 
 _MATRIX_CPU, _MATRIX_CUDA = 768, 4096
 _NUM_CLAIMS = 200

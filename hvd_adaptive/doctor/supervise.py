@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from hvd_adaptive.launch import relaunch
+from hvd_adaptive.cluster import relaunch
 
 _TAIL_CHARACTERS = 2000
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_adaptive.transport.base import Transport
+from hvd_adaptive.comm.protocols import Transport
 
 log = logging.getLogger(__name__)
 

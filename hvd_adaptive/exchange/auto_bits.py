@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.compress.bits import WIDTHS, choose_bits, error_curve, with_bits
 from hvd_adaptive.compress.policy import Policy, TensorInfo
 from hvd_adaptive.compress.quantize import MaxMin
-from hvd_adaptive.transport.base import Transport
 
 log = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from hvd_adaptive.comm.protocols import Collectives
+from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.compress.policy import Policy, TensorInfo
 from hvd_adaptive.exchange.compressed import CompressedSum
 from hvd_adaptive.exchange.pipeline import Task
-from hvd_adaptive.kernels.dispatch import all_finite
-from hvd_adaptive.transport.base import Collectives
 
 
 @dataclass(eq=False)

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.compress.codec import Codec, compile_kernels
 from hvd_adaptive.compress.policy import Policy, TensorInfo, parse_policy
 from hvd_adaptive.exchange.auto_bits import BitChooser
 from hvd_adaptive.exchange.exchange import Exchange, misfit
 from hvd_adaptive.exchange.pipeline import Task, run_pipeline
-from hvd_adaptive.transport.base import AgreedError, Transport
 
 
 class Compression(Protocol):

@@ -11,16 +11,16 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from hvd_adaptive.comm.protocols import Collectives, Transport, agree, agree_equal
 from hvd_adaptive.compress.feedback import ErrorFeedback
+from hvd_adaptive.compress.kernels.reference import mix_key
 from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.compress.policy import Policy, TensorInfo
 from hvd_adaptive.exchange.auto import fastest
 from hvd_adaptive.exchange.layout import PACKED_ELEMENTS, Run, lay_out
-from hvd_adaptive.exchange.low_rank import sum_low_rank
+from hvd_adaptive.exchange.low_rank_reducer import sum_low_rank
 from hvd_adaptive.exchange.pipeline import Task, run_pipeline
 from hvd_adaptive.exchange.reducers import Job, allreduce, hierarchical, scatter_reduce_allgather
-from hvd_adaptive.kernels.reference import mix_key
-from hvd_adaptive.transport.base import Collectives, Transport, agree, agree_equal
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.compress.policy import TensorInfo
 from hvd_adaptive.exchange.buckets import Bucket, DenseBucket, Slot, SparseBucket, fill_buckets
 from hvd_adaptive.exchange.compressed import CompressedSum, Compression
 from hvd_adaptive.exchange.pipeline import UnderWay
-from hvd_adaptive.transport.base import Transport
 
 # 4 MiB of fp32; at 4 bits 4 ms of a 1 Gbit/s link.
 BUCKET_ELEMENTS = 1 << 20

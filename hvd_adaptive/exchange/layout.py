@@ -9,7 +9,7 @@ import torch
 
 from hvd_adaptive.compress.codec import Codec
 from hvd_adaptive.compress.policy import Policy, TensorInfo
-from hvd_adaptive.exchange.low_rank import low_rank_bytes
+from hvd_adaptive.exchange.low_rank_reducer import low_rank_bytes
 from hvd_adaptive.exchange.plan import Span
 from hvd_adaptive.exchange.reducers import SUMMABLE
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from typing import Any
 
-from hvd_adaptive.transport.base import Pending
+from hvd_adaptive.comm.protocols import Pending
 
 Task = Generator[Pending | None, Any, None]
 

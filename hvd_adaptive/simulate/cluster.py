@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hvd_adaptive.compress.codec import Codec
 from hvd_adaptive.simulate.links import Links
-from hvd_adaptive.simulate.options import ClusterConfig
+from hvd_adaptive.simulate.scenario_options import ClusterConfig
 from hvd_adaptive.simulate.units import parse_factors, parse_rate, parse_seconds
 
 Array = NDArray[np.float64]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from hvd_adaptive.core.slowdown import Slowdown
+from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.simulate.cluster import Cluster
 
 Array = NDArray[np.float64]

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from hvd_adaptive.calibration_file import Calibration
+from hvd_adaptive.calibrate.file import Calibration
 from hvd_adaptive.config import Config
-from hvd_adaptive.simulate.calibration import measured_cluster
 from hvd_adaptive.simulate.cluster import described_cluster
-from hvd_adaptive.simulate.engine import simulate
-from hvd_adaptive.simulate.options import STRATEGIES, ClusterConfig, SweepConfig
-from hvd_adaptive.simulate.strategies import Round
+from hvd_adaptive.simulate.measured_cluster import measured_cluster
+from hvd_adaptive.simulate.scenario_options import STRATEGIES, ClusterConfig, SweepConfig
 from hvd_adaptive.simulate.units import parse_ranks
+from hvd_adaptive.simulate.virtual_run import simulate
+from hvd_adaptive.simulate.virtual_strategies import Round
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

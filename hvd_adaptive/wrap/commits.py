@@ -22,16 +22,16 @@ from typing import Any, NoReturn, cast
 
 from torch import Tensor
 
-from hvd_adaptive.launch.elastic_jobs import EXIT_STOPPED
-from hvd_adaptive.launch.last_checkpoint import commit_name, commits, number_of
-from hvd_adaptive.launch.output import EXIT_BAD_INPUT, refuse
-from hvd_adaptive.train.checkpoint import RefusedError, read_state, sync_directory, write_state
-from hvd_adaptive.train.shared_folder import check_shared_folder
-from hvd_adaptive.train.state import flatten_state
-from hvd_adaptive.train.supervised import lack_of_room, num_bytes
-from hvd_adaptive.transport.base import AgreedError, Transport, agree
-from hvd_adaptive.transport.job_end import end_job
-from hvd_adaptive.transport.script_world import ScriptWorld
+from hvd_adaptive.cluster.elastic_jobs import EXIT_STOPPED
+from hvd_adaptive.cluster.last_checkpoint import commit_name, commits, number_of
+from hvd_adaptive.cluster.output import EXIT_BAD_INPUT, refuse
+from hvd_adaptive.comm.job_end import end_job
+from hvd_adaptive.comm.protocols import AgreedError, Transport, agree
+from hvd_adaptive.comm.script_world import ScriptWorld
+from hvd_adaptive.session.supervised import lack_of_room, num_bytes
+from hvd_adaptive.state.checkpoint import RefusedError, read_state, sync_directory, write_state
+from hvd_adaptive.state.nested import flatten_state
+from hvd_adaptive.state.shared_folder import check_shared_folder
 from hvd_adaptive.wrap.launched import Launched
 
 log = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.exchange.gradients import GradientExchange
-from hvd_adaptive.transport.base import Transport
-from hvd_adaptive.wrap.options import RunConfig
+from hvd_adaptive.wrap.run_options import RunConfig
 
 _EXCHANGE = "_hvd_adaptive_exchange"
 

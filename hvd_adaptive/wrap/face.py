@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hvd_adaptive.wrap import script
-from hvd_adaptive.wrap.engine import Engine
-from hvd_adaptive.wrap.options import RunConfig
+from hvd_adaptive.wrap.run_options import RunConfig
+from hvd_adaptive.wrap.wrapped_run import Engine
 
 
 def initialize(

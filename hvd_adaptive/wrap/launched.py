@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hvd_adaptive.launch.elastic_jobs import EVENT
-from hvd_adaptive.train.supervised import Supervised
+from hvd_adaptive.cluster.elastic_jobs import EVENT
+from hvd_adaptive.session.supervised import Supervised
 
 # Steps for so long are progress of a script that commits nothing.
 STEADY_S = 60.0

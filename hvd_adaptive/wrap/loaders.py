@@ -17,12 +17,12 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from hvd_adaptive.core.shares import integer_shares
-from hvd_adaptive.wrap.control import Controller
+from hvd_adaptive.algorithm.shares import integer_shares
 from hvd_adaptive.wrap.fingerprint import fingerprint
 from hvd_adaptive.wrap.graphs import Heads
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.sampling import OneOrder, Union, checksum, find_union, take_share
+from hvd_adaptive.wrap.share_rules import Controller
 
 
 @dataclass(frozen=True)

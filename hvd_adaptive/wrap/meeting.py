@@ -19,7 +19,7 @@ _OVER = 1 << 61
 
 
 class Store(Protocol):
-    """Shared counters and values; :class:`hvd_adaptive.transport.side_channel.SideChannel` is one."""
+    """Shared counters and values; :class:`hvd_adaptive.comm.side_channel.SideChannel` is one."""
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter that starts at 0 and returns its new value."""

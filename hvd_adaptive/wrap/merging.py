@@ -16,18 +16,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hvd_adaptive.core.balance import lr_multiplier
-from hvd_adaptive.core.merge_period import LEAST_MERGES_AN_EPOCH, MergePeriod
-from hvd_adaptive.core.outer import OuterStep
-from hvd_adaptive.core.weights import ROW_RULES, merge_weights
+from hvd_adaptive.algorithm.batch_sizes import lr_multiplier
+from hvd_adaptive.algorithm.merge_period import LEAST_MERGES_AN_EPOCH, MergePeriod
+from hvd_adaptive.algorithm.merge_weights import ROW_RULES, merge_weights
+from hvd_adaptive.algorithm.outer_step import OuterStep
+from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.engine import optimizer_state
+from hvd_adaptive.engine.flat_model import FlatModel
+from hvd_adaptive.engine.learning_rate import LearningRateMultiplier
+from hvd_adaptive.engine.merge_rule import make_merge_rule
+from hvd_adaptive.engine.touched_rows import sparse_parameters
 from hvd_adaptive.exchange.compressed import CompressedSum
-from hvd_adaptive.train import optimizer_state
-from hvd_adaptive.train.flat_model import FlatModel
-from hvd_adaptive.train.learning_rate import LearningRateMultiplier
-from hvd_adaptive.train.merge_rule import make_merge_rule
-from hvd_adaptive.train.touched_rows import sparse_parameters
-from hvd_adaptive.transport.base import Transport
-from hvd_adaptive.wrap.options import RunConfig
+from hvd_adaptive.wrap.run_options import RunConfig
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ import socket
 from contextlib import ExitStack
 from typing import Any, cast
 
-from hvd_adaptive.transport.base import Transport, long_task
-from hvd_adaptive.transport.heartbeat import Heartbeat
-from hvd_adaptive.transport.side_channel import SideChannel
+from hvd_adaptive.comm.heartbeat import Heartbeat
+from hvd_adaptive.comm.protocols import Transport, long_task
+from hvd_adaptive.comm.side_channel import SideChannel
 
 log = logging.getLogger(__name__)
 

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hvd_adaptive.launch.binding import read_launcher, starts_alone
-from hvd_adaptive.launch.elastic_jobs import EXIT_STOPPED
-from hvd_adaptive.launch.output import refuse
+from hvd_adaptive.cluster.binding import read_launcher, starts_alone
+from hvd_adaptive.cluster.elastic_jobs import EXIT_STOPPED
+from hvd_adaptive.cluster.output import refuse
 from hvd_adaptive.wrap.compilers import intercept_compile
-from hvd_adaptive.wrap.engine import BadOptions, Emulation, Engine
 from hvd_adaptive.wrap.graphs import intercept_backward
 from hvd_adaptive.wrap.loaders import intercept_loaders
 from hvd_adaptive.wrap.modules import intercept_modules
-from hvd_adaptive.wrap.optimizers import intercept_horovod
-from hvd_adaptive.wrap.options import RunConfig
+from hvd_adaptive.wrap.optimizer_calls import intercept_horovod
 from hvd_adaptive.wrap.pulse import Pulse
-from hvd_adaptive.wrap.shares import DryRunOver
+from hvd_adaptive.wrap.run_options import RunConfig
+from hvd_adaptive.wrap.share_exchange import DryRunOver
+from hvd_adaptive.wrap.wrapped_run import BadOptions, Emulation, Engine
 
 if TYPE_CHECKING:
     from hvd_adaptive.wrap.launched import Launched
@@ -60,13 +60,13 @@ def start_world(stall_limit_s: float = 60.0) -> Any:
     info = read_launcher(os.environ)
     if info.name == "horovodrun-gloo":
         return None
-    from hvd_adaptive.transport import set_mpi_environment
+    from hvd_adaptive.comm import set_mpi_environment
 
     set_mpi_environment(info)
     if starts_alone(info, os.environ):
         return None
-    from hvd_adaptive.transport.horovod_mpi import start_mpi
-    from hvd_adaptive.transport.start_watch import START_LIMITS, start_watch
+    from hvd_adaptive.comm.horovod_mpi import start_mpi
+    from hvd_adaptive.comm.start_watch import START_LIMITS, start_watch
 
     limit_s = max(stall_limit_s, START_LIMITS * min(stall_limit_s, 60.0))
     with start_watch(info.rank, stall_limit_s=stall_limit_s, limit_s=limit_s):

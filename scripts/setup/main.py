@@ -108,7 +108,7 @@ def _inputs(options: Options, record: Record) -> str:
     """Hash of what a finished set-up depended on: the project's files that steer it, and the choices."""
     digest = hashlib.sha256()
     here = Path(__file__).parent
-    compiled = options.root / "hvd_adaptive" / "launch" / "patient_yield.c"
+    compiled = options.root / "hvd_adaptive" / "cluster" / "patient_yield.c"
     steering = [*(options.root / name for name in ("setup.cfg", "pyproject.toml", "setup.py")), compiled]
     for file in [*sorted(path for path in here.iterdir() if path.is_file()), *steering]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -151,7 +151,7 @@ def _install_project(venv: Venv, options: Options) -> None:
 
 def _patient_library(venv: Venv) -> str | None:
     """What ranks under a CPU quota preload; an editable installation compiles it beside its source."""
-    code = "import json; from hvd_adaptive.launch import patience; print(json.dumps(patience.patient_library()))"
+    code = "import json; from hvd_adaptive.cluster import patience; print(json.dumps(patience.patient_library()))"
     found: str | None = venv.query(code)
     return found
 

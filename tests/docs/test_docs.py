@@ -21,7 +21,7 @@ import hvd_adaptive
 from hvd_adaptive.cli.option_groups import TRAIN_GROUPS
 from hvd_adaptive.cli.parser import make_parser
 from hvd_adaptive.config import Config
-from hvd_adaptive.train_config import TrainConfig
+from hvd_adaptive.xmc.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

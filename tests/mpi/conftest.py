@@ -51,8 +51,8 @@ def command(
     a launcher, by this rank by itself.
     """
     from hvd_adaptive.cli.main import main
-    from hvd_adaptive.launch import output
-    from hvd_adaptive.train.preemption import PREEMPTION
+    from hvd_adaptive.cluster import output
+    from hvd_adaptive.state.preemption import PREEMPTION
 
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(output, "_OTHERS_LATER_S", 0.0)  # no launcher ends this job before rank 0 has spoken

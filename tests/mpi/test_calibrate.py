@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hvd_adaptive.calibration_file import read_table
-from hvd_adaptive.option_sources import read_config_file
+from hvd_adaptive.calibrate.file import read_table
+from hvd_adaptive.cli.option_sources import read_config_file
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive"]
 

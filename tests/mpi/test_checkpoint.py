@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hvd_adaptive import Checkpointer, Config, Session
-from hvd_adaptive.train import checkpoint
-from hvd_adaptive.train.checkpoint import find_checkpoints
-from hvd_adaptive.train.trainer import Trainer
-from hvd_adaptive.transport.base import AgreedError
+from hvd_adaptive.comm.protocols import AgreedError
+from hvd_adaptive.state import checkpoint
+from hvd_adaptive.state.checkpoint import find_checkpoints
+from hvd_adaptive.xmc.trainer import Trainer
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive", "train"]
 OPTIONS = [
@@ -142,7 +142,7 @@ import os, signal, sys, torch
 from pathlib import Path
 from torch.utils.data import TensorDataset
 import hvd_adaptive
-from hvd_adaptive.train import checkpoint
+from hvd_adaptive.state import checkpoint
 
 folder, where = Path(sys.argv[1]), sys.argv[2]
 write, commit = checkpoint.write_state, checkpoint.commit

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from hvd_adaptive.comm import connect, horovod_mpi
 from hvd_adaptive.compress import parse_codec
 from hvd_adaptive.compress.feedback import ErrorFeedback
 from hvd_adaptive.exchange.pipeline import run_pipeline
 from hvd_adaptive.exchange.reducers import Job, allreduce, hierarchical, scatter_reduce_allgather
-from hvd_adaptive.transport import connect, horovod_mpi
 
 SPECS = ["none", "fp16", "bf16", "maxmin:8", "maxmin:4", "maxmin:3,nearest", "maxmin:1", "sign", "topk:0.1"]
 BOUNDS = {"maxmin:1": 8.0, "sign": 1.5, "topk:0.1": 1.5, "maxmin:3,nearest": 0.5, "maxmin:4": 0.35}
@@ -86,7 +86,7 @@ def test_layers_larger_than_the_fusion_buffer(num_ranks: int, monkeypatch: pytes
 @pytest.mark.mpi(2)
 def test_real_ranks_give_the_simulated_ranks_bits(num_ranks: int) -> None:
     """Nothing of a result depends on what carried the bytes; residuals too."""
-    from hvd_adaptive.transport.local import LocalWorld
+    from hvd_adaptive.comm.threads import LocalWorld
 
     def body(transport: Any) -> torch.Tensor:
         feedback = ErrorFeedback()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from hvd_adaptive.comm import connect, horovod_mpi
 from hvd_adaptive.compress.policy import TensorInfo, parse_policy
 from hvd_adaptive.exchange.exchange import Exchange
-from hvd_adaptive.transport import connect, horovod_mpi
 
 MODEL = [
     TensorInfo("a.weight", (100, 64)),

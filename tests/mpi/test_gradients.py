@@ -13,9 +13,9 @@ from torch.utils.data import TensorDataset
 
 import hvd_adaptive
 from hvd_adaptive import Config, Session
+from hvd_adaptive.comm import connect, horovod_mpi
+from hvd_adaptive.engine.flat_model import model_hash
 from hvd_adaptive.exchange.gradients import GradientExchange
-from hvd_adaptive.train.flat_model import model_hash
-from hvd_adaptive.transport import connect, horovod_mpi
 
 _generator = torch.Generator().manual_seed(3)
 # All words of a row say its class: four epochs learn it.

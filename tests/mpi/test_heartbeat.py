@@ -19,8 +19,8 @@ RANK = """
 import atexit, os, signal, socket, sys, threading, time
 from mpi4py import MPI
 import numpy as np
-from hvd_adaptive.transport.heartbeat import Heartbeat
-from hvd_adaptive.transport.side_channel import SideChannel
+from hvd_adaptive.comm.heartbeat import Heartbeat
+from hvd_adaptive.comm.side_channel import SideChannel
 
 comm = MPI.COMM_WORLD
 rank, size, limit_s = comm.rank, comm.size, float(os.environ["LIMIT_S"])
@@ -141,7 +141,7 @@ def test_a_rank_that_leaves_early(run_ranks, rank):
 
 def test_ranks_that_wait_for_each_other(run_ranks):
     # Two limits and not ten, so that a longer one takes no longer.
-    patience = "from hvd_adaptive.transport import faults; faults.PATIENT_LIMITS = 2"
+    patience = "from hvd_adaptive.comm import faults; faults.PATIENT_LIMITS = 2"
     behaviour = f"{patience}\nwith beat.waiting(f'stage {{rank}}'): comm.recv(source=1 - rank)"
     result = run_ranks(behaviour, limit_s=5.0)
     assert "all ranks are deadlocked" in result.stderr, result.describe()
@@ -163,8 +163,8 @@ class Rank:
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         from mpi4py import MPI
 
-        from hvd_adaptive.transport.heartbeat import Heartbeat
-        from hvd_adaptive.transport.side_channel import SideChannel
+        from hvd_adaptive.comm.heartbeat import Heartbeat
+        from hvd_adaptive.comm.side_channel import SideChannel
 
         self.comm = comm = MPI.COMM_WORLD.Dup()
         self.rank = comm.rank

@@ -13,8 +13,8 @@ from runs import read_run
 from torch import nn
 
 from hvd_adaptive import Config, Session
-from hvd_adaptive.train.flat_model import model_hash
-from hvd_adaptive.transport.local import LocalTransport
+from hvd_adaptive.comm.threads import LocalTransport
+from hvd_adaptive.engine.flat_model import model_hash
 
 
 class Noisy:

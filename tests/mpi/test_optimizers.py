@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from runs import read_run
 
-from hvd_adaptive.train.optimizers import OPTIMIZERS
+from hvd_adaptive.engine.optimizers import OPTIMIZERS
 
 COMMON = ["--no-calibration", "--batch-size", "16", "--mega-batch", "500", "--eval-rounds", "1", "--hash-interval", "1"]
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hvd_adaptive import Config, Session
-from hvd_adaptive.train.local import LocalStrategy
-from hvd_adaptive.train.records import RoundStats
-from hvd_adaptive.transport import connect
+from hvd_adaptive.comm import connect
+from hvd_adaptive.engine.records import RoundStats
+from hvd_adaptive.strategies.local import LocalStrategy
 
 SIZE = 200_000
 ROUNDS = 4

@@ -26,7 +26,7 @@ if hvd.rank() == 1:
 def test_ranks_under_a_quota_sleep(run_job: Any, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     # Control groups are the host's; what they say is read in one place.
-    quota = "from hvd_adaptive.launch import host\nhost.cpu_quota = lambda groups=None: 1.0\n"
+    quota = "from hvd_adaptive.cluster import host\nhost.cpu_quota = lambda groups=None: 1.0\n"
     (tmp_path / "sitecustomize.py").write_text(quota)
     command = [sys.executable, "-m", "hvd_adaptive", "run", "-np", "2", str(tmp_path / "script.py")]
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])

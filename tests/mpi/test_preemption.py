@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hvd_adaptive import Checkpointer, Config, Session
-from hvd_adaptive.train import checkpoint
-from hvd_adaptive.train.checkpoint import find_checkpoints
-from hvd_adaptive.train.preemption import PREEMPTION
+from hvd_adaptive.state import checkpoint
+from hvd_adaptive.state.checkpoint import find_checkpoints
+from hvd_adaptive.state.preemption import PREEMPTION
 
 NUM_SAMPLES = 400
 CASES: list[dict[str, Any]] = [

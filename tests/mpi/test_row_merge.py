@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from hvd_adaptive import Config
-from hvd_adaptive.train.local import LocalStrategy
-from hvd_adaptive.train.records import RoundStats
-from hvd_adaptive.transport import connect
+from hvd_adaptive.comm import connect
+from hvd_adaptive.engine.records import RoundStats
+from hvd_adaptive.strategies.local import LocalStrategy
 
 NUM_ROWS = 5000
 

@@ -10,7 +10,7 @@ import pytest
 
 RANK = """
 import os, time
-from hvd_adaptive.transport import connect
+from hvd_adaptive.comm import connect
 if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
     time.sleep(1000)
 connect(stall_limit_s=1.0)

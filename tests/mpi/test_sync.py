@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from hvd_adaptive import Config, Session
-from hvd_adaptive.core.dispatch import epoch_order
-from hvd_adaptive.core.shares import integer_shares
-from hvd_adaptive.train.flat_model import model_hash
-from hvd_adaptive.transport import connect
-from hvd_adaptive.transport.base import AgreedError, Transport
+from hvd_adaptive.algorithm.ledger import epoch_order
+from hvd_adaptive.algorithm.shares import integer_shares
+from hvd_adaptive.comm import connect
+from hvd_adaptive.comm.protocols import AgreedError, Transport
+from hvd_adaptive.engine.flat_model import model_hash
 
 GLOBAL_BATCH = 26
 # The last global batch of an epoch has two samples: fewer than ranks.

@@ -20,8 +20,8 @@ from runs import read_run
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hvd_adaptive.transport import horovod_mpi
-from hvd_adaptive.transport.mpi_library import loaded_mpi_libraries
+from hvd_adaptive.comm import horovod_mpi
+from hvd_adaptive.comm.mpi_library import loaded_mpi_libraries
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive"]
 
@@ -70,7 +70,7 @@ def test_scores_are_those_of_one_rank(
 
     from hvd_adaptive.cli.parser import make_parser
     from hvd_adaptive.cli.use_model import evaluate
-    from hvd_adaptive.transport.local import LocalTransport
+    from hvd_adaptive.comm.threads import LocalTransport
 
     train("--epochs", "1", "--batch-size", "16")
     arguments = ["evaluate", str(shared_tmp_path / "run"), "--cache-dir", str(data / "cache")]

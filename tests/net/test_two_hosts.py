@@ -56,7 +56,7 @@ def test_two_hosts_train_and_agree(
 
 RANK = """
 import json, os
-from hvd_adaptive.transport import connect
+from hvd_adaptive.comm import connect
 transport = connect(stall_limit_s=30)
 place = [transport.rank, transport.host, transport.local_rank, transport.local_size, transport.side._address]
 os.write(1, (json.dumps(place) + "\\n").encode())

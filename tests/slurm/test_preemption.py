@@ -83,7 +83,7 @@ OWN_LOOP = """
 import hvd_adaptive
 hvd_adaptive.catch_signals()
 import json, os, sys, time, torch
-from hvd_adaptive.train.preemption import PREEMPTION
+from hvd_adaptive.state.preemption import PREEMPTION
 from torch.utils.data import TensorDataset
 
 folder, *pauses_s = sys.argv[1], *map(float, sys.argv[2].split(","))

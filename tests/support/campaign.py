@@ -29,8 +29,8 @@ from needs import lacks
 from small_disk import small_disk
 from two_hosts import ENVIRONMENT, TwoHosts
 
-from hvd_adaptive.data import cache
-from hvd_adaptive.data.source import resolve
+from hvd_adaptive.xmc.data import cache
+from hvd_adaptive.xmc.data.source import resolve
 
 FAULTS = ("freeze", "full", "pause", "clock", "slow", "kill", "cut")
 PHASES = ("start", "claim", "step", "statistics", "merge", "checkpoint", "evaluation", "end")

@@ -29,32 +29,32 @@ from mutate import WORDS, mutate_bytes, mutate_environment, mutate_json, mutate_
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from hvd_adaptive.cli.option_sources import build_configs, read_config_file, read_environment
 from hvd_adaptive.cli.run import run_config
 from hvd_adaptive.cli.use_model import build_model
+from hvd_adaptive.cluster import binding
+from hvd_adaptive.cluster.hosts import parse_hosts
+from hvd_adaptive.cluster.relaunch import Launcher, launch_command
+from hvd_adaptive.comm.failures import Beat
+from hvd_adaptive.comm.protocols import AgreedError
+from hvd_adaptive.comm.threads import LocalTransport
 from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.compress.policy import parse_policy
 from hvd_adaptive.config import Config
-from hvd_adaptive.data import cache, embedded, xmc
-from hvd_adaptive.data.source import resolve
-from hvd_adaptive.data.sparse import read_names
-from hvd_adaptive.launch import binding
-from hvd_adaptive.launch.hosts import parse_hosts
-from hvd_adaptive.launch.relaunch import Launcher, launch_command
-from hvd_adaptive.option_sources import build_configs, read_config_file, read_environment
+from hvd_adaptive.engine.replay import CLAIMS_FILE, read_recording
 from hvd_adaptive.report.runs import read_runs
 from hvd_adaptive.report.table import summary_table
-from hvd_adaptive.train import checkpoint
-from hvd_adaptive.train.checkpointer import Checkpointer
-from hvd_adaptive.train.model import SparseMLP
-from hvd_adaptive.train.replay import CLAIMS_FILE, read_recording
-from hvd_adaptive.train.run_directory import BEST_MODEL, RunDirectory, load_model
-from hvd_adaptive.train.session import Session
-from hvd_adaptive.train.state import unflatten_state
-from hvd_adaptive.train_config import TrainConfig
-from hvd_adaptive.transport.base import AgreedError
-from hvd_adaptive.transport.faults import Beat
-from hvd_adaptive.transport.local import LocalTransport
+from hvd_adaptive.session.checkpointer import Checkpointer
+from hvd_adaptive.session.session import Session
+from hvd_adaptive.state import checkpoint
+from hvd_adaptive.state.nested import unflatten_state
 from hvd_adaptive.validation import parse_slowdown
+from hvd_adaptive.xmc.data import cache, embedded, reader
+from hvd_adaptive.xmc.data.source import resolve
+from hvd_adaptive.xmc.data.sparse import read_names
+from hvd_adaptive.xmc.run_directory import BEST_MODEL, RunDirectory, load_model
+from hvd_adaptive.xmc.sparse_mlp import SparseMLP
+from hvd_adaptive.xmc.train_config import TrainConfig
 
 CASE_LIMIT_S = 10
 _MORE_BYTES = 3 << 30
@@ -359,8 +359,8 @@ class _Readers:
     def _read_data(self, data: bytes, random: Random) -> object:
         path = self._folder / "mutated_train.txt"
         path.write_bytes(data)
-        xmc.read_shape(path)
-        return list(xmc.read_chunks(path, block_bytes=random.choice((16, 64, 1 << 20))))
+        reader.read_shape(path)
+        return list(reader.read_chunks(path, block_bytes=random.choice((16, 64, 1 << 20))))
 
     def names(self, random: Random) -> object:
         path = self._folder / "names.txt"

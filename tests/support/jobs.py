@@ -16,7 +16,7 @@ from types import FrameType
 
 from zygote import STARTUP, ZYGOTE_SOCKET, Zygote
 
-from hvd_adaptive.launch.relaunch import find_launcher, launch_command
+from hvd_adaptive.cluster.relaunch import find_launcher, launch_command
 
 _JOB = "HVD_TEST_JOB"  # set in every process of a job, so that all of them can be found
 GRACE_S = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hvd_adaptive.train.replay import read_recording
+from hvd_adaptive.engine.replay import read_recording
 
 
 def check_ledger(run: Path, *, dataset_size: int, num_epochs: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 from mpi_world import REPORTS, SHARED, SOCKET, WORLD, node_name
 from rank_state import RankState
 
-from hvd_adaptive.launch.binding import read_launcher
+from hvd_adaptive.cluster.binding import read_launcher
 
 
 class RankPlugin:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from hvd_adaptive.kernels import cuda, reference
-from hvd_adaptive.kernels.reference import maxmin_bytes, mix_key, sign_bytes
+from hvd_adaptive.compress.kernels import cuda, reference
+from hvd_adaptive.compress.kernels.reference import maxmin_bytes, mix_key, sign_bytes
 
 PART, DEVICE = sys.argv[1:]
 SIZES = ((8, (1, 9, 20)), (24, (23, 60)), (512, (511, 2000)), (4096, (4500,)))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvd_adaptive.launch.relaunch import find_launcher
+from hvd_adaptive.cluster.relaunch import find_launcher
 
 NAMES = ("alpha", "beta")
 NETWORK = "10.77.0"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hvd_adaptive.wrap.options import RunConfig
+from hvd_adaptive.wrap.run_options import RunConfig
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "wrap" / "scripts"
 

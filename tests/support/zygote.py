@@ -30,7 +30,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvd_adaptive.launch.relaunch import find_launcher, launch_command
+from hvd_adaptive.cluster.relaunch import find_launcher, launch_command
 
 STARTUP = Path(__file__).resolve().parent / "startup"
 ZYGOTE_SOCKET = "HVD_TEST_ZYGOTE"  # as in startup/stub.py
@@ -217,7 +217,7 @@ def _difference(request: Any, own: Any) -> str:
 
 
 def _import_all(ancestors: dict[int, int]) -> None:
-    from hvd_adaptive.transport import launcher_end
+    from hvd_adaptive.comm import launcher_end
 
     find = launcher_end.find_launcher_process
 

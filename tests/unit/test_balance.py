@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adaptive.core.balance import (
+from hvd_adaptive.algorithm.batch_sizes import (
     BATCH_SIZE_RULES,
     LR_RULES,
     lr_multiplier,

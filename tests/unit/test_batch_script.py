@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hvd_adaptive.cli.main import main
-from hvd_adaptive.launch.batch_script import BatchScript, Component, render, scripts_to_copy
+from hvd_adaptive.cluster.batch_script import BatchScript, Component, render, scripts_to_copy
 
 FOLDER = Path(__file__).parents[2] / "slurm"
 LIMIT_S = 120
@@ -22,7 +22,7 @@ LIMIT_S = 120
 
 def test_the_scripts_to_copy_are_what_is_rendered() -> None:
     texts = {path.name: path.read_text() for path in FOLDER.glob("*.sbatch")}
-    assert texts == scripts_to_copy(), "write scripts_to_copy() of hvd_adaptive/launch/batch_script.py to slurm/"
+    assert texts == scripts_to_copy(), "write scripts_to_copy() of hvd_adaptive/cluster/batch_script.py to slurm/"
 
 
 NASTY = ["it's", 'say "hi"', "$(touch FLAG)", "`touch FLAG`", "a b", "*", "~", "; touch FLAG", "\\", "-x", "é", "#", "$HOME", ""]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset, default_collate
 
-from hvd_adaptive.train.batches import Batch, BatchSource
+from hvd_adaptive.engine.batches import Batch, BatchSource
 
 
 class Samples:

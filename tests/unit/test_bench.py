@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hvd_adaptive.bench.codecs import Speed, break_even_mbit, errors
 from hvd_adaptive.cli.bench import uses_groups
 from hvd_adaptive.cli.main import main
 from hvd_adaptive.cli.parser import make_parser
 from hvd_adaptive.compress import parse_codec
+from hvd_adaptive.doctor.codec_speed import Speed, break_even_mbit, errors
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adaptive.launch.binding import (
+from hvd_adaptive.cluster.binding import (
     DevicePlace,
     LauncherInfo,
     check_srun,
@@ -22,7 +22,7 @@ from hvd_adaptive.launch.binding import (
     shared_devices,
     starts_alone,
 )
-from hvd_adaptive.launch.host import own_cores
+from hvd_adaptive.cluster.host import own_cores
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -287,14 +287,14 @@ def test_waiting_ranks_yield_only_when_there_are_too_many():
 
 def test_cores_of_ranks_that_are_bound_to_some_each():
     own = own_cores()
-    code = "import os, sys; from hvd_adaptive.launch.host import cores_of_ranks; {} print(cores_of_ranks(2))"
+    code = "import os, sys; from hvd_adaptive.cluster.host import cores_of_ranks; {} print(cores_of_ranks(2))"
     for bind, cores in (("", len(own)), (f"os.sched_setaffinity(0, [{own[0]}]);", min(2, len(own)))):
         found = subprocess.run([sys.executable, "-c", code.format(bind)], capture_output=True, text=True, check=True)
         assert int(found.stdout) == cores, bind
 
 
 def test_binding_imports_no_mpi():
-    code = "import sys, hvd_adaptive.launch.binding as _; "
+    code = "import sys, hvd_adaptive.cluster.binding as _; "
     code += "assert not {'mpi4py', 'horovod', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 

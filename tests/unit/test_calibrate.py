@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adaptive.calibration_file import Calibration, read_table, to_toml, write_file
+from hvd_adaptive.algorithm.speed_model import fit_line
+from hvd_adaptive.calibrate.file import Calibration, read_table, to_toml, write_file
+from hvd_adaptive.calibrate.memory_ceiling import largest_by_growth
+from hvd_adaptive.calibrate.recommend import predict, recommend_batches, recommend_mega_batch
 from hvd_adaptive.cli.calibrate_options import check_calibrate
+from hvd_adaptive.cli.option_sources import build_configs, read_config_file, with_config_file
 from hvd_adaptive.cli.run import run_config
 from hvd_adaptive.config import Config
-from hvd_adaptive.core.recommend import predict, recommend_batches, recommend_mega_batch
-from hvd_adaptive.core.speed_model import fit_line
-from hvd_adaptive.option_sources import build_configs, read_config_file, with_config_file
-from hvd_adaptive.train.memory_ceiling import largest_by_growth
-from hvd_adaptive.wrap.options import RunConfig
+from hvd_adaptive.wrap.run_options import RunConfig
 
 RANK: dict[str, Any] = {
     "host": "alpha", "device": "cpu", "threads": 1, "fixed_s": 1e-3, "per_work_s": 1e-4, "fit_error": 0.01, "jitter": 0.02,

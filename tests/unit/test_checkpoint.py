@@ -23,16 +23,17 @@ from small_disk import small_disk
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from hvd_adaptive.comm.protocols import AgreedError
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
-from hvd_adaptive.train import checkpoint, checkpointer, session_state
-from hvd_adaptive.train.checkpointer import Checkpointer, Counts
-from hvd_adaptive.train.flat_model import model_hash
-from hvd_adaptive.train.random_state import seeded_random_state
-from hvd_adaptive.train.run_directory import RunDirectory
-from hvd_adaptive.train.session import Session
-from hvd_adaptive.train.state import flatten_state
-from hvd_adaptive.transport.base import AgreedError
-from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+from hvd_adaptive.engine.flat_model import model_hash
+from hvd_adaptive.session import checkpointer, session_state
+from hvd_adaptive.session.checkpointer import Checkpointer, Counts
+from hvd_adaptive.session.session import Session
+from hvd_adaptive.state import checkpoint
+from hvd_adaptive.state.nested import flatten_state
+from hvd_adaptive.state.random_state import seeded_random_state
+from hvd_adaptive.xmc.run_directory import RunDirectory
 
 NUM_SAMPLES = 300
 X = torch.randn(NUM_SAMPLES, 6, generator=torch.Generator().manual_seed(0))

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_adaptive.core.dispatch import ClaimRule
-from hvd_adaptive.train.claims import Claim, SharedCursor
-from hvd_adaptive.transport.in_process_store import InProcessStore
+from hvd_adaptive.algorithm.ledger import ClaimRule
+from hvd_adaptive.comm.in_process_store import InProcessStore
+from hvd_adaptive.engine.claims import Claim, SharedCursor
 
 
 class Interleaved(InProcessStore):

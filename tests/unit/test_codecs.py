@@ -7,7 +7,7 @@ import torch
 
 from hvd_adaptive.compress import decode, encode, parse_codec
 from hvd_adaptive.compress.feedback import ErrorFeedback
-from hvd_adaptive.kernels.reference import mix_key
+from hvd_adaptive.compress.kernels.reference import mix_key
 
 SPECS = [
     "none", "fp16", "bf16", *(f"maxmin:{bits}" for bits in range(1, 9)), "maxmin:4,bucket=1024,nearest",

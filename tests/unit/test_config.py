@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from hvd_adaptive.cli.option_sources import build_configs, read_config_file, read_environment
 from hvd_adaptive.config import Config
-from hvd_adaptive.option_sources import build_configs, read_config_file, read_environment
-from hvd_adaptive.train_config import TrainConfig
 from hvd_adaptive.validation import parse_slowdown
+from hvd_adaptive.xmc.train_config import TrainConfig
 
 
 @pytest.mark.parametrize(

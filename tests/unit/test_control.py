@@ -21,14 +21,14 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from hvd_adaptive.algorithm.batch_sizes import speed_shares
+from hvd_adaptive.algorithm.ledger import epoch_order, own_parts
+from hvd_adaptive.algorithm.round_control import RoundControl
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
-from hvd_adaptive.core.balance import speed_shares
-from hvd_adaptive.core.dispatch import epoch_order, own_parts
-from hvd_adaptive.core.round_control import RoundControl
-from hvd_adaptive.train.memory import cut, even_sizes, is_out_of_memory
-from hvd_adaptive.train.records import FIELDS, GatheredStats, RoundRecord
-from hvd_adaptive.train.session import Session
-from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+from hvd_adaptive.engine.out_of_memory import cut, even_sizes, is_out_of_memory
+from hvd_adaptive.engine.records import FIELDS, GatheredStats, RoundRecord
+from hvd_adaptive.session.session import Session
 
 NUM_SAMPLES = 600
 X = torch.randn(NUM_SAMPLES, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -274,7 +274,7 @@ REAL = """
 import resource, torch
 from torch import nn
 from hvd_adaptive import Config, Session
-from hvd_adaptive.transport.local import LocalTransport
+from hvd_adaptive.comm.threads import LocalTransport
 
 class Rows:
     def __len__(self): return 4096

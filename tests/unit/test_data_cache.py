@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hvd_adaptive.data import (
+from hvd_adaptive.xmc.data import (
     DataSource,
     SparseDataset,
     SparseRows,
@@ -167,7 +167,7 @@ def test_names(tmp_path: Path) -> None:
 def test_errors_leave_no_cache(tmp_path: Path) -> None:
     source = write_source(tmp_path)
     with pytest.raises(
-        RuntimeError, match=r"no usable cache of toy .*not built.*call hvd_adaptive.data.build"
+        RuntimeError, match=r"no usable cache of toy .*not built.*call hvd_adaptive.xmc.data.build"
     ):
         open_splits(source, tmp_path / "cache")
     (tmp_path / "toy_train.txt").write_text("1 30 10\n1 1:nan\n")
@@ -269,8 +269,8 @@ def build_and_report(source: DataSource, cache_dir: Path, barrier, results) -> N
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hvd_adaptive.data").addHandler(handler)
-    logging.getLogger("hvd_adaptive.data").setLevel(logging.INFO)
+    logging.getLogger("hvd_adaptive.xmc.data").addHandler(handler)
+    logging.getLogger("hvd_adaptive.xmc.data").setLevel(logging.INFO)
     barrier.wait(120)
     build(source, cache_dir)
     train, _ = open_splits(source, cache_dir)
@@ -282,7 +282,7 @@ def build_and_report(source: DataSource, cache_dir: Path, barrier, results) -> N
 def test_of_three_processes_one_builds(tmp_path: Path) -> None:
     source = write_source(tmp_path, num_rows=3000)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hvd_adaptive.data"])
+    context.set_forkserver_preload(["hvd_adaptive.xmc.data"])
     barrier, results = context.Barrier(3), context.Queue()
     arguments = (source, tmp_path / "cache", barrier, results)
     processes = [context.Process(target=build_and_report, args=arguments) for _ in range(3)]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_adaptive.data import SparseDataset, build, embedded, open_splits, resolve
+from hvd_adaptive.xmc.data import SparseDataset, build, embedded, open_splits, resolve
 
 id_lists = st.lists(
     st.lists(st.integers(0, 65535), unique=True, max_size=20).map(sorted), min_size=1, max_size=20

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_adaptive.data import resolve
+from hvd_adaptive.xmc.data import resolve
 
 
 def touch(folder: Path, *names: str) -> None:

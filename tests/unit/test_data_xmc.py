@@ -11,15 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hvd_adaptive.data import lines, xmc
+from hvd_adaptive.xmc.data import lines, reader
 
 VALID = b"4 10 5\n0,3 1:0.5 4:2\n 2:1e-3\n4\n1 0:1 9:-7.25\n"
 
 
-def read(path: Path, block_bytes: int = xmc.BLOCK_BYTES) -> list[tuple[list[int], dict[int, float]]]:
+def read(path: Path, block_bytes: int = reader.BLOCK_BYTES) -> list[tuple[list[int], dict[int, float]]]:
     """Read a file as rows of plain Python objects, through the public functions."""
     rows = []
-    for chunk in xmc.read_chunks(path, block_bytes=block_bytes):
+    for chunk in reader.read_chunks(path, block_bytes=block_bytes):
         x_ends, y_ends = np.cumsum(chunk.x_lengths), np.cumsum(chunk.y_lengths)
         for x_end, x_length, y_end, y_length in zip(
             x_ends, chunk.x_lengths, y_ends, chunk.y_lengths, strict=True
@@ -46,7 +46,7 @@ def write(tmp_path: Path, content: bytes) -> Path:
 
 def test_valid_file(tmp_path: Path) -> None:
     path = write(tmp_path, VALID)
-    assert xmc.read_shape(path) == (4, 10, 5)
+    assert reader.read_shape(path) == (4, 10, 5)
     assert read(path) == [
         ([0, 3], {1: 0.5, 4: 2.0}),
         ([], {2: np.float32(1e-3)}),
@@ -208,14 +208,14 @@ def odd_lines(draw: st.DrawFn) -> bytes:
 @given(line=odd_lines())
 def test_both_readers_agree(line: bytes) -> None:
     """Whatever the fast reader takes, the defining one takes, with the same result."""
-    shape = xmc.SplitShape(1, 4, 4)
-    if xmc._is_suspicious(line + b"\n"):
+    shape = reader.SplitShape(1, 4, 4)
+    if reader._is_suspicious(line + b"\n"):
         return
     block = lines.Block(line + b"\n", 2, 1)
-    chunk = xmc._parse_fast(block, shape) or xmc._parse_fast(xmc._with_sorted_features(block), shape)
+    chunk = reader._parse_fast(block, shape) or reader._parse_fast(reader._with_sorted_features(block), shape)
     if chunk is None:
         return
-    labels, features = xmc._parse_line(line.removesuffix(b"\r"), shape)
+    labels, features = reader._parse_line(line.removesuffix(b"\r"), shape)
     assert chunk.y_indices.tolist() == labels
     assert chunk.x_indices.tolist() == list(features)
     assert chunk.x_values.tolist() == list(features.values())
@@ -253,7 +253,7 @@ def test_mutated_files_are_read_or_refused_with_a_line(tmp_path: Path) -> None:
             except ValueError as error:
                 refusals.append(str(error))
             else:
-                assert num_rows == xmc.read_shape(path).num_samples
+                assert num_rows == reader.read_shape(path).num_samples
                 num_read += 1
     assert num_read > 30
     assert len(refusals) > 100

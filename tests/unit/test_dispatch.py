@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adaptive.core.dispatch import Ledger, MegaBatch, claim_size, epoch_order, round_size
+from hvd_adaptive.algorithm.ledger import Ledger, MegaBatch, claim_size, epoch_order, round_size
 
 
 @given(size=st.integers(1, 500), seed=st.integers(0, 100), epoch=st.integers(0, 5))

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvd_adaptive.comm.protocols import AgreedError
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
-from hvd_adaptive.train.local import LocalStrategy
-from hvd_adaptive.train.optimizer_state import with_defaults
-from hvd_adaptive.train.optimizers import RowwiseAdagrad, slice_dim
-from hvd_adaptive.train.records import RoundStats
-from hvd_adaptive.transport.base import AgreedError
-from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+from hvd_adaptive.engine.optimizer_state import with_defaults
+from hvd_adaptive.engine.optimizers import RowwiseAdagrad, slice_dim
+from hvd_adaptive.engine.records import RoundStats
+from hvd_adaptive.strategies.local import LocalStrategy
 
 OPTIMIZERS = [RowwiseAdagrad, torch.optim.Adagrad]
 DUAL = Config(merge_weights="dual-averaging")

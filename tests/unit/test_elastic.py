@@ -12,16 +12,24 @@ from typing import Any
 
 import pytest
 
+from hvd_adaptive.algorithm.world_scale import lr_factor, scaled_config
 from hvd_adaptive.cli.main import main
+from hvd_adaptive.cli.option_sources import read_environment
 from hvd_adaptive.cli.run import run_config
+from hvd_adaptive.cluster import hosts
+from hvd_adaptive.cluster import supervisor as elastic
+from hvd_adaptive.cluster.blame import blame, is_first_sign, same_host
+from hvd_adaptive.cluster.hosts import (
+    Backoff,
+    assign,
+    parse_hosts,
+    run_script,
+    slurm_environment,
+    slurm_hosts,
+)
+from hvd_adaptive.cluster.supervisor import Elastic
 from hvd_adaptive.config import Config
-from hvd_adaptive.core.world_scale import lr_factor, scaled_config
-from hvd_adaptive.launch import elastic, hosts
-from hvd_adaptive.launch.blame import blame, is_first_sign, same_host
-from hvd_adaptive.launch.elastic import Elastic
-from hvd_adaptive.launch.hosts import Backoff, assign, parse_hosts, run_script, slurm_environment, slurm_hosts
-from hvd_adaptive.option_sources import read_environment
-from hvd_adaptive.wrap.options import RunConfig
+from hvd_adaptive.wrap.run_options import RunConfig
 
 SCRIPT = str(Path(__file__).parents[1] / "wrap" / "scripts" / "elastic.py")
 

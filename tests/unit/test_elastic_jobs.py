@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hvd_adaptive.launch.elastic_jobs import EVENT, Launch, ScriptJob
-from hvd_adaptive.launch.last_checkpoint import commit_name, newest_checkpoint, newest_commit, number_of
-from hvd_adaptive.launch.output import Lines
+from hvd_adaptive.cluster.elastic_jobs import EVENT, Launch, ScriptJob
+from hvd_adaptive.cluster.last_checkpoint import commit_name, newest_checkpoint, newest_commit, number_of
+from hvd_adaptive.cluster.output import Lines
 
 
 def event(name: str, **content: Any) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from hvd_adaptive.comm.protocols import AgreedError
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.compress.policy import TensorInfo, parse_policy
 from hvd_adaptive.exchange.exchange import Exchange
-from hvd_adaptive.transport.base import AgreedError
-from hvd_adaptive.transport.local import LocalTransport, LocalWorld
 
 MODEL = [
     TensorInfo("a.weight", (100, 64)),

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hvd_adaptive.transport.faults import Beat, Fault, Sighting, describe, find_fault, process_state
+from hvd_adaptive.comm.failures import Beat, Fault, Sighting, describe, find_fault, process_state
 
 
 def make_beat(phase="working", phase_s=0.0, what="batch 3"):
@@ -96,7 +96,7 @@ def test_process_state():
 
 WORKERS = """
 import os, subprocess
-from hvd_adaptive.transport.horovod_mpi import _dead_worker
+from hvd_adaptive.comm.horovod_mpi import _dead_worker
 well, worker = subprocess.Popen(["true"]), subprocess.Popen(["sleep", "60"])
 if KILL:
     worker.kill()

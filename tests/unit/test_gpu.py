@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.compress.codec import compile_kernels
 from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.config import Config
-from hvd_adaptive.train.flat_model import model_hash
-from hvd_adaptive.train.session import Session
-from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+from hvd_adaptive.engine.flat_model import model_hash
+from hvd_adaptive.session.session import Session
 
 pytestmark = pytest.mark.gpu
 

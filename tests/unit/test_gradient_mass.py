@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
-from hvd_adaptive.train.gradient_mass import GradientMass
-from hvd_adaptive.train.local import LocalStrategy
-from hvd_adaptive.train.optimizers import RowwiseAdagrad, slice_dim, slice_squares
-from hvd_adaptive.train.records import RoundStats
-from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+from hvd_adaptive.engine.gradient_mass import GradientMass
+from hvd_adaptive.engine.optimizers import RowwiseAdagrad, slice_dim, slice_squares
+from hvd_adaptive.engine.records import RoundStats
+from hvd_adaptive.strategies.local import LocalStrategy
 
 RULES = ["fisher-rows", "fisher"]
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from hvd_adaptive.algorithm.shares import integer_shares
+from hvd_adaptive.comm.protocols import AgreedError
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
-from hvd_adaptive.core.shares import integer_shares
+from hvd_adaptive.engine.flat_model import model_hash
 from hvd_adaptive.exchange.gradients import GradientExchange
-from hvd_adaptive.train.flat_model import model_hash
-from hvd_adaptive.train.session import Session
-from hvd_adaptive.transport.base import AgreedError
-from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+from hvd_adaptive.session.session import Session
 
 GLOBAL_BATCH = 26
 NUM_SAMPLES = 5 * GLOBAL_BATCH + 2

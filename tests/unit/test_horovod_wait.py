@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hvd_adaptive.transport.horovod_wait import wait_asleep, waits_asleep
+from hvd_adaptive.comm.horovod_wait import wait_asleep, waits_asleep
 
 
 class Library:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_adaptive.kernels import dispatch, reference
-from hvd_adaptive.kernels.reference import maxmin_bytes, mix_key, sign_bytes, uniform
+from hvd_adaptive.compress.kernels import dispatch, reference
+from hvd_adaptive.compress.kernels.reference import maxmin_bytes, mix_key, sign_bytes, uniform
 
 SIZES = (1, 7, 8, 9, 511, 512, 513, 5000)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_adaptive.transport.launcher_end import LauncherProcess, end_later, find_launcher_process
+from hvd_adaptive.comm.launcher_end import LauncherProcess, end_later, find_launcher_process
 
 
 def make_proc(folder: Path, *names: str) -> int:
@@ -59,8 +59,8 @@ def test_a_launcher_is_ended_after_its_grace(launcher: str, code: int) -> None:
 
 RANK = """
 import functools, sys, time
-import hvd_adaptive.transport
-module = sys.modules["hvd_adaptive.transport.start_watch"]
+import hvd_adaptive.comm
+module = sys.modules["hvd_adaptive.comm.start_watch"]
 module.end_command = functools.partial(module.end_command, grace_s=0)
 with module.start_watch(0, stall_limit_s=0.1) as met:
     HOSTS and met(HOSTS)

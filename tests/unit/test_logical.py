@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from hvd_adaptive.comm.protocols import AgreedError
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
-from hvd_adaptive.train.flat_model import model_hash
-from hvd_adaptive.train.random_state import random_state, seeded_random_state, set_random_state
-from hvd_adaptive.train.session import Session
-from hvd_adaptive.transport.base import AgreedError
-from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+from hvd_adaptive.engine.flat_model import model_hash
+from hvd_adaptive.session.session import Session
+from hvd_adaptive.state.random_state import random_state, seeded_random_state, set_random_state
 
 _generator = torch.Generator().manual_seed(0)
 X = torch.randn(500, 6, generator=_generator)

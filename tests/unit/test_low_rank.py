@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.compress import encode, parse_codec
 from hvd_adaptive.compress.policy import TensorInfo, parse_policy
 from hvd_adaptive.exchange.exchange import Exchange
-from hvd_adaptive.transport.local import LocalTransport, LocalWorld
 
 MODEL = [TensorInfo("a", (60, 40)), TensorInfo("conv", (16, 8, 3, 3)), TensorInfo("b", (30, 70)), TensorInfo("bias", (30,))]
 NUM = sum(tensor.size for tensor in MODEL)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adaptive.core.merge_period import MERGE_PERIODS, MergePeriod
+from hvd_adaptive.algorithm.merge_period import MERGE_PERIODS, MergePeriod
 
 
 def run(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hvd_adaptive.core import metrics
+from hvd_adaptive.xmc import metrics
 
 KS = (1, 3, 5)
 scores = st.sampled_from([-math.inf, -2.0, -0.0, 0.0, 0.5, 1.0, math.inf, math.nan])

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hvd_adaptive.train import model as model_module
-from hvd_adaptive.train.model import SparseMLP, multilabel_softmax_loss
+from hvd_adaptive.xmc import sparse_mlp as model_module
+from hvd_adaptive.xmc.sparse_mlp import SparseMLP, multilabel_softmax_loss
 
 
 class Rows(NamedTuple):

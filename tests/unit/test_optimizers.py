@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvd_adaptive.train.optimizers import OPTIMIZERS, LazyAdam, LazyMomentum, RowwiseAdagrad, make_optimizer
+from hvd_adaptive.engine.optimizers import OPTIMIZERS, LazyAdam, LazyMomentum, RowwiseAdagrad, make_optimizer
 
 
 def gradients(count: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvd_adaptive.core.outer import OuterStep
+from hvd_adaptive.algorithm.outer_step import OuterStep
 
 
 @pytest.mark.parametrize("size", [0, 5, 200_001])

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from hvd_adaptive.launch import host, patience
-from hvd_adaptive.launch.binding import LauncherInfo, read_launcher
-from hvd_adaptive.launch.device import compute_threads
+from hvd_adaptive.cluster import host, patience
+from hvd_adaptive.cluster.binding import LauncherInfo, read_launcher
+from hvd_adaptive.cluster.device import compute_threads
 
 TWO = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"} | {
     f"OMPI_COMM_WORLD_{name}": "0" for name in ("RANK", "LOCAL_RANK")

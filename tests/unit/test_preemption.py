@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
-from hvd_adaptive.train.claims import SharedCursor, StepFrontier
-from hvd_adaptive.train.preemption import PREEMPTION, Preemption
-from hvd_adaptive.train.session import Session
-from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+from hvd_adaptive.engine.claims import SharedCursor, StepFrontier
+from hvd_adaptive.session.session import Session
+from hvd_adaptive.state.preemption import PREEMPTION, Preemption
 
 NUM_SAMPLES = 300
 X = torch.randn(NUM_SAMPLES, 6, generator=torch.Generator().manual_seed(0))
@@ -238,7 +238,7 @@ def test_a_parent_ends_its_child(caught: Preemption) -> None:
 
 
 WORKERS = """
-from hvd_adaptive.train.preemption import PREEMPTION, catch_signals
+from hvd_adaptive.state.preemption import PREEMPTION, catch_signals
 catch_signals()
 import multiprocessing, os, sys, time
 
@@ -284,7 +284,7 @@ def test_workers_with_an_interpreter_of_their_own(method: str, number: signal.Si
 
 SCRIPT = """
 import sys, threading, time
-from hvd_adaptive.train.preemption import PREEMPTION, catch_signals
+from hvd_adaptive.state.preemption import PREEMPTION, catch_signals
 PREEMPTION.drain_limit_s = float(sys.argv[1])
 catch_signals()
 
@@ -328,7 +328,7 @@ def test_nothing_outlasts_the_limit_or_a_second_signal(drain_limit_s: float, sig
 
 ENDING = """
 import ctypes, sys
-from hvd_adaptive.train.preemption import catch_signals
+from hvd_adaptive.state.preemption import catch_signals
 catch_signals()
 # As MPI's end, which comes when Python is gone.
 libc = ctypes.CDLL(None)

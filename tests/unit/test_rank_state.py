@@ -19,7 +19,7 @@ import torch
 from rank_state import RankState
 from torch.utils.data import DataLoader
 
-from hvd_adaptive.launch import binding
+from hvd_adaptive.cluster import binding
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def set_up_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("leave", "message"),
     [
-        (replace, "replaced: hvd_adaptive.launch.binding.read_launcher"),
+        (replace, "replaced: hvd_adaptive.cluster.binding.read_launcher"),
         (replace_method, "replaced: torch.utils.data.dataloader.DataLoader.__iter__"),
         (run_thread, "threads run: ['forgotten']"),
         (run_process, "sleep"),

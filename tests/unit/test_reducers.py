@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.compress import parse_codec
 from hvd_adaptive.compress.feedback import ErrorFeedback
 from hvd_adaptive.exchange.pipeline import UnderWay, run_pipeline
 from hvd_adaptive.exchange.plan import chunks, pieces
 from hvd_adaptive.exchange.reducers import Job, allreduce, hierarchical, scatter_reduce_allgather
-from hvd_adaptive.transport.local import LocalTransport, LocalWorld
 
 SPECS = ["none", "fp16", "bf16", "maxmin:8", "maxmin:4", "maxmin:3,nearest", "maxmin:1", "sign", "topk:0.1"]
 BOUNDS = {"maxmin:1": 8.0, "sign": 1.5, "topk:0.1": 1.5, "maxmin:3,nearest": 0.5, "maxmin:4": 0.35}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import terminal
 
-from hvd_adaptive.launch.relaunch import Launcher, find_launcher, launch_command, recognize
+from hvd_adaptive.cluster.relaunch import Launcher, find_launcher, launch_command, recognize
 
 VERSIONS = {
     "openmpi4": "mpirun (Open MPI) 4.1.8\n\nReport bugs to",
@@ -131,7 +131,7 @@ sys.exit(int(sys.argv[1]))
 PARENT = """
 import importlib, sys
 sys.path.insert(0, {real!r})
-from hvd_adaptive.launch.relaunch import relaunch
+from hvd_adaptive.cluster.relaunch import relaunch
 sys.exit(relaunch(2, sys.argv[1:]))
 """
 
@@ -214,7 +214,7 @@ THREADED = """
 import os, signal, sys
 sys.path.insert(0, {real!r})
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
-from hvd_adaptive.launch.relaunch import start
+from hvd_adaptive.cluster.relaunch import start
 import subprocess
 popen, seen = subprocess.Popen, []
 subprocess.Popen = lambda *args, **options: seen.append(options) or popen(*args, **options)

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+from hvd_adaptive.comm.protocols import AgreedError
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
-from hvd_adaptive.train.flat_model import model_hash
-from hvd_adaptive.train.replay import RecordingFile
-from hvd_adaptive.train.session import Session
-from hvd_adaptive.transport.base import AgreedError
-from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+from hvd_adaptive.engine.flat_model import model_hash
+from hvd_adaptive.engine.replay import RecordingFile
+from hvd_adaptive.session.session import Session
 
 X = torch.randn(500, 6, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, (X.sum(dim=1) > 0).long())
@@ -145,7 +145,7 @@ def test_batch_sizes_and_rounds_come_from_the_recording(
     file = tmp_path / "claims.jsonl"
     with monkeypatch.context() as patch:
         patch.setattr(
-            "hvd_adaptive.train.session.round_size",
+            "hvd_adaptive.session.session.round_size",
             lambda cursor, *, dataset_size, mega_batch, unit: min(70 + cursor // 2, dataset_size - cursor),
         )
         first = LocalWorld(3).run(lambda t: train(t, file=file, before=rebalance, record=True))[0]

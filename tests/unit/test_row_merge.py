@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvd_adaptive.algorithm.row_choice import RowChoice
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
-from hvd_adaptive.core.row_choice import RowChoice
-from hvd_adaptive.train.local import LocalStrategy
-from hvd_adaptive.train.records import RoundStats
-from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+from hvd_adaptive.engine.records import RoundStats
+from hvd_adaptive.strategies.local import LocalStrategy
 
 NUM_ROWS = 400
 ROUNDS = 6

@@ -12,7 +12,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 UNPICKLING = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "yaml"}
 # mpi4py's methods of these names pickle; only ranks of the job are at the other end, which run the same program anyway.
 PICKLED_BY_MPI = {"allgather", "alltoall", "bcast", "gather", "scatter", "send", "recv", "sendrecv", "allreduce", "reduce"}
-MAY_USE_MPI = {"transport", "wrap"}
+MAY_USE_MPI = {"comm", "wrap"}
 
 
 def calls(tree: ast.AST) -> list[tuple[str, ast.Call]]:

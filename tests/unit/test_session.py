@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from hvd_adaptive.algorithm.ledger import epoch_order
+from hvd_adaptive.comm.protocols import AgreedError
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
-from hvd_adaptive.core.dispatch import epoch_order
-from hvd_adaptive.train.flat_model import model_hash
-from hvd_adaptive.train.local import LocalStrategy
-from hvd_adaptive.train.optimizer_state import average_, reset_
-from hvd_adaptive.train.session import Session
-from hvd_adaptive.transport.base import AgreedError
-from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+from hvd_adaptive.engine.flat_model import model_hash
+from hvd_adaptive.engine.optimizer_state import average_, reset_
+from hvd_adaptive.session.session import Session
+from hvd_adaptive.strategies.local import LocalStrategy
 
 NUM_SAMPLES = 500
 _generator = torch.Generator().manual_seed(0)

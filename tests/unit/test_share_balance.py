@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvd_adaptive.algorithm.share_balance import Jitter, ShareBalance, StepWindow
+from hvd_adaptive.algorithm.share_control import ShareControl
+from hvd_adaptive.algorithm.speed_model import SpeedModel
 from hvd_adaptive.config import Config
-from hvd_adaptive.core.share_balance import Jitter, ShareBalance, StepWindow
-from hvd_adaptive.core.share_control import ShareControl
-from hvd_adaptive.core.speed_model import SpeedModel
 
 BATCH = 256
 SLOWDOWN = np.array([8.0, 8, 4, 2])

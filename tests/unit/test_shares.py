@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from hvd_adaptive.core.shares import cut_round, integer_shares, stub_shares
+from hvd_adaptive.algorithm.shares import cut_round, integer_shares, stub_shares
 
 
 def random_cases(count: int) -> list[tuple[list[float], int, int, list[int] | None]]:

@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hvd_adaptive.transport import side_channel
-from hvd_adaptive.transport.address_filter import admit_only, program
-from hvd_adaptive.transport.heartbeat import Heartbeat
-from hvd_adaptive.transport.seal import UnsealedError
-from hvd_adaptive.transport.side_channel import SideChannel
-from hvd_adaptive.transport.store_address import PROBE_S, find_server, own_addresses, serve
+from hvd_adaptive.comm import side_channel
+from hvd_adaptive.comm.address_filter import admit_only, program
+from hvd_adaptive.comm.heartbeat import Heartbeat
+from hvd_adaptive.comm.seal import UnsealedError
+from hvd_adaptive.comm.side_channel import SideChannel
+from hvd_adaptive.comm.store_address import PROBE_S, find_server, own_addresses, serve
 
 # After so long nobody has answered: the kernel asks again only after a second.
 DROPPED_S = 0.5
@@ -233,11 +233,11 @@ def test_using_it_after_close(make_ranks):
 RANK = """
 import os, sys, time
 from mpi4py import MPI
-from hvd_adaptive.transport import side_channel
-from hvd_adaptive.transport.address_filter import admit_only, program
-from hvd_adaptive.transport.heartbeat import Heartbeat
-from hvd_adaptive.transport.seal import UnsealedError
-from hvd_adaptive.transport.side_channel import SideChannel
+from hvd_adaptive.comm import side_channel
+from hvd_adaptive.comm.address_filter import admit_only, program
+from hvd_adaptive.comm.heartbeat import Heartbeat
+from hvd_adaptive.comm.seal import UnsealedError
+from hvd_adaptive.comm.side_channel import SideChannel
 comm = MPI.COMM_WORLD
 side = SideChannel(rank=comm.rank, world_size=comm.size, gather=comm.allgather, same_host=True,
                    stall_limit_s=60)

@@ -17,23 +17,23 @@ from hypothesis import strategies as st
 from torch import nn, optim, zeros
 from torch.utils.data import TensorDataset
 
-from hvd_adaptive.calibration_file import read_table, to_toml
+from hvd_adaptive.algorithm.ledger import ClaimRule
+from hvd_adaptive.algorithm.slowdown import Slowdown
+from hvd_adaptive.calibrate.file import read_table, to_toml
 from hvd_adaptive.cli.main import main
+from hvd_adaptive.comm.threads import LocalTransport
 from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.config import Config
-from hvd_adaptive.core.dispatch import ClaimRule
-from hvd_adaptive.core.slowdown import Slowdown
-from hvd_adaptive.simulate.calibration import measured_cluster
-from hvd_adaptive.simulate.claims import Cursor, play_claims
+from hvd_adaptive.session.session import Session
 from hvd_adaptive.simulate.cluster import described_cluster
-from hvd_adaptive.simulate.engine import simulate
 from hvd_adaptive.simulate.links import Links
-from hvd_adaptive.simulate.options import STRATEGIES, ClusterConfig, SweepConfig
+from hvd_adaptive.simulate.measured_cluster import measured_cluster
+from hvd_adaptive.simulate.scenario_options import STRATEGIES, ClusterConfig, SweepConfig
 from hvd_adaptive.simulate.step_times import StepTimes
 from hvd_adaptive.simulate.sweep import Outcome, outcome, strategy_config, sweep
 from hvd_adaptive.simulate.units import parse_ranks, parse_rate, parse_seconds
-from hvd_adaptive.train.session import Session
-from hvd_adaptive.transport.local import LocalTransport
+from hvd_adaptive.simulate.virtual_claims import Cursor, play_claims
+from hvd_adaptive.simulate.virtual_run import simulate
 
 # Nothing costs anything but computing: 1 ms a sample at speed 1.
 FREE = ClusterConfig(

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from hvd_adaptive.comm.protocols import AgreedError, Transport
+from hvd_adaptive.comm.threads import LocalWorld
 from hvd_adaptive.config import Config
-from hvd_adaptive.train.batches import BatchSource
-from hvd_adaptive.train.flat_model import model_hash
-from hvd_adaptive.train.records import RoundStats
-from hvd_adaptive.train.session import Session
-from hvd_adaptive.train.sma import SmaStrategy
-from hvd_adaptive.transport.base import AgreedError, Transport
-from hvd_adaptive.transport.local import LocalWorld
+from hvd_adaptive.engine.batches import BatchSource
+from hvd_adaptive.engine.flat_model import model_hash
+from hvd_adaptive.engine.records import RoundStats
+from hvd_adaptive.research.sma import SmaStrategy
+from hvd_adaptive.session.session import Session
 
 ROUNDS = 5
 _generator = torch.Generator().manual_seed(0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adaptive.core.speed_model import Damping, SpeedModel
+from hvd_adaptive.algorithm.speed_model import Damping, SpeedModel
 
 
 @st.composite

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hvd_adaptive.train import checkpoint
-from hvd_adaptive.train.random_state import random_state, seeded_random_state, set_random_state
-from hvd_adaptive.train.state import flatten_state, unflatten_state
+from hvd_adaptive.state import checkpoint
+from hvd_adaptive.state.nested import flatten_state, unflatten_state
+from hvd_adaptive.state.random_state import random_state, seeded_random_state, set_random_state
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 CPU = torch.device("cpu")

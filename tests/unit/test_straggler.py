@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_adaptive.core.straggler import Straggler, StragglerWatch
-from hvd_adaptive.train.records import FIELDS, GatheredStats
-from hvd_adaptive.train.straggler_report import StragglerReport
-from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+from hvd_adaptive.algorithm.straggler import Straggler, StragglerWatch
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
+from hvd_adaptive.engine.records import FIELDS, GatheredStats
+from hvd_adaptive.session.straggler_report import StragglerReport
 
 
 def feed(watch: StragglerWatch, *costs: list[float]) -> list[list[Straggler]]:

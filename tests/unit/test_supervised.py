@@ -12,12 +12,12 @@ from small_disk import small_disk
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
-from hvd_adaptive.train.checkpoint import check_files, find_checkpoints, read_manifest
-from hvd_adaptive.train.checkpointer import Checkpointer
-from hvd_adaptive.train.session import Session
-from hvd_adaptive.train.supervised import MemoryCheckpointer
-from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+from hvd_adaptive.session.checkpointer import Checkpointer
+from hvd_adaptive.session.session import Session
+from hvd_adaptive.session.supervised import MemoryCheckpointer
+from hvd_adaptive.state.checkpoint import check_files, find_checkpoints, read_manifest
 
 X = torch.randn(400, 60, generator=torch.Generator().manual_seed(0))
 Y = (X.sum(dim=1) > 0).long()

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from hvd_adaptive.algorithm.ledger import epoch_order, round_size
+from hvd_adaptive.comm.protocols import AgreedError
+from hvd_adaptive.comm.threads import LocalTransport
 from hvd_adaptive.config import Config
-from hvd_adaptive.core.dispatch import epoch_order, round_size
-from hvd_adaptive.train.exactness import what_breaks_equality
-from hvd_adaptive.train.session import Session
-from hvd_adaptive.train.sync import GradientWeight
-from hvd_adaptive.train.sync_optimizer import SyncOptimizer, all_finite
-from hvd_adaptive.train.weighted_gradient import LARGE
-from hvd_adaptive.transport.base import AgreedError
-from hvd_adaptive.transport.local import LocalTransport
+from hvd_adaptive.engine.weighted_gradient import LARGE
+from hvd_adaptive.session.session import Session
+from hvd_adaptive.strategies.exactness import what_breaks_equality
+from hvd_adaptive.strategies.sync import GradientWeight
+from hvd_adaptive.strategies.sync_optimizer import SyncOptimizer, all_finite
 
 _generator = torch.Generator().manual_seed(0)
 X = torch.randn(130, 6, dtype=torch.float64, generator=_generator)

@@ -22,7 +22,7 @@ import os, sys, tempfile
 os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(dir=sys.argv[1])
 import triton
 import triton_ahead as ahead
-from hvd_adaptive.kernels import cuda_codes
+from hvd_adaptive.compress.kernels import cuda_codes
 
 def faults(most_seconds=60.0):
     variants = ahead.compile_case(80, number, most_seconds)

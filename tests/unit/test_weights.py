@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adaptive.core.weights import (
+from hvd_adaptive.algorithm.merge_weights import (
     CONVEX_RULES,
     MERGE_WEIGHT_RULES,
     Perturbation,

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvd_adaptive.core.shares import integer_shares
-from hvd_adaptive.wrap.control import Controller, Window, judge, pack, unpack
-from hvd_adaptive.wrap.options import RunConfig, parse_shares
+from hvd_adaptive.algorithm.shares import integer_shares
 from hvd_adaptive.wrap.reasons import Reason
+from hvd_adaptive.wrap.run_options import RunConfig, parse_shares
+from hvd_adaptive.wrap.share_rules import Controller, Window, judge, pack, unpack
 
 
 def window(**values: Any) -> Window:

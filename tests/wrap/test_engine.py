@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from hvd_adaptive.wrap.engine import Engine
-from hvd_adaptive.wrap.local import LocalSteps
-from hvd_adaptive.wrap.options import RunConfig
-from hvd_adaptive.wrap.weights import GradientWeights
+from hvd_adaptive.wrap.local_steps import LocalSteps
+from hvd_adaptive.wrap.run_options import RunConfig
+from hvd_adaptive.wrap.share_weights import GradientWeights
+from hvd_adaptive.wrap.wrapped_run import Engine
 
 
 class Wrapped(torch.optim.SGD):

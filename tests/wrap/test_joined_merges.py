@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvd_adaptive.transport.script_world import ScriptWorld
+from hvd_adaptive.comm.script_world import ScriptWorld
 from hvd_adaptive.wrap.merging import Merger
-from hvd_adaptive.wrap.options import RunConfig
+from hvd_adaptive.wrap.run_options import RunConfig
 
 
 class Rank:

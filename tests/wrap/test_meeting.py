@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from hvd_adaptive.transport.in_process_store import InProcessStore
+from hvd_adaptive.comm.in_process_store import InProcessStore
 from hvd_adaptive.wrap.meeting import Meetings
 
 Script = Callable[[Meetings], list[bool]]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvd_adaptive.transport.local import LocalTransport, LocalWorld
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.wrap import merging
 from hvd_adaptive.wrap.merging import Merger
-from hvd_adaptive.wrap.options import RunConfig
+from hvd_adaptive.wrap.run_options import RunConfig
 
 SIZE = 3
 

@@ -19,7 +19,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from hvd_adaptive.core.shares import integer_shares
+from hvd_adaptive.algorithm.shares import integer_shares
 from hvd_adaptive.wrap.fingerprint import fingerprint
 from hvd_adaptive.wrap.reasons import Reason, mask, unmask
 from hvd_adaptive.wrap.sampling import checksum, find_union, take_share

@@ -11,8 +11,8 @@ import pytest
 import torch
 from wrapped_scripts import run, run_both, weights
 
-from hvd_adaptive.wrap.options import RunConfig
 from hvd_adaptive.wrap.reasons import Reason
+from hvd_adaptive.wrap.run_options import RunConfig
 
 SHARED = [
     "mnist.py",

@@ -70,7 +70,7 @@ def test_ranks_that_join_after_different_numbers_of_steps_meet_again_in_the_next
 
 @pytest.mark.mpi(2, timeout=300)
 def test_another_loss_later_on_ends_unequal_shares_and_is_announced(num_ranks: int) -> None:
-    from hvd_adaptive.wrap.options import RunConfig
+    from hvd_adaptive.wrap.run_options import RunConfig
     from hvd_adaptive.wrap.script import intercept, start_world
 
     start_world()
@@ -89,7 +89,7 @@ def test_another_loss_later_on_ends_unequal_shares_and_is_announced(num_ranks: i
 def test_what_is_not_foreseen_ends_with_equal_shares_or_says_what_helps(num_ranks: int) -> None:
     from horovod.common.exceptions import HorovodInternalError
 
-    from hvd_adaptive.wrap.options import RunConfig
+    from hvd_adaptive.wrap.run_options import RunConfig
     from hvd_adaptive.wrap.script import intercept, start_world
 
     start_world()

@@ -42,9 +42,10 @@ def fill(path: str) -> None:
 
 def arm(spec: dict[str, Any]) -> None:
     """Prepares this rank for its fault."""
-    from hvd_adaptive.train import checkpoint, trainer
-    from hvd_adaptive.train.evaluation import Evaluator
-    from hvd_adaptive.transport import horovod_mpi
+    from hvd_adaptive.comm import horovod_mpi
+    from hvd_adaptive.state import checkpoint
+    from hvd_adaptive.xmc import trainer
+    from hvd_adaptive.xmc.evaluation import Evaluator
 
     left = spec["after"]
     transport = horovod_mpi.HorovodMpiTransport

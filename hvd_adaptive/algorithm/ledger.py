@@ -1,0 +1,220 @@
+"""Which samples a rank computes next: a shared cursor over the mega-batch, turned into sample rows.
+
+The cursor counts WORK (samples, or non-zeros), so that a claim of a given size is a batch of a given cost. Everything
+here is a pure function of the seed, the ledger and the cursor's values; the atomic add itself lives in comm/.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ledger:
+    """What has been consumed: every sample of ``epochs < epoch``, and the first ``cursor`` of this epoch's order.
+
+    Only a completed merge moves it, so it is exact after a failure, for any number of ranks.
+    """
+
+    epoch: int = 0
+    cursor: int = 0
+
+    def advance(self, num_samples: int, dataset_size: int) -> Ledger:
+        """Returns the ledger after ``num_samples`` more samples of this epoch; a finished epoch opens the next.
+
+        Raises:
+            ValueError: if the samples reach beyond the epoch.
+        """
+        cursor = self.cursor + num_samples
+        if num_samples < 0 or cursor > dataset_size:
+            raise ValueError(
+                f"num_samples must keep the cursor within the epoch, got {self.cursor} + {num_samples} of {dataset_size}"
+            )
+        return (
+            Ledger(epoch=self.epoch + 1)
+            if cursor == dataset_size
+            else Ledger(epoch=self.epoch, cursor=cursor)
+        )
+
+
+def epoch_order(dataset_size: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Returns the seeded permutation of an epoch, shape (dataset_size,); the same on every rank and machine."""
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(dataset_size)
+
+
+def round_size(cursor: int, *, dataset_size: int, mega_batch: int, unit: int = 1) -> int:
+    """Returns how many samples the round that starts at ``cursor`` takes.
+
+    What is left of the epoch is cut evenly into rounds of about ``mega_batch``, so no epoch ends with a stub that
+    costs a whole merge; a mega-batch larger than the epoch is one round an epoch. A round is a whole number of ``unit``
+    samples, except the last of an epoch.
+    """
+    remaining = dataset_size - cursor
+    num_units = -(-remaining // unit)
+    num_rounds = min(num_units, max(1, round(remaining / mega_batch)))
+    return min(remaining, -(-num_units // num_rounds) * unit)
+
+
+class MegaBatch:
+    """The samples of one round in their order, addressed by work.
+
+    Args:
+        rows: sample rows in dispatch order, int64, shape (num_samples,).
+        work: work of those samples, int64 >= 0, shape (num_samples,), or None when one sample is one unit. A sample
+            without work (an empty row) still counts as one unit, so that every sample lies in exactly one claim.
+    """
+
+    def __init__(self, rows: NDArray[np.int64], work: NDArray[np.int64] | None = None) -> None:
+        self.rows = rows
+        self._starts = None
+        self.total_work = len(rows)
+        if work is not None:
+            ends = np.cumsum(np.maximum(work, 1))
+            self._starts = np.concatenate(([0], ends[:-1])) if len(rows) else ends
+            self.total_work = int(ends[-1]) if len(rows) else 0
+
+    def claimed(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Returns the rows whose work begins in [start, stop): disjoint claims give disjoint rows, gapless ones all rows.
+
+        A claim that falls inside one heavy sample is empty: its claimant asks again.
+        """
+        if self._starts is None:
+            return self.rows[start:stop]
+        first, last = np.searchsorted(self._starts, (start, stop))
+        return self.rows[first:last]
+
+    def num_rows_before(self, stop: int) -> int:
+        """Returns how many rows the claims of [0, stop) have."""
+        return len(self.claimed(0, stop))
+
+
+# Samples: BatchNorm refuses one.
+_SMALLEST_CLAIM = 2.0
+
+
+def own_parts(shares: NDArray[np.float64], total_work: int) -> NDArray[np.int64]:
+    """Returns where each rank's part of a mega-batch begins, and where the last one ends: int64, shape (world_size + 1,).
+
+    Args:
+        shares: one number >= 0 a rank, of any scale, shape (world_size,).
+        total_work: work of the mega-batch.
+    """
+    edges = np.rint(np.concatenate(([0.0], np.cumsum(shares))) / shares.sum() * total_work)
+    return edges.astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClaimRule:
+    """How much one rank claims at a time in one round.
+
+    Attributes:
+        full_claim: work of this rank's whole batch, > 0.
+        others_full_claims: the sum of the other ranks' whole batches, >= 0.
+        speed_share: this rank's speed over the sum of all ranks' speeds; 1 where nobody else takes of this rank's part.
+        work_per_sample: mean work of a sample in this mega-batch, > 0.
+        least: work of the smallest claim of any rank, whole, >= 1.
+    """
+
+    full_claim: float
+    others_full_claims: float
+    speed_share: float
+    work_per_sample: float
+    least: int
+
+    @classmethod
+    def of_round(
+        cls,
+        rank: int,
+        *,
+        batch_sizes: NDArray[np.float64],
+        speed_shares: NDArray[np.float64],
+        work_per_sample: float,
+        dynamic: bool,
+    ) -> ClaimRule:
+        """Returns a rank's rule.
+
+        Args:
+            rank: whose.
+            batch_sizes: the ranks' batch sizes, samples, shape (world_size,).
+            speed_shares: the ranks' shares of their summed speed, shape (world_size,).
+            work_per_sample: mean work of a sample in this mega-batch.
+            dynamic: ranks claim from a shared cursor; else each from a part of its own.
+        """
+        # A batch size is in samples, a claim in work.
+        full_claims = batch_sizes * work_per_sample
+        return cls(
+            full_claim=float(full_claims[rank]),
+            others_full_claims=float(full_claims.sum() - full_claims[rank]),
+            speed_share=float(speed_shares[rank]) if dynamic else 1.0,
+            work_per_sample=work_per_sample,
+            least=max(1, int(min(_SMALLEST_CLAIM * work_per_sample, full_claims.min()))),
+        )
+
+    def size(self, remaining: int, *, pending: float, ceiling: float = math.inf) -> int:
+        """Returns how much work to claim; see :func:`claim_size`.
+
+        Args:
+            remaining: unclaimed work of the mega-batch, or of the rank's own part, >= 1.
+            pending: work this rank has claimed and not computed yet. The claim of the next batch is made when the one
+                before begins to compute, which then is what is pending.
+            ceiling: largest batch that fits this rank's memory, samples.
+        """
+        return claim_size(
+            remaining=remaining,
+            full_claim=min(self.full_claim, ceiling * self.work_per_sample),
+            own_pending=pending,
+            others_full_claims=self.others_full_claims,
+            speed_share=self.speed_share,
+            smallest=_SMALLEST_CLAIM * self.work_per_sample,
+        )
+
+
+def claim_size(
+    *,
+    remaining: int,
+    full_claim: float,
+    own_pending: float,
+    others_full_claims: float,
+    speed_share: float,
+    smallest: float = _SMALLEST_CLAIM,
+) -> int:
+    """Returns how much work a rank claims, so that all ranks finish the mega-batch together.
+
+    Far from the end that is a full batch. Near it, the work not yet computed is estimated as what is unclaimed, plus
+    what this rank holds, plus half a batch for each other rank; a rank takes its share of that by speed, less what it
+    holds (guided self-scheduling weighted by speed, as in Hummel et al.'s weighted factoring). Against plain guided
+    self-scheduling this halves the waiting in short rounds at unequal speeds and cuts fewer small batches.
+
+    Args:
+        remaining: unclaimed work of the mega-batch, >= 1.
+        full_claim: work of this rank's whole batch, > 0.
+        own_pending: work this rank has claimed and not computed yet, >= 0.
+        others_full_claims: the sum of the other ranks' whole batches, >= 0.
+        speed_share: this rank's speed over the sum of all ranks' speeds, in (0, 1].
+        smallest: work of the smallest batch to cut, > 0; two samples by default, because BatchNorm refuses one.
+
+    Returns:
+        Work to claim, from 1 to ``remaining``. A claim is at least ``smallest`` and a sixteenth of a batch (a smaller one
+        costs more in overhead than it saves in waiting), and so is what it leaves, unless there was less.
+    """
+    floor = min(max(smallest, full_claim / 16), full_claim)
+    fair = speed_share * (remaining + own_pending + 0.5 * others_full_claims) - own_pending
+    size = max(1, round(min(full_claim, max(fair, floor))))
+    return remaining if remaining - size < floor else size
+
+
+# Steps that ranks which make them together promise each other at once: what a signal at the first of them waits for.
+_AHEAD_S, _MOST_AHEAD = 0.2, 32
+
+
+def steps_ahead(step_s: float) -> int:
+    """Returns how many synchronous steps a rank promises at once: those of about 0.2 s, at least 1 and at most 32.
+
+    Args:
+        step_s: seconds of a step, >= 0.
+    """
+    return max(1, min(_MOST_AHEAD, int(_AHEAD_S / max(step_s, 1e-9))))

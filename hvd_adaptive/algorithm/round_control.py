@@ -1,0 +1,200 @@
+"""What the ranks of ``local`` decide together after a round: merge weights, batch sizes, memory ceilings, and when to merge next.
+
+Every rank has the same gathered statistics and so decides the same; the simulator drives the same object in virtual time.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_adaptive.algorithm.batch_sizes import lr_schedule, next_batch_sizes
+from hvd_adaptive.algorithm.merge_period import LEAST_MERGES_AN_EPOCH, MergePeriod
+from hvd_adaptive.algorithm.merge_weights import ROW_RULES, Perturbation, merge_weights
+from hvd_adaptive.algorithm.speed_model import Damping, SpeedModel
+from hvd_adaptive.config import Config
+
+Array = NDArray[np.float64]
+
+log = logging.getLogger(__name__)
+
+
+class Stats(Protocol):
+    """The statistics of a round by name."""
+
+    def __getitem__(self, name: str) -> Array:
+        """Returns one number a rank, shape (world_size,)."""
+
+
+class CompletedRound(Protocol):
+    """A round whose merge is over."""
+
+    @property
+    def epoch(self) -> float: ...  # noqa: D102
+
+    @property
+    def train_s(self) -> float: ...  # noqa: D102
+
+    @property
+    def num_samples(self) -> int: ...  # noqa: D102
+
+    @property
+    def stats(self) -> Stats: ...  # noqa: D102
+
+
+class RoundControl:
+    """The decisions between two rounds.
+
+    Args:
+        config: the rules.
+        world_size: number of ranks.
+        speaks: whether this rank is the one that logs.
+
+    Attributes:
+        ceilings: largest batch size of each rank that memory allows, as far as is known, samples, shape (world_size,);
+            infinite where no batch has failed.
+    """
+
+    def __init__(self, config: Config, world_size: int, *, speaks: bool) -> None:
+        self._config = config
+        self._speaks = speaks
+        self.ceilings = np.full(world_size, np.inf)
+        self._speed_model = SpeedModel(world_size)
+        self._damping = Damping(world_size)
+        self._period = MergePeriod(
+            config.merge_period, start=config.mega_batch_samples, share=config.merge_share
+        )
+        self._train_s = 0.0
+        self._num_samples = 0
+        self._complained = False
+
+    @property
+    def mega_batch(self) -> int:
+        """Samples of the next round over all ranks."""
+        return self._period.mega_batch
+
+    def weights(self, gathered: Stats) -> Array:
+        """Returns the weight of each rank's delta, shape (world_size,).
+
+        Raises:
+            RuntimeError: on every rank alike, if there is nothing to merge.
+        """
+        config, finite = self._config, gathered["finite"] > 0
+        if finite.any() and not gathered["num_updates"].any():
+            # The ranks' loops have left out all batches: nothing has moved.
+            return finite / finite.sum()
+        perturbation = None
+        if config.perturbation:
+            perturbation = Perturbation(threshold=config.perturbation_threshold, delta=config.perturbation_delta)
+        return merge_weights(
+            # Weights by mass differ from row to row; what has one weight a rank, such as buffers, goes by updates.
+            "updates" if config.weight_rule in ROW_RULES else config.weight_rule,
+            num_updates=gathered["num_updates"],
+            num_samples=gathered["num_samples"],
+            batch_sizes=gathered["batch_size"],
+            finite=finite,
+            norm_per_parameter=gathered["norm_per_parameter"],
+            perturbation=perturbation,
+        )
+
+    def next_batch_sizes(self, sizes: Array, gathered: Stats, *, warming_up: bool) -> Array:
+        """Returns the batch sizes of the next round, shape (world_size,).
+
+        Args:
+            sizes: those of this round.
+            gathered: the round's statistics.
+            warming_up: sizes are the warm-up's, and stay but for memory.
+        """
+        self._learn_ceilings(gathered["ceiling"])
+        config = self._config
+        self._speed_model.observe(gathered["num_steps"], gathered["work"], gathered["busy_s"])
+        low, high = config.batch_size_bounds
+        if not gathered["num_samples"].any():
+            return np.minimum(sizes, self.ceilings)
+        if not warming_up and config.size_rule == "proportional":
+            sizes = self._proportional(sizes, gathered, low=low, high=high)
+        elif not warming_up:
+            sizes = next_batch_sizes(
+                config.size_rule,
+                sizes,
+                gathered["num_updates"],
+                min_batch_size=low,
+                max_batch_size=high,
+                step=config.batch_size_step_samples,
+            )
+        return np.minimum(sizes, self.ceilings)
+
+    def _proportional(self, sizes: Array, gathered: Stats, *, low: float, high: float) -> Array:
+        upper = np.minimum(high, self.ceilings)
+        lower = np.minimum(low, upper)
+        total = min(self._config.batch_size * len(sizes), upper.sum())
+        work_per_sample = gathered["work"].sum() / gathered["num_samples"].sum()
+        target = self._speed_model.equalize(
+            total * work_per_sample, lower * work_per_sample, upper * work_per_sample
+        )
+        return self._damping.next(sizes, target / work_per_sample, lower=lower, upper=upper)
+
+    def _learn_ceilings(self, reported: Array) -> None:
+        ceilings = np.where(reported > 0, reported, np.inf)
+        lowered = ceilings < self.ceilings
+        self.ceilings = np.minimum(self.ceilings, ceilings)
+        if lowered.any() and self._speaks:
+            log.warning(
+                "batches did not fit into memory and were computed again in smaller parts; from now on ranks %s take at most %s "
+                "samples a batch. Set --max-batch-size %d to save the lost time.",
+                np.flatnonzero(lowered).tolist(),
+                ", ".join(f"{ceiling:.0f}" for ceiling in ceilings[lowered]),
+                int(self.ceilings.min()),
+            )
+
+    def after_round(self, record: CompletedRound, dataset_size: int) -> None:
+        """Sets the next mega-batch from a round whose merge is over."""
+        config = self._config
+        self._period.observe(
+            num_samples=record.num_samples - self._num_samples,
+            round_s=record.train_s - self._train_s,
+            communication_s=float((record.stats["merge_s"] + record.stats["control_s"]).max()),
+            # The warm-up's low rates are no reason to merge less.
+            lr_factor=lr_schedule(
+                max(record.epoch, config.warmup_epochs),
+                warmup_epochs=config.warmup_epochs,
+                decay=config.lr_decay,
+            ),
+            largest=dataset_size // LEAST_MERGES_AN_EPOCH,
+        )
+        self._num_samples, self._train_s = record.num_samples, record.train_s
+        taken = self._period.communication_share
+        at_limit = self.mega_batch >= max(config.mega_batch_samples, dataset_size // LEAST_MERGES_AN_EPOCH)
+        if config.merge_period.startswith("auto") and at_limit and taken > 2 * config.merge_share:
+            if self._speaks and not self._complained:
+                log.warning(
+                    "merges take %.0f%% of the time, although a round has %d samples, as many as merge_period %r goes to "
+                    "(%d merges an epoch). Longer rounds need a larger --mega-batch; a faster link or a smaller model "
+                    "makes merges shorter.",
+                    100 * taken, self.mega_batch, config.merge_period, LEAST_MERGES_AN_EPOCH,
+                )  # fmt: skip
+            self._complained = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what :meth:`load_state_dict` takes; the same on every rank."""
+        return {
+            "ceilings": self.ceilings.copy(),
+            "speed_model": self._speed_model.state_dict(),
+            "damping": self._damping.state_dict(),
+            "period": self._period.state_dict(),
+            "train_s": self._train_s,
+            "num_samples": self._num_samples,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a state. One of another number of ranks gives its merge period only: other ranks have other speeds
+        and memories, and learn them again."""
+        self._period.load_state_dict(state["period"])
+        self._train_s, self._num_samples = float(state["train_s"]), int(state["num_samples"])
+        if len(state["ceilings"]) == len(self.ceilings):
+            self.ceilings = np.array(state["ceilings"], dtype=np.float64)
+            self._speed_model.load_state_dict(state["speed_model"])
+            self._damping.load_state_dict(state["damping"])

@@ -1,0 +1,1 @@
+"""``hvd-adaptive calibrate``: measures the ranks and the link, and says which options fit."""

@@ -1,0 +1,344 @@
+"""Measures what a run will meet: each rank's steps and memory, claims, the link, and the ends of real rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import itertools
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hvd_adaptive.algorithm.slowdown import Slowdown
+from hvd_adaptive.algorithm.speed_model import fit_line
+from hvd_adaptive.calibrate.file import (
+    FORMAT,
+    Calibration,
+    LinkCalibration,
+    MergeCalibration,
+    Prediction,
+    RankCalibration,
+    SynchronousCalibration,
+)
+from hvd_adaptive.calibrate.memory_ceiling import (
+    largest_by_growth,
+    largest_fitting,
+    largest_on_gpu,
+    peak_bytes,
+    reset_peak,
+    tried,
+)
+from hvd_adaptive.calibrate.recommend import Recommendation, predict, recommend_batches, recommend_mega_batch
+from hvd_adaptive.calibrate.rounds import Rounds, lengthened, play_rounds, synchronous
+from hvd_adaptive.comm.protocols import Transport, agree, attempt, long_task
+from hvd_adaptive.comm.threads import LocalTransport
+from hvd_adaptive.config import Config
+from hvd_adaptive.engine.batches import BatchSource
+from hvd_adaptive.engine.start_speeds import StepProbe, Steps
+from hvd_adaptive.xmc.data import SparseDataset
+from hvd_adaptive.xmc.train_config import TrainConfig
+from hvd_adaptive.xmc.trainer import local_step, make_model, make_optimizer
+
+Array = NDArray[np.float64]
+
+_REPEAT_S = 0.05
+# All sizes in turn once more, so often at most: a machine's speed changes from second to second.
+_PASSES = 10
+_NUM_JITTER_STEPS = 30
+_NUM_CLAIMS = 200
+_LINK_BYTES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
+_LINK_REPEATS = 5
+# Steps of a round in which all ranks make them together, or of one of a rank alone.
+_NUM_STEPS = 25
+_SIZES = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
+
+
+class Calibrator:
+    """Measures with the model, data and options of a run. Construction and :meth:`run` are COLLECTIVE.
+
+    Args:
+        config: how ranks share and merge; its strategy is local.
+        train: the model and its optimizer.
+        data: the training data.
+        device: this rank's.
+        transport: the world.
+        memory_bytes: of the host that this rank's process may grow to, on the CPU; None: not known.
+        least_s: seconds that real rounds of each kind take at least, and passes over the batch sizes at most.
+        say: gets a line of progress, on rank 0.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        train: TrainConfig,
+        data: SparseDataset,
+        *,
+        device: torch.device,
+        transport: Transport,
+        memory_bytes: int | None,
+        least_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._train = train
+        self._data = data
+        self._device = device
+        self._transport = transport
+        self._memory_bytes = memory_bytes
+        self._least_s = least_s
+        self._say: Callable[[str], None] = say if transport.rank == 0 else lambda line: None
+        self._work = data.num_nonzeros() if config.work == "nonzeros" else None
+        self._work_per_sample = 1.0 if self._work is None else float(self._work.mean())
+        self._factors = Slowdown(config.slowdown, world_size=transport.world_size).factors(0.0)
+
+    def run(self) -> tuple[Recommendation, Calibration]:
+        """Returns the recommended options and what they follow from, the same on every rank.
+
+        Raises:
+            AgreedError: on all ranks, if one sample does not fit into some rank's memory.
+        """
+        transport, config = self._transport, self._config
+        mine = self._in_turn(self._measure_rank)
+        ranks: list[dict[str, Any]] = transport.allgather_object(mine)
+        self._say("claims and the link between the ranks")
+        claim_s, claim_p99_s = self._claims()
+        link = self._link()
+        largest = np.array([rank["largest_batch"] or np.inf for rank in ranks], dtype=np.float64)
+        fixed_s = np.array([rank["fixed_s"] for rank in ranks])
+        work_s = np.array([rank["per_work_s"] for rank in ranks])
+        sample_s = work_s * self._work_per_sample
+        chosen = attempt(
+            transport,
+            lambda: recommend_batches(
+                batch_size=config.batch_size,
+                fixed_s=fixed_s,
+                sample_s=sample_s,
+                largest=largest,
+                dataset_size=len(self._data),
+            ),
+        )
+        line_s = self._factors * (fixed_s + sample_s * chosen.batch_size)
+        lines = (self._factors * fixed_s, self._factors * work_s)
+
+        first_size = config.mega_batch if config.mega_batch is not None else 50 * chosen.batch_size
+        rounds = [self._rounds(chosen, first_size)]
+        chosen.mega_batch, note = recommend_mega_batch(
+            batch_size=chosen.batch_size,
+            least=first_size,
+            communication_s=rounds[0].merge_s + rounds[0].control_s,
+            samples_per_s=float((chosen.batch_size / (line_s * lengthened(rounds, *lines))).sum()),
+            share=config.merge_share,
+            dataset_size=len(self._data),
+        )
+        chosen.notes += [note] if note else []
+        if chosen.mega_batch > 1.1 * first_size:
+            rounds.append(self._rounds(chosen, chosen.mega_batch))
+        together = lengthened(rounds, *lines)
+        for rank, ratio, factor in zip(ranks, together, self._factors, strict=True):
+            rank |= {"together": float(ratio), "slowdown": float(factor)}
+        last = rounds[-1]
+        samples_per_s = predict(
+            step_s=line_s * together,
+            batch_size=chosen.batch_size,
+            mega_batch=chosen.mega_batch,
+            merge_s=last.merge_s,
+            control_s=last.control_s,
+            wait_s=last.wait_s,
+        )
+        exchange_s = [link.latency_s + link.per_byte_s * one.payload_bytes for one in rounds]
+        local_s = float(np.median([max(0.0, one.merge_s - s) for one, s in zip(rounds, exchange_s, strict=True)]))
+        return chosen, Calibration(
+            format=FORMAT,
+            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            num_samples=len(self._data),
+            work=config.work,
+            work_per_sample=self._work_per_sample,
+            model_bytes=last.model_bytes,
+            claim_s=claim_s,
+            claim_p99_s=claim_p99_s,
+            versions={"torch": torch.__version__},
+            ranks=[RankCalibration(**rank) for rank in ranks],
+            link=link,
+            merge=MergeCalibration(
+                mega_batch=[one.mega_batch for one in rounds],
+                payload_bytes=[one.payload_bytes for one in rounds],
+                merge_s=[one.merge_s for one in rounds],
+                control_s=[one.control_s for one in rounds],
+                wait_s=[one.wait_s for one in rounds],
+                round_s=[one.round_s for one in rounds],
+                local_s=local_s,
+            ),
+            sync=self._synchronous("sync", chosen, *lines),
+            horovod=self._synchronous("horovod", chosen, *lines),
+            predicted=Prediction(samples_per_s=samples_per_s),
+        )
+
+    def _in_turn(self, action: Callable[[], Any]) -> Any:
+        """Runs an action on the ranks of a host one after the other; hosts do not disturb each other. COLLECTIVE.
+
+        Raises:
+            AgreedError: on all ranks, if it failed on one.
+        """
+        transport = self._transport
+        self._say("steps of each rank alone")
+        result, error = None, None
+        for turn in range(int(transport.allgather_stats(np.array([float(transport.local_size)])).max())):
+            if turn == transport.local_rank:
+                with long_task(transport, "measuring steps"):
+                    try:
+                        result = action()
+                    except RuntimeError as failure:
+                        error = str(failure)
+            transport.rendezvous(f"calibrate {turn}")
+        agree(transport, error)
+        return result
+
+    def _measure_rank(self) -> dict[str, Any]:
+        """Measures this rank's steps over batch sizes and its memory; entries of `RankCalibration`."""
+        device, base = self._device, self._config.batch_size
+        model = make_model(self._train, self._data, seed=self._config.seed, device=device)
+        optimizer = make_optimizer(self._train, model)
+        source = BatchSource(self._data, device)
+        sizes = sorted({min(max(1, round(base * part)), len(self._data)) for part in _SIZES})
+        # Other processes on this core shall not count; with several threads their CPU time says nothing about a step's length.
+        own_core = device.type == "cpu" and torch.get_num_threads() == 1
+        repeats: dict[int, list[Steps]] = {}
+        peaks: dict[int, int] = {}
+        largest: int | None = None
+
+        def step(batch: Any) -> None:
+            local_step(model, optimizer, batch)
+
+        with StepProbe(
+            model, optimizer, step, source, seed=self._config.seed, rank=self._transport.rank, work=self._work
+        ) as probe:
+            for size in sizes:
+                reset_peak()
+                fits, results = tried(device, optimizer, partial(probe.repeat, size, repeat_s=_REPEAT_S))
+                if not fits:
+                    largest = largest_fitting(device, optimizer, probe, below=size, above=max(repeats, default=0))
+                    break
+                peaks[size] = peak_bytes()
+                repeats[size] = results
+            end = time.perf_counter() + self._least_s
+            for size, results in itertools.chain.from_iterable(repeats.items() for _ in range(_PASSES)):
+                if time.perf_counter() > end:
+                    break
+                results.append(probe.run(results[0].num_steps, size))
+            jitter = 0.0
+            if repeats:
+                middle = min(base, max(repeats))
+                steps = [probe.run(1, middle) for _ in range(_NUM_JITTER_STEPS)]
+                single = [one.compute_s if own_core else one.wall_s for one in steps]
+                jitter = float(np.std(single) / np.mean(single))
+            if largest is None and device.type == "cuda":
+                largest, memory = largest_on_gpu(device, optimizer, probe, start=sizes[-1], most=len(self._data))
+            elif largest is None:
+                largest, memory = largest_by_growth(peaks, self._memory_bytes)
+            else:
+                memory = "measured: larger batches ran out of memory"
+        if not repeats:
+            raise RuntimeError(f"a batch of {sizes[0]} samples does not fit into this rank's memory: use a smaller model")
+        work = np.array([np.median([one.work / one.num_steps for one in results]) for results in repeats.values()])
+        seconds = np.array([
+            np.median([(one.compute_s if own_core else one.wall_s) / one.num_steps for one in results])
+            for results in repeats.values()
+        ])  # fmt: skip
+        fixed_s, per_work_s, fit_error = fit_line(work, seconds)
+        # The same steps as a session makes them: batches are loaded beside them, and what they touched is noted.
+        alone = dataclasses.replace(self._config, slowdown=None, mega_batch=_NUM_STEPS * base)
+        own = lengthened([self._play(alone, transport=LocalTransport())], np.array([fixed_s]), np.array([per_work_s]))
+        return {
+            "host": self._transport.host,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "threads": torch.get_num_threads(),
+            "fixed_s": fixed_s,
+            "per_work_s": per_work_s,
+            "fit_error": fit_error,
+            "jitter": jitter,
+            "alone": float(own[0]),
+            "memory": memory,
+            "largest_batch": largest,
+            "batch_size": list(repeats),
+            "step_work": work.tolist(),
+            "step_s": seconds.tolist(),
+        }
+
+    def _claims(self) -> tuple[float, float]:
+        """Claims as dispatch does, all ranks at once; returns the median over ranks and the slowest rank's 99%. COLLECTIVE."""
+        transport = self._transport
+        transport.rendezvous("calibrate claims")
+        seconds = []
+        for _ in range(_NUM_CLAIMS):
+            begin = time.perf_counter()
+            # Reads the cursor, then adds to it.
+            transport.add("calibrate.claims", 0)
+            transport.add("calibrate.claims", 1)
+            seconds.append(time.perf_counter() - begin)
+        gathered = transport.allgather_stats(np.array([np.median(seconds), np.quantile(seconds, 0.99)]))
+        transport.rendezvous("calibrate claimed")
+        if transport.rank == 0:
+            transport.forget("calibrate.claims")
+        return float(np.median(gathered[:, 0])), float(gathered[:, 1].max())
+
+    def _link(self) -> LinkCalibration:
+        """Fits Horovod's allreduce of fp32 over all ranks. COLLECTIVE."""
+        transport = self._transport
+        medians = []
+        for size in _LINK_BYTES:
+            tensor = torch.zeros(size // 4, device=self._device)
+            seconds = []
+            for _ in range(1 + _LINK_REPEATS):
+                transport.rendezvous("calibrate link")
+                begin = time.perf_counter()
+                transport.allreduce_sum_(tensor, f"calibrate.{size}")
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
+                seconds.append(time.perf_counter() - begin)
+            slowest = transport.allgather_stats(np.array(seconds[1:])).max(axis=0)
+            medians.append(max(float(np.median(slowest)), 1e-9))
+        latency_s, per_byte_s, error = fit_line(np.array(_LINK_BYTES, dtype=np.float64), np.array(medians))
+        hosts = len(set(transport.allgather_object(transport.host)))
+        return LinkCalibration(
+            num_hosts=hosts,
+            latency_s=latency_s,
+            per_byte_s=per_byte_s,
+            fit_error=error,
+            bytes=list(_LINK_BYTES),
+            seconds=medians,
+        )
+
+    def _play(self, config: Config, *, transport: Transport | None = None) -> Rounds:
+        """Trains some real rounds. COLLECTIVE."""
+        return play_rounds(
+            config, self._train, self._data, device=self._device, transport=transport or self._transport, work=self._work,
+            least_s=self._least_s,
+        )  # fmt: skip
+
+    def _rounds(self, chosen: Recommendation, mega_batch: int) -> Rounds:
+        """Trains rounds of the strategy ``local``. COLLECTIVE."""
+        self._say(f"rounds of {mega_batch} samples")
+        config = self._config
+        config = dataclasses.replace(
+            config,
+            batch_size=chosen.batch_size,
+            reference_batch_size=config.reference_batch_size or config.batch_size,
+            min_batch_size=min(chosen.min_batch_size, chosen.batch_size),
+            max_batch_size=max(chosen.max_batch_size, chosen.batch_size),
+            mega_batch=mega_batch,
+        )
+        return self._play(config)
+
+    def _synchronous(self, strategy: str, chosen: Recommendation, fixed_s: Array, work_s: Array) -> SynchronousCalibration:
+        """Trains with steps that all ranks make together. COLLECTIVE."""
+        self._say(f"steps of {strategy}")
+        config = self._config
+        own = {name: getattr(config, name) for name in ("slowdown", "seed", "stall_limit_s", "num_threads")}
+        mega_batch = _NUM_STEPS * chosen.batch_size * self._transport.world_size
+        rounds = self._play(Config(strategy=strategy, batch_size=chosen.batch_size, mega_batch=mega_batch, **own))
+        return synchronous(rounds, fixed_s, work_s)

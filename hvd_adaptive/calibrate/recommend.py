@@ -1,0 +1,123 @@
+"""From measured steps and merges to batch-size bounds and a mega-batch, and the speed that they give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_adaptive.algorithm.merge_period import LEAST_MERGES_AN_EPOCH, least_mega_batch
+from hvd_adaptive.calibrate.file import MEMORY_PART
+
+Array = NDArray[np.float64]
+
+# At the smallest batch a step's fixed part takes at most half of it, at the largest a tenth is all that could be won.
+_LEAST_EFFICIENCY = 0.5
+_ENOUGH_EFFICIENCY = 0.9
+# The paper's b_min is b_max / 8; the sum of sizes stays with 'proportional', whose bound is 8 x batch_size.
+_ROOM = 8
+
+
+@dataclass(slots=True)
+class Recommendation:
+    """Options for a run, and what should be said about them.
+
+    Attributes:
+        batch_size: samples; the given one, unless it does not fit into memory.
+        min_batch_size: samples.
+        max_batch_size: samples.
+        mega_batch: samples between two merges.
+        notes: sentences for people.
+    """
+
+    batch_size: int
+    min_batch_size: int
+    max_batch_size: int
+    mega_batch: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def recommend_batches(
+    *, batch_size: int, fixed_s: Array, sample_s: Array, largest: Array, dataset_size: int
+) -> Recommendation:
+    """Chooses the bounds of the batch sizes.
+
+    Steps under ``min_batch_size`` would spend more than half of their time on what every step costs, on some rank; above
+    ``max_batch_size`` no rank would gain a tenth. Both keep to 8 x around the batch size, as the rules do.
+
+    Args:
+        batch_size: the one that the learning rate belongs to.
+        fixed_s: seconds that each rank's step costs, shape (world_size,), >= 0.
+        sample_s: seconds of each further sample, shape (world_size,), > 0.
+        largest: samples that each rank's memory allows, infinite where that is not known, shape (world_size,).
+        dataset_size: number of training samples.
+
+    Raises:
+        ValueError: if one sample does not fit on some rank.
+    """
+    room = MEMORY_PART * float(largest.min())
+    if room < 1:
+        raise ValueError(f"rank {int(largest.argmin())} has no memory for a batch of one sample: use a smaller model")
+    notes = []
+    size = batch_size
+    if room < size:
+        size = int(room)
+        why = f"rank {int(largest.argmin())} has memory for {largest.min():.0f} samples"
+        notes.append(f"batch_size is {size} instead of {batch_size}: {why}")
+    half = float((fixed_s / sample_s).max()) * _LEAST_EFFICIENCY / (1 - _LEAST_EFFICIENCY)
+    enough = float((fixed_s / sample_s).max()) * _ENOUGH_EFFICIENCY / (1 - _ENOUGH_EFFICIENCY)
+    low = int(np.clip(np.ceil(half - 1e-6), max(1, size // _ROOM), size))
+    high = int(min(np.clip(np.ceil(enough - 1e-6), size, _ROOM * size), max(room, size), max(dataset_size, size)))
+    efficiency = sample_s * size / (fixed_s + sample_s * size)
+    slowest = int(efficiency.argmin())
+    if efficiency[slowest] < _LEAST_EFFICIENCY:
+        now, then = (fixed_s[slowest] / size + sample_s[slowest] for size in (size, high))
+        notes.append(
+            f"at batch_size {size} what every step costs is {1 - efficiency[slowest]:.0%} of rank {slowest}'s time: batches of "
+            f"{high} would be {now / then:.1f} times as fast there, at a learning rate of their own"
+        )
+    return Recommendation(size, low, high, notes=notes)
+
+
+def recommend_mega_batch(
+    *, batch_size: int, least: int, communication_s: float, samples_per_s: float, share: float, dataset_size: int
+) -> tuple[int, str | None]:
+    """Chooses the samples between two merges: whole batches, as few as keep communication within its share of the time.
+
+    Args:
+        batch_size: samples.
+        least: samples that a round shall have in any case.
+        communication_s: seconds of a round's merge and control.
+        samples_per_s: of all ranks between merges.
+        share: the part of the time that communication may take, in (0, 1).
+        dataset_size: number of training samples; a round has at most a quarter of them, or ``least``.
+
+    Returns:
+        The mega-batch, and a sentence where it cannot be long enough.
+    """
+    wanted = max(least_mega_batch(communication_s, 1 / samples_per_s, share=share), least)
+    most = max(dataset_size // LEAST_MERGES_AN_EPOCH, least)
+    chosen = int(np.ceil(min(wanted, most) / batch_size)) * batch_size
+    if wanted <= most:
+        return chosen, None
+    taken = communication_s / (communication_s + chosen / samples_per_s)
+    return chosen, (
+        f"merges take {taken:.0%} of the time although a round has a quarter of the data: a faster link, --compression or a "
+        "smaller model makes them shorter"
+    )
+
+
+def predict(*, step_s: Array, batch_size: int, mega_batch: int, merge_s: float, control_s: float, wait_s: float) -> float:
+    """Returns the samples a second of dynamic dispatch with equal batch sizes.
+
+    Args:
+        step_s: seconds of each rank's step and claim at the batch size, all ranks at work, shape (world_size,), > 0.
+        batch_size: samples.
+        mega_batch: samples of a round.
+        merge_s: seconds of its merge.
+        control_s: seconds of its statistics and weights.
+        wait_s: mean seconds that ranks wait for the last one.
+    """
+    samples_per_s = float((batch_size / step_s).sum())
+    return mega_batch / (mega_batch / samples_per_s + merge_s + control_s + wait_s)

@@ -1,0 +1,149 @@
+"""Where options come from: files, HVD_ADAPTIVE_* variables (read nowhere else) and text, on their way to a configuration."""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hvd_adaptive.calibrate.file import TABLE, Calibration, options_of, read_table
+from hvd_adaptive.config import Config
+from hvd_adaptive.validation import field_type, parse_json
+from hvd_adaptive.xmc.train_config import TrainConfig
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ENVIRONMENT_PREFIX = "HVD_ADAPTIVE_"
+# No option: what `run --elastic` tells the script, and whatever that starts.
+LAUNCH_VARIABLE = "HVD_ADAPTIVE_LAUNCH"
+
+
+def read_config_file(path: str, *, measurements: bool = False) -> dict[str, Any]:
+    """Reads a .toml or .json file of option names and values; a run directory's config.json is one, and so is what
+    ``calibrate`` writes, whose measurements are checked and left out.
+
+    Args:
+        path: the file.
+        measurements: leave the measurements in, unchecked.
+
+    Raises:
+        ValueError: if it cannot be read or parsed, is not a table of names, or its measurements are not whole.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+        values = tomllib.loads(text) if file.suffix == ".toml" else parse_json(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--config {path}: cannot be read: {error}") from None
+    except (tomllib.TOMLDecodeError, ValueError, RecursionError) as error:
+        raise ValueError(f"--config {path}: not valid {file.suffix.lstrip('.') or 'JSON'}: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(
+            f"--config {path}: must hold a table of option names and values, got {type(values).__name__}"
+        )
+    if not measurements:
+        _take_measurements(values, path)
+    return {name.replace("-", "_"): value for name, value in values.items()}
+
+
+def _take_measurements(values: dict[str, Any], path: str) -> Calibration | None:
+    # A run's own configuration has an option of that name, which is true or false.
+    if isinstance(values.get(TABLE, False), bool):
+        return None
+    return read_table(values.pop(TABLE), f"--config {path}")
+
+
+def with_config_file(path: str | None, given: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a file and those given, which win; those of the environment, last of all, are another source.
+
+    Of what ``calibrate`` wrote, recommendations for strategy ``local`` are left out where another is chosen
+    (:func:`hvd_adaptive.calibrate.file.options_of`).
+
+    Raises:
+        ValueError: as :func:`read_config_file`.
+    """
+    if not path:
+        return dict(given)
+    values = read_config_file(path, measurements=True)
+    calibration = _take_measurements(values, path)
+    if calibration is not None:
+        strategy = {"strategy": Config().strategy, **environment, **values, **given}["strategy"]
+        values = options_of(values, calibration, strategy=strategy)
+    return {**values, **given}
+
+
+def read_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Returns the options that HVD_ADAPTIVE_* variables set, converted to their types.
+
+    Raises:
+        ValueError: for a variable that names no option, or a value of the wrong type.
+    """
+    values = {}
+    for key, text in environment.items():
+        if key.startswith(ENVIRONMENT_PREFIX) and key != LAUNCH_VARIABLE:
+            name = key[len(ENVIRONMENT_PREFIX) :].lower()
+            cls = next((c for c in (Config, TrainConfig) if name in c.__dataclass_fields__), None)
+            if cls is None:
+                raise ValueError(f"environment variable {key}: {unknown_name(name)}")
+            values[name] = parse_value(cls, name, text)
+    return values
+
+
+def parse_value(cls: type, name: str, text: str) -> Any:
+    """Converts an option's text to its type.
+
+    Raises:
+        ValueError: naming the option, if the text does not fit.
+    """
+    kind = field_type(cls, name)
+    if kind is bool:
+        if text.lower() in ("1", "true", "yes", "on"):
+            return True
+        if text.lower() in ("0", "false", "no", "off"):
+            return False
+        raise ValueError(f"{name} must be true or false, got {text!r}")
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"{name} must be a {kind.__name__}, got {text!r}") from None
+
+
+def unknown_name(name: str) -> str:
+    """Returns the message for a name that is no option, with the nearest ones."""
+    known = [*Config.__dataclass_fields__, *TrainConfig.__dataclass_fields__]
+    near = difflib.get_close_matches(name, known, n=2)
+    return f"unknown option {name!r}" + (
+        f"; did you mean {' or '.join(near)}?" if near else f"; options are {', '.join(known)}"
+    )
+
+
+def build_configs(*sources: Mapping[str, Any]) -> tuple[Config, TrainConfig]:
+    """Builds both configurations from mappings of option names to values; later sources win.
+
+    Raises:
+        ValueError: for an unknown name, or a value that its field refuses.
+    """
+    merged: dict[str, Any] = {}
+    for source in sources:
+        merged.update(source)
+    for name in merged:
+        if name not in Config.__dataclass_fields__ and name not in TrainConfig.__dataclass_fields__:
+            raise ValueError(unknown_name(name))
+    config = Config(**{k: v for k, v in merged.items() if k in Config.__dataclass_fields__})
+    train = TrainConfig(**{k: v for k, v in merged.items() if k in TrainConfig.__dataclass_fields__})
+    if train.input_gradients == "dense" and config.sparse_merge == "always":
+        raise ValueError("sparse_merge 'always' needs input_gradients 'sparse': else no rows are told apart")
+    return config, train
+
+
+def run_path(config: Config, train: TrainConfig) -> Path:
+    """Returns the run directory: ``train.out``, or a new one under ``runs``, named after label and time."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Path(train.out) if train.out else Path("runs") / f"{train.name or config.strategy}-{stamp}"

@@ -1,0 +1,303 @@
+"""What a supervisor keeps going, a training or a script: how its ranks are started, and how far they are."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hvd_adaptive.cluster.hosts import Hosts
+from hvd_adaptive.cluster.last_checkpoint import describe_newest, newest_checkpoint, newest_commit, number_of
+
+# hvd_adaptive.state.preemption's, which this process has no use for.
+EXIT_STOPPED = 75
+RECORDS = "restarts.jsonl"
+_TAIL_BYTES = 1 << 20
+EVENT = "hvd-adaptive-event: "
+"""Before what a script's ranks tell their supervisor, on standard error: the one way that leads from every host to it."""
+
+
+@dataclass
+class Launch:
+    """One start of the job.
+
+    Attributes:
+        number: from 1.
+        hosts: ranks by host.
+        cause: why it was started.
+        blamed: the hosts that ended the launch before.
+        num_before: rounds or commits that were there before it.
+        parts_s: seconds from the cause on, by name; what came before the launch first.
+        started_s: when the launcher was started.
+        has_begun: it has merged or stepped.
+    """
+
+    number: int
+    hosts: Hosts
+    cause: str
+    blamed: list[str]
+    num_before: int
+    parts_s: dict[str, float]
+    started_s: float = 0.0
+    has_begun: bool = False
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """A launch that has merged or stepped for the first time.
+
+    Attributes:
+        record: what restarts.jsonl says of where it goes on.
+        text: the same for people.
+        parts_s: seconds that it took within the ranks, by name.
+    """
+
+    record: dict[str, Any]
+    text: str
+    parts_s: dict[str, float]
+
+
+class Job(Protocol):
+    """The differences between what is supervised."""
+
+    records: Path | None
+    """Where restarts are recorded, if anywhere."""
+    stops_at: str
+    """Where the ranks stop that are asked to."""
+    no_progress: str
+    """How a launch ends that counts against the job."""
+
+    @property
+    def stops_in_order(self) -> bool:
+        """Whether the ranks stop by themselves after SIGUSR1, with all that they have done."""
+
+    def num_done(self) -> int:
+        """Rounds or commits that are there to go on from."""
+
+    def arguments(self, number: int, *, local: bool) -> list[str]:
+        """The ranks' command for a launch, whose ranks all are on this host or not."""
+
+    def hear(self, line: str) -> bool:
+        """Takes in a line of the ranks' standard error; returns whether it is not for people. From another thread."""
+
+    def beginning(self, launch: Launch) -> Beginning | None:
+        """How the launch goes on; None while it has neither merged nor stepped."""
+
+    def has_got_on(self, launch: Launch, *, blamed: bool) -> bool:
+        """Whether a launch that has ended brought the job on, so that the next ones may fail again; ``blamed``: the fault was
+        another's."""
+
+    def was_stopped(self, code: int) -> bool:
+        """Whether the ranks ended so because they were asked to."""
+
+    def is_finished(self, code: int) -> bool:
+        """Whether a launch that ended with this exit code has ended the job."""
+
+    def saved(self) -> str:
+        """What there is to go on from, in a part of a sentence."""
+
+    def close(self, *, finished: bool) -> str:
+        """Leaves what is to stay when the supervisor ends; returns what to say of it."""
+
+
+class TrainJob:
+    """``train``: everything is in its run directory.
+
+    Args:
+        argv: the ranks' command, without the options of elasticity, ``--out`` and ``--resume``.
+        directory: the run's, on storage that all hosts share.
+        resume: what the first launch resumes from, None for nothing.
+        memory: the supervisor's folder in memory.
+    """
+
+    stops_at = "merge"
+    no_progress = "ended before a merge"
+    stops_in_order = True
+
+    def __init__(self, argv: Sequence[str], directory: Path, resume: str | None, memory: Path) -> None:
+        self._argv = list(argv)
+        self._directory = directory
+        self._resume = resume
+        self._memory = memory
+        self._checkpoints = (memory, directory / "checkpoints")
+        self.records: Path | None = directory / RECORDS
+
+    def num_done(self) -> int:
+        """See :class:`Job`."""
+        last = self._last_rounds()[-1:]
+        return int(last[0]["round"]) + 1 if last else 0
+
+    def arguments(self, number: int, *, local: bool) -> list[str]:
+        """See :class:`Job`."""
+        resume = self._resume if number == 1 or newest_checkpoint(*self._checkpoints) is None else "auto"
+        argv = [*self._argv, "--out", str(self._directory), "--launch", str(number), "--memory-dir", str(self._memory)]
+        # Where the first launch was lost before a checkpoint, the next one starts afresh in the same folder.
+        return argv + (["--resume", resume or "auto"] if resume or number > 1 else [])
+
+    def hear(self, line: str) -> bool:
+        """See :class:`Job`: the run directory says it all."""
+        return False
+
+    def beginning(self, launch: Launch) -> Beginning | None:
+        """See :class:`Job`."""
+        rounds = reversed(self._last_rounds())
+        first = next((line for line in rounds if line.get("start", {}).get("launch") == launch.number), None)
+        if first is None:
+            return None
+        record = {"round": first["round"], "rounds_repeated": max(0, launch.num_before - first["round"])}
+        return Beginning(record, f"at round {first['round'] + 1}", first["start"]["seconds"])
+
+    def has_got_on(self, launch: Launch, *, blamed: bool) -> bool:
+        """See :class:`Job`."""
+        return launch.has_begun
+
+    def was_stopped(self, code: int) -> bool:
+        """See :class:`Job`."""
+        return code == EXIT_STOPPED
+
+    def is_finished(self, code: int) -> bool:
+        """See :class:`Job`."""
+        # mpirun may say 0 of a job whose node was taken from it.
+        return code == 0 and (self._directory / "summary.json").exists()
+
+    def saved(self) -> str:
+        """See :class:`Job`."""
+        return describe_newest(*self._checkpoints)
+
+    def close(self, *, finished: bool) -> str:
+        """See :class:`Job`."""
+        return ""
+
+    def _last_rounds(self) -> list[dict[str, Any]]:
+        """The last rounds of the run directory; rounds of this launch are among them if there are any yet."""
+        found = []
+        with contextlib.suppress(OSError), (self._directory / "rounds.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            for line in file.read().split(b"\n"):
+                # The first may be cut off, and the last not be written yet.
+                with contextlib.suppress(ValueError):
+                    found.append(json.loads(line))
+        return found
+
+
+class ScriptJob:
+    """``run``: a script that starts from its beginning each time, or, with hvd.elastic, from its newest commit.
+
+    Args:
+        options: of ``run`` for the ranks, without those of elasticity.
+        script: the script and its arguments.
+        commit_dir: the folder for commits, on storage that all hosts share; None: memory, as long as all ranks are on this
+            host, else a new one in the working directory.
+        memory: the supervisor's folder in memory.
+    """
+
+    stops_at = "commit"
+    no_progress = "ended without progress (a commit; without hvd.elastic a minute of optimizer steps and no error of the script)"
+
+    def __init__(self, options: Sequence[str], script: Sequence[str], commit_dir: Path | None, memory: Path) -> None:
+        self._options = list(options)
+        self._script = list(script)
+        self._is_chosen = commit_dir is not None
+        self._directory = commit_dir or Path.cwd() / f"hvd-adaptive-commits-{secrets.token_hex(4)}"
+        self._memory = memory
+        self._commits = (memory, self._directory)
+        self.records = self._directory / RECORDS if self._is_chosen else None
+        self._events: dict[str, dict[str, Any]] = {}
+
+    @property
+    def stops_in_order(self) -> bool:
+        """See :class:`Job`."""
+        return "commits" in self._events
+
+    def num_done(self) -> int:
+        """See :class:`Job`."""
+        newest = newest_commit(*self._commits)
+        return number_of(newest) if newest else 0
+
+    def arguments(self, number: int, *, local: bool) -> list[str]:
+        """See :class:`Job`."""
+        self._events = {}
+        in_memory = local and not self._is_chosen
+        if not in_memory:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._move_out_of_memory()
+        where = ["--launch", str(number), "--commit-dir", str(self._directory)]
+        where += ["--memory-dir", str(self._memory)] if in_memory else []
+        return ["run", *where, *self._options, *self._script]
+
+    def hear(self, line: str) -> bool:
+        """See :class:`Job`."""
+        text = line.partition(EVENT)[2]
+        if not text:
+            return False
+        # Ranks that are ended may be in the midst of one.
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            event = json.loads(text)
+            self._events[event["event"]] = event
+        return True
+
+    def beginning(self, launch: Launch) -> Beginning | None:
+        """See :class:`Job`."""
+        step = self._events.get("step")
+        if step is None:
+            return None
+        commit = step["commit"]
+        if self.stops_in_order:
+            text = f"from commit {commit}" if commit else "from the script's beginning, as nothing was committed"
+        else:
+            text = "as the script goes on from what it has saved itself (it uses no hvd.elastic)"
+        return Beginning({"commit": commit}, text, step["seconds"])
+
+    def has_got_on(self, launch: Launch, *, blamed: bool) -> bool:
+        """See :class:`Job`."""
+        if self.stops_in_order:
+            # An error that comes back at the same place comes before the next new commit.
+            return self.num_done() > launch.num_before
+        return "steady" in self._events and (blamed or "raised" not in self._events)
+
+    def was_stopped(self, code: int) -> bool:
+        """See :class:`Job`."""
+        return code == EXIT_STOPPED and "stopped" in self._events
+
+    def is_finished(self, code: int) -> bool:
+        """See :class:`Job`."""
+        return code == 0 and "finished" in self._events
+
+    def saved(self) -> str:
+        """See :class:`Job`."""
+        newest = newest_commit(*self._commits)
+        if newest is None:
+            return "nothing was committed through hvd.elastic, so the script starts from its beginning"
+        return f"the last commit is {newest}"
+
+    def close(self, *, finished: bool) -> str:
+        """See :class:`Job`."""
+        if finished:
+            for folder in self._commits:
+                for file in folder.glob("*commit-*"):
+                    file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                # Not where there is something else in it, as restarts.jsonl in one that a person chose.
+                self._directory.rmdir()
+            return ""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._move_out_of_memory()
+        if newest_commit(self._directory) is None:
+            with contextlib.suppress(OSError):
+                self._directory.rmdir()
+            return ""
+        return f"the same command with --commit-dir {self._directory} goes on from its commit {self.num_done()}"
+
+    def _move_out_of_memory(self) -> None:
+        """Hosts that do not share this one's memory shall find the newest commit."""
+        newest = newest_commit(self._memory)
+        if newest is not None and self.num_done() == number_of(newest):
+            part = self._directory / f".part-{newest.name}"
+            shutil.copyfile(newest, part)
+            os.replace(part, self._directory / newest.name)

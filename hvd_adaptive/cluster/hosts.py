@@ -1,0 +1,214 @@
+"""Which hosts an elastic job may use: who says so, who has failed too often lately, and how ranks are dealt to them."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import threading
+from collections.abc import Callable, Collection, Mapping
+
+from hvd_adaptive.cluster.binding import expand_counts
+
+log = logging.getLogger(__name__)
+
+Hosts = dict[str, int]
+"""Slots by host name, in the order in which they are to be used."""
+
+LOCAL = "localhost"
+_SCRIPT_LIMIT_S = 30.0
+_WINDOW_S = 600.0
+_BACKOFF_S = 5.0
+# What sinfo calls nodes that run nothing more. A trailing * means that a node does not answer.
+_LOST_STATES = ("down", "drained", "fail", "error", "unknown", "future", "power", "reboot")
+
+
+def parse_hosts(text: str) -> Hosts:
+    """Reads what a discovery script printed: lines of ``host:slots``, or ``host`` for one slot, as Horovod's scripts do.
+
+    Raises:
+        ValueError: naming the line that is neither, or the host that comes twice.
+    """
+    hosts: Hosts = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d{1,6}))?", line)
+        if match is None:
+            raise ValueError(f"a line must be host:slots, got {line[:200]!r}")
+        if match[1] in hosts:
+            raise ValueError(f"host {match[1]} is printed twice")
+        hosts[match[1]] = int(match[2] or 1)
+    return {host: slots for host, slots in hosts.items() if slots}
+
+
+def run_script(script: str) -> Hosts:
+    """Runs a discovery script and reads its hosts.
+
+    Raises:
+        ValueError: if it fails, takes more than 30 s, or prints something else.
+    """
+    try:
+        done = subprocess.run(
+            [script], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_SCRIPT_LIMIT_S
+        )
+        if done.returncode:
+            raise ValueError(f"exit code {done.returncode}: {done.stderr.strip()[-500:]}")
+        return parse_hosts(done.stdout)
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        raise ValueError(f"--host-discovery-script {script}: {error}") from None
+
+
+def slurm_hosts(env: Mapping[str, str]) -> Hosts:
+    """The nodes that a Slurm job has now and that still work, with the tasks that Slurm counts on each.
+
+    A job with ``--no-kill`` loses a node that goes down for good, also if that node is up again a moment later, and a job that
+    is expanded gets nodes: the batch script's environment says neither.
+
+    Args:
+        env: the batch script's environment.
+
+    Raises:
+        ValueError: if Slurm's commands do not answer.
+    """
+    tasks = _counts(env, "SLURM_TASKS_PER_NODE")
+    job = env["SLURM_JOB_ID"]
+    # Components of a heterogeneous job have numbers of their own.
+    lists = [line.split() for line in _ask("squeue", "--noheader", "--jobs", job, "--format=%A %N")]
+    node_list = next((line[1] for line in lists if line[0] == job and len(line) > 1), None)
+    if node_list is None:
+        raise ValueError(f"squeue names no nodes of job {job}")
+    names = _ask("scontrol", "show", "hostnames", node_list)
+    states = dict(line.split(maxsplit=1) for line in _ask("sinfo", "-h", "-N", "-n", ",".join(names), "-o", "%N %T"))
+    return {
+        name: tasks(name)
+        for name in names
+        if not states.get(name, "").startswith(_LOST_STATES) and not states.get(name, "").endswith("*")
+    }
+
+
+def _counts(env: Mapping[str, str], variable: str) -> Callable[[str], int]:
+    """A count by node: what it had at the job's start, and for one that came later the most of any."""
+    names = _ask("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"])
+    counts = expand_counts(env.get(variable, "")) or [1] * len(names)
+    if len(counts) != len(names):
+        raise ValueError(f"{variable} is {env.get(variable)!r}, but the job has {len(names)} nodes")
+    by_name = dict(zip(names, counts, strict=True))
+    return lambda name: by_name.get(name, max(counts))
+
+
+def slurm_environment(env: Mapping[str, str], hosts: Hosts) -> dict[str, str]:
+    """The variables by which mpirun and srun take these hosts for the job's nodes, as Slurm's own script after a resize has them.
+
+    Args:
+        env: the batch script's environment.
+        hosts: ranks by host.
+
+    Returns:
+        The variables to change; empty outside a Slurm job.
+
+    Raises:
+        ValueError: if Slurm's commands do not answer.
+    """
+    if "SLURM_JOB_NODELIST" not in env:
+        return {}
+    # mpirun starts on the batch script's node, and asks srun for certain nodes only where it does not use all it knows.
+    nodes = {**hosts, **{name: 1 for name in [env.get("SLURMD_NODENAME")] if name and name not in hosts}}
+    changed = dict.fromkeys(("SLURM_NODELIST", "SLURM_JOB_NODELIST"), ",".join(nodes))
+    changed |= dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), str(len(nodes)))
+    changed |= dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), str(sum(nodes.values())))
+    changed["SLURM_TASKS_PER_NODE"] = ",".join(map(str, nodes.values()))
+    if "SLURM_JOB_CPUS_PER_NODE" in env:
+        changed["SLURM_JOB_CPUS_PER_NODE"] = ",".join(map(str, map(_counts(env, "SLURM_JOB_CPUS_PER_NODE"), nodes)))
+    return changed
+
+
+def _ask(*command: str) -> list[str]:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SCRIPT_LIMIT_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ValueError(f"{' '.join(command)}: {error}") from None
+    return [line for line in done.stdout.splitlines() if line.strip()]
+
+
+def assign(hosts: Mapping[str, int], most: int, *, first: Collection[str] = ()) -> Hosts:
+    """Deals up to ``most`` ranks to hosts: those in ``first`` before others, each filled before the next.
+
+    Args:
+        hosts: slots by host.
+        most: largest number of ranks.
+        first: hosts that are in use already, so that a job moves as little as it can.
+    """
+    dealt: Hosts = {}
+    for host in sorted(hosts, key=lambda name: name not in first):
+        if most > 0 and hosts[host] > 0:
+            dealt[host] = min(most, hosts[host])
+            most -= dealt[host]
+    return dealt
+
+
+class Backoff:
+    """Leaves out hosts that keep failing: the second failure within ten minutes costs 5 s, each further one twice as much."""
+
+    def __init__(self) -> None:
+        self._failures: dict[str, list[float]] = {}
+
+    def failed(self, host: str, now_s: float) -> float:
+        """Counts a failure; returns for how many seconds the host is left out."""
+        recent = [at_s for at_s in self._failures.get(host, []) if now_s - at_s < _WINDOW_S]
+        self._failures[host] = [*recent, now_s]
+        return self.remaining(host, now_s)
+
+    def remaining(self, host: str, now_s: float) -> float:
+        """Returns the seconds for which the host is still left out."""
+        failures = self._failures.get(host, [])
+        if len(failures) < 2:
+            return 0.0
+        return max(0.0, failures[-1] + min(_WINDOW_S, _BACKOFF_S * 2 ** (len(failures) - 2)) - now_s)
+
+    def usable(self, hosts: Mapping[str, int], now_s: float) -> Hosts:
+        """Returns the hosts that are not left out."""
+        return {host: slots for host, slots in hosts.items() if not self.remaining(host, now_s)}
+
+
+class Discovery:
+    """Asks for the hosts again and again in a thread, so that a slow script holds up nobody.
+
+    Args:
+        ask: returns the hosts, or raises ValueError.
+        interval_s: seconds between two questions.
+    """
+
+    def __init__(self, ask: Callable[[], Hosts], interval_s: float) -> None:
+        self._ask = ask
+        self._interval_s = interval_s
+        self._done = False
+        self._wanted = threading.Event()
+        self._answered = threading.Event()
+        self._failing = ""
+        # A first answer must come: later ones may fail.
+        self.hosts = ask()
+        threading.Thread(target=self._run, name="discovery", daemon=True).start()
+
+    def close(self) -> None:
+        """Asks no more."""
+        self._done = True
+        self._wanted.set()
+
+    def ask_now(self, limit_s: float) -> None:
+        """Asks at once and waits for the answer, but not for longer than a limit."""
+        self._answered.clear()
+        self._wanted.set()
+        self._answered.wait(limit_s)
+
+    def _run(self) -> None:
+        while True:
+            self._wanted.wait(self._interval_s)
+            self._wanted.clear()
+            if self._done:
+                return
+            try:
+                self.hosts, self._failing = self._ask(), ""
+            except ValueError as error:
+                if str(error) != self._failing:
+                    log.warning("%s; going on with the hosts known before: %s", error, self.hosts)
+                self._failing = str(error)
+            self._answered.set()

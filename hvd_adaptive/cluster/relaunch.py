@@ -1,0 +1,246 @@
+"""``-np N``: run the same command again as N ranks, under the MPI launcher with the flags that it needs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+from hvd_adaptive.cluster import tether
+from hvd_adaptive.cluster.binding import read_launcher, requested_threads
+from hvd_adaptive.cluster.host import usable_cores
+
+Flavour = Literal["openmpi4", "openmpi5", "hydra"]
+
+_SCHEDULER_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
+_FORWARDED = re.compile(
+    r"PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CUDA_VISIBLE_DEVICES"
+    r"|OMP_.*|HVD_ADAPTIVE_.*|HOROVOD_.*|NCCL_.*|TORCH_.*"
+)
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """An mpirun on this machine: its path, and which family of flags it takes."""
+
+    path: str
+    flavour: Flavour
+
+
+def find_launcher(env: Mapping[str, str], *, beside: Path | None = None) -> Launcher:
+    """Finds mpirun (or mpiexec): beside this Python, where a virtual environment has it, or on PATH.
+
+    Args:
+        env: the environment, for PATH.
+        beside: the folder to look in first; None: that of this Python interpreter.
+
+    Raises:
+        RuntimeError: there is none, or it is of a family that is not known.
+    """
+    folder = Path(sys.executable).parent if beside is None else beside
+    search = os.pathsep.join([str(folder), env.get("PATH", os.defpath)])
+    path = shutil.which("mpirun", path=search) or shutil.which("mpiexec", path=search)
+    if path is None:
+        raise RuntimeError(
+            f"no mpirun or mpiexec beside {sys.executable} or on PATH: run scripts/setup.sh, load the site's "
+            "MPI module, or start the ranks with srun or horovodrun instead of -np"
+        )
+    answer = subprocess.run([path, "--version"], env=dict(env), capture_output=True, text=True, timeout=60)
+    return Launcher(path, recognize(path, answer.stdout + answer.stderr))
+
+
+def recognize(path: str, version_text: str) -> Flavour:
+    """Tells the family of an mpirun from what its --version prints.
+
+    Args:
+        path: the program, for the message.
+        version_text: its output.
+
+    Raises:
+        RuntimeError: it is neither Open MPI >= 4 nor MPICH or a relative that uses hydra.
+    """
+    match = re.search(r"\(Open MPI\) (\d+)\.", version_text)
+    if match is not None and int(match[1]) >= 4:
+        return "openmpi4" if int(match[1]) == 4 else "openmpi5"
+    if re.search(r"HYDRA|Intel\(R\) MPI", version_text):
+        return "hydra"
+    first = version_text.strip().splitlines()[:1]
+    raise RuntimeError(
+        f"{path} is neither Open MPI >= 4 nor MPICH (it says {first}): start the ranks with its own flags, "
+        "without -np"
+    )
+
+
+def launch_command(
+    num_ranks: int,
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    launcher: Launcher,
+    num_cores: float,
+    is_root: bool,
+    hosts: Mapping[str, int] | None = None,
+) -> tuple[list[str], dict[str, str]]:
+    """Builds the command and environment that run a program as N ranks.
+
+    Ranks are not bound to cores, as Open MPI by default binds each to one. On a machine of one's own more
+    ranks than cores are allowed; with fewer than two cores each they yield while they wait. In a scheduler's job it counts
+    the slots, and what concerns this project is forwarded to the other hosts. Variables that are set already are kept.
+
+    Args:
+        num_ranks: ranks to start, >= 1.
+        argv: the program and its arguments.
+        env: the environment to start from.
+        launcher: the mpirun to use.
+        num_cores: cores' worth of time that this process may use, > 0.
+        is_root: the user is root, which Open MPI refuses unless told otherwise.
+        hosts: ranks on each host by its name; None: this machine, or where the scheduler puts them.
+
+    Returns:
+        The command, and the whole environment for it.
+
+    Raises:
+        ValueError: num_ranks is below 1.
+        RuntimeError: this process is already a rank of an MPI world.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"-np must be >= 1, got {num_ranks}")
+    world = read_launcher(env)
+    # An interactive `srun --pty` shell is a step of one task, and starting ranks from it is what it is for.
+    if world.name != "none" and not (world.name == "slurm" and world.world_size == 1):
+        raise RuntimeError(
+            f"-np {num_ranks} starts ranks of its own, but this process is already rank {world.rank} of "
+            f"{world.world_size} ({world.name}): give the number of ranks to that launcher, and leave -np out"
+        )
+    scheduled = any(name in env for name in _SCHEDULER_VARIABLES)
+    # Below ERROR, torch's store writes a C++ backtrace for each connection that a dying rank loses.
+    added = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    # This machine's cores say nothing of other hosts'; ranks count theirs by themselves.
+    if not scheduled and not hosts and requested_threads(env) is None:
+        added["OMP_NUM_THREADS"] = str(max(1, int(num_cores // num_ranks)))
+    if launcher.flavour != "hydra":
+        added["OMPI_MCA_btl_base_warn_component_unused"] = "0"
+        # A signal is for the ranks, not for their DataLoaders' workers.
+        for project in ("OMPI", "PRTE"):
+            added[f"{project}_MCA_odls_base_signal_direct_children_only"] = "1"
+        if is_root:
+            for project in ("OMPI", "PRTE"):
+                added |= {f"{project}_ALLOW_RUN_AS_ROOT": "1", f"{project}_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    whole = {**env, **{name: value for name, value in added.items() if not env.get(name)}}
+    command = [launcher.path, "-np", str(num_ranks)]
+    places = ",".join(f"{host}:{count}" for host, count in (hosts or {}).items())
+    if launcher.flavour == "hydra":
+        command += ["-bind-to", "none", *(["-hosts", places] if places else [])]
+    else:
+        by_slot = "slot" if scheduled or launcher.flavour == "openmpi4" else "slot:OVERSUBSCRIBE"
+        command += ["--bind-to", "none", "--map-by", by_slot, *(["--host", places] if places else [])]
+        if not scheduled and launcher.flavour == "openmpi4":
+            command.append("--oversubscribe")
+        if scheduled or places:
+            for name in sorted(whole):
+                command += ["-x", name] if _FORWARDED.fullmatch(name) else []
+    return [*command, *argv], whole
+
+
+def build_command(
+    num_ranks: int, argv: Sequence[str], *, hosts: Mapping[str, int] | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Returns the command and environment that run ``python -m hvd_adaptive ARGV`` as N ranks from this process.
+
+    Args:
+        num_ranks: ranks to start, >= 1.
+        argv: the command's arguments, without -np.
+        hosts: as for `launch_command`.
+
+    Raises:
+        ValueError: num_ranks is below 1.
+        RuntimeError: there is no usable mpirun, or this process is already a rank.
+    """
+    return launch_command(
+        num_ranks,
+        [sys.executable, "-m", "hvd_adaptive", *argv],
+        env=os.environ,
+        launcher=find_launcher(os.environ),
+        num_cores=usable_cores(),
+        is_root=os.geteuid() == 0,
+        hosts=hosts,
+    )
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Returns the signals that ask a process to end: of a scheduler, of Ctrl-C, and of a terminal that is closed, unless this
+    process ignores that one (nohup)."""
+    hangup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGINT, signal.SIGTERM, *hangup)
+
+
+def start(command: Sequence[str], env: Mapping[str, str], *, stderr: int | None = None) -> subprocess.Popen[bytes]:
+    """Starts a launcher in a session of its own, without standard input. From the main thread.
+
+    If this process is killed, the launcher gets a SIGTERM. Signals that are blocked here are not blocked there.
+
+    Args:
+        command: from `build_command`.
+        env: from `build_command`.
+        stderr: as for Popen.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command],
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stderr=stderr,
+        start_new_session=True,
+    )
+
+
+def relaunch(num_ranks: int, argv: Sequence[str], *, ends_in_order: bool = False) -> int:
+    """Runs ``python -m hvd_adaptive ARGV`` as N ranks and waits for them. From the main thread.
+
+    SIGINT and SIGTERM go on to the launcher, which ends the ranks, and SIGUSR1 and SIGUSR2, which it passes on to them; it
+    runs in a session of its own, so that Ctrl-C reaches it once and not twice, and without standard input. SIGHUP, of a terminal
+    that is closed, counts as SIGTERM: in its own session the launcher would not hear of it.
+
+    Args:
+        num_ranks: ranks to start, >= 1.
+        argv: the command's arguments, without -np.
+        ends_in_order: the ranks end by themselves after SIGUSR1: the first SIGTERM is passed on as that, as mpirun leaves its
+            ranks one second after a SIGTERM.
+
+    Returns:
+        The launcher's exit code; 128 + the signal's number if a signal ended it.
+
+    Raises:
+        ValueError: num_ranks is below 1.
+        RuntimeError: there is no usable mpirun, or this process is already a rank.
+    """
+    command, env = build_command(num_ranks, argv)
+    signals = (*ending_signals(), signal.SIGUSR1, signal.SIGUSR2)
+    # Until the child exists a signal must wait: it could not be passed on.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        child = start(command, env)
+
+        first_terms = [signal.SIGUSR1] if ends_in_order else []
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            if number in (signal.SIGTERM, signal.SIGHUP):
+                number = first_terms.pop() if first_terms else signal.SIGTERM
+            child.send_signal(number)
+
+        before = {number: signal.signal(number, forward) for number in signals}
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    try:
+        code = child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,95 @@
+"""How ranks talk: collectives over Horovod and mpi4py, and beside them the side channel for claims and heartbeats."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from hvd_adaptive.cluster.binding import (
+    LauncherInfo,
+    check_srun,
+    check_world,
+    mpi_environment,
+    read_launcher,
+    starts_alone,
+)
+from hvd_adaptive.cluster.host import cores_of_ranks
+from hvd_adaptive.cluster.patience import BUSY_WAITING, busy_waiting_remedy, is_busy_waiting
+from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.start_watch import start_watch
+
+log = logging.getLogger(__name__)
+
+# Ranks of these launchers carry no variable that read_launcher knows.
+_UNKNOWN_LAUNCHERS = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
+
+
+def connect(
+    *, stall_limit_s: float, groups: bool = False, repeatable: bool = False, mpi_alone: bool = False
+) -> Transport:
+    """Joins the world that a launcher started, or makes one of this process alone. COLLECTIVE.
+
+    Args:
+        stall_limit_s: seconds after which a dead, frozen or stuck rank ends the job.
+        groups: whether the ranks will be split into groups (for the hierarchical exchange).
+        repeatable: the bits of sums must repeat from run to run: Horovod fuses no tensors then, as what is fused depends on
+            timing.
+        mpi_alone: start MPI and Horovod also where no launcher started this process; one rank needs neither.
+
+    Raises:
+        RuntimeError: if the launcher's world, MPI's and Horovod's are not one.
+    """
+    info = read_launcher(os.environ)
+    if info.name == "none":
+        strangers = [name for name in _UNKNOWN_LAUNCHERS if name in os.environ]
+        if strangers:
+            raise RuntimeError(
+                f"a launcher that is not known here started this process ({', '.join(strangers)} is set): each rank would "
+                "train alone. Start with mpirun, horovodrun or srun, or unset the variable to run one rank."
+            )
+    if starts_alone(info, os.environ) and not (mpi_alone and info.name == "none"):
+        from hvd_adaptive.comm.threads import LocalTransport
+
+        return LocalTransport()
+    if info.name == "horovodrun-gloo":
+        # MPI is not set up there, and Open MPI may end a process that tries without a word that helps.
+        check_world(info, 1)
+    set_mpi_environment(info)
+    if repeatable:
+        # Before Horovod starts, which reads them then. Its autotuning would choose another threshold.
+        os.environ |= {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_AUTOTUNE": "0"}
+        log.info("Horovod's tensor fusion is off (HOROVOD_FUSION_THRESHOLD=0), so that sums repeat bit for bit")
+    from hvd_adaptive.comm.horovod_mpi import HorovodMpiTransport
+
+    with start_watch(info.rank, stall_limit_s=stall_limit_s) as met:
+        return HorovodMpiTransport(info, stall_limit_s=stall_limit_s, groups=groups, met=met)
+
+
+def set_mpi_environment(info: LauncherInfo) -> None:
+    """Sets the variables that MPI reads when it starts, where nobody has set them.
+
+    Args:
+        info: what the launcher's environment says.
+
+    Raises:
+        RuntimeError: if srun started the ranks in a way by which this MPI cannot connect them.
+    """
+    if info.rank == 0 and is_busy_waiting(info, os.environ):
+        log.warning("%s: %s", BUSY_WAITING, busy_waiting_remedy())
+    for name, value in mpi_environment(info, cores_of_ranks(info.local_size or 1)).items():
+        os.environ[name] = os.environ.get(name) or value
+    embedded = (Path(sys.prefix) / "bin" / "orted").exists()
+    if embedded:
+        # PyPI's Open MPI was moved from where it was built. mpirun tells its ranks; srun's ranks must be told.
+        os.environ.setdefault("OPAL_PREFIX", sys.prefix)
+        # Its btl "ofi" is for one-sided communication, which nobody uses here, and sleeps for a second when it is closed.
+        os.environ.setdefault("OMPI_MCA_btl", "^ofi")
+        os.environ["PATH"] = os.pathsep.join(
+            [os.path.join(sys.prefix, "bin"), os.environ.get("PATH", os.defpath)]
+        )
+    from hvd_adaptive.comm.mpi_library import mpi_library_version
+
+    # Before MPI_Init, in which Open MPI may end the process.
+    check_srun(info, os.environ, mpi_library_version(), embedded=embedded)

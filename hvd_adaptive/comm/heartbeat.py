@@ -1,0 +1,284 @@
+"""A heartbeat per rank, outside MPI: a rank that is dead, frozen, stuck or gone is named, and the job ends.
+
+Rank 0 watches every rank and every other rank watches rank 0, through the side channel. Two daemon threads a
+rank: one talks to the store, which a frozen rank 0 makes it hang in; the other only looks at the time, and
+judges.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined,unused-ignore]
+
+from hvd_adaptive.comm.failures import Beat, Fault, Phase, Sighting, describe, find_fault, process_state
+from hvd_adaptive.comm.job_end import end_job
+from hvd_adaptive.comm.launcher_end import GRACE_S, end_later, find_launcher_process
+from hvd_adaptive.comm.seal import UnsealedError
+from hvd_adaptive.comm.side_channel import SideChannel
+
+log = logging.getLogger(__name__)
+
+# When rank 0 fails, each other rank reports it later than the rank before: the first to do so ends the job.
+_TURN_S = 0.5
+_LAST_TURN_S = 5.0
+_LEAVE_POLL_S = 0.02
+_OVER = "over"
+
+
+class _State(NamedTuple):
+    phase: Phase
+    what: str
+    since_s: float
+
+
+class Heartbeat:
+    """This rank's heartbeat and its watch over the others.
+
+    Seconds are those in which this process could run: while it is stopped itself its clock stands still, so
+    that a job that was suspended as a whole finds no fault when it goes on.
+
+    Args:
+        side_channel: the open side channel of all ranks.
+        rank: this rank.
+        host: this host's name, for messages.
+        pid: this process's id, for messages.
+        limit_s: the stall limit in seconds, >= 1.
+        abort: ends the whole job, as MPI_Abort does; called from a thread. If it has not ended this process
+            after 5 s, the process ends itself.
+        last_words: says what the job leaves behind, for the message of its end; called from a thread.
+
+    Raises:
+        ValueError: limit_s is too small for beats to be told from noise.
+    """
+
+    def __init__(
+        self,
+        side_channel: SideChannel,
+        *,
+        rank: int,
+        host: str,
+        pid: int,
+        limit_s: float,
+        abort: Callable[[], object],
+        last_words: Callable[[], str] = lambda: "",
+    ) -> None:
+        if not limit_s >= 1:
+            raise ValueError(
+                f"stall_limit_s must be >= 1, got {limit_s}: a busy machine is quiet for shorter times"
+            )
+        self._side = side_channel
+        self._rank = rank
+        self._host = host
+        self._pid = pid
+        self._limit_s = limit_s
+        self._abort = abort
+        self._last_words = last_words
+        self._has_complained = False
+        self._interval_s = min(3.0, max(0.2, limit_s / 20))
+        self._watched = range(side_channel.world_size) if rank == 0 else range(1)
+        self._awake_s = 0.0
+        self._state = _State("working", "starting", 0.0)
+        self._num_beats = 0
+        self._beats: list[Beat | None] = [None] * len(self._watched)
+        self._seen_s = [0.0] * len(self._watched)
+        self._cut_s: float | None = None
+        self._leaving = threading.Event()
+        self._over = threading.Event()
+        self._lifeline: socket.socket | None = None
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Begins to beat and to watch. COLLECTIVE in that every rank must begin within the stall limit.
+
+        Raises:
+            RuntimeError: rank 0 cannot be reached.
+        """
+        if self._side.world_size == 1 or self._threads:
+            return
+        store = self._side.connect()
+        if self._rank == 0:
+            # Reading a key that nobody has set would wait for it.
+            for rank in self._watched:
+                store.compare_set(self._key(rank), "", "")
+        else:
+            self._lifeline = self._side.open_lifeline()
+        for target, args in ((self._talk, (store,)), (self._watch, ())):
+            thread = threading.Thread(
+                target=target, args=args, name=f"heartbeat{target.__name__}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def progress(self, what: str = "") -> None:
+        """Says that this rank has got on; cheap enough to call for every batch. From the main thread.
+
+        Args:
+            what: what it does now, in a few words; empty keeps the last words.
+        """
+        self._state = _State("working", what or self._state.what, self._awake_s)
+
+    @contextlib.contextmanager
+    def waiting(self, what: str = "") -> Iterator[None]:
+        """Marks a block in which this rank waits for others; leaving it is progress. May be nested.
+
+        From the main thread.
+
+        Args:
+            what: what it waits for, in a few words; empty keeps the last words.
+        """
+        outer = self._state
+        if outer.phase != "waiting":
+            self._state = _State("waiting", what or outer.what, self._awake_s)
+        try:
+            yield
+        finally:
+            if outer.phase != "waiting":
+                self._state = _State("working", outer.what, self._awake_s)
+
+    def leave(self) -> None:
+        """Says that this rank ends properly, and returns when all ranks have said so. COLLECTIVE.
+
+        Until then this rank goes on watching: one that leaves too early ends the job while the others wait
+        for it. Register it with atexit: else such a rank looks dead. Repeated calls, and calls in a forked
+        child, do nothing.
+        """
+        if not self._threads or os.getpid() != self._pid:
+            return
+        self._state = _State("left", self._state.what, self._awake_s)
+        self._leaving.set()
+        if self._lifeline is not None:
+            # Wakes the thread that sleeps on it.
+            with contextlib.suppress(OSError):
+                self._lifeline.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+        if self._lifeline is not None:
+            self._lifeline.close()
+
+    def _key(self, rank: int) -> str:
+        return f"beat/{rank}"
+
+    def _talk(self, store: TCPStore) -> None:
+        keys = [self._key(rank) for rank in self._watched]
+        try:
+            while True:
+                leaving = self._leaving.is_set()
+                self._beat(store)
+                all_left = self._look(store, keys)
+                if leaving and (all_left if self._rank == 0 else self._is_over(store)):
+                    break
+                self._sleep()
+            if self._rank == 0:
+                store.set(_OVER, self._side.seal.close(_OVER, b""))  # type: ignore[arg-type]
+        except (DistError, ConnectionError):
+            self._cut_s = self._awake_s
+            return
+        self._over.set()
+
+    def _beat(self, store: TCPStore) -> None:
+        phase, what, since_s = self._state
+        self._num_beats += 1
+        beat = Beat(
+            count=self._num_beats,
+            phase=phase,
+            phase_s=round(self._awake_s - since_s, 3),
+            what=what[:200],
+            host=self._host,
+            pid=self._pid,
+        )
+        key = self._key(self._rank)
+        store.set(key, self._side.seal.close(key, beat.encode()))  # type: ignore[arg-type]
+
+    def _look(self, store: TCPStore, keys: list[str]) -> bool:
+        """Takes in the watched ranks' beats; returns whether they all have left."""
+        found = zip(keys, store.multi_get(keys), self._beats, strict=True)
+        beats = [self._read_beat(key, value, old) for key, value, old in found]
+        for index, (old, new) in enumerate(zip(self._beats, beats, strict=True)):
+            if new != old:
+                self._seen_s[index] = self._awake_s
+        self._beats = beats
+        return all(beat is not None and beat.phase == "left" for beat in beats)
+
+    def _read_beat(self, key: str, value: bytes, old: Beat | None) -> Beat | None:
+        """Returns a rank's newest beat; what no rank of this job has sent is no sign of life."""
+        if not value:
+            return old
+        try:
+            return Beat.decode(self._side.seal.open(key, bytes(value)))
+        except (UnsealedError, ValueError) as error:
+            if not self._has_complained:
+                log.error("heartbeat: %s", error)
+            self._has_complained = True
+            return old
+
+    def _is_over(self, store: TCPStore) -> bool:
+        if not store.check([_OVER]):
+            return False
+        with contextlib.suppress(UnsealedError):
+            self._side.seal.open(_OVER, bytes(store.get(_OVER)))
+            return True
+        return False
+
+    def _sleep(self) -> None:
+        """Sleeps until the next beat is due, less when leaving.
+
+        Raises:
+            ConnectionError: rank 0's process has ended.
+        """
+        if self._leaving.is_set():
+            # Many ranks asking one store: together at most about 10,000 questions a second.
+            time.sleep(max(_LEAVE_POLL_S, 1e-4 * self._side.world_size))
+        elif self._lifeline is None:
+            self._leaving.wait(self._interval_s)
+        elif select.select([self._lifeline], [], [], self._interval_s)[0] and not self._leaving.is_set():
+            raise ConnectionError("rank 0 closed its end")
+
+    def _watch(self) -> None:
+        tick_s = min(self._interval_s, 0.5)
+        last_s = time.monotonic()
+        while not self._over.wait(tick_s):
+            now_s = time.monotonic()
+            self._awake_s += min(now_s - last_s, 2 * tick_s)
+            last_s = now_s
+            fault = self._judge()
+            if fault is not None and not self._over.is_set():
+                self._report(fault)
+                return
+
+    def _judge(self) -> Fault | None:
+        sightings = [
+            Sighting(rank=rank, beat=beat, silent_s=self._awake_s - seen_s)
+            for rank, beat, seen_s in zip(self._watched, self._beats, self._seen_s, strict=True)
+        ]
+        if self._rank == 0:
+            return find_fault(sightings, self._limit_s)
+        host = sightings[0]
+        turn_s = min(_TURN_S * (self._rank - 1), _LAST_TURN_S)
+        cut = self._cut_s is not None and self._awake_s - self._cut_s >= turn_s
+        if cut or host.silent_s >= self._limit_s + turn_s:
+            return Fault(kind="silent", rank=0, for_s=host.silent_s, beat=host.beat)
+        return None
+
+    def _report(self, fault: Fault) -> None:
+        same_host = fault.beat is not None and fault.beat.host == self._host
+        state = process_state(fault.beat.pid) if fault.beat is not None and same_host else None
+        if self._cut_s is not None:
+            state = ""  # the connection ended, so the process has
+        text = describe(fault, reporter=self._rank, host=self._host, limit_s=self._limit_s, state=state)
+        if fault.kind == "silent" and fault.beat is not None and not same_host:
+            # If the network between the hosts is down, the launcher cannot end the job either.
+            launcher = find_launcher_process(self._pid)
+            if launcher is not None:
+                end_later(launcher)
+                text += f" If {launcher.name} (pid {launcher.pid}) still runs {GRACE_S} s later, it is ended, too."
+        end_job(f"{text} {self._last_words()}".rstrip(), self._abort)

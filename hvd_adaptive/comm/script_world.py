@@ -1,0 +1,51 @@
+"""The ranks of a script that has called hvd.init() itself: all goes through Horovod, under MPI and Gloo alike."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hvd_adaptive.comm.horovod_collectives import HorovodCollectives
+
+_PREFIX = "hvd_adaptive."
+
+
+class ScriptWorld(HorovodCollectives):
+    """All ranks, as far as merges need them; see :class:`hvd_adaptive.comm.protocols.Transport`, whose side channel is not here.
+
+    Args:
+        hvd: the module ``horovod.torch``, initialized by the script.
+        waiting: wraps what waits for other ranks.
+    """
+
+    groups = False
+
+    def __init__(self, hvd: Any, waiting: Callable[[str], AbstractContextManager[None]]) -> None:
+        super().__init__(hvd, hvd.global_process_set, waiting, prefix=_PREFIX)
+        self.host = socket.gethostname()
+        self.local_rank: int = hvd.local_rank()
+        self.local_size: int = hvd.local_size()
+
+    def allgather_stats(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Gathers a small vector, shape (k,): shape (world_size, k). COLLECTIVE."""
+        with self._waiting("statistics"):
+            gathered = self._hvd.allgather(torch.from_numpy(values.reshape(1, -1)), name=_PREFIX + "statistics")
+        return np.asarray(gathered.numpy())
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Gathers a small Python object from every rank. COLLECTIVE."""
+        with self._waiting("agreement"):
+            gathered: list[Any] = self._hvd.allgather_object(value, name=_PREFIX + "agreement")
+        return gathered
+
+    def rendezvous(self, name: str) -> float:
+        """Waits until every rank has arrived. COLLECTIVE."""
+        with self._waiting(name):
+            self._hvd.barrier()
+        return 0.0

@@ -1,0 +1,292 @@
+"""Counters, small values and sleeping rendezvous between ranks, outside MPI and Horovod, on torch's TCPStore.
+
+Rank 0 holds the store; a C++ thread serves it while that rank computes, so a claim costs one short round trip
+and no rank has to be inside MPI for it. A TCPStore client serialises its calls, so each rank opens one
+connection for claims (any thread may use it), one for rendezvous and one for heartbeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, DistStoreError, TCPStore  # type: ignore[attr-defined,unused-ignore]
+
+from hvd_adaptive.comm.in_process_store import InProcessStore, not_set
+from hvd_adaptive.comm.seal import Seal
+from hvd_adaptive.comm.store_address import PROBE_S, Offer, find_server, sending_addresses, serve
+
+# How long a rendezvous may last is for the heartbeats to judge: they know whether the others still make
+# progress.
+_FOREVER = timedelta(days=7)
+_COUNT_BITS = 20
+
+
+class SideChannel:
+    """Talks to the other ranks beside MPI. Construction is COLLECTIVE.
+
+    Args:
+        rank: this rank, in [0, world_size).
+        world_size: number of ranks, >= 1. A single rank needs no server: its counters are in this process.
+        gather: gathers a small object from every rank, in rank order, on a way that strangers cannot reach. COLLECTIVE.
+        same_host: all ranks are on one host; the store then listens on the loopback interface only.
+        stall_limit_s: how long `get`, `close` and the first meeting of the ranks wait before they raise, in
+            seconds.
+
+    Raises:
+        ValueError: world_size or stall_limit_s is out of range.
+        RuntimeError: rank 0 cannot be reached, some rank did not come, or rank 0 may not open enough files.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        gather: Callable[[Any], list[Any]],
+        same_host: bool,
+        stall_limit_s: float,
+    ) -> None:
+        if not 0 <= rank < world_size < 1 << _COUNT_BITS:
+            raise ValueError(
+                f"need 0 <= rank < world_size < {1 << _COUNT_BITS}, got rank {rank} of {world_size}"
+            )
+        if not stall_limit_s > 0:
+            raise ValueError(f"stall_limit_s must be > 0, got {stall_limit_s}")
+        self.rank = rank
+        self.world_size = world_size
+        self._stall_limit_s = stall_limit_s
+        self._num_arrivals = 0
+        self._closed = False
+        self._alone = InProcessStore() if world_size == 1 else None
+        if self._alone is not None:
+            return
+        sources = sorted(set() if same_host else set().union(*gather(sending_addresses())))
+        self._server: TCPStore | None = None
+        server = None
+        answer: Offer | str | None = None
+        if rank == 0:
+            try:
+                server, answer = serve(same_host=same_host, world_size=world_size, sources=sources)
+                self._server = server.store
+            except RuntimeError as error:
+                answer = str(error)
+        answer = gather(answer)[0]
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        assert answer is not None
+        offer = Offer(*answer)
+        self.seal = Seal(offer.secret)
+        self._port = offer.port
+        self._address = find_server(offer, rank)
+        if not same_host:
+            used = set(gather(self._address))
+            if server is not None:
+                server.narrow(sources, sorted(used))
+        self._claims = self.connect()
+        self._arrivals = self.connect()
+        self._meet_first()
+
+    def connect(self) -> TCPStore:
+        """Opens another connection to the store; calls on one connection wait for each other.
+
+        Raises:
+            RuntimeError: rank 0 cannot be reached, or there is one rank and no store.
+        """
+        if self._alone is not None:
+            raise RuntimeError("a side channel of one rank has no store to connect to")
+        try:
+            return TCPStore(
+                self._address, self._port, is_master=False, timeout=_FOREVER, wait_for_workers=False
+            )
+        except DistError as error:
+            raise self._lost() from error
+
+    def open_lifeline(self) -> socket.socket:
+        """Opens a silent TCP connection to rank 0's store, which ends at the moment when that process does.
+
+        Raises:
+            OSError: rank 0 cannot be reached.
+        """
+        return socket.create_connection((self._address, self._port), timeout=PROBE_S)
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a shared counter that starts at 0, atomically, and returns its new value. Any thread.
+
+        Args:
+            key: the counter's name.
+            amount: what to add; 0 only reads. The value must stay within 64 signed bits.
+
+        Raises:
+            RuntimeError: rank 0 is gone.
+        """
+        if self._alone is not None:
+            return self._alone.add(key, amount)
+        with self._translated():
+            return int(self._claims.add(f"user/{key}", amount))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        """Sets a value to ``desired`` if it is ``expected``, atomically; returns what it is then. Any thread.
+
+        Args:
+            key: the value's name, no counter's.
+            expected: "" for a key that was never set.
+            desired: not ""; made unique by the caller, who then knows whether this call set it.
+
+        Raises:
+            RuntimeError: rank 0 is gone.
+        """
+        if self._alone is not None:
+            return self._alone.compare_set(key, expected, desired)
+        with self._translated():
+            name = f"user/{key}"
+            sealed = [self.seal.close(name, text.encode()).decode() if text else "" for text in (expected, desired)]
+            return self.seal.open(name, bytes(self._claims.compare_set(name, *sealed))).decode()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Stores a small value under a key of its own (not a counter's). Any thread.
+
+        Raises:
+            RuntimeError: rank 0 is gone.
+        """
+        if self._alone is not None:
+            self._alone.set(key, value)
+            return
+        with self._translated():
+            name = f"user/{key}"
+            self._claims.set(name, self.seal.close(name, value))  # type: ignore[arg-type]  # torch's stub knows str only
+
+    def get(self, key: str) -> bytes:
+        """Returns the value of a key, waiting for it up to the stall limit. Any thread.
+
+        Holds up this rank's claims while it waits: meant for values that are about to be there.
+
+        Raises:
+            RuntimeError: the key was not set within the stall limit, or rank 0 is gone.
+        """
+        if self._alone is not None:
+            return self._alone.get(key, self._stall_limit_s)
+        try:
+            with self._translated():
+                self._claims.wait([f"user/{key}"], timedelta(seconds=self._stall_limit_s))
+                return self.seal.open(f"user/{key}", bytes(self._claims.get(f"user/{key}")))
+        except DistStoreError as error:
+            raise not_set(key, self._stall_limit_s) from error
+
+    def delete(self, key: str) -> None:
+        """Forgets a counter or value; a key that is not there is no error. Any thread.
+
+        Raises:
+            RuntimeError: rank 0 is gone.
+        """
+        if self._alone is not None:
+            self._alone.delete(key)
+            return
+        with self._translated():
+            self._claims.delete_key(f"user/{key}")
+
+    def arrive(self, name: str) -> float:
+        """Waits, asleep, until every rank has arrived; returns the seconds waited. COLLECTIVE.
+
+        A rank that waits in MPI spins and takes the core of the rank that it waits for; here it sleeps and
+        wakes within about a millisecond of the last arrival. Has no time limit of its own: that is the
+        heartbeats' task.
+
+        Args:
+            name: where the ranks meet; equal on all ranks.
+
+        Raises:
+            RuntimeError: on every rank, if the names differ; or rank 0 is gone.
+        """
+        begin = time.monotonic()
+        if self._alone is not None:
+            return 0.0
+        self._num_arrivals += 1
+        with self._translated():
+            verdict = self._meet(self._num_arrivals, name, _FOREVER)
+        if verdict != b"together":
+            raise RuntimeError(
+                f"rank {self.rank} arrived at {name!r} while another rank arrived elsewhere: all ranks must "
+                "take the same steps in the same order (did they get the same configuration and data?)"
+            )
+        return time.monotonic() - begin
+
+    def close(self) -> None:
+        """Ends the channel in good order. COLLECTIVE, but only rank 0, which holds the store, waits.
+
+        Repeated calls do nothing. Stop heartbeats first.
+
+        Raises:
+            RuntimeError: on rank 0, if a rank did not close within the stall limit.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._alone is not None:
+            return
+        # A peer whose rank 0 is gone has nothing left to say goodbye to.
+        with contextlib.suppress(DistError):
+            last = self._arrivals.add("closed", 1) == self.world_size
+            if last:
+                self._arrivals.set("all closed", "")
+        del self._claims
+        if self._server is not None and not last:
+            try:
+                self._arrivals.wait(["all closed"], timedelta(seconds=self._stall_limit_s))
+            except DistStoreError as error:
+                closed = self._arrivals.add("closed", 0)
+                raise RuntimeError(
+                    f"only {closed} of {self.world_size} ranks closed the side channel within "
+                    f"{self._stall_limit_s} s: the others ended without close() or are still busy"
+                ) from error
+        del self._arrivals
+        self._server = None
+
+    def _meet_first(self) -> None:
+        try:
+            self._meet(0, "start", timedelta(seconds=max(self._stall_limit_s, 2 * PROBE_S)))
+        except DistStoreError as error:
+            here = self._arrivals.add("arrive/0", 0) % (1 << _COUNT_BITS)
+            raise RuntimeError(
+                f"only {here} of {self.world_size} ranks reached rank 0's side channel at "
+                f"{self._address}:{self._port}; see the other ranks' messages"
+            ) from error
+
+    def _meet(self, number: int, name: str, limit: timedelta) -> bytes:
+        # The counter's low bits count ranks, the high ones add up a checksum of the names: equal names give N
+        # times it.
+        store, key, checksum = self._arrivals, f"arrive/{number}", zlib.crc32(name.encode()) & 0x3FFFFF
+        total = store.add(key, 1 + (checksum << _COUNT_BITS))
+        if total % (1 << _COUNT_BITS) < self.world_size:
+            if limit is not _FOREVER:
+                store.wait([key + "/go"], limit)
+            # Waits as long as the connection may; a wait before it would be another message from every rank at once.
+            return self.seal.open(key + "/go", bytes(store.get(key + "/go")))
+        verdict = "together" if total >> _COUNT_BITS == checksum * self.world_size else "apart"
+        store.set(key + "/go", self.seal.close(key + "/go", verdict.encode()))  # type: ignore[arg-type]
+        # Every rank is here, so none still reads the previous rendezvous.
+        store.delete_key(f"arrive/{number - 1}")
+        store.delete_key(f"arrive/{number - 1}/go")
+        return verdict.encode()
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        if self._closed:
+            raise RuntimeError("the side channel is closed")
+        try:
+            yield
+        except DistStoreError:
+            raise
+        except DistError as error:
+            raise self._lost() from error
+
+    def _lost(self) -> RuntimeError:
+        return RuntimeError(
+            f"rank {self.rank} lost the side channel that rank 0 serves at {self._address}:{self._port}: "
+            "rank 0 has ended or the network to it is down; look at rank 0's output first"
+        )

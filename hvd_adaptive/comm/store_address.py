@@ -1,0 +1,196 @@
+"""Where rank 0's store listens, and how the other ranks find an address of it that they can reach."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import resource
+import secrets
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import psutil
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined,unused-ignore]
+
+from hvd_adaptive.comm.address_filter import admit_only
+from hvd_adaptive.comm.seal import new_secret
+
+PROBE_S = 3.0
+_PATIENT_PROBES_S = 20.0
+CONNECTIONS_PER_RANK = 4  # claims, rendezvous, heartbeats, and the heartbeats' lifeline
+_OTHER_FILES = 512
+_SIOCGIFADDR = 0x8915
+_TOKEN_KEY = "token"
+_LOOPBACK = ("127.0.0.1", "::1")
+
+log = logging.getLogger(__name__)
+
+
+class Offer(NamedTuple):
+    """What rank 0 tells the others over MPI.
+
+    Attributes:
+        addresses: to try in turn.
+        port: of the store.
+        token: to tell the store by.
+        secret: of the job, for :class:`hvd_adaptive.comm.seal.Seal`.
+    """
+
+    addresses: list[str]
+    port: int
+    token: str
+    secret: str
+
+
+class Server(NamedTuple):
+    """Rank 0's store, and its listening socket, None where nobody on another host can reach it."""
+
+    store: TCPStore
+    door: socket.socket | None
+
+    def narrow(self, sources: Sequence[str], destinations: Sequence[str]) -> None:
+        """Has the kernel drop what does not come from a host of the job to an address that its ranks use.
+
+        Args:
+            sources: addresses of the job's hosts.
+            destinations: addresses of this host.
+        """
+        if self.door is not None:
+            reason = admit_only(self.door, [*sources, *_LOOPBACK], [*destinations, *_LOOPBACK])
+            if reason is not None:
+                log.warning(
+                    "rank 0's side channel on port %d can be reached from every host that reaches this one: %s. See "
+                    "docs/security.md", self.door.getsockname()[1], reason,
+                )  # fmt: skip
+            self.door.close()
+
+
+def serve(*, same_host: bool, world_size: int, sources: Sequence[str] = ()) -> tuple[Server, Offer]:
+    """Starts the store on a port that the system picks.
+
+    The store itself asks for no password. The kernel drops what other hosts than the job's send to it, and what it says is
+    believed only with a code that needs the job's secret.
+
+    Args:
+        same_host: all ranks are on this host, so listen on the loopback interface only.
+        world_size: number of ranks that will connect.
+        sources: addresses of the job's hosts.
+
+    Raises:
+        RuntimeError: this process may not open enough files for that many connections.
+    """
+    _allow_open_files(CONNECTIONS_PER_RANK * world_size + _OTHER_FILES)
+    backlog = CONNECTIONS_PER_RANK * world_size
+    if same_host:
+        addresses = ["127.0.0.1"]
+        listener = socket.create_server(("127.0.0.1", 0), backlog=backlog)
+    else:
+        addresses = own_addresses()
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        listener = socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=dual)
+        admit_only(listener, [*sources, *addresses, *_LOOPBACK])
+    port: int = listener.getsockname()[1]
+    door = None if same_host else socket.socket(fileno=os.dup(listener.fileno()))
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    token = secrets.token_hex(8)
+    store.set(_TOKEN_KEY, token)
+    return Server(store, door), Offer(addresses, port, token, new_secret())
+
+
+def find_server(offer: Offer, rank: int) -> str:
+    """Returns the first of the offered addresses at which rank 0's store answers with its token.
+
+    An address may lead elsewhere: container bridges have the same address on every host.
+
+    Args:
+        offer: what rank 0 broadcast.
+        rank: this rank, for the message.
+
+    Raises:
+        RuntimeError: none answers.
+    """
+    failures: list[str] = []
+    # Soon on to the next one; where none answered, rank 0 may be held up.
+    for limit_s in (PROBE_S, max(PROBE_S, _PATIENT_PROBES_S / len(offer.addresses))):
+        failures.clear()
+        for address in offer.addresses:
+            try:
+                # A plain connection first: torch's client retries and logs each refusal.
+                socket.create_connection((address, offer.port), timeout=limit_s).close()
+                limit = timedelta(seconds=limit_s)
+                store = TCPStore(address, offer.port, is_master=False, wait_for_workers=False, timeout=limit)
+                if store.check([_TOKEN_KEY]) and store.get(_TOKEN_KEY) == offer.token.encode():
+                    return address
+                failures.append(f"{address}: another program answers")
+            except (OSError, DistError) as error:
+                failures.append(f"{address}: {error}")
+    raise RuntimeError(
+        f"rank {rank} on {socket.gethostname()} cannot reach rank 0's side channel at port {offer.port} "
+        f"({'; '.join(failures)}): the hosts must accept TCP connections from each other on all ports; ask "
+        "for a firewall rule between the job's hosts, or fix rank 0's host name"
+    )
+
+
+def own_addresses() -> list[str]:
+    """Returns this host's addresses but loopback: those of its name first, then the interfaces' IPv4 ones.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    found: list[str] = []
+    try:
+        for *_, place in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            found.append(str(place[0]))
+    except socket.gaierror:
+        # A host that does not know its own name still has interfaces.
+        pass
+    if sys.platform == "linux":
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            for _, name in socket.if_nameindex():
+                try:
+                    reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                except OSError:
+                    continue  # an interface without an IPv4 address
+                found.append(socket.inet_ntoa(reply[20:24]))
+    usable = [address for address in dict.fromkeys(found) if not address.startswith(("127.", "::1", "fe80:"))]
+    if not usable:
+        raise RuntimeError(
+            f"{socket.gethostname()} (rank 0) has no network address but loopback, and the ranks are on "
+            "several hosts: bring up the network interface that connects them"
+        )
+    return usable
+
+
+def sending_addresses() -> list[str]:
+    """Returns all addresses that this host's packets may come from, loopback excluded; of every interface, IPv4 and IPv6."""
+    found = {
+        entry.address.partition("%")[0]
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    }
+    return sorted(found - set(_LOOPBACK))
+
+
+def _allow_open_files(needed: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise RuntimeError(
+            f"rank 0 needs {needed} open files for the other ranks' connections, and the limit is {hard}: "
+            "raise it (`ulimit -Hn`, LimitNOFILE of the scheduler's daemon) or start fewer ranks"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -1,0 +1,135 @@
+"""Launches the Triton kernels, with the interface of :mod:`.reference`. Imported where CUDA tensors are met.
+
+Multiplication and addition are not fused (``enable_fp_fusion``), and divisions are rounded to nearest: the CPU's bits.
+TRITON_INTERPRET=1 runs the kernels on CPU tensors, for tests. `benchmarks/triton_ahead.py` compiles all of them without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from hvd_adaptive.compress.kernels import cuda_codes, cuda_select
+
+# A program's values in registers: more spill, and take minutes to compile.
+_TILE = 2048
+_MOST_PROGRAMS = 1024
+
+
+def maxmin_encode(
+    values: Tensor, payload: Tensor, bits: int, bucket: int, key: int | None,
+    residual: Tensor | None = None, weight: float = 1.0,
+) -> None:  # fmt: skip
+    """Writes the max-min code of ``values``; see :func:`hvd_adaptive.compress.kernels.reference.maxmin_encode`."""
+    num, num_buckets = values.numel(), -(-values.numel() // bucket)
+    if not num:
+        return
+    meta = payload[: 8 * num_buckets].view(torch.float32)
+    first, second = (key or 0) & 0xFFFFFFFF, (key or 0) >> 32
+    rows = _rows(bucket)
+    with _device_of(values):
+        cuda_codes.maxmin_encode[(num_buckets,)](
+            values, values if residual is None else residual, meta, payload[8 * num_buckets :], num, float(weight),
+            _signed(first), _signed(second), BUCKET=bucket, BITS=bits, ROWS=rows, RANDOM=key is not None,
+            FEEDBACK=residual is not None, num_warps=_warps(rows), enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def sign_encode(
+    values: Tensor, payload: Tensor, bucket: int, residual: Tensor | None = None, weight: float = 1.0
+) -> None:
+    """Writes the sign code of ``values``; see :func:`hvd_adaptive.compress.kernels.reference.sign_encode`."""
+    num, num_buckets = values.numel(), -(-values.numel() // bucket)
+    if not num:
+        return
+    meta = payload[: 4 * num_buckets].view(torch.float32)
+    rows = _rows(bucket)
+    with _device_of(values):
+        cuda_codes.sign_encode[(num_buckets,)](
+            values, values if residual is None else residual, meta, payload[4 * num_buckets :], num, float(weight),
+            BUCKET=bucket, ROWS=rows, FEEDBACK=residual is not None, num_warps=_warps(rows), enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def maxmin_decode(
+    payload: Tensor, out: Tensor, bits: int, bucket: int, add: int, num_peers: int = 1, piece: int | None = None
+) -> None:
+    """Decodes max-min payloads; see :func:`hvd_adaptive.compress.kernels.reference.maxmin_decode`."""
+    _decode(payload, out, bits, bucket, add, num_peers, piece, is_sign=False)
+
+
+def sign_decode(
+    payload: Tensor, out: Tensor, bucket: int, add: int, num_peers: int = 1, piece: int | None = None
+) -> None:
+    """Decodes sign payloads; see :func:`hvd_adaptive.compress.kernels.reference.sign_decode`."""
+    _decode(payload, out, 1, bucket, add, num_peers, piece, is_sign=True)
+
+
+def _decode(
+    payload: Tensor, out: Tensor, bits: int, bucket: int, add: int, num_peers: int, piece: int | None, *, is_sign: bool
+) -> None:
+    num, num_buckets = out.numel(), -(-out.numel() // bucket)
+    if not num:
+        return
+    size = num_buckets * bucket if piece is None else piece
+    meta_bytes = 4 if is_sign else 8
+    piece_bytes = -(-(meta_bytes * (size // bucket) + bits * (size // 8)) // 4) * 4
+    rows = _rows(bucket)
+    with _device_of(out):
+        cuda_codes.decode[(num_buckets, -(-bucket // (8 * rows)))](
+            payload.view(torch.float32), payload, out, num, size, piece_bytes, num_peers, payload.numel() // num_peers,
+            BUCKET=bucket, BITS=bits, ROWS=rows, ADD=add, SIGN=is_sign, num_warps=_warps(rows), enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def sum_of_squares(values: Tensor) -> Tensor:
+    """Returns the sum of squares; see :func:`hvd_adaptive.compress.kernels.reference.sum_of_squares`."""
+    values = values.detach().contiguous()
+    num_programs = min(-(-values.numel() // _TILE), _MOST_PROGRAMS)
+    partial = torch.empty(num_programs, dtype=torch.float64, device=values.device)
+    if num_programs:
+        with _device_of(values):
+            cuda_select.squares[(num_programs,)](
+                values, partial, values.numel(), TILE=_TILE, num_warps=8, enable_fp_fusion=False
+            )  # fmt: skip
+    return partial.sum()
+
+
+def select_large(
+    values: Tensor, threshold: Tensor, places: Tensor, entries: Tensor, *, sampled: bool, take: bool
+) -> None:
+    """Writes places and values of the largest; see :func:`hvd_adaptive.compress.kernels.reference.select_large`."""
+    num, num_programs = values.numel(), -(-values.numel() // _TILE)
+    places.zero_()
+    entries.zero_()
+    counts = torch.empty((2, num_programs), dtype=torch.int32, device=values.device)
+    with _device_of(values):
+        cuda_select.count_large[(num_programs,)](
+            values, threshold, counts, num, num_programs,
+            SAMPLED=sampled, TILE=_TILE, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+        cuda_select.store_large[(num_programs,)](
+            values, threshold, counts.cumsum(1), places, entries, num, num_programs, places.numel(),
+            SAMPLED=sampled, TAKE=take, TILE=_TILE, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _rows(bucket: int) -> int:
+    return min(int(triton.next_power_of_2(bucket // 8)), _TILE // 8)
+
+
+def _warps(rows: int) -> int:
+    # No more threads than values: a program that changes a tensor in place may not read a value twice.
+    return max(1, min(8, 8 * rows // 128))
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
+
+
+def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

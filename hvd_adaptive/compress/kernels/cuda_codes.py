@@ -1,0 +1,183 @@
+"""The max-min and sign codes in Triton: the same bits as the torch reference. Imported only where CUDA tensors are met.
+
+One program codes one bucket, whose values are rows of eight, ROWS of them at a time: a large bucket is a loop, as registers
+would not hold it. An encoder reads its bucket twice, once for its scale and once for its codes; the second time it lies in a
+cache. A decoder adds up all peers' payloads in their order.
+
+Arguments have no annotations, since Triton looks their names up on the GPU's side; ``num`` alone has one, which keeps
+large counts from being a type of their own. Nothing is specialised on an argument's value or alignment.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hvd_adaptive.compress.kernels.reference import SMALLEST_UNIT
+
+_SMALLEST_UNIT = tl.constexpr(SMALLEST_UNIT)
+_INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def _weighted(values, residual, place, valid, weight, FEEDBACK: tl.constexpr):
+    x = tl.load(values + place, mask=valid, other=0.0) * weight
+    if FEEDBACK:
+        x = tl.load(residual + place, mask=valid, other=0.0) + x
+    return x
+
+
+@triton.jit
+def _store_codes(packed, codes, first, stored, BITS: tl.constexpr):
+    # codes: eight a row, zero where there is no value. first: of each row among the piece's values.
+    column = tl.arange(0, 8)
+    words = tl.sum(codes.to(tl.int64) << (column * BITS)[None, :].to(tl.int64), axis=1)
+    target = first[:, None] // 8 * BITS + column[None, :]
+    part = (words[:, None] >> (column * 8)[None, :].to(tl.int64)) & 255
+    tl.store(packed + target, part.to(tl.uint8), mask=(column < BITS)[None, :] & stored[:, None])
+
+
+@triton.jit
+def _load_codes(packed, first, stored, BITS: tl.constexpr):
+    column = tl.arange(0, 8)
+    source = first[:, None] // 8 * BITS + column[None, :]
+    part = tl.load(packed + source, mask=(column < BITS)[None, :] & stored[:, None], other=0)
+    words = tl.sum(part.to(tl.int64) << (column * 8)[None, :].to(tl.int64), axis=1)
+    return (words[:, None] >> (column * BITS)[None, :].to(tl.int64)) & (2**BITS - 1)
+
+
+@triton.jit
+def _store_padding(packed, num, BITS: tl.constexpr):
+    # Payloads end at a multiple of 4 bytes.
+    place = (num + 7) // 8 * BITS + tl.arange(0, 4)
+    tl.store(packed + place, tl.zeros_like(place).to(tl.uint8), mask=place < ((num + 7) // 8 * BITS + 3) // 4 * 4)
+
+
+@triton.jit(do_not_specialize=["values", "residual", "meta", "packed", "num", "weight", "key0", "key1"])
+def maxmin_encode(
+    values, residual, meta, packed, num: tl.int64, weight, key0, key1,
+    BUCKET: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, RANDOM: tl.constexpr, FEEDBACK: tl.constexpr,
+):  # fmt: skip
+    """One bucket's unit, minimum and codes; with FEEDBACK of values plus residual, which then holds what the code loses."""
+    bucket = tl.program_id(0).to(tl.int64)
+    row, column = tl.arange(0, ROWS), tl.arange(0, 8)
+    tile = row[:, None] * 8 + column[None, :]
+    lows = tl.full((ROWS, 8), _INFINITY, tl.float32)
+    highs = tl.full((ROWS, 8), -_INFINITY, tl.float32)
+    broken_ones = tl.zeros((ROWS, 8), tl.int32)
+    for start in range(0, BUCKET, ROWS * 8):
+        inside = start + tile
+        place = bucket * BUCKET + inside
+        valid = (inside < BUCKET) & (place < num)
+        x = _weighted(values, residual, place, valid, weight, FEEDBACK)
+        lows = tl.minimum(lows, tl.where(valid, x, _INFINITY))
+        highs = tl.maximum(highs, tl.where(valid, x, -_INFINITY))
+        broken_ones |= tl.where(tl.abs(x) < _INFINITY, 0, 1)
+    low = tl.min(tl.min(lows, axis=1), axis=0)
+    low = tl.where(low == 0.0, 0.0, low)  # -0.0 becomes 0.0
+    span = tl.max(tl.max(highs, axis=1), axis=0) - low
+    broken = (tl.max(tl.max(broken_ones, axis=1), axis=0) > 0) | (span == _INFINITY)
+    top: tl.constexpr = 2**BITS - 1
+    spread = (span > 0.0) & (broken == 0)
+    unit = tl.where(spread, tl.maximum(tl.div_rn(span, top * 1.0), _SMALLEST_UNIT), 0.0)
+    inverse = tl.where(spread, tl.div_rn(1.0, tl.where(spread, unit, 1.0)), 0.0)
+    missing = float("nan")
+    kept_unit, kept_low = tl.where(broken, missing, unit), tl.where(broken, missing, low)
+    tl.store(meta + 2 * bucket, kept_unit)
+    tl.store(meta + 2 * bucket + 1, kept_low)
+    if bucket == 0:
+        _store_padding(packed, num, BITS)
+    for start in range(0, BUCKET, ROWS * 8):
+        inside = start + tile
+        place = bucket * BUCKET + inside
+        valid = (inside < BUCKET) & (place < num)
+        x = _weighted(values, residual, place, valid, weight, FEEDBACK)
+        scaled = (x - low) * inverse
+        if RANDOM:
+            h = place.to(tl.uint32) ^ key0.to(tl.uint32)
+            h = ((h ^ (h >> 16)) * 0x7FEB352D).to(tl.uint32) ^ key1.to(tl.uint32)
+            h = ((h ^ (h >> 15)).to(tl.int64) * 0x846CA68B).to(tl.uint32)
+            h = h ^ (h >> 16)
+            rounded = scaled + (h >> 8).to(tl.float32) * 5.9604644775390625e-08
+        else:
+            rounded = scaled + 0.5
+        codes = tl.minimum(tl.where(valid & (broken == 0), rounded, 0.0).to(tl.int32), top)
+        inside_row = start + row * 8
+        first = bucket * BUCKET + inside_row
+        _store_codes(packed, codes, first, (inside_row < BUCKET) & (first < num), BITS)
+        if FEEDBACK:
+            tl.store(residual + place, x - (codes.to(tl.float32) * kept_unit + kept_low), mask=valid)
+
+
+@triton.jit(do_not_specialize=["values", "residual", "meta", "packed", "num", "weight"])
+def sign_encode(
+    values, residual, meta, packed, num: tl.int64, weight,
+    BUCKET: tl.constexpr, ROWS: tl.constexpr, FEEDBACK: tl.constexpr,
+):  # fmt: skip
+    """One bucket's mean and signs; FEEDBACK as for `maxmin_encode`."""
+    bucket = tl.program_id(0).to(tl.int64)
+    row, column = tl.arange(0, ROWS), tl.arange(0, 8)
+    tile = row[:, None] * 8 + column[None, :]
+    # The fp64 sum of equal fp32 values is exact, so that a constant bucket decodes exactly.
+    sums = tl.zeros((ROWS, 8), tl.float64)
+    for start in range(0, BUCKET, ROWS * 8):
+        inside = start + tile
+        place = bucket * BUCKET + inside
+        valid = (inside < BUCKET) & (place < num)
+        x = _weighted(values, residual, place, valid, weight, FEEDBACK)
+        sums += tl.abs(x).to(tl.float64)
+        inside_row = start + row * 8
+        first = bucket * BUCKET + inside_row
+        codes = tl.where(valid & (x >= 0.0), 1, 0)
+        _store_codes(packed, codes, first, (inside_row < BUCKET) & (first < num), 1)
+    count = tl.minimum(num - bucket * BUCKET, BUCKET)
+    mean = (tl.sum(tl.sum(sums, axis=1), axis=0) / count.to(tl.float64)).to(tl.float32)
+    tl.store(meta + bucket, mean)
+    if bucket == 0:
+        _store_padding(packed, num, 1)
+    if FEEDBACK:
+        for start in range(0, BUCKET, ROWS * 8):
+            inside = start + tile
+            place = bucket * BUCKET + inside
+            valid = (inside < BUCKET) & (place < num)
+            x = _weighted(values, residual, place, valid, weight, FEEDBACK)
+            tl.store(residual + place, x - tl.where(x >= 0.0, mean, -mean), mask=valid)
+
+
+@triton.jit
+def _decoded(meta, packed, first, stored, BITS: tl.constexpr, SIGN: tl.constexpr):
+    codes = _load_codes(packed, first, stored, BITS)
+    if SIGN:
+        mean = tl.load(meta)
+        return tl.where(codes > 0, mean, -mean)
+    return codes.to(tl.float32) * tl.load(meta) + tl.load(meta + 1)
+
+
+@triton.jit(do_not_specialize=["meta", "payload", "out", "num", "piece", "piece_bytes", "num_peers", "peer_bytes"])
+def decode(
+    meta, payload, out, num: tl.int64, piece: tl.int64, piece_bytes: tl.int64, num_peers: tl.int64, peer_bytes: tl.int64,
+    BUCKET: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, SIGN: tl.constexpr,
+):  # fmt: skip
+    """A part of a bucket, from all peers. meta and payload are the same bytes: one peer's pieces after the other's."""
+    META: tl.constexpr = 1 if SIGN else 2
+    bucket = tl.program_id(0).to(tl.int64)
+    row, column = tl.arange(0, ROWS), tl.arange(0, 8)
+    which = bucket * BUCKET // piece
+    here = tl.minimum(piece, num - which * piece)
+    local = bucket - which * piece // BUCKET
+    inside_row = tl.program_id(1) * (ROWS * 8) + row * 8
+    first = local * BUCKET + inside_row
+    stored = (inside_row < BUCKET) & (first < here)
+    own_meta = meta + which * piece_bytes // 4 + META * local
+    packed = payload + which * piece_bytes + 4 * META * ((here + BUCKET - 1) // BUCKET)
+    value = _decoded(own_meta, packed, first, stored, BITS, SIGN)
+    for peer in range(1, num_peers):
+        value += _decoded(own_meta + peer * peer_bytes // 4, packed + peer * peer_bytes, first, stored, BITS, SIGN)
+    inside = inside_row[:, None] + column[None, :]
+    place = bucket * BUCKET + inside
+    valid = (inside < BUCKET) & (place < num)
+    if ADD > 0:
+        value = tl.load(out + place, mask=valid, other=0.0) + value
+    elif ADD < 0:
+        value = tl.load(out + place, mask=valid, other=0.0) - value
+    tl.store(out + place, value, mask=valid)

@@ -1,0 +1,147 @@
+"""Chooses the kernels of a tensor's device: numba on CPU, Triton on CUDA."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvd_adaptive.compress.kernels import reference
+
+log = logging.getLogger(__name__)
+
+_NONE = np.empty(0, np.float32)
+
+
+def maxmin_encode(
+    values: Tensor,
+    payload: Tensor,
+    *,
+    bits: int,
+    bucket: int,
+    key: int | None,
+    residual: Tensor | None = None,
+    weight: float = 1.0,
+) -> None:
+    """Writes the max-min code of ``values``; see :func:`hvd_adaptive.compress.kernels.reference.maxmin_encode`."""
+    if values.is_cuda:
+        _cuda().maxmin_encode(values, payload, bits, bucket, key, residual, weight)
+    elif values.numel():
+        values = reference.with_residual(values, None, weight)
+        meta, packed = _split(payload, values.numel(), bucket, meta_size=2, num_bits=bits)
+        first, second = (np.uint32(word) for word in ((key or 0) & 0xFFFFFFFF, (key or 0) >> 32))
+        own = _NONE if residual is None else residual.numpy()
+        _cpu().maxmin_encode(
+            values.numpy(), own, meta.reshape(-1, 2), packed, bits, bucket, key is not None, first, second
+        )
+
+
+def maxmin_decode(
+    payload: Tensor, out: Tensor, *, bits: int, bucket: int, add: int, num_peers: int = 1, piece: int | None = None
+) -> None:
+    """Decodes max-min payloads; see :func:`hvd_adaptive.compress.kernels.reference.maxmin_decode`."""
+    if out.is_cuda:
+        _cuda().maxmin_decode(payload, out, bits, bucket, add, num_peers, piece)
+    elif out.numel():
+        each = reference.each_payload(
+            payload, out, add, num_peers, piece, lambda num: reference.maxmin_bytes(num, bits, bucket)
+        )
+        for own, part, sign in each:
+            meta, packed = _split(own, part.numel(), bucket, meta_size=2, num_bits=bits)
+            _cpu().maxmin_decode(meta.reshape(-1, 2), packed, part.numpy(), bits, bucket, sign)
+
+
+def sign_encode(
+    values: Tensor, payload: Tensor, *, bucket: int, residual: Tensor | None = None, weight: float = 1.0
+) -> None:
+    """Writes the sign code of ``values``; see :func:`hvd_adaptive.compress.kernels.reference.sign_encode`."""
+    if values.is_cuda:
+        _cuda().sign_encode(values, payload, bucket, residual, weight)
+    elif values.numel():
+        values = reference.with_residual(values, residual, weight)
+        means, packed = _split(payload, values.numel(), bucket, meta_size=1, num_bits=1)
+        _cpu().sign_encode(values.numpy(), means, packed, bucket)
+        if residual is not None:
+            _cpu().sign_decode(means, packed, residual.numpy(), bucket, -1)
+
+
+def sign_decode(
+    payload: Tensor, out: Tensor, *, bucket: int, add: int, num_peers: int = 1, piece: int | None = None
+) -> None:
+    """Decodes sign payloads; see :func:`hvd_adaptive.compress.kernels.reference.sign_decode`."""
+    if out.is_cuda:
+        _cuda().sign_decode(payload, out, bucket, add, num_peers, piece)
+    elif out.numel():
+        each = reference.each_payload(
+            payload, out, add, num_peers, piece, lambda num: reference.sign_bytes(num, bucket)
+        )
+        for own, part, sign in each:
+            means, packed = _split(own, part.numel(), bucket, meta_size=1, num_bits=1)
+            _cpu().sign_decode(means, packed, part.numpy(), bucket, sign)
+
+
+def sum_of_squares(values: Tensor) -> Tensor:
+    """Returns the sum of squares in fp64; see :func:`hvd_adaptive.compress.kernels.reference.sum_of_squares`."""
+    return (_cuda() if values.is_cuda else reference).sum_of_squares(values)
+
+
+def all_finite(flat: Tensor) -> bool:
+    """Returns whether all elements of a tensor of one dimension are finite; waits once for a GPU."""
+    if not flat.numel():
+        return True
+    # A finite sum proves all elements finite, and reads them once; an overflow does not prove the contrary.
+    if flat.is_cuda:
+        total = sum_of_squares(flat)
+        if flat.dtype != torch.float64:
+            return bool(total.isfinite())
+    else:
+        total = torch.dot(flat, flat) if flat.itemsize >= 4 else flat.sum(dtype=torch.float32)
+    return bool(total.isfinite()) or bool(flat.isfinite().all())
+
+
+def select_large(
+    values: Tensor, threshold: Tensor, places: Tensor, entries: Tensor, *, sampled: bool, take: bool
+) -> None:
+    """Writes places and values of the largest; see :func:`hvd_adaptive.compress.kernels.reference.select_large`."""
+    (_cuda() if values.is_cuda else reference).select_large(
+        values, threshold, places, entries, sampled=sampled, take=take
+    )
+
+
+def _split(payload: Tensor, num_elements: int, bucket: int, *, meta_size: int, num_bits: int) -> tuple[Any, Any]:
+    data = payload.numpy()
+    meta_bytes = 4 * meta_size * -(-num_elements // bucket)
+    end = meta_bytes + num_bits * -(-num_elements // 8)
+    data[end:] = 0
+    return data[:meta_bytes].view(np.float32), data[meta_bytes:end]
+
+
+@functools.cache
+def _cpu() -> ModuleType:
+    # Imported at first use: numba takes about a second to load, and no run without a codec needs it.
+    try:
+        from hvd_adaptive.compress.kernels import cpu
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"numba cannot keep its compiled code: {error}. Set NUMBA_CACHE_DIR to a folder that can be written."
+        ) from error
+    return cpu
+
+
+@functools.cache
+def _cuda() -> ModuleType:
+    if importlib.util.find_spec("triton") is None:
+        log.warning(
+            "Triton is not installed: the codecs run as plain torch operations on the GPU, several times slower. "
+            "Install the triton that PyTorch's CUDA wheels require."
+        )
+        return reference
+    from hvd_adaptive.compress.kernels import cuda
+
+    return cuda

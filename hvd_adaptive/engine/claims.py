@@ -1,0 +1,191 @@
+"""Where a rank's next piece of a mega-batch comes from: a cursor that all ranks share, or a part of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from hvd_adaptive.algorithm.ledger import steps_ahead
+from hvd_adaptive.comm.protocols import Transport
+
+# The work [start, stop) of a claim; then, where it did not fit into memory, the samples of each batch that it was cut into.
+Claim = tuple[int, ...]
+# How much to claim of so much remaining work.
+ClaimSize = Callable[[int], int]
+
+
+class Claims(Protocol):
+    """Work of one round, handed out piece by piece."""
+
+    def claim(self, size: ClaimSize) -> Claim | None:
+        """Takes a piece: the work in [start, stop), never given to anyone else; None when nothing is left."""
+
+    def close(self) -> None:
+        """Ends the round where it is, for all ranks, if what was taken so far is the first part of it; else does nothing. What
+        was taken is to be computed. Any rank, any thread, any time."""
+
+    @property
+    def end(self) -> int | None:
+        """The work before which all has been taken, where the round was closed early; else None. Once `claim` gave None."""
+
+
+# Added to a cursor by each rank that closes it; no mega-batch has so much work, and half a million ranks do not overflow it.
+_CLOSED = 1 << 44
+
+
+class SharedCursor:
+    """Whoever is free takes the next piece, until all is taken or one rank closes the cursor.
+
+    Args:
+        transport: the world.
+        key: names the cursor; never used twice.
+        total_work: work of the mega-batch.
+        least: no claim is smaller, where there is so much work; >= 1, equal on all ranks.
+
+    Attributes:
+        end: as in :class:`Claims`.
+    """
+
+    def __init__(self, transport: Transport, key: str, *, total_work: int, least: int = 1) -> None:
+        self._transport = transport
+        self._key = key
+        self._total_work = total_work
+        # A claim that ends behind it takes the rest as well, so that no rest is smaller than the least claim.
+        self._last_start = total_work - min(least, total_work)
+        self.end: int | None = None
+        self._is_closing = False
+
+    def claim(self, size: ClaimSize) -> Claim | None:
+        """Takes a piece from the cursor.
+
+        Reads it and adds to it: two operations, however many ranks claim at once. A compare-and-set fails for all of them but
+        one, so that N ranks which begin a round together need N^2 / 2. What others claim between the two makes a claim
+        somewhat larger than its fair part of the rest.
+        """
+        position = self._transport.add(self._key, 0)
+        if position <= self._last_start:
+            wanted = size(self._total_work - position)
+            position = self._transport.add(self._key, wanted) - wanted
+            if position <= self._last_start:
+                stop = position + wanted
+                return position, stop if stop <= self._last_start else self._total_work
+        if position >= _CLOSED:
+            self.end = self._closed_at()
+        return None
+
+    def close(self) -> None:
+        """Ends the round at the cursor."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        position = self._transport.add(self._key, _CLOSED) - _CLOSED
+        if position < _CLOSED:
+            self._transport.add(self._end_key, min(position, self._total_work) + 1)
+
+    def forget(self) -> None:
+        """Deletes the cursor, which no rank will use again."""
+        self._transport.forget(self._key)
+        self._transport.forget(self._end_key)
+
+    def _closed_at(self) -> int | None:
+        # Who closed the cursor is about to say where: others may have added to it meanwhile.
+        while not (end := self._transport.add(self._end_key, 0)):
+            time.sleep(1e-3)
+        return end - 1 if end - 1 <= self._last_start else None
+
+    @property
+    def _end_key(self) -> str:
+        return f"{self._key}.end"
+
+
+class StepFrontier:
+    """How far the ranks have come in a round of equal numbers of steps: it ends after the last step that some rank has promised.
+
+    A rank promises as many steps at once as take about 0.2 s (:func:`hvd_adaptive.algorithm.ledger.steps_ahead`), so that it asks
+    the store a few times a second and not at every step.
+
+    Args:
+        transport: the world.
+        key: names it; never used twice.
+        num_steps: steps of the round.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, transport: Transport, key: str, *, num_steps: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._transport = transport
+        self._key = key
+        self._num_steps = num_steps
+        self._clock = clock
+        self._seen = ""
+        self._asked_step, self._asked_s = 0, 0.0
+
+    def begin(self, step: int) -> bool:
+        """Returns whether this rank may begin a step, which then every rank will make.
+
+        Args:
+            step: its number in the round, from 0; each rank begins them in order, and prefetches one.
+        """
+        if self._position(self._seen) < step and not self._is_closed(self._seen):
+            last = min(step + self._ahead(step), self._num_steps) - 1
+            while self._position(self._seen) < step and not self._is_closed(self._seen):
+                self._seen = self._transport.compare_set(self._key, self._seen, f"{last}:")
+        return self._position(self._seen) >= step
+
+    def _ahead(self, step: int) -> int:
+        now, ahead = self._clock(), 1
+        # The first two are asked for together, before any was made.
+        if step >= 2 and step > self._asked_step >= 1:
+            ahead = steps_ahead((now - self._asked_s) / (step - self._asked_step))
+        self._asked_step, self._asked_s = step, now
+        return ahead
+
+    def close(self) -> None:
+        """Ends the round after the last step that some rank has promised. Any rank, any thread, any time."""
+        seen = self._seen
+        while not self._is_closed(seen) and (position := self._position(seen)) < self._num_steps - 1:
+            seen = self._transport.compare_set(self._key, seen, f"{position}:closed")
+
+    @property
+    def end(self) -> int | None:
+        """The last step, where the round was closed, else None; final once a rank was refused to begin a step."""
+        return self._position(self._seen) if self._is_closed(self._seen) else None
+
+    @staticmethod
+    def _position(value: str) -> int:
+        return int(value.partition(":")[0]) if value else -1
+
+    @staticmethod
+    def _is_closed(value: str) -> bool:
+        return value.endswith("closed")
+
+
+class OwnPart:
+    """The rank takes the pieces of its own part, however long the others need for theirs.
+
+    Args:
+        start: where the part begins, in work.
+        stop: where it ends.
+
+    Attributes:
+        end: None: it cannot be closed, as the ranks' parts so far would not be the first part of the round.
+    """
+
+    end = None
+
+    def __init__(self, start: int, stop: int) -> None:
+        self._position = start
+        self._stop = stop
+
+    def claim(self, size: ClaimSize) -> Claim | None:
+        """Takes a piece from the part."""
+        if self._position == self._stop:
+            return None
+        start = self._position
+        self._position += size(self._stop - start)
+        return start, self._position
+
+    def close(self) -> None:
+        """Goes on to the part's end."""

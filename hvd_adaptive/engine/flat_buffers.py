@@ -1,0 +1,80 @@
+"""A model's buffers, merged over the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.engine.flat_group import fill_deltas, load_, make_groups, scale_
+
+
+class FlatBuffers:
+    """A model's buffers, which forward passes change on each rank by itself: float ones meet as a weighted mean, since a
+    momentum could make a variance negative; integer ones as their maximum.
+
+    Args:
+        model: any module; the ranks' buffers are equal now.
+        transport: the world.
+
+    Attributes:
+        groups: the float buffers.
+        integers: the integer ones.
+        payload_bytes: bytes of the deltas.
+    """
+
+    def __init__(self, model: nn.Module, transport: Transport) -> None:
+        self._transport = transport
+        buffers = list(model.buffers())
+        self.groups = make_groups("buffers", [b for b in buffers if b.is_floating_point()])
+        self.integers = [b for b in buffers if not b.is_floating_point()]
+        self.payload_bytes = sum(g.delta.numel() * g.delta.element_size() for g in self.groups)
+
+    @torch.no_grad()
+    def compute_delta(self) -> bool:
+        """Fills the delta with the float buffers minus what they were after the last merge; returns whether it is finite."""
+        return fill_deltas(self.groups)
+
+    @torch.no_grad()
+    def merge_(self, weight: float) -> None:
+        """Replaces the buffers by the ranks' weighted mean or maximum. COLLECTIVE.
+
+        Args:
+            weight: this rank's; they sum to 1 over ranks. 0 contributes zeros, whatever the delta holds.
+        """
+        for group in self.groups:
+            scale_(group, weight)
+            self._transport.allreduce_sum_(group.delta, name=group.name)
+        self.apply_()
+
+    @torch.no_grad()
+    def apply_(self) -> None:
+        """Moves the float buffers by the summed deltas; integer ones take the ranks' maximum. COLLECTIVE."""
+        for group in self.groups:
+            group.weights.add_(group.delta)
+            load_(group, range(len(group.tensors)))
+        if self.integers:
+            flat = torch.cat([b.reshape(-1).to(torch.int64) for b in self.integers])
+            self._transport.allreduce_max_(flat, name="integer_buffers")
+            for buffer, value in zip(
+                self.integers, flat.split([b.numel() for b in self.integers]), strict=True
+            ):
+                buffer.copy_(value.view(buffer.shape))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the float buffers, flat, by name of their group, and the integer ones."""
+        return {
+            "weights": {group.name: group.weights for group in self.groups},
+            "integers": list(self.integers),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads buffers of the same shapes, into the model as well."""
+        for group in self.groups:
+            group.weights.copy_(state["weights"][group.name])
+            load_(group, range(len(group.tensors)))
+        for tensor, value in zip(self.integers, state["integers"], strict=True):
+            tensor.copy_(value)

@@ -1,0 +1,129 @@
+"""Tensors of one kind as a flat global model and a flat delta."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hvd_adaptive.compress.kernels.dispatch import all_finite
+from hvd_adaptive.compress.policy import TensorInfo
+from hvd_adaptive.engine.row_merge import RowRange
+from hvd_adaptive.engine.touched_rows import TouchedRows
+
+
+@dataclass(slots=True)
+class FlatGroup:
+    """Tensors of one kind, flattened one after the other.
+
+    Attributes:
+        name: names the exchange, the same on every rank.
+        tensors: the model's own tensors, in the model's order, each once.
+        weights: the flat global model, fp64 for fp64 tensors, else fp32, shape (num_elements,).
+        delta: same shape and dtype.
+        row_ranges: the sparse parameters among ``tensors``, by position there.
+        infos: names and shapes of parameters.
+        positions: of parameters, where each tensor stands among the model's trainable ones.
+        factors: this rank's weight in each row or coordinate of each tensor, which broadcasts to it; None: one weight for all.
+    """
+
+    name: str
+    tensors: list[Tensor]
+    weights: Tensor
+    delta: Tensor
+    row_ranges: dict[int, RowRange] = field(default_factory=dict)
+    infos: list[TensorInfo] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    factors: list[Tensor] | None = None
+
+    def rest(self) -> list[slice]:
+        """The elements outside the row ranges, where there are any, ascending."""
+        bounds = [0, *(b for r in self.row_ranges.values() for b in (r.part.start, r.part.stop)), self.delta.numel()]
+        return [slice(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if a < b]
+
+    def slices(self, flat: Tensor) -> list[Tensor]:
+        """Returns views of a flat tensor, one a tensor of the group and of its shape."""
+        sizes = [t.numel() for t in self.tensors]
+        return [part.view(t.shape) for part, t in zip(flat.split(sizes), self.tensors, strict=True)]
+
+
+def make_groups(kind: str, tensors: list[Tensor], touched: Mapping[int, TouchedRows] | None = None) -> list[FlatGroup]:
+    """Returns the tensors as groups, one a dtype of their global values.
+
+    Args:
+        kind: the first part of the groups' names.
+        tensors: detached, each once.
+        touched: the sparse parameters whose touched rows are known, by ``id`` of the tensor.
+    """
+    groups = []
+    for dtype, members in by_dtype(tensors).items():
+        flat = torch.cat([t.reshape(-1).to(dtype) for t in members])
+        name = f"{kind}.{str(dtype).removeprefix('torch.')}"
+        group = FlatGroup(name=name, tensors=members, weights=flat, delta=torch.zeros_like(flat))
+        start = 0
+        for index, tensor in enumerate(members):
+            if touched and id(tensor) in touched:
+                group.row_ranges[index] = RowRange(
+                    touched[id(tensor)], tensor, group.weights, group.delta, start
+                )
+            start += tensor.numel()
+        groups.append(group)
+    return groups
+
+
+def by_dtype(tensors: list[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    """The tensors by the dtype of their global values, where there are any."""
+    found = {
+        dtype: [t for t in tensors if (t.dtype == torch.float64) == (dtype == torch.float64)]
+        for dtype in (torch.float32, torch.float64)
+    }
+    return {dtype: members for dtype, members in found.items() if members}
+
+
+def fill_deltas(groups: list[FlatGroup], *, verify: bool = False) -> bool:
+    """Fills the deltas with tensors minus global model; returns whether they are finite. ``verify``: see
+    :meth:`RowRange.compute_delta_`."""
+    finite = True
+    for group in groups:
+        for index, (tensor, weights, delta) in enumerate(
+            zip(group.tensors, group.slices(group.weights), group.slices(group.delta), strict=True)
+        ):
+            if index in group.row_ranges:
+                finite &= group.row_ranges[index].compute_delta_(verify=verify)
+            else:
+                # Half-precision parameters hold the rounded global model: that is what they started from.
+                torch.sub(tensor.to(delta.dtype), weights.to(tensor.dtype).to(delta.dtype), out=delta)
+        finite &= all(all_finite(group.delta[part]) for part in group.rest())
+    return finite
+
+
+def load_(group: FlatGroup, indices: Iterable[int]) -> None:
+    """Loads the global model into some of a group's tensors."""
+    slices = group.slices(group.weights)
+    for index in indices:
+        group.tensors[index].copy_(slices[index])
+
+
+def scale_(group: FlatGroup, factor: float) -> None:
+    """Multiplies a group's delta by this rank's weight, or by those of rows or coordinates; 0 gives zeros."""
+    # Not delta * 0: NaN times 0 is NaN.
+    if not factor:
+        group.delta.zero_()
+        return
+    scale_rest_(group, factor)
+    for row_range in group.row_ranges.values():
+        row_range.scale_(factor)
+
+
+def scale_rest_(group: FlatGroup, factor: float) -> None:
+    """As :func:`scale_`, outside the row ranges."""
+    if not factor or group.factors is None:
+        for part in group.rest():
+            rest = group.delta[part]
+            rest.mul_(factor) if factor else rest.zero_()
+        return
+    for index, delta in enumerate(group.slices(group.delta)):
+        if index not in group.row_ranges:
+            delta.mul_(group.factors[index])

@@ -1,0 +1,283 @@
+"""The global model as flat vectors, and the way of a rank's model to its delta and back.
+
+Memory beyond the model: two copies of its trainable parameters and float buffers, the global model and the delta. The
+outer step's velocity is a third, where it is on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hvd_adaptive.algorithm.outer_step import OuterStep
+from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.compress.kernels.dispatch import sum_of_squares
+from hvd_adaptive.compress.policy import TensorInfo
+from hvd_adaptive.engine.flat_buffers import FlatBuffers
+from hvd_adaptive.engine.flat_group import (
+    FlatGroup,
+    by_dtype,
+    fill_deltas,
+    load_,
+    make_groups,
+    scale_,
+    scale_rest_,
+)
+from hvd_adaptive.engine.merge_rule import MergeRule
+from hvd_adaptive.engine.row_merge import RowMerge
+from hvd_adaptive.engine.touched_rows import TouchedRows
+from hvd_adaptive.exchange.compressed import CompressedSum
+
+
+class FlatModel:
+    """A model whose replicas differ between merges and agree after them.
+
+    Trainable parameters take the outer step, buffers (BatchNorm's running statistics) do as :class:`FlatBuffers` says. Frozen
+    parameters are broadcast once and stay. A tied parameter counts once.
+
+    Construction is COLLECTIVE: all ranks start from rank 0's parameters and buffers.
+
+    Args:
+        model: any module; floating-point parameters on one device.
+        transport: the world.
+        touched: the sparse parameters whose touched rows are known, by ``id`` of the parameter.
+
+    Attributes:
+        device: where the model is.
+        compressed: sums the parameters' deltas in encoded form, where it is set.
+        rule: weighs rows or coordinates, where it is set.
+
+    Raises:
+        ValueError: for a model without trainable parameters, with complex ones, or on several devices.
+    """
+
+    def __init__(
+        self, model: nn.Module, transport: Transport, touched: Mapping[int, TouchedRows] | None = None
+    ) -> None:
+        self._model = model
+        self._transport = transport
+        parameters = list(model.parameters())
+        self._trainable = [p.requires_grad for p in parameters]
+        trainable = [p.detach() for p in parameters if p.requires_grad]
+        buffers = list(model.buffers())
+        if not trainable:
+            raise ValueError("model must have a parameter with requires_grad=True, got none")
+        devices = {t.device for t in (*parameters, *buffers)}
+        if len(devices) > 1:
+            raise ValueError(f"model must be on one device, got {', '.join(sorted(map(str, devices)))}")
+        if any(t.is_complex() for t in (*parameters, *buffers)):
+            raise ValueError(
+                "model must have real parameters and buffers: view complex ones as real (torch.view_as_real)"
+            )
+        transport.broadcast_([*(p.detach() for p in parameters), *buffers])
+        self.device = trainable[0].device
+
+        marks = {
+            id(t): touched[id(p)]
+            for p, t in zip((p for p in parameters if p.requires_grad), trainable, strict=True)
+            if touched and id(p) in touched
+        }
+        self.parameter_groups = make_groups("parameters", trainable, marks)
+        named = [name for name, p in model.named_parameters() if p.requires_grad]
+        names = {id(t): name for name, t in zip(named, trainable, strict=True)}
+        places = {id(t): place for place, t in enumerate(trainable)}
+        for group in self.parameter_groups:
+            group.infos = [TensorInfo(names[id(t)], tuple(t.shape)) for t in group.tensors]
+            group.positions = [places[id(t)] for t in group.tensors]
+        self.compressed: CompressedSum | None = None
+        self.rule: MergeRule | None = None
+        self.buffers = FlatBuffers(model, transport)
+        self.num_parameters = sum(p.numel() for p in trainable)
+        self.payload_bytes = self._dense_bytes = sum(
+            g.delta.numel() * g.delta.element_size() for g in self.groups
+        )
+        self.row_ranges = [r for g in self.parameter_groups for r in g.row_ranges.values()]
+        for row_range in self.row_ranges:
+            row_range.touched.clear()
+
+    def rebind(self) -> None:
+        """Takes the model's tensors anew, for a loop that may have put other ones of the same shapes in their place.
+
+        Raises:
+            RuntimeError: if there are other ones than at construction, or of other shapes.
+        """
+        self.check_trainable()
+        trainable = [p.detach() for p in self._model.parameters() if p.requires_grad]
+        buffers = list(self._model.buffers())
+        floats, integers = ([b for b in buffers if b.is_floating_point() is kind] for kind in (True, False))
+        found = [*by_dtype(trainable).values(), *by_dtype(floats).values(), integers]
+        held = [*(group.tensors for group in self.groups), self.buffers.integers]
+        if [[t.shape for t in tensors] for tensors in found] != [[t.shape for t in tensors] for tensors in held]:
+            raise RuntimeError(
+                "the model has other parameters or buffers, or of another shape or dtype, than when merges began"
+            )
+        for tensors, others in zip(held, found, strict=True):
+            tensors[:] = others
+
+    @property
+    def groups(self) -> list[FlatGroup]:
+        """All groups: those of parameters first."""
+        return [*self.parameter_groups, *self.buffers.groups]
+
+    @torch.no_grad()
+    def compute_delta(self, *, verify: bool = False) -> bool:
+        """Fills the delta with model minus global model; returns whether it is finite.
+
+        Args:
+            verify: look for changes in rows of sparse parameters that no step touched.
+
+        Raises:
+            RuntimeError: if a parameter was frozen or unfrozen since construction.
+        """
+        self.check_trainable()
+        return fill_deltas(self.groups, verify=verify)
+
+    def check_trainable(self) -> None:
+        """Raises RuntimeError if a parameter was frozen or unfrozen since construction."""
+        if [p.requires_grad for p in self._model.parameters()] != self._trainable:
+            raise RuntimeError(
+                "requires_grad of a parameter changed during the session; close it and make a new Session after freezing "
+                "or unfreezing, so that the ranks exchange the right parameters"
+            )
+
+    @torch.no_grad()
+    def norm_per_parameter(self) -> float:
+        """Returns the L2 norm of this rank's trainable parameters over their number."""
+        squares = [sum_of_squares(t) for g in self.parameter_groups for t in g.tensors]
+        return float(sum(torch.stack(squares).tolist())) ** 0.5 / self.num_parameters
+
+    def weigh_(self, weights: NDArray[np.float64]) -> None:
+        """Finds this rank's weight in each row or coordinate for the merge that follows, where :attr:`rule` is set. COLLECTIVE.
+
+        Args:
+            weights: the ranks' scalar weights, shape (world_size,), which sum to 1. A rank with 0 takes no part.
+        """
+        if self.rule is None:
+            return
+        ranges = {
+            group.positions[index]: part for group in self.parameter_groups for index, part in group.row_ranges.items()
+        }
+        unions = {place: part.union for place, part in ranges.items()}
+        factors = self.rule.exchange(self._transport, weights=weights, unions=unions, coded=self.compressed is not None)
+        for place, part in ranges.items():
+            part.factor = factors[place].view(part.num_rows, -1).to(part.dtype)
+        for group in self.parameter_groups:
+            group.factors = [factors[place].to(group.delta.dtype) for place in group.positions]
+
+    @torch.no_grad()
+    def merge_(
+        self, outer: OuterStep, *, weight: float, buffer_weight: float, rows: RowMerge | None = None
+    ) -> None:
+        """Sums the ranks' weighted deltas, moves the global model, and loads it into the model. COLLECTIVE.
+
+        Args:
+            outer: the outer step, for trainable parameters.
+            weight: this rank's merge weight; 0 contributes zeros, whatever the delta holds. Weights by row or coordinate
+                (:meth:`weigh_`) take its place.
+            buffer_weight: this rank's weight for float buffers; those sum to 1 over ranks.
+            rows: what the ranks decided about the rows of sparse parameters, after its exchange.
+        """
+        self.payload_bytes = self._dense_bytes + sum(part.message_bytes for part in (rows, self.rule) if part is not None)
+        sparse = rows is not None and rows.sparse
+        if self.compressed is not None:
+            self.compressed.begin_round()
+        for group in self.parameter_groups:
+            if sparse and group.row_ranges:
+                self._sum_rows_(group, weight)
+            else:
+                self._sum_(group, weight)
+        self.apply_(outer, sparse=sparse)
+        self.buffers.merge_(buffer_weight)
+
+    def apply_(self, outer: OuterStep, *, sparse: bool = False) -> None:
+        """Moves the global parameters by the summed deltas and loads them into the model.
+
+        Args:
+            outer: the outer step.
+            sparse: whether row ranges hold sums of their union's rows only.
+        """
+        outer.begin()
+        for group in self.parameter_groups:
+            if sparse:
+                outer.apply_(group.weights, group.delta, group.rest())
+                for part in group.row_ranges.values():
+                    part.apply_(outer, group.weights, group.delta)
+                load_(group, [i for i in range(len(group.tensors)) if i not in group.row_ranges])
+            else:
+                outer.apply_(group.weights, group.delta)
+                load_(group, range(len(group.tensors)))
+        for part in self.row_ranges:
+            part.touched.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the global model: flat weights by name of their group, buffers, frozen parameters."""
+        return {
+            "weights": {group.name: group.weights for group in self.parameter_groups},
+            "buffers": self.buffers.state_dict(),
+            "frozen": [p.detach() for p in self._model.parameters() if not p.requires_grad],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads a global model of the same shapes, into the model as well."""
+        for group in self.parameter_groups:
+            group.weights.copy_(state["weights"][group.name])
+        self.buffers.load_state_dict(state["buffers"])
+        frozen = [p for p in self._model.parameters() if not p.requires_grad]
+        for tensor, value in zip(frozen, state["frozen"], strict=True):
+            tensor.copy_(value)
+        self.restore_()
+
+    @torch.no_grad()
+    def restore_(self) -> None:
+        """Loads the global model back into the model, undoing local steps."""
+        for group in self.groups:
+            load_(group, range(len(group.tensors)))
+        for part in self.row_ranges:
+            part.touched.clear()
+
+    @torch.no_grad()
+    def load_(self, values: Iterable[Tensor]) -> None:
+        """Loads flat values, one tensor a parameter group and of its shape, into the model's parameters."""
+        for group, flat in zip(self.parameter_groups, values, strict=True):
+            for tensor, value in zip(group.tensors, group.slices(flat), strict=True):
+                tensor.copy_(value)
+
+    def _sum_(self, group: FlatGroup, weight: float) -> None:
+        if self.compressed is not None and weight and group.factors is None:
+            # Encoding multiplies on its way.
+            encoded = self.compressed.sum_(group.delta, group.name, group.infos, weight=weight)
+            self.payload_bytes += encoded - group.delta.nbytes
+            return
+        scale_(group, weight)
+        if self.compressed is None:
+            self._transport.allreduce_sum_(group.delta, name=group.name)
+        else:
+            self.payload_bytes += self.compressed.sum_(group.delta, group.name, group.infos) - group.delta.nbytes
+
+    def _sum_rows_(self, group: FlatGroup, factor: float) -> None:
+        scale_rest_(group, factor)
+        for part in group.rest():
+            rest = group.delta[part]
+            self._transport.allreduce_sum_(rest, name=f"{group.name}.{part.start}")
+        for row_range in group.row_ranges.values():
+            packed = row_range.pack_(factor)
+            self.payload_bytes -= (row_range.num_rows * row_range.row_bytes) - packed.nbytes
+            if packed.numel():
+                self._transport.allreduce_sum_(packed, name=f"{group.name}.rows.{row_range.part.start}")
+            row_range.unpack_()
+
+
+@torch.no_grad()
+def model_hash(model: nn.Module, *, buffers: bool = True) -> str:
+    """Returns the SHA-256 of all parameters' bytes, and all buffers' unless told otherwise, in the model's order."""
+    digest = hashlib.sha256()
+    for tensor in (*model.parameters(), *(model.buffers() if buffers else ())):
+        digest.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()

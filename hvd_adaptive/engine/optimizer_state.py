@@ -1,0 +1,170 @@
+"""What becomes of a rank's optimizer state after a merge."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Optimizer
+
+from hvd_adaptive.combinations import goes_with_dual_averaging
+from hvd_adaptive.comm.protocols import AgreedError, Transport
+from hvd_adaptive.config import Config
+from hvd_adaptive.engine.dual_averaging import has_accumulators
+from hvd_adaptive.engine.optimizers import LazyMomentum, RowwiseAdagrad
+
+
+def rule(config: Config, optimizer: Optimizer) -> str:
+    """Returns what becomes of the state after a merge: ``config.optimizer_state``, or its default.
+
+    Accumulators that only grow (Adagrad) are averaged: kept, a row's first step on each rank would be a full one. The moments of
+    other optimizers are kept, as in DiLoCo, and so is what is as large as the model beside a compressed exchange. Dual averaging
+    sums the accumulators itself.
+    """
+    if config.weight_rule == "dual-averaging":
+        return "sum"
+    if config.optimizer_state is not None:
+        return config.optimizer_state
+    return "average" if config.logical_ranks is None and _exchanges_accumulators(config, optimizer) else "keep"
+
+
+def _exchanges_accumulators(config: Config, optimizer: Optimizer) -> bool:
+    """Whether exchanging the optimizer's accumulators costs little: they are few, or nothing else is compressed."""
+    return isinstance(optimizer, RowwiseAdagrad) or (isinstance(optimizer, Adagrad) and config.compression == "none")
+
+
+def with_defaults(
+    config: Config, optimizer: Optimizer, parameters: Iterable[Tensor], *, rare_labels: bool = False
+) -> Config:
+    """Returns the configuration with what follows from the optimizer where it is not set: the merge weights and the outer step.
+
+    Merges go by updates. Where labels are rare, Adagrad's go by dual averaging, others' by gradient
+    mass. SGD gets Nesterov, others no outer step: they take as long steps on rare rows as on others, and momentum over rounds
+    gained nothing with them.
+
+    Args:
+        config: the rules.
+        optimizer: the ranks' own.
+        parameters: that are merged.
+        rare_labels: a label occurs on one rank at most between most merges.
+
+    Raises:
+        AgreedError: on all ranks, for dual averaging with an optimizer that cannot, or options of an outer step where there is
+            none.
+    """
+    # Every rank has the same options and optimizer, so every rank raises.
+    known = {id(p) for p in _parameters(optimizer)}
+    fits = has_accumulators(optimizer) and all(id(p) in known for p in parameters)
+    if config.merge_weights == "dual-averaging" and not fits:
+        what = type(optimizer).__name__ if not has_accumulators(optimizer) else "an optimizer of a part of the parameters"
+        raise AgreedError(
+            f"merge_weights 'dual-averaging' needs an optimizer with accumulators (Adagrad, RowwiseAdagrad), got {what}: choose "
+            "such an optimizer, or other merge_weights"
+        )
+    if config.merge_weights == "auto":
+        can = fits and _exchanges_accumulators(config, optimizer) and goes_with_dual_averaging(config)
+        for_rare = "dual-averaging" if can else "fisher-rows"
+        config = dataclasses.replace(config, merge_weights=for_rare if rare_labels else "updates")
+    if config.outer_step is not None:
+        return config
+    kind = "nesterov" if isinstance(optimizer, (SGD, LazyMomentum)) else "none"
+    try:
+        return dataclasses.replace(config, outer_step=kind)
+    except ValueError as error:
+        message = f"{error}; with {type(optimizer).__name__} there is no outer step unless outer_step is set"
+        raise AgreedError(message) from None
+
+
+def reset_(optimizer: Optimizer, initial: dict[str, Any]) -> None:
+    """Puts the optimizer's state back to ``initial``, a copied ``state_dict()["state"]``; hyperparameters stay."""
+    current = optimizer.state_dict()
+    optimizer.state = defaultdict(dict)
+    # torch takes over the tensors themselves; steps must not change the copy that the next reset needs.
+    optimizer.load_state_dict({"state": copy.deepcopy(initial), "param_groups": current["param_groups"]})
+
+
+def structure(optimizer: Optimizer) -> dict[tuple[int, str], tuple[tuple[int, ...], torch.dtype]]:
+    """Returns shape and dtype of each tensor or number of the state, by the parameter's place among all and the entry's name."""
+    return {
+        (index, name): (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else ((), torch.float64)
+        for index, parameter in enumerate(_parameters(optimizer))
+        for name, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, (Tensor, int, float))
+    }
+
+
+def checksum(optimizer: Optimizer) -> float:
+    """Returns a number that tells structures apart, exact in float64; 0 for an empty state."""
+    found = structure(optimizer)
+    return float(zlib.crc32(repr(sorted(found.items(), key=lambda item: item[0])).encode())) if found else 0.0
+
+
+@torch.no_grad()
+def average_(
+    optimizer: Optimizer,
+    transport: Transport,
+    weight: float,
+    *,
+    agreed: bool = False,
+    unions: Mapping[int, Tensor] | None = None,
+) -> None:
+    """Replaces the tensors and numbers of the state by their weighted mean over the ranks that have them. COLLECTIVE.
+
+    A rank without state for a parameter (it made no step) receives the others' mean.
+
+    Args:
+        optimizer: state of any structure that holds tensors or numbers by name, as torch's optimizers do.
+        transport: the world.
+        weight: this rank's weight, >= 0; the weights sum to 1, and one > 0 is of a rank that has state.
+        agreed: all ranks' states have one :func:`structure`, the same on every rank: they need not tell each other.
+        unions: by ``id`` of a parameter the rows in which ranks' states may differ, ascending, the same on every rank. Entries
+            with a row for each of the parameter's exchange only those.
+    """
+    parameters = _parameters(optimizer)
+    own = structure(optimizer)
+    everyone = [(1.0, own)] if agreed else transport.allgather_object((weight, own))
+    specification = {key: spec for w, entries in everyone if w for key, spec in entries.items()}
+    shares = {key: sum(w for w, entries in everyone if key in entries) for key in specification}
+    flats: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    places = []
+    for key in sorted(specification):
+        shape, dtype = specification[key]
+        parameter = parameters[key[0]]
+        state = optimizer.state[parameter]
+        value = state.get(key[1])
+        if value is None:
+            device = parameter.device if shape else torch.device("cpu")
+            value = state[key[1]] = torch.zeros(shape, dtype=dtype, device=device)
+        rows = (unions or {}).get(id(parameter))
+        if not isinstance(value, Tensor) or value.dim() != parameter.dim() or shape[:1] != parameter.shape[:1]:
+            rows = None
+        part = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=dtype)
+        part = part if rows is None else part.index_select(0, rows)
+        part = part.reshape(-1).to(torch.float64 if dtype == torch.float64 else torch.float32)
+        # Not part * 0: NaN times 0 is NaN.
+        scaled = part * (weight / shares[key]) if weight and key in own else torch.zeros_like(part)
+        group = flats[scaled.dtype, scaled.device]
+        places.append((state, key[1], value, rows, group, len(group)))
+        group.append(scaled)
+    for (dtype, device), parts in flats.items():
+        flat = torch.cat(parts)
+        name = f"optimizer.{device.type}.{str(dtype).removeprefix('torch.')}"
+        transport.allreduce_sum_(flat, name=name)
+        parts[:] = flat.split([part.numel() for part in parts])
+    for state, name, value, rows, group, place in places:
+        if not isinstance(value, Tensor):
+            state[name] = type(value)(group[place].item())
+        elif rows is None:
+            value.copy_(group[place].view(value.shape))
+        else:
+            value[rows] = group[place].view(len(rows), *value.shape[1:]).to(value.dtype)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,179 @@
+"""One rank's statistics of a round, and the record of a round over all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_adaptive.engine.replay import RoundClaims
+
+Array = NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class RoundStats:
+    """What one rank did in a round; exchanged as a vector of float64.
+
+    Attributes:
+        batch_size: the rank's batch size b_i.
+        num_updates: samples over b_i, so that a batch cut short counts as a part.
+        num_samples: samples computed.
+        handed_samples: samples of the batches that the rank's loop was given, whether it computed them or left them out; not of
+            those that were taken back because they did not fit into memory.
+        num_steps: local steps, whatever their size.
+        work: work computed, in the unit of the cursor.
+        busy_s: seconds in steps.
+        claim_s: seconds waiting for a claim and its batch.
+        wait_s: seconds waiting for other ranks.
+        merge_s: seconds of the merge, waiting excluded.
+        control_s: seconds of statistics, weights and rebalancing.
+        lr: learning rate of the last step.
+        loss_sum: sum of the batches' mean losses times their samples.
+        loss_samples: samples behind ``loss_sum``.
+        finite: 1 if the rank's parameters are finite, else 0.
+        norm_per_parameter: L2 norm of the model over its number of parameters; 0 where no rule needs it.
+        train_s: seconds of training so far.
+        stop: 1 if the rank wants the run to stop.
+        skipped_steps: steps left out because the ranks' reduced gradients held NaN or Inf.
+        ceiling: largest batch size, samples, after a batch that did not fit into memory; 0: none failed.
+        merge_rows: rows of sparse parameters that the merge exchanged; 0 where none are told apart.
+        checkpoint_s: seconds that training stood still for a checkpoint before the round; part of ``train_s``.
+        checkpoint_write_s: seconds of writing a checkpoint beside the training, where a write ended in the round.
+        checkpoint_busy: 1 while the rank's last checkpoint is being written.
+        preempted: the signal that has announced the job's end to the rank; 0: none.
+        payload_bytes: bytes that the rank put into the round's exchanges of models, gradients and buffers: dense values once,
+            whatever the algorithm makes of them on the wire; rows of sparse ones with their indices; encoded ones as encoded.
+        equal_share_s: seconds of its own that a step with an equal share of the global batch would take the rank, by what
+            strategy ``sync`` has learnt of its steps; 0: not known.
+        state_checksum: of the structure of the optimizer's state, where ranks average it; 0: empty, or not looked at.
+    """
+
+    batch_size: float = 0.0
+    num_updates: float = 0.0
+    num_samples: float = 0.0
+    handed_samples: float = 0.0
+    num_steps: float = 0.0
+    work: float = 0.0
+    busy_s: float = 0.0
+    claim_s: float = 0.0
+    wait_s: float = 0.0
+    merge_s: float = 0.0
+    control_s: float = 0.0
+    lr: float = 0.0
+    loss_sum: float = 0.0
+    loss_samples: float = 0.0
+    finite: float = 1.0
+    norm_per_parameter: float = 0.0
+    train_s: float = 0.0
+    stop: float = 0.0
+    skipped_steps: float = 0.0
+    ceiling: float = 0.0
+    merge_rows: float = 0.0
+    checkpoint_s: float = 0.0
+    checkpoint_write_s: float = 0.0
+    checkpoint_busy: float = 0.0
+    preempted: float = 0.0
+    payload_bytes: float = 0.0
+    equal_share_s: float = 0.0
+    state_checksum: float = 0.0
+
+    def add_step(self, num_samples: int, work: int, loss: float | None) -> None:
+        """Counts a step.
+
+        Args:
+            num_samples: samples of its batch.
+            work: their work.
+            loss: the batch's mean loss, where it was reported.
+        """
+        self.num_samples += num_samples
+        self.num_steps += 1
+        self.work += work
+        if loss is not None:
+            self.loss_sum += loss * num_samples
+            self.loss_samples += num_samples
+
+    def vector(self) -> Array:
+        """Returns the fields in order, shape (num_fields,)."""
+        return np.array([getattr(self, name) for name in FIELDS])
+
+
+FIELDS = tuple(item.name for item in dataclasses.fields(RoundStats))
+
+
+@dataclass(slots=True)
+class GatheredStats:
+    """The statistics of all ranks: each attribute of :class:`RoundStats` by name, shape (world_size,)."""
+
+    values: Array
+
+    def __getitem__(self, name: str) -> Array:
+        return self.values[:, FIELDS.index(name)]
+
+
+@dataclass(slots=True)
+class RoundRecord:
+    """One completed round, the same on every rank.
+
+    Attributes:
+        round: number of the round, from 0.
+        epoch: epochs consumed after the round, fractional.
+        train_s: seconds of training after the round: evaluation and other pauses excluded.
+        num_samples: samples consumed by the run after the round.
+        loss: mean loss over the round's samples where it was reported, else None.
+        weight: merge weight of each rank, shape (world_size,).
+        payload_bytes: bytes that a rank put into exchanges in the round, the mean over ranks.
+        stats: the ranks' statistics.
+        model_hash: SHA-256 of the merged model in rounds where the ranks compared it, else None.
+        stragglers: the ranks that are slower than ``Config.straggler_limit``: which, where, against what, their seconds.
+        claims: the round for a recording, where the run is recorded or replayed.
+    """
+
+    round: int
+    epoch: float
+    train_s: float
+    num_samples: int
+    loss: float | None
+    weight: Array
+    payload_bytes: int
+    stats: GatheredStats
+    model_hash: str | None = None
+    claims: RoundClaims | None = None
+    stragglers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, stats: GatheredStats, **others: Any) -> RoundRecord:
+        """Returns a record whose loss, seconds and bytes are those of the statistics; ``others`` are its other attributes."""
+        loss_samples = stats["loss_samples"].sum()
+        return cls(
+            train_s=float(stats["train_s"].max()),
+            loss=float(stats["loss_sum"].sum() / loss_samples) if loss_samples else None,
+            payload_bytes=round(float(stats["payload_bytes"].mean())),
+            stats=stats,
+            **others,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the record for rounds.jsonl: plain numbers, and one list over ranks a statistic."""
+        ranks: dict[str, Any] = {
+            {"num_samples": "samples"}.get(name, name): self.stats[name].round(6).tolist()
+            for name in FIELDS
+            if name not in ("loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy", "preempted", "state_checksum")
+        }
+        ranks["weight"] = self.weight.tolist()
+        return {
+            "round": self.round,
+            "epoch": round(self.epoch, 6),
+            "train_s": round(self.train_s, 6),
+            "samples": self.num_samples,
+            "loss": self.loss,
+            "weight_sum": float(self.weight.sum()),
+            "payload_bytes": self.payload_bytes,
+            "model_hash": self.model_hash,
+            "preempted": bool(self.stats["preempted"].any()),
+            "stragglers": self.stragglers,
+            "ranks": ranks,
+        }

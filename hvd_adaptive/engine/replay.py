@@ -1,0 +1,317 @@
+"""Record and replay: which rank computed what, in which order, written down and computed again.
+
+A recording is a file of JSON lines: first what the run was, then one line a round. A line that repeats a round's number
+takes the place of the earlier one, and a last line without an end was never finished: so a resumed run may append.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import operator
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvd_adaptive.comm.protocols import AgreedError, Transport
+from hvd_adaptive.config import Config
+from hvd_adaptive.engine.claims import Claim, Claims, ClaimSize
+from hvd_adaptive.validation import parse_json
+
+if TYPE_CHECKING:
+    from hvd_adaptive.engine.records import RoundRecord
+
+log = logging.getLogger(__name__)
+
+CLAIMS_FILE = "claims.jsonl"
+# What may differ between a run and its replay: none of them changes a bit of the model.
+_FREE = ("record", "replay", "stall_limit_s", "hash_interval", "slowdown", "drain_limit_s", "straggler_limit")
+
+
+@dataclass(frozen=True, slots=True)
+class RoundClaims:
+    """One round as it was.
+
+    Attributes:
+        round: its number.
+        data: what the rows are of, as text.
+        num_samples: samples of the round, over all ranks.
+        claims: what each rank took, in its order.
+        batch_size: of each rank.
+        lr: learning rate of each rank's last step.
+        weight: merge weight of each rank.
+        model_hash: SHA-256 of the merged model, where it was taken.
+    """
+
+    round: int
+    data: str
+    num_samples: int
+    claims: list[list[Claim]]
+    batch_size: list[float]
+    lr: list[float]
+    weight: list[float]
+    model_hash: str | None
+
+    def check(self) -> None:
+        """Raises ValueError for fields that are not what they should be, as in a file that was changed."""
+        num_ranks = len(self.claims)
+        for name in ("batch_size", "lr", "weight"):
+            numbers = getattr(self, name)
+            whole = isinstance(numbers, list) and len(numbers) == num_ranks
+            if not whole or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
+                raise ValueError(f"{name} must be {num_ranks} numbers, got {_short(numbers)}")
+        if not isinstance(self.round, int) or not isinstance(self.num_samples, int) or not isinstance(self.data, str):
+            raise ValueError("round and num_samples must be whole numbers, and data text")
+        if not isinstance(self.model_hash, (str, type(None))):
+            raise ValueError(f"model_hash must be text, got {_short(self.model_hash)}")
+
+
+class WatchedClaims:
+    """Hands out the claims of another source and keeps a list of them.
+
+    Args:
+        source: where claims come from.
+
+    Attributes:
+        taken: the claims so far, in order.
+    """
+
+    def __init__(self, source: Claims) -> None:
+        self._source = source
+        self.taken: list[Claim] = []
+
+    def claim(self, size: ClaimSize) -> Claim | None:
+        """Takes a piece from the source."""
+        claim = self._source.claim(size)
+        if claim is not None:
+            self.taken.append(claim)
+        return claim
+
+    def close(self) -> None:
+        """Closes the source."""
+        self._source.close()
+
+    @property
+    def end(self) -> int | None:
+        """Of the source."""
+        return self._source.end
+
+
+class RecordedClaims:
+    """The claims of a recording, whatever size is asked for.
+
+    Args:
+        claims: one rank's, of one round.
+
+    Attributes:
+        end: None.
+    """
+
+    end = None
+
+    def __init__(self, claims: list[Claim]) -> None:
+        self._left = iter(claims)
+
+    def claim(self, size: ClaimSize) -> Claim | None:
+        """Takes the next recorded piece."""
+        return next(self._left, None)
+
+    def close(self) -> None:
+        """Goes on to the recorded end."""
+
+
+def round_claims(
+    record: RoundRecord, claims: list[list[Claim]], *, num_samples: int, data: str
+) -> RoundClaims:
+    """Returns a completed round as a recording keeps it.
+
+    Args:
+        record: the round.
+        claims: each rank's.
+        num_samples: of the round, over all ranks.
+        data: what the rows are of.
+    """
+    return RoundClaims(
+        round=record.round,
+        data=data,
+        num_samples=num_samples,
+        claims=claims,
+        batch_size=record.stats["batch_size"].tolist(),
+        lr=record.stats["lr"].tolist(),
+        weight=record.weight.tolist(),
+        model_hash=record.model_hash,
+    )
+
+
+def run_identity(config: Config, values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what a run and its replay must have in common, by name, as text.
+
+    Args:
+        config: the run's.
+        values: more of it: model, optimizer, ranks.
+    """
+    options = dataclasses.asdict(config)
+    own = {f"configuration {name}": value for name, value in options.items() if name not in _FREE}
+    return {name: repr(value) for name, value in {**own, **values}.items()}
+
+
+class RecordingFile:
+    """Writes a recording; one of ``Session.records``, on one rank only.
+
+    Args:
+        path: the file; one that is there is gone on with.
+        identity: what :func:`run_identity` gave.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+
+    def __init__(self, path: Path, identity: dict[str, str]) -> None:
+        if path.exists():
+            # What stands after the last end of a line was cut off in writing.
+            whole = path.read_bytes().rfind(b"\n") + 1
+            os.truncate(path, whole)
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._write({"identity": identity})
+
+    def __call__(self, record: Any) -> None:
+        """Adds a round.
+
+        Args:
+            record: a RoundRecord whose ``claims`` are known.
+        """
+        self._write(dataclasses.asdict(record.claims))
+
+    def _write(self, value: dict[str, Any]) -> None:
+        self._file.write(json.dumps(value) + "\n")
+        self._file.flush()
+
+
+class Replay:
+    """A recording that a run repeats, round by round, from any round on. Construction is COLLECTIVE.
+
+    Args:
+        path: a run directory with a recording, or the file; read by rank 0.
+        identity: of this run, see :func:`run_identity`.
+        transport: the world.
+
+    Raises:
+        AgreedError: on all ranks, if it cannot be read or is of another run.
+    """
+
+    def __init__(self, path: str, identity: dict[str, str], transport: Transport) -> None:
+        read, error = None, None
+        if transport.rank == 0:
+            try:
+                read = read_recording(Path(path))
+            except (OSError, ValueError, KeyError, TypeError) as failure:
+                error = f"replay {path}: {failure}"
+        read, error = transport.allgather_object((read, error))[0]
+        if error is not None:
+            raise AgreedError(error)
+        assert read is not None
+        recorded, self._rounds = read
+        self._path = path
+        self._rank = transport.rank
+        differing = [
+            f"{name} is {identity.get(name, 'missing')} and was {recorded.get(name, 'missing')}"
+            for name in sorted({*identity, *recorded})
+            if identity.get(name) != recorded.get(name)
+        ]
+        if differing:
+            raise AgreedError(
+                f"replay {path}: this run is not the recorded one: {'; '.join(differing[:5])}. "
+                "Start it with the options, the number of ranks and the threads of the recording."
+            )
+
+    def next_round(self, number: int, data: str) -> RoundClaims | None:
+        """Returns a round as it was recorded, None after the last one.
+
+        Args:
+            number: of the round.
+            data: what the rows are of, as text.
+
+        Raises:
+            AgreedError: on all ranks, if the data are others.
+        """
+        recorded = self._rounds.get(number)
+        if recorded is None:
+            if self._rank == 0:
+                log.info("replay %s: the recording ends before round %d", self._path, number)
+        elif recorded.data != data:
+            raise AgreedError(
+                f"replay {self._path}: the data are {data} and were {recorded.data}; give the recorded run's data"
+            )
+        return recorded
+
+    def check(self, done: RoundClaims, num_samples: int) -> None:
+        """Compares a completed round with the recording.
+
+        Args:
+            done: the round as it was this time, the same on every rank.
+            num_samples: samples that the ranks computed.
+
+        Raises:
+            AgreedError: on all ranks, naming the first thing that differs.
+        """
+        recorded = self._rounds[done.round]
+        if num_samples != recorded.num_samples:
+            raise AgreedError(
+                f"replay {self._path}: the claims of round {done.round} make {num_samples} samples instead of "
+                f"{recorded.num_samples}: the recording was changed"
+            )
+        for name in ("claims", "batch_size", "lr", "weight", "model_hash"):
+            ours, theirs = getattr(done, name), getattr(recorded, name)
+            if ours != theirs and not (name == "model_hash" and None in (ours, theirs)):
+                raise AgreedError(
+                    f"replay {self._path}: {name} of round {done.round} is {_short(ours)} and was {_short(theirs)}. "
+                    "Bits repeat on the same hardware, with the same versions of torch, MPI and Horovod."
+                )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+def read_recording(path: Path) -> tuple[dict[str, str], dict[int, RoundClaims]]:
+    """Reads a recording: which run it is of, and its rounds by number.
+
+    Args:
+        path: the run directory or the file.
+
+    Raises:
+        ValueError: naming the line, if it is none.
+        OSError: if it cannot be read.
+    """
+    file = path if path.is_file() else path / CLAIMS_FILE
+    if not file.exists():
+        raise ValueError(f"{file} is not there; name the directory of a run that was started with --record")
+    text = file.read_text(encoding="utf-8")
+    identity: dict[str, str] = {}
+    rounds = {}
+    # What stands after the last end of a line was cut off in writing.
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        try:
+            value = parse_json(line)
+            if "identity" in value:
+                identity = value["identity"]
+                continue
+            value["claims"] = [[tuple(map(operator.index, claim)) for claim in rank] for rank in value["claims"]]
+            entry = RoundClaims(**value)
+            entry.check()
+            ends = np.array(sorted(claim[:2] for rank in entry.claims for claim in rank))
+        except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
+            raise ValueError(f"line {number} of {file} is not of a recording: {error}") from None
+        if not len(ends) or ends[0, 0] != 0 or (ends[1:, 0] != ends[:-1, 1]).any():
+            raise ValueError(f"line {number} of {file}: the claims of round {entry.round} overlap or leave gaps")
+        rounds[entry.round] = entry
+    if not identity:
+        raise ValueError(f"{file} does not say which run it is of: its first line is missing")
+    return identity, rounds

@@ -1,0 +1,106 @@
+"""Which rows of a parameter a rank's own steps have changed since the last merge."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+
+from hvd_adaptive.engine.optimizers import LAZY
+
+log = logging.getLogger(__name__)
+
+
+class TouchedRows:
+    """Marks the rows of one parameter that optimizer steps change, from the sparse gradient of each step.
+
+    Whatever else writes to the parameter, and whatever step is not known to change only rows with a gradient, marks ALL
+    rows: the tensor's version counter tells. Writes through ``parameter.data`` do not move that counter; a comparison with
+    the global model finds those (:meth:`hvd_adaptive.engine.row_merge.RowRange.compute_delta_`).
+
+    Args:
+        name: the parameter's, for messages.
+        parameter: shape (num_rows, ...).
+        optimizer: the one that steps it; a hook is registered on it.
+
+    Attributes:
+        parameter_id: ``id`` of the parameter.
+        mask: the touched rows, bool, shape (num_rows,), on the parameter's device.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, optimizer: Optimizer) -> None:
+        self.name = name
+        self.parameter_id = id(parameter)
+        self._parameter = parameter
+        self._optimizer = optimizer
+        self.mask = torch.zeros(parameter.shape[0], dtype=torch.bool, device=parameter.device)
+        self._version = parameter._version
+        self._warned = False
+        optimizer.register_step_pre_hook(lambda *_: self.check_version())
+        optimizer.register_step_post_hook(self._after_step)
+
+    def clear(self) -> None:
+        """Forgets all rows: the parameter is the global model now."""
+        self.mask.zero_()
+        self._version = self._parameter._version
+
+    def check_version(self) -> None:
+        """Marks all rows if something other than a step has written to the parameter."""
+        if self._parameter._version != self._version:
+            self._mark_all("was written outside optimizer.step")
+            self._version = self._parameter._version
+
+    def _after_step(self, *_: Any) -> None:
+        # After the step, not before: with a closure the gradient comes into being inside.
+        if self._parameter._version == self._version:
+            return
+        self._version = self._parameter._version
+        gradient = self._parameter.grad
+        if gradient is None:
+            self._mark_all("was changed by a step and has no gradient")
+        elif gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
+            self._mark_all("got a dense gradient")
+        elif (reason := why_dense(self._optimizer, self._parameter)) is not None:
+            self._mark_all(f"was stepped by {reason}")
+        else:
+            self.mask.index_fill_(0, gradient._indices()[0], True)
+
+    def _mark_all(self, what: str) -> None:
+        self.mask.fill_(True)
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "%s %s: all its rows are merged wherever that happens. Merging only touched rows needs sparse gradients "
+                "and no other writes.",
+                self.name,
+                what,
+            )
+
+
+def why_dense(optimizer: Optimizer, parameter: Tensor) -> str | None:
+    """Returns why a step of the optimizer may change rows without gradient, None if it is known not to."""
+    group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None)
+    if group is None:
+        return "another optimizer"
+    if type(optimizer) in LAZY:
+        return None
+    # Subclasses may do anything.
+    if type(optimizer) not in (SGD, Adagrad, SparseAdam):
+        return f"{type(optimizer).__name__}, which is not known to change only rows with a gradient"
+    for option in ("momentum", "weight_decay"):
+        if group.get(option):
+            return f"{type(optimizer).__name__} with {option}, which changes all rows"
+    return None
+
+
+def sparse_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the trainable weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` with ``sparse=True``, each once, by name."""
+    weights = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    }
+    return {name: p for name, p in model.named_parameters() if id(p) in weights and p.requires_grad}

@@ -1,0 +1,1 @@
+"""What comparisons need and users seldom do: SMA and logical ranks."""

@@ -1,0 +1,74 @@
+"""Which of the batches that a loop was given it has begun. One that it leaves out counts as used, and is named."""
+
+from __future__ import annotations
+
+import logging
+
+from hvd_adaptive.engine.batches import Batch, Rows
+from hvd_adaptive.engine.records import RoundStats
+
+log = logging.getLogger(__name__)
+
+# Rounds of which a rank names what was left out, and rows of a batch that it names.
+_MOST_ROUNDS, _MOST_ROWS = 3, 8
+
+
+class HandedOut:
+    """The batches of one rank's loop.
+
+    Args:
+        rank: this rank.
+        strategy: the strategy's name.
+    """
+
+    def __init__(self, rank: int, strategy: str) -> None:
+        self._rank = rank
+        self._strategy = strategy
+        self._steps_together = strategy in ("sync", "horovod")
+        self._num_given = 0
+        self._waiting: dict[int, Rows] = {}
+        self._num_told = 0
+
+    def give(self, batch: Batch, stats: RoundStats) -> None:
+        """Takes note of a batch that the loop is about to get."""
+        if self._steps_together:
+            # At once: this rank may never come to the end of the round.
+            self._tell(stats)
+        self._num_given += 1
+        batch.number = self._num_given
+        self._waiting[batch.number] = batch.rows
+        stats.handed_samples += batch.num_samples
+
+    def begin(self, batch: Batch) -> None:
+        """Takes note that the loop computes a batch; it may do so later than the next one, and more than once."""
+        self._waiting.pop(batch.number, None)
+
+    def take_back(self, batch: Batch, stats: RoundStats) -> None:
+        """Takes note that a batch's samples will come again."""
+        stats.handed_samples -= batch.num_samples
+
+    def end_round(self, stats: RoundStats, round_number: int) -> None:
+        """Names what the loop has left out. Before the ranks meet: with steps that all make together they may not."""
+        self._tell(stats, round_number)
+
+    def _tell(self, stats: RoundStats, round_number: int | None = None) -> None:
+        left, self._waiting = list(self._waiting.values()), {}
+        if not left:
+            return
+        self._num_told += 1
+        if self._num_told > _MOST_ROUNDS:
+            return
+        num_samples = sum(map(len, left))
+        where = "" if round_number is None else f" of round {round_number}"
+        log.warning(
+            "rank %d: the loop left out %d batch%s%s with %d samples (rows %s): no session.step. They count as used, and nothing "
+            "is learnt from them.%s%s",
+            self._rank, len(left), "es" * (len(left) > 1), where, num_samples, "; ".join(map(_shown, left[:_MOST_ROUNDS])),
+            f" With strategy {self._strategy!r} the other ranks wait for its gradients, unless they leave out the same step: "
+            "compute it with a loss of 0 times the model's output, or use strategy 'local'." if self._steps_together else "",
+            " From now on the records count them: handed_samples less samples." if self._num_told == _MOST_ROUNDS else "",
+        )  # fmt: skip
+
+
+def _shown(rows: Rows) -> str:
+    return ", ".join(map(str, rows[:_MOST_ROWS])) + ", ..." * (len(rows) > _MOST_ROWS)

@@ -1,0 +1,395 @@
+"""The library's face for a person's own loop: batches in, merged models out.
+
+session = hvd_adaptive.Session(model, optimizer, hvd_adaptive.Config(batch_size=64))
+for batch in session.batches(dataset, num_epochs=5):
+    with session.step(batch):
+        session.optimizer.zero_grad()
+        loss_fn(model(batch.x), batch.y).backward()
+        session.optimizer.step()
+session.close()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.optim import Optimizer
+
+from hvd_adaptive.algorithm.batch_sizes import lr_schedule
+from hvd_adaptive.algorithm.ledger import Ledger, epoch_order, round_size
+from hvd_adaptive.algorithm.merge_period import capped_mega_batch
+from hvd_adaptive.algorithm.slowdown import Slowdown
+from hvd_adaptive.comm import connect
+from hvd_adaptive.comm.protocols import Transport, agree_equal
+from hvd_adaptive.config import Config
+from hvd_adaptive.engine.batches import Batch, BatchSource
+from hvd_adaptive.engine.emulation import compute_seconds
+from hvd_adaptive.engine.learning_rate import LearningRateMultiplier
+from hvd_adaptive.engine.out_of_memory import begun_step_error, is_out_of_memory
+from hvd_adaptive.engine.records import GatheredStats, RoundRecord, RoundStats
+from hvd_adaptive.engine.replay import Replay, RoundClaims, round_claims, run_identity
+from hvd_adaptive.engine.strategy import OwnState
+from hvd_adaptive.session.handed_out import HandedOut
+from hvd_adaptive.session.sameness import check_same_model, describe
+from hvd_adaptive.session.session_state import SessionState, Stateful
+from hvd_adaptive.session.straggler_report import StragglerReport
+from hvd_adaptive.session.strategy_names import make_strategy
+from hvd_adaptive.state.preemption import PREEMPTION
+
+__all__ = ["Batch", "Session"]
+
+
+class Session:
+    """One training run over all ranks. Construction is COLLECTIVE: the ranks compare configuration and model, and start
+    from rank 0's weights.
+
+    Args:
+        model: any module whose parameters are on one device; changed in place, at the start and by every merge.
+        optimizer: any torch optimizer over the model's parameters.
+        config: how ranks share and merge; HVD_ADAPTIVE_* variables are not read here (``Config`` is what counts).
+        transport: the world of ranks; found from the launcher's environment by default.
+
+    Attributes:
+        optimizer: the optimizer to call: the given one, or for strategies ``sync`` and ``horovod`` a wrapper of it.
+        ledger: what has been consumed, by completed merges.
+        round: number of rounds completed.
+        train_s: seconds of training so far, without pauses.
+        preempted: the signal, on any rank, for which the run ended early; 0: none. See :func:`hvd_adaptive.catch_signals`.
+        identity: what a replay must have in common with this run; empty where nothing is recorded or replayed.
+        records: callables that get each :class:`RoundRecord`, on every rank.
+        before_gather: callables that may add to this rank's statistics of a round just before they are gathered.
+
+    Raises:
+        ValueError: for a model that cannot be trained this way, or a slowdown for another number of ranks.
+        AgreedError: on all ranks, if their configurations or models differ.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: Config | None = None,
+        *,
+        transport: Transport | None = None,
+    ) -> None:
+        self.config = config or Config()
+        self.transport = transport or connect(
+            stall_limit_s=self.config.stall_limit_s, groups=self.config.uses_groups, repeatable=self.config.repeatable
+        )
+        self.model = model
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.ledger = Ledger()
+        self.round = self.preempted = 0
+        self.train_s, self.num_samples = 0.0, 0
+        self.records: list[Callable[[RoundRecord], None]] = []
+        self.before_gather: list[Callable[[RoundStats], None]] = []
+        self.preemption = PREEMPTION
+        PREEMPTION.watch_over(self.transport, self.config.drain_limit_s)
+        trained = describe(model, optimizer)
+        agree_equal(
+            self.transport,
+            {**{f"configuration {k}": v for k, v in dataclasses.asdict(self.config).items()}, **trained},
+            "Start every rank with the same options and the same model.",
+        )
+        self._slowdown = Slowdown(self.config.slowdown, world_size=self.world_size)
+        if self.config.compute_threads is not None:
+            torch.set_num_threads(self.config.compute_threads)
+        self._strategy = make_strategy(model, optimizer, self.config, self.transport)
+        self.optimizer = self._strategy.optimizer
+        self.identity: dict[str, str] = {}
+        if self.config.repeatable:
+            threads = self.transport.allgather_object((self.device.type, torch.get_num_threads()))
+            self.identity = run_identity(self.config, {**trained, "ranks' devices and threads": threads})
+        recording = self.config.replay
+        self._replay = Replay(recording, self.identity, self.transport) if recording is not None else None
+        self._data, self._lr = "", LearningRateMultiplier(self.optimizer)
+        self._state = SessionState(self, self._strategy, self._lr)
+        self._stragglers = StragglerReport(self.transport, self.device, self.config.straggler_limit)
+        self._stats, self._handed_out = RoundStats(), HandedOut(self.rank, self.config.strategy)
+        self._stop, self._round_start = False, 0.0
+        self._check_hash()
+
+    @property
+    def rank(self) -> int:
+        """This rank, in [0, world_size)."""
+        return self.transport.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks; ask again rather than keep it."""
+        return self.transport.world_size
+
+    @property
+    def batch_sizes(self) -> NDArray[np.float64]:
+        """The ranks' batch sizes for the next round, samples, shape (world_size,)."""
+        return self._strategy.batch_sizes
+
+    @property
+    def inexact(self) -> list[str]:
+        """What keeps a step over N ranks from being one rank's at the same global batch, as sentences; empty if nothing that
+        can be seen, and for strategies that do not promise it."""
+        return self._strategy.inexact
+
+    def batches(
+        self,
+        dataset: Any,
+        *,
+        num_epochs: float | None = 1,
+        work: NDArray[np.int64] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> Iterator[Batch]:
+        """Yields this rank's batches until the epochs are consumed; merges between them. COLLECTIVE as a whole: every
+        rank iterates to the end, and a rank that wants to end earlier calls :meth:`stop`.
+
+        Args:
+            dataset: the same map-style data set on every rank: ``get_batch(rows) -> (x, y)``, or indexing and ``collate``.
+            num_epochs: passes over the data, may be fractional; None: until :meth:`stop`.
+            work: cost of each sample, int64, shape (len(dataset),), for ``work="nonzeros"``.
+            collate: as in torch's DataLoader; what it returns is (x, y) if it is a tuple of two, else x alone.
+
+        Raises:
+            TypeError, ValueError: for a data set that cannot be shared this way.
+            AgreedError: on all ranks, if their data sets differ in length.
+            RuntimeError: if ranks' models stop being equal after a merge, or all ranks' parameters are not finite.
+        """
+        source = BatchSource(dataset, self.device, collate)
+        if (work is not None) != (self.config.work == "nonzeros"):
+            given = "None" if work is None else "an array"
+            raise ValueError(f"batches(work=...) goes with config.work='nonzeros', got work={given} with {self.config.work!r}")
+        agree_equal(self.transport, {"number of samples": len(source)}, "Give every rank the same data.")
+        self._state.check_dataset(len(source))
+        self._data = f"{len(source)} samples, fingerprint {getattr(dataset, 'fingerprint', 'unknown')}"
+        order_epoch = -1
+        while not self._stop and (num_epochs is None or self._progress(len(source)) < num_epochs - 1e-9):
+            if self.ledger.epoch != order_epoch:
+                order_epoch = self.ledger.epoch
+                order = epoch_order(len(source), seed=self.config.seed, epoch=order_epoch)
+            size = round_size(
+                self.ledger.cursor,
+                dataset_size=len(source),
+                mega_batch=capped_mega_batch(self.config, self._strategy.mega_batch, len(source), self.world_size),
+                unit=self._strategy.round_unit,
+            )
+            recorded = None
+            if self._replay is not None:
+                recorded = self._replay.next_round(self.round, self._data)
+                if recorded is None:
+                    break
+                size = recorded.num_samples
+            rows = order[self.ledger.cursor : self.ledger.cursor + size]
+            progress = self._progress(len(source))
+            schedule = lr_schedule(progress, warmup_epochs=self.config.warmup_epochs, decay=self.config.lr_decay)
+            self._begin_round(len(source), recorded)
+            for batch in self._strategy.round_batches(
+                rows,
+                work=None if work is None else work[rows],
+                source=source,
+                round_id=self.round,
+                stats=self._stats,
+            ):
+                self._lr.value = schedule * self._strategy.lr_multiplier(batch)
+                self._handed_out.give(batch, self._stats)
+                yield batch
+                if self.preemption.signal_number:
+                    self._strategy.close_round()
+            self._end_round(self._strategy.round_samples(len(rows)), len(source))
+        self._strategy.drain()
+
+    @contextmanager
+    def step(self, batch: Batch) -> Iterator[Batch]:
+        """Wraps one local step: its timing, its learning rate, and the emulated slowdown.
+
+        With strategy ``local`` an out-of-memory error inside the block is caught if ``optimizer.step`` had not begun: the
+        gradients are dropped, and the batch's samples come again in smaller batches.
+
+        Args:
+            batch: the batch in work. Set ``batch.loss`` inside to have the loss in the round's record.
+
+        Raises:
+            RuntimeError: if memory ran out after ``optimizer.step`` had begun, when parameters may have been changed.
+        """
+        start = time.perf_counter()
+        self._handed_out.begin(batch)
+        factor = self._slowdown.factors(self.train_s + start - self._round_start)[self.rank]
+        # Reading this clock waits for a GPU, which only an emulated slowdown needs.
+        compute_start = compute_seconds(self.device) if factor > 1 else 0.0
+        num_begun, fits = self._lr.num_begun, True
+        try:
+            yield batch
+        except Exception as error:
+            if not is_out_of_memory(error) or not self._can_repeat(batch, num_begun, error):
+                raise
+            fits = False
+        finally:
+            self._lr.restore()
+        if not fits:
+            self.optimizer.zero_grad(set_to_none=True)
+            self._stats.busy_s += time.perf_counter() - start
+            return
+        if factor > 1:
+            spent = compute_seconds(self.device) - compute_start - self._strategy.take_foreign_seconds()
+            time.sleep(max(0.0, (factor - 1) * spent))
+        loss = batch.loss.detach() if isinstance(batch.loss, torch.Tensor) else batch.loss
+        self._stats.add_step(batch.num_samples, batch.work, None if loss is None else float(loss))
+        # After the loss, whose value a GPU may still be computing.
+        self._stats.busy_s += time.perf_counter() - start
+        self.transport.progress(f"step {int(self._stats.num_steps)} of round {self.round}")
+
+    def synchronize(self) -> bool:
+        """Waits, inside :meth:`step`, until the gradients are those that ``optimizer.step`` will use: clip or unscale them
+        after it. Not needed otherwise. COLLECTIVE for strategies ``sync`` and ``horovod``, at once for ``local``.
+
+        Returns:
+            Whether a step is due; False between the micro-batches of a step (``accumulation_steps``), whose gradients are
+            neither complete nor reduced.
+        """
+        return self._strategy.synchronize()
+
+    def _can_repeat(self, batch: Batch, num_begun: int, error: Exception) -> bool:
+        if batch.num_samples < 2 or not self._strategy.take_back(batch):
+            return False
+        if self._lr.num_begun > num_begun:
+            raise begun_step_error(self.rank, batch.num_samples) from error
+        self._handed_out.take_back(batch, self._stats)
+        batch.x = batch.y = batch.loss = None  # What is kept alive keeps the failed step's memory.
+        return True
+
+    def stop(self, *, agreed: bool = False) -> None:
+        """Asks all ranks to end.
+
+        Args:
+            agreed: False: one rank's wish is enough, and the ranks end after the next merge. True: every rank calls this now,
+                from a callable in ``records``, and the run ends there.
+        """
+        self._stats.stop = 1.0
+        # Others may have asked before, and all ranks end then.
+        self._stop = self._stop or agreed
+
+    def progress(self, what: str) -> None:
+        """Tells the heartbeats that this rank gets on; for work of your own between batches that others wait for, such as
+        an evaluation on one rank that takes longer than ``stall_limit_s``.
+
+        Args:
+            what: what it does, for the heartbeats' messages.
+        """
+        self.transport.progress(what)
+
+    def capacity_samples(self, samples_per_s: NDArray[np.float64], start_s: float, stop_s: float) -> float:
+        """Returns the samples that the ranks could compute in a span of training time, each alone and never waiting.
+
+        Args:
+            samples_per_s: the ranks' own speeds without an emulated slowdown, shape (world_size,).
+            start_s: the span's first training second.
+            stop_s: its last.
+        """
+        return float(samples_per_s @ self._slowdown.capacity_s(start_s, stop_s))
+
+    def register_state(self, name: str, value: Stateful, *, shared: bool = False) -> None:
+        """Makes an object of your own part of the checkpoints: a scheduler, a moving average. Before any is loaded.
+
+        Args:
+            name: the same on every rank, and at a resume.
+            value: has ``state_dict()`` and ``load_state_dict(state)``; see
+                :func:`hvd_adaptive.state.nested.flatten_state` for what a state may hold.
+            shared: it is equal on all ranks, so that rank 0's is saved once; else each rank's own is.
+
+        Raises:
+            ValueError: if the name is taken. TypeError: for a state, as it is now, that cannot be saved.
+        """
+        self._state.register(name, value, shared=shared)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all that is needed to go on from here, between two rounds: ``shared`` by all ranks, and this rank's
+        ``own``. Tensors are not copied. :class:`hvd_adaptive.Checkpointer` saves it."""
+        return self._state.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], own_of: OwnState | None = None) -> None:
+        """Goes on from a state of :meth:`state_dict`, between two rounds; every rank loads the same ``shared``.
+
+        Args:
+            state: of any number of ranks. A rank that the saved run did not have seeds its random generators from seed,
+                rank and round.
+            own_of: gives the ``own`` of a saved rank; by default that of ``state``, which must then be of the saved rank
+                ``rank % state["world_size"]``.
+
+        Raises:
+            ValueError, KeyError: if it does not fit.
+        """
+        self._state.load_state_dict(state, own_of or (lambda _: state["own"]))
+
+    def close(self) -> None:
+        """Checks that all ranks hold the same model and leaves the world. COLLECTIVE."""
+        self._strategy.drain()
+        self._check_hash()
+        self._lr.remove()
+        self._strategy.close()
+        self.transport.close()
+
+    def _progress(self, dataset_size: int) -> float:
+        return self.ledger.epoch + self.ledger.cursor / dataset_size
+
+    def _begin_round(self, dataset_size: int, recorded: RoundClaims | None) -> None:
+        self._strategy.warm_up(self._progress(dataset_size) < self.config.warmup_epochs)
+        if recorded is not None:
+            self._strategy.repeat_round(recorded)
+        self._stats = RoundStats(batch_size=float(self.batch_sizes[self.rank]), stop=self._stats.stop)
+        self._round_start = time.perf_counter()
+
+    def _end_round(self, num_samples: int, dataset_size: int) -> None:
+        stats = self._stats
+        self._handed_out.end_round(stats, self.round)
+        if self.device.type == "cuda":
+            start = time.perf_counter()
+            torch.cuda.synchronize(self.device)
+            stats.busy_s += time.perf_counter() - start
+        stats.num_updates = stats.num_samples / stats.batch_size
+        stats.lr = self._lr.applied_lr
+        stats.train_s = self.train_s + time.perf_counter() - self._round_start
+        self._strategy.take_foreign_seconds()
+        gathered, weight, stats.payload_bytes = self._strategy.end_round(stats)
+        self.ledger = self.ledger.advance(num_samples, dataset_size)
+        self.num_samples += num_samples
+        model_hash = None
+        if self.config.hash_interval and (self.round + 1) % self.config.hash_interval == 0:
+            model_hash = self._check_hash()
+        claims = self.transport.allgather_object(self._strategy.claimed) if self.config.repeatable else None
+        stats.train_s = self.train_s + time.perf_counter() - self._round_start
+        stats.preempted = float(self.preemption.signal_number)
+        for add_to in self.before_gather:
+            add_to(stats)
+        final = GatheredStats(self.transport.allgather_stats(stats.vector()))
+        self.train_s = float(final["train_s"].max())
+        self._round_start = 0.0
+        self.preempted = int(final["preempted"].max())
+        self._stop = bool(gathered["stop"].any()) or self.preempted > 0
+        stats.stop = 0.0
+        record = RoundRecord.of(
+            final,
+            round=self.round,
+            epoch=self._progress(dataset_size),
+            num_samples=self.num_samples,
+            weight=weight,
+            stragglers=self._stragglers.add_round(final),
+            model_hash=model_hash,
+        )
+        if claims is not None:
+            record.claims = round_claims(record, claims, num_samples=num_samples, data=self._data)
+            if self._replay is not None:
+                self._replay.check(record.claims, int(final["handed_samples"].sum()))
+        self.round += 1
+        self._strategy.after_round(record)
+        for receive in self.records:
+            receive(record)
+
+    def _check_hash(self) -> str:
+        # Plain Horovod leaves each rank its own BatchNorm statistics.
+        buffers = self.config.strategy != "horovod"
+        return check_same_model(self.model, self.transport, buffers=buffers, round_number=self.round)

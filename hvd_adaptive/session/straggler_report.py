@@ -1,0 +1,61 @@
+"""Names ranks that are slower than a limit, by host and device, with what they spend their time on."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_adaptive.algorithm.straggler import StragglerWatch
+from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.engine.records import GatheredStats
+
+log = logging.getLogger(__name__)
+
+
+class StragglerReport:
+    """Judges rounds and warns, once each time that a rank becomes a straggler. Construction is COLLECTIVE.
+
+    Args:
+        transport: the world.
+        device: this rank's.
+        limit: how many times slower than the other ranks, or than before, a rank may be; 0: whatever it is.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device, limit: float) -> None:
+        self._speaks = transport.rank == 0
+        self._watch = StragglerWatch(transport.world_size, limit=limit) if limit else None
+        self._places: list[tuple[str, str]] = transport.allgather_object((transport.host, str(device)))
+
+    def add_round(self, stats: GatheredStats) -> list[dict[str, Any]]:
+        """Returns the stragglers after a round, as rounds.jsonl has them.
+
+        Args:
+            stats: of all ranks, the merge included.
+        """
+        if self._watch is None:
+            return []
+        found = []
+        work, own_s = stats["work"], stats["busy_s"] + stats["claim_s"]
+        if (stats["equal_share_s"] > 0).all():
+            # Of few samples a sample takes long, as each step costs something by itself: that is no slow rank.
+            work, own_s = np.ones(len(work)), stats["equal_share_s"]
+        for straggler in self._watch.observe(work, own_s):
+            rank = straggler.rank
+            host, device = self._places[rank]
+            seconds = {name: round(float(stats[name][rank]), 6) for name in ("busy_s", "claim_s", "wait_s")}
+            found.append(
+                {"rank": rank, "host": host, "device": device, "against": straggler.against, "factor": round(straggler.factor, 3),
+                 **seconds}
+            )  # fmt: skip
+            if straggler.is_new and self._speaks:
+                log.warning(
+                    "rank %d (%s, %s) is %.1f times slower than %s: it computed for %.3g s, waited for its data for %.3g s and "
+                    "for other ranks for %.3g s in this round. Look at that device's clock and at what else runs there; "
+                    "--straggler-limit 0 says no more of it.",
+                    rank, host, device, straggler.factor, straggler.against,
+                    seconds["busy_s"], seconds["claim_s"], seconds["wait_s"],
+                )  # fmt: skip
+        return found

@@ -1,0 +1,38 @@
+"""Which strategy a configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hvd_adaptive.algorithm.world_scale import scaled_config
+from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.config import Config
+from hvd_adaptive.engine.strategy import Strategy
+from hvd_adaptive.research.logical import LogicalStrategy
+from hvd_adaptive.research.sma import SmaStrategy
+from hvd_adaptive.strategies.horovod import HorovodStrategy
+from hvd_adaptive.strategies.local import LocalStrategy
+from hvd_adaptive.strategies.sync import SyncStrategy
+
+_STRATEGIES: dict[str, Callable[[nn.Module, Optimizer, Config, Transport], Strategy]] = {
+    "local": LocalStrategy,
+    "sync": SyncStrategy,
+    "horovod": HorovodStrategy,
+    "sma": SmaStrategy,
+}
+
+
+def make_strategy(model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> Strategy:
+    """Returns the strategy that the configuration names, for this number of ranks. COLLECTIVE.
+
+    Args:
+        model: to train.
+        optimizer: the user's.
+        config: as the user gave it; names the strategy.
+        transport: the world.
+    """
+    make = LogicalStrategy if config.logical_ranks else _STRATEGIES[config.strategy]
+    return make(model, optimizer, scaled_config(config, transport.world_size), transport)

@@ -1,0 +1,99 @@
+"""A round of claims as events on one clock."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hvd_adaptive.algorithm.ledger import ClaimRule
+from hvd_adaptive.simulate.step_times import StepTimes
+
+
+@dataclass
+class Cursor:
+    """What ranks claim from.
+
+    Attributes:
+        position: work claimed so far.
+        stop: where the work ends.
+        trip_s: seconds of a claim on its way there, and back.
+        service_s: seconds that a claim takes of the thread that serves it.
+        free_s: second at which that thread is free.
+    """
+
+    position: int
+    stop: int
+    trip_s: float = 0.0
+    service_s: float = 0.0
+    free_s: float = 0.0
+
+
+@dataclass
+class Times:
+    """What the ranks did in a round up to its merge: numbers by rank.
+
+    Attributes:
+        busy_s: seconds in steps.
+        claim_s: seconds waiting for batches.
+        end_s: second at which the rank has computed its last batch and knows that there is no other.
+        samples: samples computed.
+        steps: steps made.
+    """
+
+    busy_s: list[float] = field(default_factory=list)
+    claim_s: list[float] = field(default_factory=list)
+    end_s: list[float] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+
+
+def play_claims(
+    start_s: float, cursors: Sequence[Cursor], rules: Sequence[ClaimRule], steps: StepTimes, *, first_batch_s: float
+) -> Times:
+    """Plays a round of claims as events, the earliest first.
+
+    As in a real run, a rank claims its next batch when the one before begins to compute, and has nothing to do when that is
+    over before the claim is answered.
+
+    Args:
+        start_s: second at which all ranks begin.
+        cursors: where each rank claims; ranks may share one.
+        rules: each rank's size of claims.
+        steps: how long steps take.
+        first_batch_s: seconds from a rank's first claim to its batch.
+    """
+    count = len(rules)
+    times = Times([0.0] * count, [0.0] * count, [start_s] * count, [0] * count, [0] * count)
+    busy_s, claim_s, end_s, samples, made = times.busy_s, times.claim_s, times.end_s, times.samples, times.steps
+    pending = [0] * count
+    events = [(start_s + cursor.trip_s, rank) for rank, cursor in enumerate(cursors)]
+    heapq.heapify(events)
+    while events:
+        now, rank = events[0]
+        cursor = cursors[rank]
+        served = (now if now > cursor.free_s else cursor.free_s) + cursor.service_s
+        cursor.free_s = served
+        begin = served + cursor.trip_s
+        if not made[rank]:
+            begin += first_batch_s
+        if begin > end_s[rank]:
+            claim_s[rank] += begin - end_s[rank]
+        else:
+            begin = end_s[rank]
+        remaining = cursor.stop - cursor.position
+        if not remaining:
+            end_s[rank] = begin
+            steps.leave(rank)
+            heapq.heappop(events)
+            continue
+        size = rules[rank].size(remaining, pending=pending[rank])
+        cursor.position += size
+        seconds = steps.one(rank, size)
+        busy_s[rank] += seconds
+        samples[rank] += size
+        made[rank] += 1
+        end_s[rank] = begin + seconds
+        pending[rank] = size
+        heapq.heapreplace(events, (begin + cursor.trip_s, rank))
+    return times

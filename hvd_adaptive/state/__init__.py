@@ -1,0 +1,1 @@
+"""The checkpoint format, and the signals that ask for a last one."""

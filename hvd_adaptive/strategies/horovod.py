@@ -1,0 +1,94 @@
+"""Strategy ``horovod``: what everybody has today, Horovod's DistributedOptimizer with equal batches, for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.config import Config
+from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
+from hvd_adaptive.engine.records import Array, GatheredStats, RoundStats
+from hvd_adaptive.engine.strategy import OwnState
+from hvd_adaptive.strategies.synchronous import FixedWorkStrategy, SynchronousClock
+
+
+class HorovodStrategy(FixedWorkStrategy):
+    """Plain synchronous data parallelism, with nothing of ours in a step but claims ahead of it. Construction is COLLECTIVE.
+
+    A "round" is only the interval of statistics and evaluation, as many samples as in strategy ``local``. The last batches
+    of a round are padded from its beginning, as DistributedSampler pads an epoch, so that all ranks make as many steps.
+
+    Attributes:
+        optimizer: Horovod's wrapper of the user's optimizer.
+        batch_sizes: the batch size, for every rank, shape (world_size,).
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
+        super().__init__(model, config, transport)
+        transport.broadcast_([*(p.detach() for p in model.parameters()), *model.buffers()])
+        self.optimizer = transport.distributed_optimizer(optimizer, model)
+        self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
+        self._clock = SynchronousClock(
+            self.optimizer,
+            next(model.parameters()).device,
+            transport,
+            exchanged=model.parameters(),
+            emulates=config.slowdown is not None,
+        )
+        self._reduced = ExitStack()
+
+    def synchronize(self) -> bool:
+        """Waits for Horovod's exchange of this step's gradients, once. COLLECTIVE."""
+        optimizer: Any = self.optimizer
+        if hasattr(optimizer, "synchronize"):
+            self._reduced.close()
+            optimizer.synchronize()
+            # Until this step is over, so that it does not exchange them again.
+            self._reduced.enter_context(optimizer.skip_synchronize())
+        return True
+
+    def round_batches(
+        self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats
+    ) -> Iterator[Batch]:
+        """Yields this rank's equal share of each step's global batch; ``work`` is not used."""
+        for batch in self._equal_batches(rows, round_id, source=source, stats=stats):
+            self._reduced.close()
+            yield batch
+
+    def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
+        """Gathers the statistics. COLLECTIVE. Waiting is the time in Horovod's synchronize, the exchange included."""
+        payload_bytes = self._clock.payload_bytes
+        self._clock.end_round(stats)
+        gathered = GatheredStats(self._transport.allgather_stats(stats.vector()))
+        self._forget_round()
+        return gathered, np.full(self._transport.world_size, 1.0 / self._transport.world_size), payload_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the model's parameters and rank 0's optimizer state (shared: the ranks' are equal), and this rank's
+        buffers, which plain Horovod leaves each rank its own."""
+        return {
+            "shared": {
+                "parameters": [p.detach() for p in self._model.parameters()],
+                "optimizer": self.optimizer.state_dict(),
+            },
+            "own": {"buffers": list(self._model.buffers())},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, shared: dict[str, Any], own_of: OwnState, *, world_size: int) -> None:
+        """Takes over a state of any number of ranks."""
+        buffers = own_of(self._transport.rank % world_size)["buffers"]
+        for own, values in (
+            (self._model.parameters(), shared["parameters"]),
+            (self._model.buffers(), buffers),
+        ):
+            for tensor, value in zip(own, values, strict=True):
+                tensor.copy_(value)
+        self.optimizer.load_state_dict(shared["optimizer"])

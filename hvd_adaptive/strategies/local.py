@@ -1,0 +1,397 @@
+"""Strategy ``local``: ranks claim batches from a shared cursor, train by themselves, and merge weighted deltas."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.optim import Optimizer
+
+from hvd_adaptive.algorithm.batch_sizes import lr_multiplier, speed_shares
+from hvd_adaptive.algorithm.ledger import ClaimRule, MegaBatch, own_parts
+from hvd_adaptive.algorithm.outer_step import OuterStep
+from hvd_adaptive.algorithm.round_control import RoundControl
+from hvd_adaptive.comm.protocols import AgreedError, Transport, agree_equal
+from hvd_adaptive.config import Config
+from hvd_adaptive.engine import optimizer_state
+from hvd_adaptive.engine.batches import Batch, BatchSource, Rows, prefetched
+from hvd_adaptive.engine.claims import Claim, Claims, OwnPart, SharedCursor
+from hvd_adaptive.engine.flat_model import FlatModel
+from hvd_adaptive.engine.merge_rule import make_merge_rule
+from hvd_adaptive.engine.out_of_memory import MemoryCeiling
+from hvd_adaptive.engine.overlap import OverlappedMerge
+from hvd_adaptive.engine.records import Array, GatheredStats, RoundRecord, RoundStats
+from hvd_adaptive.engine.replay import RecordedClaims, RoundClaims, WatchedClaims
+from hvd_adaptive.engine.row_merge import RowMerge
+from hvd_adaptive.engine.strategy import OwnState
+from hvd_adaptive.engine.touched_rows import TouchedRows, sparse_parameters, why_dense
+from hvd_adaptive.exchange.compressed import CompressedSum
+
+log = logging.getLogger(__name__)
+
+
+class LocalStrategy:
+    """Adaptive SGD (arXiv 2110.07029) with the rules of ``Config``. Construction is COLLECTIVE.
+
+    Attributes:
+        optimizer: the user's own.
+        batch_sizes: the ranks' batch sizes, samples, shape (world_size,), equal on every rank.
+        round_unit: 1, rounds may have any number of samples.
+        inexact: empty.
+        repeat: this rank's claims of the next round, from a recording; None: from the shared cursor.
+        claimed: this rank's claims of the round.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
+        self.optimizer = optimizer
+        config = self._config = optimizer_state.with_defaults(
+            config, optimizer, [p for p in model.parameters() if p.requires_grad]
+        )
+        self._transport = transport
+        touched = self._mark_rows(model)
+        self.flat_model = FlatModel(model, transport, touched)
+        self._rows = self._row_merge()
+        self._set_rule(model)
+        self._round = 0
+        self._outer = OuterStep.of(config)
+        if config.compression != "none":
+            infos = [info for group in self.flat_model.parameter_groups for info in group.infos]
+            self.flat_model.compressed = CompressedSum(
+                config, transport, infos, devices=[self.flat_model.device], auto_bits=config.auto_bits
+            )
+        self._overlap = None
+        if config.overlap_merge:
+            self._overlap = OverlappedMerge(self.flat_model, self._outer, transport)
+        self._state_rule = optimizer_state.rule(config, optimizer)
+        self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
+        self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
+        self._shares = np.full(transport.world_size, 1.0 / transport.world_size)
+        self.round_unit = 1
+        self.inexact: list[str] = []
+        self._warming_up = False
+        self._cursor: SharedCursor | None = None
+        self._control = RoundControl(config, transport.world_size, speaks=transport.rank == 0)
+        # This rank's own, which the others know after the round.
+        self._memory = MemoryCeiling(next(model.parameters()).device)
+        self._dataset_size = 0
+        self.repeat: list[Claim] | None = None
+        self.claimed: list[Claim] = []
+        self._claims: Claims
+        self._mega_batch: MegaBatch | None = None
+
+    @property
+    def mega_batch(self) -> int:
+        """Samples of the next round over all ranks."""
+        return self._control.mega_batch
+
+    def warm_up(self, active: bool) -> None:
+        """Switches the warm-up's smallest batch size on, or back to the starting size after it."""
+        if active != self._warming_up:
+            size = self._config.batch_size_bounds[0] if active else self._config.batch_size
+            self.batch_sizes = np.minimum(np.full(len(self.batch_sizes), float(size)), self._control.ceilings)
+            self._warming_up = active
+
+    def lr_multiplier(self, batch: Batch) -> float:
+        """Returns the factor on the learning rate for a batch of this many samples."""
+        return lr_multiplier(
+            self._config.lr_rule,
+            batch_size=batch.num_samples,
+            reference_batch_size=self._config.reference_batch_size or self._config.batch_size,
+        )
+
+    def take_foreign_seconds(self) -> float:
+        """Returns compute seconds of this step that are not the rank's own work: none."""
+        return 0.0
+
+    def synchronize(self) -> bool:
+        """Returns True at once: a step uses the rank's own gradients."""
+        return True
+
+    def close(self) -> None:
+        """Nothing is left on the model."""
+
+    def take_back(self, batch: Batch) -> bool:
+        """Gives the batch's samples to this rank again, as halves, and half its size is this rank's ceiling from now on."""
+        self._memory.take_back(batch)
+        return True
+
+    def repeat_round(self, recorded: RoundClaims) -> None:
+        """Makes the next round the recorded one: its batch sizes, which may have followed from seconds, and its claims."""
+        self.batch_sizes = np.array(recorded.batch_size)
+        self.repeat = recorded.claims[self._transport.rank]
+
+    def drain(self) -> None:
+        """Merges what an overlapped merge has on the way. COLLECTIVE."""
+        if self._overlap is not None:
+            self._overlap.drain_()
+
+    def round_batches(
+        self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats
+    ) -> Iterator[Batch]:
+        """Yields this rank's batches of a mega-batch until its cursor is at the end.
+
+        Args:
+            rows: the mega-batch's rows in dispatch order, the same on every rank.
+            work: their cost, or None for one unit a sample.
+            source: makes batches of rows.
+            round_id: names the cursor; never used twice.
+            stats: gets the seconds spent waiting for batches.
+        """
+        self._dataset_size = len(source)
+        if self._overlap is not None:
+            start = time.perf_counter()
+            self._overlap.start_round_()
+            stats.merge_s += time.perf_counter() - start
+        mega_batch = self._mega_batch = MegaBatch(rows, work)
+        rank = self._transport.rank
+        # A control that was loaded from a checkpoint may know more.
+        self._memory.samples = min(self._memory.samples, float(self._control.ceilings[rank]))
+        self._round = round_id
+        rule = ClaimRule.of_round(
+            rank,
+            batch_sizes=self.batch_sizes,
+            speed_shares=self._shares,
+            work_per_sample=mega_batch.total_work / max(1, len(rows)),
+            dynamic=self._config.dispatch == "dynamic",
+        )
+        claims = self._claims = WatchedClaims(self._open_claims(mega_batch.total_work, least=rule.least))
+        self.claimed = claims.taken
+        # Of each batch that was loaded and not yet computed: the number of its claim, and how a replay has to cut it.
+        loaded: deque[tuple[int, list[int]]] = deque()
+
+        def fetch(pending: int) -> Batch | None:
+            def size(remaining: int) -> int:
+                return rule.size(remaining, pending=pending, ceiling=self._memory.samples)
+
+            while (claim := claims.claim(size)) is not None:
+                start, stop, *parts = claim
+                claimed = mega_batch.claimed(start, stop)
+                if len(claimed):
+                    loaded.append((len(claims.taken) - 1, parts))
+                    return source.load(claimed, stop - start)
+            return None
+
+        @contextmanager
+        def timed() -> Iterator[None]:
+            start = time.perf_counter()
+            yield
+            stats.claim_s += time.perf_counter() - start
+
+        for batch in prefetched(fetch, timed):
+            number, parts = loaded.popleft()
+            sizes = yield from self._memory.batches(batch, parts, source, timed)
+            if self._overlap is not None:
+                self._overlap.poll()
+            claims.taken[number] = (*claims.taken[number][:2], *sizes)
+
+    def close_round(self) -> None:
+        """Ends the round at the shared cursor; where each rank has a part of its own, goes on to its end."""
+        self._claims.close()
+
+    def round_samples(self, num_rows: int) -> int:
+        """Returns the samples that were claimed."""
+        end = self._claims.end
+        return num_rows if end is None or self._mega_batch is None else self._mega_batch.num_rows_before(end)
+
+    def _check_claims(self, handed: int) -> None:
+        """Raises RuntimeError unless the ranks' loops were given what was claimed: the ledger must not count anything else."""
+        if self._mega_batch is None:
+            return  # no round was opened: there is no cursor
+        expected = self.round_samples(len(self._mega_batch.rows))
+        if self.repeat is None and handed != expected:
+            raise RuntimeError(
+                f"the ranks got {handed} samples of round {self._round}, which has {expected}: a loop was left within the round "
+                "(end it by session.stop()), or its cursor was moved by something else than claims. See docs/security.md"
+            )
+
+    def _open_claims(self, total_work: int, *, least: int) -> Claims:
+        world_size, rank = self._transport.world_size, self._transport.rank
+        if self.repeat is not None:
+            return RecordedClaims(self.repeat)
+        if self._config.dispatch == "dynamic":
+            self._cursor = SharedCursor(self._transport, f"claim.{self._round}", total_work=total_work, least=least)
+            return self._cursor
+        shares = self._shares if self._config.dispatch == "proportional" else np.ones(world_size)
+        edges = own_parts(shares, total_work)
+        return OwnPart(int(edges[rank]), int(edges[rank + 1]))
+
+    def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
+        """Merges the ranks' models and rebalances. COLLECTIVE.
+
+        Args:
+            stats: this rank's round; gets the seconds of waiting, control and merge.
+
+        Returns:
+            The statistics of all ranks as they were before the merge, the merge weights, and the bytes this rank sent.
+
+        Raises:
+            AgreedError: on all ranks, if no rank's parameters are finite.
+        """
+        start = time.perf_counter()
+        interval = self._config.hash_interval
+        # With the session's check of hashes, so that a write which it would find is found here first, and merged.
+        if self._overlap is not None:
+            finite = self._overlap.compute_progress()
+        else:
+            finite = self.flat_model.compute_delta(verify=interval > 0 and (self._round + 1) % interval == 0)
+        stats.finite = float(finite)
+        stats.ceiling = self._memory.samples if np.isfinite(self._memory.samples) else 0.0
+        if self._config.perturbation:
+            stats.norm_per_parameter = self.flat_model.norm_per_parameter()
+        stats.state_checksum = optimizer_state.checksum(self.optimizer) if self._state_rule == "average" else 0.0
+        delta_s = time.perf_counter() - start
+        stats.wait_s = self._transport.rendezvous("round")
+
+        start = time.perf_counter()
+        gathered = GatheredStats(self._transport.allgather_stats(stats.vector()))
+        self._check_claims(int(gathered["handed_samples"].sum()))
+        all_finite = gathered["finite"] > 0
+        weight = self._weights(gathered)
+        self._rebalance(gathered)
+        stats.control_s = time.perf_counter() - start
+
+        start = time.perf_counter()
+        rank = self._transport.rank
+        convex = weight / weight.sum()
+        if self._rows is not None:
+            self._rows.exchange()
+        self.flat_model.weigh_(convex)
+        own, own_buffers = float(weight[rank]), float(convex[rank])
+        if self._overlap is not None:
+            self._overlap.merge_(weight=own, buffer_weight=own_buffers)
+        else:
+            self.flat_model.merge_(self._outer, weight=own, buffer_weight=own_buffers, rows=self._rows)
+        if self._rows is not None:
+            stats.merge_rows = self._rows.num_rows
+            self._rows.observe(time.perf_counter() - start, self.flat_model.payload_bytes)
+        checksums = gathered["state_checksum"]
+        agreed = bool((checksums == checksums[0]).all())
+        self._merge_optimizer_state(finite=finite, weight=float(convex[rank]), agreed=agreed)
+        if not all_finite.all() and rank == 0:
+            log.warning(
+                "ranks %s had NaN or Inf in their parameters: they contributed nothing and start again from the merged model. "
+                "If this repeats, lower --lr.",
+                np.flatnonzero(~all_finite).tolist(),
+            )
+        if rank == 0 and self._cursor is not None:
+            self._cursor.forget()
+        stats.merge_s += delta_s + time.perf_counter() - start
+        return gathered, weight, self.flat_model.payload_bytes
+
+    def _mark_rows(self, model: nn.Module) -> dict[int, TouchedRows]:
+        config = self._config
+        if config.overlap_merge or config.compression != "none" or config.sparse_merge == "never":
+            return {}
+        touched, refused = {}, []
+        for name, parameter in sparse_parameters(model).items():
+            if (reason := why_dense(self.optimizer, parameter)) is None:
+                touched[id(parameter)] = TouchedRows(name, parameter, self.optimizer)
+            else:
+                refused.append(f"{name} is stepped by {reason}")
+        agree_equal(
+            self._transport,
+            {"sparse parameters": [t.name for t in touched.values()]},
+            "Give every rank the same model with the same sparse=True.",
+        )
+        if not touched and config.sparse_merge == "always":
+            raise ValueError(
+                "sparse_merge 'always' needs an nn.Embedding or nn.EmbeddingBag with sparse=True and an optimizer whose step "
+                "changes only rows with a gradient (SGD without momentum and weight decay, Adagrad, SparseAdam, those of "
+                f"hvd_adaptive), got {'; '.join(refused) or 'a model without sparse gradients'}"
+            )
+        if refused and self._transport.rank == 0:
+            log.warning("all rows of sparse parameters are merged: %s", "; ".join(refused))
+        return touched
+
+    def _set_rule(self, model: nn.Module) -> None:
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        sparse = {id(p) for p in sparse_parameters(model).values()}
+        by_rows = [place for place, p in enumerate(trainable) if id(p) in sparse]
+        rule = make_merge_rule(self._config.weight_rule, self.optimizer, trainable, row_parameters=by_rows)
+        if rule is not None:
+            self.flat_model.rule = rule
+            self.optimizer.register_step_pre_hook(lambda *_: rule.before_step())
+            self.optimizer.register_step_post_hook(lambda *_: rule.after_step())
+
+    def _row_merge(self) -> RowMerge | None:
+        ranges = self.flat_model.row_ranges
+        if not ranges:
+            return None
+        rows_bytes = sum(r.num_rows * r.row_bytes for r in ranges)
+        return RowMerge(
+            ranges,
+            self._transport,
+            # Seconds, by which 'auto' chooses, do not repeat.
+            mode="always" if self._config.repeatable and self._config.sparse_merge == "auto" else self._config.sparse_merge,
+            rest_bytes=self.flat_model.payload_bytes - rows_bytes,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the global model, the outer step's velocity, the balance and what an overlapped merge has on the way
+        (shared), and this rank's optimizer state and progress."""
+        overlap = {"shared": None, "own": None} if self._overlap is None else self._overlap.state_dict()
+        compressed = None if self.flat_model.compressed is None else self.flat_model.compressed.state_dict()
+        return {
+            "shared": {
+                "model": self.flat_model.state_dict(),
+                "outer": self._outer.state_dict(),
+                "batch_sizes": self.batch_sizes,
+                "shares": self._shares,
+                "warming_up": self._warming_up,
+                "control": self._control.state_dict(),
+                "overlap": overlap["shared"],
+            },
+            "own": {"optimizer": self.optimizer.state_dict(), "overlap": overlap["own"], "compressed": compressed},
+        }
+
+    def load_state_dict(self, shared: dict[str, Any], own_of: OwnState, *, world_size: int) -> None:
+        """Takes over a state; the balance only where the number of ranks is the same, else it starts anew."""
+        self._load_shared(shared, world_size=world_size)
+        own = own_of(self._transport.rank % world_size)
+        self.optimizer.load_state_dict(own["optimizer"])
+        if self.flat_model.rule is not None:
+            self.flat_model.rule.restart()
+        if self.flat_model.compressed is not None:
+            self.flat_model.compressed.load_state_dict(own["compressed"])
+        if self._overlap is not None:
+            same = world_size == self._transport.world_size
+            self._overlap.load_state_dict(shared["overlap"], own["overlap"] if same else None)
+
+    def _load_shared(self, shared: dict[str, Any], *, world_size: int) -> None:
+        self.flat_model.load_state_dict(shared["model"])
+        self._outer.load_state_dict(shared["outer"], device=self.flat_model.device)
+        if world_size == self._transport.world_size:
+            self.batch_sizes, self._shares = shared["batch_sizes"].copy(), shared["shares"].copy()
+            self._warming_up = shared["warming_up"]
+        self._control.load_state_dict(shared["control"])
+
+    def _weights(self, gathered: GatheredStats) -> Array:
+        try:
+            return self._control.weights(gathered)
+        except RuntimeError as error:
+            # Every rank has the same statistics, so every rank is here.
+            raise AgreedError(str(error)) from None
+
+    def _rebalance(self, gathered: GatheredStats) -> None:
+        self._shares = speed_shares(gathered["work"], gathered["busy_s"])
+        self.batch_sizes = self._control.next_batch_sizes(
+            self.batch_sizes, gathered, warming_up=self._warming_up
+        )
+
+    def after_round(self, record: RoundRecord) -> None:
+        """Chooses the next merge period."""
+        self._control.after_round(record, self._dataset_size)
+
+    def _merge_optimizer_state(self, *, finite: bool, weight: float, agreed: bool) -> None:
+        if self._state_rule == "average":
+            unions = {} if self._rows is None else self._rows.unions()
+            optimizer_state.average_(self.optimizer, self._transport, weight, agreed=agreed, unions=unions)
+        if self._state_rule == "reset" or (not finite and self._state_rule == "keep"):
+            optimizer_state.reset_(self.optimizer, self._initial_state)

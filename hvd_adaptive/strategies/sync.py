@@ -1,0 +1,327 @@
+"""Strategy ``sync``: every step is one machine's step with the global batch, of which each rank computes a share by its speed.
+
+LB-BSP (Chen et al., SoCC 2020, "Semi-dynamic load balancing"), on Horovod's own overlapped exchange of gradients, or on one that
+encodes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvd_adaptive.algorithm.share_balance import StepWindow
+from hvd_adaptive.algorithm.share_control import ShareControl
+from hvd_adaptive.algorithm.shares import Part, cut_round
+from hvd_adaptive.comm.protocols import AgreedError, Transport
+from hvd_adaptive.config import Config
+from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
+from hvd_adaptive.engine.flat_buffers import FlatBuffers
+from hvd_adaptive.engine.records import Array, GatheredStats, RoundStats
+from hvd_adaptive.engine.strategy import OwnState
+from hvd_adaptive.engine.touched_rows import sparse_parameters
+from hvd_adaptive.engine.weighted_gradient import WeightedGradient
+from hvd_adaptive.exchange.gradients import GradientExchange
+from hvd_adaptive.strategies.exactness import what_breaks_equality
+from hvd_adaptive.strategies.sync_optimizer import Exchanger, SyncOptimizer
+from hvd_adaptive.strategies.synchronous import FixedWorkStrategy, SynchronousClock, batches_in_order
+
+log = logging.getLogger(__name__)
+
+
+class GradientWeight:
+    """Multiplies every gradient by this rank's weight as soon as it is computed, before Horovod's own hook sends it.
+
+    The hooks are there only while the factor is not 1: each is a call into Python in the middle of the backward pass. Of a
+    sparse gradient, all values for one row are added up first: what comes after, on every rank, has so many fewer of them.
+
+    Args:
+        optimizer: over the parameters.
+        sparse: those whose gradients may be sparse.
+    """
+
+    def __init__(self, optimizer: Optimizer, sparse: Iterable[Tensor]) -> None:
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._coalescing = [p.register_hook(_coalesced) for p in sparse]
+        self._weighted: list[WeightedGradient] = []
+        self._value = 1.0
+
+    @property
+    def value(self) -> float:
+        """The factor."""
+        return self._value
+
+    @value.setter
+    def value(self, value: float) -> None:
+        self._value = value
+        if value == 1.0:
+            self._remove_weights()
+        elif not self._weighted:
+            self._weighted = [WeightedGradient(p, lambda: self._value) for p in self._parameters if p.requires_grad]
+
+    def _remove_weights(self) -> None:
+        for weighted in self._weighted:
+            weighted.remove()
+        self._weighted.clear()
+
+    def remove(self) -> None:
+        """Takes the hooks off the parameters."""
+        self._remove_weights()
+        for handle in self._coalescing:
+            handle.remove()
+        self._coalescing.clear()
+
+
+def _coalesced(gradient: Tensor) -> Tensor:
+    # Dense where the parameter has another use besides.
+    return gradient.coalesce() if gradient.is_sparse else gradient
+
+
+class SyncStrategy(FixedWorkStrategy):
+    """Synchronous training with unequal shares of a fixed global batch. Construction is COLLECTIVE.
+
+    The weighted gradients of N ranks add up to the gradient of the global batch: the step equals one rank's. That holds for
+    losses that are a mean (or, with ``loss_reduction="sum"``, a sum) over the samples, and without layers that look at the
+    other samples of a batch or draw random numbers; such layers are named in a warning and in ``inexact``.
+
+    A round is only the interval of statistics and evaluation. Buffers are merged there; shares change within it.
+
+    Attributes:
+        optimizer: a :class:`SyncOptimizer` around Horovod's wrapper.
+        round_unit: the global batch size.
+        inexact: what makes the ranks differ from one rank, as sentences.
+
+    Raises:
+        AgreedError: on all ranks, if the global batch has too few samples for them or too many for ``max_batch_size``.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
+        super().__init__(model, config, transport)
+        self._trainable = [p.requires_grad for p in model.parameters()]
+        world_size = transport.world_size
+        self.round_unit = config.global_batch_size or config.batch_size * world_size
+        # BatchNorm refuses a batch of one.
+        self._smallest = 2 if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()) else 1
+        try:
+            self._shares = ShareControl(
+                config, world_size, global_batch_size=self.round_unit, smallest=self._smallest
+            )
+        except ValueError as error:
+            # Every rank has the same configuration and model, so every rank is here.
+            raise AgreedError(
+                f"global_batch_size must hold a share for every rank: {error}. Raise global_batch_size or batch_size, or lower "
+                "accumulation_steps, min_batch_size or the number of ranks."
+            ) from None
+        transport.broadcast_([*(p.detach() for p in model.parameters()), *model.buffers()])
+        self._buffers = FlatBuffers(model, transport)
+        self._mean = config.loss_reduction == "mean"
+        sparse = sparse_parameters(model).values() if world_size > 1 else ()
+        self._weight = GradientWeight(optimizer, sparse)
+        self._compressed: GradientExchange | None = None
+        wrapped: Any = optimizer
+        exchanger: Exchanger | None = None
+        if config.compression == "none":
+            wrapped = transport.distributed_optimizer(
+                optimizer, model, average=self._mean, backward_passes_per_step=config.accumulation_steps, may_sleep=True
+            )
+            exchanger = wrapped if hasattr(wrapped, "synchronize") else None
+        elif transport.world_size > 1:
+            exchanger = self._compressed = GradientExchange(
+                model.named_parameters(),
+                config,
+                transport,
+                backward_passes=config.accumulation_steps,
+                auto_bits=config.auto_bits,
+            )
+        # Horovod averages, so that with equal shares all weights are 1 and no gradient is touched; encoded values add up.
+        self._weight_unit = 1.0 if self._compressed else float(world_size)
+        self._clock = SynchronousClock(
+            exchanger,
+            next(model.parameters()).device,
+            transport,
+            exchanged=() if self._compressed else model.parameters(),
+            emulates=config.slowdown is not None,
+        )
+        self._steps = SyncOptimizer(wrapped, exchanger)
+        self.optimizer: Optimizer = self._steps
+        self.inexact = what_breaks_equality(model, loss_reduction=config.loss_reduction)
+        if self.inexact and transport.rank == 0:
+            log.warning(
+                "strategy 'sync' is not equal to one rank at the same global batch with this model: %s",
+                "; ".join(self.inexact),
+            )
+        if self._compressed is not None and not self._compressed.is_exact:
+            # No surprise, so no warning.
+            self.inexact.append(f"compression {config.compression!r} loses a part of the gradients")
+
+    @property
+    def batch_sizes(self) -> Array:
+        """The ranks' present shares of the global batch, samples, whole numbers, shape (world_size,)."""
+        return self._shares.whole
+
+    def synchronize(self) -> bool:
+        """Waits for the reduced gradients; returns whether this micro-batch is the step's last. COLLECTIVE then."""
+        self._steps.synchronize()
+        return self._steps.step_due
+
+    def round_batches(
+        self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats
+    ) -> Iterator[Batch]:
+        """Yields this rank's micro-batches, the same number on every rank; ``work`` is not used.
+
+        Where the last global batch of an epoch is too small to go round, a rank without samples gets a batch of other ranks' rows
+        whose weight is 0 and whose ``rows`` are empty: it must take part in the exchange.
+        """
+        self._shares.begin_round()
+        per_step = self._config.accumulation_steps
+        num_steps = -(-len(rows) // self.round_unit)
+        frontier = self._open_round(round_id, num_steps=num_steps, step_samples=self.round_unit)
+        loads: Iterator[tuple[int, Callable[[], Batch]]] = (
+            (index // per_step, functools.partial(self._load, part, rows, source))
+            for index, part in enumerate(self._parts(len(rows)))
+        )
+        opens_window = True
+        own_s = 0.0
+        # The round may be closed before the last part. The thread that loads batches has an iterator of its own.
+        for batch, part in zip(batches_in_order(loads, frontier, stats), self._parts(len(rows)), strict=False):
+            if self._mean:
+                self._weight.value = part.weight * self._weight_unit
+            else:
+                self._weight.value = float(part.weight > 0)
+            self._steps.begin(opens_window=opens_window, step_due=part.ends_step)
+            yield batch
+            opens_window = part.ends_step
+            if part.ends_step:
+                before, own_s = own_s, stats.busy_s - self._clock.waited_s + stats.claim_s
+                if part.batch_stop - part.batch_start == self.round_unit:
+                    self._count_step(part.batch_start // self.round_unit, own_s - before, stats)
+
+    def _count_step(self, step: int, own_s: float, stats: RoundStats) -> None:
+        """Counts a step of so many seconds of this rank's own; the ranks look at each other's if that is due."""
+        window = self._shares.count(self._shares.shares_at(step)[self._transport.rank], own_s)
+        if window is None:
+            return
+        stats.wait_s += self._transport.rendezvous("shares")
+        start = time.perf_counter()
+        self._shares.observe(StepWindow.gathered(self._transport.allgather_stats(window.vector())), step=step)
+        stats.control_s += time.perf_counter() - start
+
+    def _parts(self, num_rows: int) -> Iterator[Part]:
+        return cut_round(
+            num_rows,
+            total=self.round_unit,
+            shares_at=self._shares.shares_at,
+            rank=self._transport.rank,
+            num_micro_batches=self._config.accumulation_steps,
+            smallest=self._smallest,
+        )
+
+    def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
+        """Merges the buffers. COLLECTIVE.
+
+        Args:
+            stats: this rank's round; gets the seconds of waiting and of the merge.
+
+        Returns:
+            The statistics of all ranks, their shares as fractions, and the bytes of gradients and buffers that this rank put
+            into exchanges.
+
+        Raises:
+            RuntimeError: if a parameter was frozen or unfrozen since construction.
+            AgreedError: on all ranks, if every step of the round was left out, or the ranks' shares differed.
+        """
+        self._check_trainable()
+        stats.skipped_steps, self._steps.num_skipped = float(self._steps.num_skipped), 0
+        stats.equal_share_s = float(self._shares.equal_share_s[self._transport.rank])
+        stats.finite = float(self._buffers.compute_delta())
+        payload_bytes = self._clock.payload_bytes + self._buffers.payload_bytes
+        self._clock.end_round(stats)
+        stats.wait_s += self._transport.rendezvous("round")
+        gathered = GatheredStats(self._transport.allgather_stats(stats.vector()))
+        self._forget_round()
+        self._check_round(gathered)
+        shares = self.batch_sizes / self.round_unit
+        finite = gathered["finite"] > 0
+        weights = np.where(finite, shares, 0.0)
+        if finite.any():
+            weights /= weights.sum()
+        self._buffers.merge_(float(weights[self._transport.rank]))
+        if self._compressed is not None:
+            payload_bytes += self._compressed.payload_bytes
+            self._compressed.payload_bytes = 0
+        return gathered, shares, payload_bytes
+
+    def close(self) -> None:
+        """Takes the hooks off the model."""
+        self._weight.remove()
+        if self._compressed is not None:
+            self._compressed.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the model, the optimizer's state, the shares, and what was learnt of the ranks' speeds: all ranks' alike;
+        and what this rank's codecs have lost."""
+        return {
+            "shared": {
+                "parameters": [p.detach() for p in self._model.parameters()],
+                "buffers": self._buffers.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                **self._shares.state_dict(),
+            },
+            "own": {"compressed": None if self._compressed is None else self._compressed.state_dict()},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, shared: dict[str, Any], own_of: OwnState, *, world_size: int) -> None:
+        """Takes over a state; with another number of ranks the shares start equal again, and what codecs lost is dropped."""
+        for tensor, value in zip(self._model.parameters(), shared["parameters"], strict=True):
+            tensor.copy_(value)
+        self._buffers.load_state_dict(shared["buffers"])
+        self.optimizer.load_state_dict(shared["optimizer"])
+        if world_size == self._transport.world_size:
+            self._shares.load_state_dict(shared)
+        if self._compressed is not None:
+            saved = own_of(self._transport.rank % world_size)["compressed"]
+            if saved is not None:
+                self._compressed.load_state_dict(saved)
+
+    def _load(self, part: Part, rows: Rows, source: BatchSource) -> Batch:
+        if part.start < part.stop:
+            return source.load(rows[part.start : part.stop], part.stop - part.start)
+        batch = source.load(rows[part.batch_start : min(part.batch_start + 2, part.batch_stop)], 0)
+        batch.rows = rows[:0]
+        return batch
+
+    def _check_trainable(self) -> None:
+        if [p.requires_grad for p in self._model.parameters()] != self._trainable:
+            raise RuntimeError(
+                "requires_grad of a parameter changed during the session; close it and make a new Session after freezing "
+                "or unfreezing, so that the ranks exchange the right gradients"
+            )
+
+    def _check_round(self, gathered: GatheredStats) -> None:
+        if gathered["batch_size"].sum() != self.round_unit:
+            raise AgreedError(
+                f"the ranks' shares {gathered['batch_size'].tolist()} do not add up to the global batch of {self.round_unit}: "
+                "their hosts computed different shares from the same statistics. Use batch_size_rule 'fixed'."
+            )
+        skipped = int(gathered["skipped_steps"].max())
+        num_steps = int(gathered["num_steps"].max()) // self._config.accumulation_steps
+        # A round that was closed early is too short to tell.
+        if skipped and skipped >= num_steps and self._frontier.end is None:
+            raise AgreedError(
+                f"the gradients of all {num_steps} steps of a round held NaN or Inf: the run has diverged. Lower --lr, or raise "
+                "--warmup-epochs."
+            )
+        if skipped and self._transport.rank == 0:
+            log.warning(
+                "%d of %d steps were left out on all ranks, as their gradients held NaN or Inf. If this repeats, lower --lr.",
+                skipped,
+                num_steps,
+            )

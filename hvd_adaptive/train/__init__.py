@@ -1,1 +1,0 @@
-"""Models, losses, sessions and strategies: what runs on each rank."""

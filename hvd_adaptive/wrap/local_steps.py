@@ -1,0 +1,270 @@
+"""Strategy ``local`` for a script: which of its optimizers step by themselves, and when the ranks' models are merged.
+
+Merges are collective, so they happen where plain Horovod would have every rank, too: at a counted number of the optimizer's
+steps (``synchronize`` calls, which a rank makes even where its GradScaler leaves the step out), at the end of a pass of a
+loader that ends together on all ranks, and before ``eval()`` and ``state_dict()`` where all ranks meet.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.wrap.loaders import Handed, IndexStream
+from hvd_adaptive.wrap.meeting import Meetings
+from hvd_adaptive.wrap.merging import MergeLog, Merger
+from hvd_adaptive.wrap.run_options import RunConfig
+
+_OWNER = "_hvd_adaptive_local"
+
+
+@dataclass
+class _Owner:
+    """What is known of one optimizer; ``merger`` is None until its first step."""
+
+    named: list[tuple[str, nn.Parameter]]
+    merger: Merger | None = None
+    is_plain: bool = False
+
+
+class LocalSteps:
+    """The optimizers of a script that step locally.
+
+    Args:
+        config: the options.
+        make_world: makes the world of all ranks, once Horovod runs.
+        note: adds a line to the report.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        make_world: Callable[[], Transport],
+        note: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._make_world = make_world
+        self._note = note
+        # In the order of the script, as merges follow each other.
+        self._optimizers: list[weakref.ref[Any]] = []
+        # Modules that the script calls, in its order (True), and their parts. Weakly: it may build another model.
+        self._modules: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._finder: Any = None
+        # What the report tells, also of optimizers that are gone.
+        self._logs: list[MergeLog] = []
+        self._merging = False
+        self._meetings: Meetings | None = None
+        self._num_steps = 0
+        self._num_merges = 0
+        # Steps so far at the last eval() and state_dict().
+        self._last_look: dict[str, int] = {}
+
+    @property
+    def is_merging(self) -> bool:
+        """Whether a collective that is under way is a merge's own."""
+        return self._merging
+
+    def registered(self, optimizer: Any) -> None:
+        """Takes over an optimizer that the script has wrapped."""
+        names = optimizer._parameter_names
+        named = [(names[p], p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        # On the optimizer, not beside it: what it holds leads back to the optimizer, which must stay free to go.
+        setattr(optimizer, _OWNER, _Owner(named))
+        self._optimizers.append(weakref.ref(optimizer))
+        if self._finder is None:
+            self._finder = register_module_forward_pre_hook(self._find_root)
+
+    def steps_alone(self, optimizer: Any) -> bool:
+        """Whether an optimizer's steps use this rank's gradients, as far as is known now."""
+        owner = getattr(optimizer, _OWNER, None)
+        return owner is not None and not owner.is_plain
+
+    def begin_step(
+        self, optimizer: Any, stream: IndexStream | None, batches: list[Handed], *, refused: bool
+    ) -> bool:
+        """Counts a step that is about to be taken. COLLECTIVE for an optimizer's first one.
+
+        Args:
+            optimizer: whose step it is.
+            stream: the pass whose batches led to it, if any.
+            batches: those.
+            refused: something of the script forbids local steps.
+
+        Returns:
+            False if this optimizer does not step locally, from now on.
+        """
+        owner: _Owner = getattr(optimizer, _OWNER)
+        if owner.merger is None and not self._start(optimizer, owner, refused):
+            return False
+        assert owner.merger is not None
+        self.goes_on()
+        self._num_steps += 1
+        owner.merger.stream = stream
+        samples = sum(handed.global_samples for handed in batches)
+        owner.merger.begin_step(
+            num_samples=sum(handed.num_samples for handed in batches),
+            global_samples=samples,
+            epoch_samples=0 if stream is None or not batches else stream.num_batches * samples // len(batches),
+        )
+        return True
+
+    def timed(self, optimizer: Any, seconds: float) -> None:
+        """Takes note of what a step of an optimizer took, now or at a later step."""
+        owner = getattr(optimizer, _OWNER, None)
+        if owner is not None and owner.merger is not None:
+            owner.merger.timed(seconds)
+
+    def end_step(self, optimizer: Any) -> None:
+        """Counts a step that was taken."""
+        owner = getattr(optimizer, _OWNER, None)
+        if owner is not None and owner.merger is not None:
+            owner.merger.end_step()
+
+    def is_due(self) -> bool:
+        """Whether a merge is due, on every rank."""
+        return not self._merging and any(merger.is_due for merger in self._active())
+
+    def ended_with(self, stream: IndexStream) -> bool:
+        """Whether steps were counted since the last merges whose batches came from a pass, which is over on every rank."""
+        return not self._merging and any(merger.stream is stream and merger.num_calls for merger in self._active())
+
+    def merge(self, stream: IndexStream | None = None) -> None:
+        """Makes the merges that are due, and those of a pass that is over. COLLECTIVE."""
+        self._merge([m for m in self._active() if m.is_due or (stream is not None and m.stream is stream and m.num_calls)])
+
+    def goes_on(self) -> None:
+        """The script goes on to a step, or to a wait for other ranks."""
+        if self._meetings is not None and not self._merging:
+            self._meetings.advance()
+
+    def looked_at(self, kind: str, module: nn.Module) -> list[Merger]:
+        """Returns what could be merged before the script validates or saves a model: optimizers with steps, all of whose
+        parameters it has. Nothing where it does so at every step, as for a moving average of the weights."""
+        held = [] if self._merging else self._held_by(module)
+        if not held:
+            return []
+        before, self._last_look[kind] = self._last_look.get(kind), self._num_steps
+        found = [merger for merger in held if merger.num_calls]
+        if found and before == self._num_steps - 1:
+            self._note(f"{kind} at every step, as for a moving average of the weights: it sees the rank's own model")
+            return []
+        return found
+
+    def loaded(self, module: nn.Module) -> None:
+        """The script has loaded weights into a model."""
+        for merger in self._held_by(module):
+            merger.loaded()
+
+    def merge_if_all_here(self, kind: str, mergers: list[Merger]) -> bool:
+        """Merges before the script validates or saves, if it does so on all ranks now."""
+        if self._meetings is None:
+            self._note(f"{kind} between merges sees the rank's own model: without MPI ranks cannot tell whether all are there")
+            return False
+        if not self._meetings.all_here():
+            self._note(f"{kind} between merges on some ranks only saw the rank's own model")
+            return False
+        self._merge(mergers)
+        return True
+
+    def meet_through(self, meetings: Meetings | None) -> None:
+        """Sets how ranks find out whether all have come to the same point; None: they cannot."""
+        self._meetings = meetings
+
+    def over(self) -> None:
+        """The script has ended on this rank."""
+        if self._meetings is not None:
+            self._meetings.over()
+            self._meetings = None
+
+    def forget(self) -> None:
+        """Horovod has been initialized anew."""
+        self._optimizers.clear()
+        self._modules.clear()
+
+    def lines(self) -> list[str]:
+        """Returns what local steps mean and how many merges there were, for the report."""
+        lines = []
+        for log in self._logs:
+            weights = "" if log.weight is None else ", last weights " + ", ".join(f"{w:.3f}" for w in log.weight)
+            lines.append(
+                f"  local steps: {log.num_merges} merges, at last every {log.steps_per_merge} steps, "
+                f"{1e3 * log.merge_s / max(log.num_merges, 1):.1f} ms each without waiting{weights}"
+            )
+        if lines:
+            lines += [
+                "    each optimizer.step() uses the rank's own gradients: clipping, synchronize(), GradScaler act on those",
+                f"    learning rate: the script's x (share of the batch / equal share), rule {self._config.lr_rule}; "
+                f"optimizer state after a merge: {self._logs[-1].optimizer_state}; outer step: {self._config.outer_step}",
+                "    validation and checkpoints at the end of an epoch see the merged model",
+            ]
+        return lines
+
+    def _start(self, optimizer: Any, owner: _Owner, refused: bool) -> bool:
+        if refused:
+            owner.is_plain = True
+            self._stop_finding()
+            return False
+        ids = {id(parameter) for _, parameter in owner.named}
+        called = [module for module, is_called in self._modules.items() if is_called]
+        roots = [module for module in called if any(id(p) in ids for p in module.parameters())]
+        try:
+            self._run(
+                lambda: setattr(owner, "merger", Merger(optimizer, owner.named, roots, self._config, self._make_world()))
+            )
+        except ValueError as error:
+            # Every rank has the same model and so the same error.
+            owner.is_plain = True
+            self._note(f"no local steps: {error}; this optimizer averages gradients as in plain Horovod")
+            self._stop_finding()
+            return False
+        assert owner.merger is not None
+        self._logs.append(owner.merger.log)
+        self._stop_finding()
+        return True
+
+    def _stop_finding(self) -> None:
+        """Takes the hook off all forwards once every optimizer has begun."""
+        if self._finder is not None and not any(o.merger is None and not o.is_plain for o in self._owners()):
+            self._finder.remove()
+            self._finder = None
+
+    def _owners(self) -> list[_Owner]:
+        alive = (ref() for ref in self._optimizers)
+        return [getattr(optimizer, _OWNER) for optimizer in alive if optimizer is not None]
+
+    def _held_by(self, module: nn.Module) -> list[Merger]:
+        """The optimizers all of whose parameters a module has."""
+        owners = [owner for owner in self._owners() if owner.merger is not None]
+        ids = {id(parameter) for parameter in module.parameters()} if owners else set()
+        return [o.merger for o in owners if o.merger is not None and all(id(parameter) in ids for _, parameter in o.named)]
+
+    def _active(self) -> list[Merger]:
+        return [owner.merger for owner in self._owners() if owner.merger is not None]
+
+    def _merge(self, mergers: list[Merger]) -> None:
+        for merger in mergers:
+            self._run(merger.merge)
+            self._num_merges += 1
+        if self._meetings is not None:
+            self._meetings.merged(self._num_merges)
+
+    def _run(self, action: Callable[[], None]) -> None:
+        self._merging = True
+        try:
+            action()
+        finally:
+            self._merging = False
+
+    def _find_root(self, module: nn.Module, args: Any) -> None:
+        if module in self._modules:
+            return
+        trained = {id(parameter) for owner in self._owners() for _, parameter in owner.named}
+        if any(id(parameter) in trained for parameter in module.parameters()):
+            self._modules.update((part, part is module) for part in module.modules())

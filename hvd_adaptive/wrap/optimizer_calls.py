@@ -1,0 +1,193 @@
+"""Horovod's optimizer and collectives, intercepted in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hvd_adaptive.cluster.host import is_crowded
+from hvd_adaptive.comm.horovod_wait import sleeping_wait
+from hvd_adaptive.wrap.collective_calls import intercept_collectives, of_optimizer, take_name
+from hvd_adaptive.wrap.reasons import Reason
+
+
+class Listener(Protocol):
+    """What is told of Horovod while the script runs."""
+
+    def started(self, world_size: int, rank: int) -> None:
+        """Horovod has been initialized."""
+
+    def refuse(self, reason: Reason) -> None:
+        """Something that the script uses does not go with unequal shares."""
+
+    def joining(self) -> None:
+        """This rank has run out of batches, as the script says."""
+
+    def registered(self, optimizer: Any, parameters: list[Tensor]) -> None:
+        """The script has wrapped an optimizer."""
+
+    def accumulated(self, optimizer: Any) -> bool:
+        """A gradient of an optimizer's has been added up; returns whether Horovod shall leave it alone."""
+
+    def synchronize(self, optimizer: Any, action: Callable[[], None]) -> bool:
+        """The optimizer waits for its gradients; `action` does it. Returns False if it was not needed."""
+
+    def stepped(self, optimizer: Any) -> None:
+        """The optimizer has moved its parameters."""
+
+    def joined(self) -> None:
+        """All ranks have run out of batches."""
+
+    def stepped_alone(self) -> None:
+        """An optimizer has stepped that is not intercepted."""
+
+    def wrapped(self, text: str) -> None:
+        """The script has wrapped an optimizer of a kind that is not intercepted."""
+
+    def exchanged(self, what: str, tensors: list[Tensor]) -> None:
+        """The script gives tensors to a collective."""
+
+    def waited(self, action: Callable[[], Any], what: str) -> Any:
+        """Runs what waits for other ranks, in a collective of that name."""
+
+
+def intercept_horovod(listener: Listener, *, count_other_steps: bool = False) -> None:
+    """Replaces methods of Horovod's optimizer classes, and what waits for a collective, in place.
+
+    Args:
+        listener: is told of what happens.
+        count_other_steps: tell of the steps of optimizers that are not intercepted, too.
+    """
+    import horovod.torch as hvd
+    from horovod.torch import elastic, mpi_ops, optimizer
+
+    basics = mpi_ops._basics
+    initialize = basics.init
+    library = mpi_ops.mpi_lib
+    own, asleep = library.horovod_torch_wait_and_clear, sleeping_wait(library)
+    wait = own
+
+    @functools.wraps(initialize)
+    def init(*args: Any, **options: Any) -> None:
+        nonlocal wait
+        initialize(*args, **options)
+        wait = asleep if is_crowded(hvd.local_size()) else own
+        listener.started(hvd.size(), hvd.rank())
+
+    basics.init = init
+    _intercept_optimizer(listener, optimizer._DistributedOptimizer, hvd.global_process_set)
+    adasum = optimizer._DistributedAdasumOptimizer.__init__
+
+    def adasum_init(self: Any, *args: Any, **options: Any) -> None:
+        listener.refuse(Reason.ADASUM)
+        adasum(self, *args, **options)
+        listener.wrapped(f"DistributedOptimizer ({type(self).__name__}, op=Adasum)")
+
+    optimizer._DistributedAdasumOptimizer.__init__ = adasum_init
+    if count_other_steps:
+        _count_other_steps(listener, optimizer._DistributedAdasumOptimizer)
+    elastic_run = elastic.run
+
+    @functools.wraps(elastic_run)
+    def run(*args: Any, **options: Any) -> Any:
+        listener.refuse(Reason.ELASTIC)
+        return elastic_run(*args, **options)
+
+    elastic.run = run
+    join = mpi_ops.mpi_lib.horovod_torch_join
+    joins: set[Any] = set()
+
+    def torch_join(*args: Any) -> Any:
+        listener.joining()
+        handle = join(*args)
+        joins.add(handle)
+        return handle
+
+    mpi_ops.mpi_lib.horovod_torch_join = torch_join
+
+    def wait_and_clear(handle: Any) -> Any:
+        is_join = handle in joins
+        result = listener.waited(lambda: wait(handle), "hvd.join()" if is_join else take_name(handle))
+        if is_join:
+            joins.discard(handle)
+            listener.joined()
+        return result
+
+    intercept_collectives(listener)
+    # The one place where a rank waits for others; all of Horovod's functions look it up in its module.
+    library.horovod_torch_wait_and_clear = wait_and_clear
+
+
+def _count_other_steps(listener: Listener, adasum: Any) -> None:
+    """Has the steps of optimizers counted that exchange nothing by themselves, or by Adasum."""
+    step = adasum.step
+
+    @functools.wraps(step)
+    def step_(self: Any, closure: Any = None) -> Any:
+        result = step(self, closure)
+        listener.stepped_alone()
+        return result
+
+    def stepped(optimizer: Any, args: Any, options: Any) -> None:
+        # Horovod's classes call the step of the class that they wrap.
+        if not hasattr(optimizer, "_parameter_names"):
+            listener.stepped_alone()
+
+    adasum.step = step_
+    register_optimizer_step_post_hook(stepped)
+
+
+def _intercept_optimizer(listener: Listener, cls: Any, all_ranks: Any) -> None:
+    construct, make_hook, synchronize, step = cls.__init__, cls._make_hook, cls.synchronize, cls.step
+
+    @functools.wraps(construct)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        construct(self, *args, **options)
+        if self.process_set is not all_ranks:
+            listener.refuse(Reason.PROCESS_SET)
+        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        listener.registered(self, parameters)
+
+    @functools.wraps(make_hook)
+    def _make_hook(self: Any, parameter: Any) -> Callable[..., None]:
+        exchange = make_hook(self, parameter)
+
+        def hook(*gradients: Any) -> None:
+            if not listener.accumulated(self):
+                with of_optimizer():
+                    exchange(*gradients)
+
+        return hook
+
+    @functools.wraps(synchronize)
+    def synchronize_(self: Any) -> None:
+        def own() -> None:
+            with of_optimizer():
+                synchronize(self)
+
+        if not listener.synchronize(self, own):
+            # As Horovod's own has it, which step() looks at.
+            self._synchronized = True
+
+    @functools.wraps(step)
+    def step_(self: Any, closure: Any = None) -> Any:
+        result = step(self, closure)
+        listener.stepped(self)
+        return result
+
+    @functools.wraps(cls.zero_grad)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        # Horovod's takes no argument, though torch's does.
+        if self._handles:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
+        super(self.__class__, self).zero_grad(set_to_none=set_to_none)
+
+    cls.__init__, cls._make_hook, cls.synchronize, cls.step = __init__, _make_hook, synchronize_, step_
+    cls.zero_grad = zero_grad

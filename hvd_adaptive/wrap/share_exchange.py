@@ -1,0 +1,166 @@
+"""The ranks' exchange: what each tells the others within synchronize, and the shares that follow on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from hvd_adaptive.wrap.closing_report import Report
+from hvd_adaptive.wrap.loaders import IndexStream, Loader
+from hvd_adaptive.wrap.reasons import Reason, mask
+from hvd_adaptive.wrap.run_options import RunConfig, check_shares, parse_shares
+from hvd_adaptive.wrap.share_rules import Array, Controller, Window, judge, pack, unpack
+
+# Looks at the speeds come early at first, as every equal step before them is slow.
+_FIRST_EXCHANGES = (4, 8, 12, 16)
+# Where a dry run begins to try unequal shares, if nothing speaks against them, and where it ends.
+_TRIAL, _TRIAL_OVER = 16, 28
+# What a dry run tries where equal shares are best: each rank's part, from the first to the last.
+_TRIED = (1.0, 1.5)
+
+
+class DryRunOver(SystemExit):
+    """Ends a dry run on all ranks at the same step."""
+
+
+class Shares:
+    """Decides at which steps the ranks exchange their numbers, and takes in what comes of it.
+
+    Args:
+        config: the options.
+        report: is told of each exchange.
+
+    Attributes:
+        config: the options.
+        reasons: why no loader's shares may change.
+    """
+
+    def __init__(self, config: RunConfig, report: Report) -> None:
+        self.config = config
+        self.reasons: set[Reason] = set()
+        self._report = report
+        self._pinned = None if config.shares is None else parse_shares(config.shares)
+        self._world_size, self._rank = 1, 0
+        # Steps since all ranks were known to be at one place: what all of them count alike.
+        self._num_steps = 0
+        # Steps in which the ranks exchange nothing of ours.
+        self._num_alone = 0
+
+    def started(self, world_size: int, rank: int) -> None:
+        """Horovod has been initialized, on every rank.
+
+        Raises:
+            ValueError: if there is not one share a rank.
+        """
+        check_shares(self.config.shares, world_size)
+        self._world_size, self._rank = world_size, rank
+        self._num_steps = 0
+        for loader in self._report.loaders:
+            loader.controller, loader.fractions = None, None
+
+    def meet(self) -> None:
+        """Takes note that all ranks have come to one place, some of them by other numbers of steps."""
+        self._num_steps = 0
+        for loader in self._report.loaders:
+            loader.fractions = None
+
+    def count(self, *, is_local: bool) -> bool:
+        """Counts a step; returns whether an exchange is due in it."""
+        self._num_steps += 1
+        if self.config.dry_run:
+            return self._num_steps % 4 == 0
+        return self._num_steps in _FIRST_EXCHANGES or (not is_local and self._num_steps % self.config.interval == 0)
+
+    def count_alone(self) -> None:
+        """Counts a step in which the ranks exchange nothing of ours, for a dry run's end.
+
+        Raises:
+            DryRunOver: if the dry run is over.
+        """
+        self._num_alone += 1
+        if self.config.dry_run and self._num_alone >= _TRIAL:
+            raise DryRunOver(0)
+
+    def begin(self, stream: IndexStream | None, window: Window) -> Callable[[], None]:
+        """Begins an exchange; returns what ends it. COLLECTIVE.
+
+        Args:
+            stream: the pass that fed the last step; None: no loader did.
+            window: what this rank did since the last exchange.
+        """
+        import horovod.torch as hvd
+
+        reasons, proposal = set(self.reasons), np.zeros(self._world_size)
+        if stream is None:
+            reasons.add(Reason.NO_LOADER)
+        else:
+            loader = stream.loader
+            if loader.heads.take_ignored():
+                loader.reasons.add(Reason.WEIGHTED_LOSS)
+            reasons |= loader.reasons | (set() if loader.is_traced else {Reason.NO_FORWARD})
+            window.num_delivered, window.num_handed = stream.num_delivered, stream.num_handed
+            window.dataset = loader.fingerprint()
+            window.num_batches = stream.num_batches
+            window.smallest = loader.smallest
+            window.checksum = stream.last_checksum() or 0
+            proposal = self.controller(loader).proposal
+        window.reasons = mask(reasons)
+        vector = torch.from_numpy(pack(window, proposal, world_size=self._world_size, rank=self._rank))
+        handle = hvd.allreduce_async_(vector, name="hvd_adaptive.exchange", op=hvd.Sum)
+
+        def finish() -> None:
+            gathered, agreed = unpack(hvd.synchronize(handle).numpy(), world_size=self._world_size)
+            self._decide(stream, gathered, agreed)
+
+        return finish
+
+    def controller(self, loader: Loader) -> Controller:
+        """Returns what proposes a loader's shares."""
+        if loader.controller is None:
+            loader.controller = Controller(self._world_size, pinned=self._pinned)
+        return loader.controller
+
+    def _decide(self, stream: IndexStream | None, gathered: dict[str, Array], agreed: Array) -> None:
+        """Changes the shares, on every rank alike, from the first batch that no rank has handed out yet."""
+        reasons = judge(gathered)
+        if Reason.JOIN in reasons:
+            self.reasons.add(Reason.JOIN)
+            self._report.note(Reason.JOIN.value)
+        if stream is None:
+            self._report.note(Reason.NO_LOADER.value)
+        else:
+            self._change(stream, gathered, reasons, agreed)
+        is_tried = stream is not None and stream.loader.fractions is not None
+        if self.config.dry_run and self._num_steps >= (_TRIAL_OVER if is_tried else _TRIAL):
+            raise DryRunOver(0)
+
+    def _change(self, stream: IndexStream, gathered: dict[str, Array], reasons: set[Reason], agreed: Array) -> None:
+        loader = stream.loader
+        loader.smallest = int(gathered["smallest"].max())
+        lengths = set(gathered["num_batches"])
+        loader.ends_together = len(lengths) == 1 and 0 not in lengths and Reason.OUT_OF_STEP not in reasons
+        # A forward that was not seen yet may still be.
+        loader.reasons |= reasons - {Reason.NO_FORWARD}
+        # Equal shares are the script's own batches, with nothing to pool; zeros stand for them, too.
+        usable = not reasons and not loader.reasons and not self.reasons and bool(np.ptp(agreed) > 1e-9)
+        if self.config.dry_run:
+            usable, agreed = self._on_trial(loader, reasons, agreed)
+        loader.fractions = tuple(float(part) for part in agreed) if usable else None
+        stream.change_fractions(loader.fractions, first=int(gathered["num_handed"].max()))
+        self._report.window(loader, gathered)
+        if not reasons:
+            self.controller(loader).propose(gathered, self.config.max_batch_size)
+
+    def _on_trial(self, loader: Loader, reasons: set[Reason], agreed: Array) -> tuple[bool, Array]:
+        """Returns whether a dry run tries unequal shares now, and which."""
+        if loader.fractions is not None:
+            # For as long as the trial goes: a change would show less of them.
+            agreed = np.array(loader.fractions)
+        elif np.ptp(agreed) <= 1e-9:
+            agreed = np.linspace(*_TRIED, self._world_size)
+            agreed = agreed / agreed.sum()
+            self._report.is_only_tried = True
+        is_possible = not reasons and not loader.reasons and not self.reasons
+        return is_possible and self._num_steps >= _TRIAL, agreed

@@ -1,0 +1,220 @@
+"""What the ranks tell each other about a loader, and the shares that follow: pure functions of gathered numbers.
+
+All goes in one vector that Horovod sums: a row a rank, zeros elsewhere, so that the sum holds every row. Other than an
+allgather this works beside ranks that have called hvd.join() (their rows stay zero) and under Gloo. Behind the rows stands
+rank 0's proposal, derived from the exchange before: ranks that derived it each for themselves could differ in the last bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvd_adaptive.algorithm.share_balance import ShareBalance, StepWindow
+from hvd_adaptive.wrap.reasons import Reason, unmask
+
+Array = NDArray[np.float64]
+
+FIELDS = (
+    "present",
+    "reasons",
+    "num_delivered",
+    "num_handed",
+    "checksum",
+    "dataset",
+    "num_samples",
+    "global_samples",
+    "num_steps",
+    "timed_steps",
+    "timed_samples",
+    "timed_global_samples",
+    "compute_s",
+    "compute_sq",
+    "wait_s",
+    "smallest",
+    "num_batches",
+    "wall_steps",
+    "wall_s",
+)
+
+
+# What shares follow, and of how many steps at the least: a step or two say more of the machine's other work than of speeds.
+_POOLED = ("timed_steps", "timed_samples", "timed_global_samples", "compute_s", "compute_sq")
+_LEAST_STEPS = 4
+# What unequal shares must save to be tried at the first look that shows it. On a machine that does other things as well a few
+# steps show a rank a fifth slower than it is.
+_SURE_GAIN = 0.3
+
+
+@dataclass
+class Window:
+    """One rank's numbers since the last exchange; the fields are those of :data:`FIELDS`."""
+
+    reasons: int = 0
+    num_delivered: int = 0
+    num_handed: int = 0
+    checksum: int = 0
+    dataset: int = 0
+    num_samples: int = 0
+    global_samples: int = 0
+    num_steps: int = 0
+    timed_steps: int = 0
+    timed_samples: int = 0
+    timed_global_samples: int = 0
+    compute_s: float = 0.0
+    compute_sq: float = 0.0
+    wait_s: float = 0.0
+    smallest: int = 1
+    num_batches: int = 0
+    wall_steps: int = 0
+    wall_s: float = 0.0
+
+    def row(self) -> Array:
+        """Returns the numbers in the order of :data:`FIELDS`."""
+        return np.array([1.0, *(float(getattr(self, name)) for name in FIELDS[1:])])
+
+
+def pack(window: Window, proposal: Array, *, world_size: int, rank: int) -> Array:
+    """Returns this rank's addend to the exchanged vector, shape (world_size * len(FIELDS) + world_size,)."""
+    rows = np.zeros((world_size, len(FIELDS)))
+    rows[rank] = window.row()
+    return np.concatenate([rows.ravel(), proposal if rank == 0 else np.zeros(world_size)])
+
+
+def unpack(summed: Array, *, world_size: int) -> tuple[dict[str, Array], Array]:
+    """Returns the ranks' numbers by field, each of shape (world_size,), and rank 0's proposal, shape (world_size,)."""
+    rows = summed[: world_size * len(FIELDS)].reshape(world_size, len(FIELDS))
+    return dict(zip(FIELDS, rows.T, strict=True)), summed[world_size * len(FIELDS) :]
+
+
+def judge(gathered: dict[str, Array]) -> set[Reason]:
+    """Returns why shares must be equal; the same on every rank.
+
+    Raises:
+        RuntimeError: if the shares of the last batches did not add up to the global batches: samples were lost or counted twice.
+    """
+    if not gathered["present"].all():
+        return {Reason.JOIN}
+    reasons = unmask(int(np.bitwise_or.reduce(gathered["reasons"].astype(np.int64))))
+    if len(set(gathered["num_delivered"])) > 1:
+        reasons.add(Reason.OUT_OF_STEP)
+    elif not reasons and (len(set(gathered["checksum"])) > 1 or not gathered["checksum"].all()):
+        reasons.add(Reason.UNION)
+    if len(set(gathered["dataset"])) > 1:
+        reasons.add(Reason.DATASET)
+    expected = gathered["global_samples"]
+    if not reasons and (gathered["num_samples"].sum() != expected[0] or (expected != expected[0]).any()):
+        raise RuntimeError(
+            f"the ranks computed {gathered['num_samples'].astype(int).tolist()} samples of global batches of "
+            f"{expected.astype(int).tolist()}: shares did not add up. This is a fault in hvd_adaptive or in the "
+            "script's sampler; run with --shares 1,1,... (one number a rank) and report it"
+        )
+    return reasons
+
+
+class Proof:
+    """Whether unequal shares make steps shorter, by the wall clock: if not, equal ones are better.
+
+    The model of the ranks' speeds may be wrong about ranks that share their cores, about small batches, or for a few steps at the
+    start. So steps with unequal shares are compared with those that had equal ones.
+    """
+
+    # What must be saved; steps until it is judged; and what counts of the windows before.
+    LEAST_GAIN = 0.03
+    STEPS = 16.0
+    KEPT = 0.7
+    # Looks for which equal shares are kept when they were better; twice as many each time in a row.
+    FIRST_REST = 4
+
+    def __init__(self) -> None:
+        # Steps and their seconds, with equal shares and with others.
+        self._equal, self._other = np.zeros(2), np.zeros(2)
+        self._rest, self._next_rest = 0, self.FIRST_REST
+
+    def rejects(self, gathered: dict[str, Array]) -> bool:
+        """Takes in a window; returns whether the shares must be equal now."""
+        self._rest = max(self._rest - 1, 0)
+        seen = np.array([gathered["wall_steps"].mean(), gathered["wall_s"].mean()])
+        samples = gathered["timed_samples"]
+        if not seen[0] or not samples.any():
+            return self._rest > 0
+        if np.ptp(samples) == 0:
+            self._equal = self.KEPT * self._equal + seen
+            return self._rest > 0
+        if self._rest:
+            # What was on its way when they were given up.
+            return True
+        self._other = self.KEPT * self._other + seen
+        if self._other[0] < self.STEPS or not self._equal[0]:
+            return False
+        saving = 1.0 - (self._other[1] / self._other[0]) / (self._equal[1] / self._equal[0])
+        if saving > self.LEAST_GAIN:
+            self._next_rest = self.FIRST_REST
+            return False
+        self._other = np.zeros(2)
+        self._rest, self._next_rest = self._next_rest, 2 * self._next_rest
+        return True
+
+
+class Controller:
+    """Rank 0's: turns gathered numbers into the next proposal.
+
+    Args:
+        world_size: number of ranks.
+        pinned: fixed proportions; None: by measured speeds.
+
+    Attributes:
+        proposal: each rank's part of the global batch, shape (world_size,); zeros stand for equal shares.
+    """
+
+    def __init__(self, world_size: int, *, pinned: tuple[float, ...] | None) -> None:
+        self._pinned = None if pinned is None else np.array(pinned) / sum(pinned)
+        self._balance = ShareBalance(world_size)
+        self._sizes: Array | None = None
+        self._pool = {name: np.zeros(world_size) for name in _POOLED}
+        self._proof = Proof()
+        self._is_suspected = False
+        self.world_size = world_size
+        self.proposal = np.zeros(world_size) if self._pinned is None else self._pinned
+
+    def propose(self, gathered: dict[str, Array], upper: int | None) -> None:
+        """Takes in a window and changes the proposal.
+
+        Args:
+            gathered: the ranks' numbers by field.
+            upper: most samples in a batch of any rank; None: no bound.
+        """
+        pool = {name: self._pool[name] + gathered[name] for name in _POOLED}
+        steps = pool["timed_steps"]
+        if steps.min() < _LEAST_STEPS:
+            self._pool = pool
+            return
+        self._pool = {name: np.zeros(self.world_size) for name in _POOLED}
+        window = StepWindow(steps, pool["timed_samples"], pool["compute_s"], pool["compute_sq"])
+        self._balance.learn(window)
+        if self._pinned is not None or not self._balance.is_ready:
+            return
+        total = float(pool["timed_global_samples"][0] / steps[0])
+        low = np.full(self.world_size, min(float(gathered["smallest"].max()), total / self.world_size))
+        high = np.full(self.world_size, np.inf if upper is None else max(upper, total / self.world_size))
+        equal = np.full(self.world_size, total / self.world_size)
+        sizes = equal if self._sizes is None else self._sizes * (total / self._sizes.sum())
+        if self._proof.rejects(gathered):
+            self._sizes, self._is_suspected = equal, False
+        else:
+            self._sizes = self._moved(sizes, equal, self._balance.next(sizes, lower=low, upper=high))
+        self.proposal = self._sizes / self._sizes.sum()
+
+    def _moved(self, sizes: Array, equal: Array, target: Array) -> Array:
+        """Returns the next sizes: a first step away from equal ones, for a modest gain, must be wanted twice in a row."""
+        if np.ptp(sizes) > 1e-9 * sizes.max() or np.ptp(target) <= 1e-9 * target.max():
+            self._is_suspected = False
+            return target
+        gain = 1.0 - float(self._balance.seconds(target).max() / self._balance.seconds(equal).max())
+        if gain >= _SURE_GAIN or self._is_suspected:
+            self._is_suspected = False
+            return target
+        self._is_suspected = True
+        return sizes

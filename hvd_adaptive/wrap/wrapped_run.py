@@ -1,0 +1,391 @@
+"""The wrapped run on this rank: what is intercepted comes here, and the ranks' shares change between steps.
+
+All that ranks tell each other goes within synchronize, where Horovod needs every rank anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.script_world import ScriptWorld
+from hvd_adaptive.wrap.closing_report import Report
+from hvd_adaptive.wrap.encoded import EncodedGradients
+from hvd_adaptive.wrap.follow import Follower
+from hvd_adaptive.wrap.loaders import IndexStream, Loader
+from hvd_adaptive.wrap.local_steps import LocalSteps
+from hvd_adaptive.wrap.long_waits import LongWaits, equal_shares
+from hvd_adaptive.wrap.meeting import Meetings, Store
+from hvd_adaptive.wrap.meter import Meter
+from hvd_adaptive.wrap.reasons import Reason
+from hvd_adaptive.wrap.run_options import RunConfig
+from hvd_adaptive.wrap.share_exchange import Shares
+from hvd_adaptive.wrap.share_weights import GradientWeights
+from hvd_adaptive.wrap.stopwatch import Emulation, Stopwatch, Stretch
+
+# How long a rank stands where other ranks may come, too; one that is only slow comes within a step.
+_PATIENCE_S = 60.0
+
+
+class BadOptions(SystemExit):
+    """The options do not fit the number of ranks; the exit code is what is wrong."""
+
+
+class Engine:
+    """See the module. One instance a process; the interceptions call it.
+
+    Args:
+        config: the options.
+        make_emulation: makes the emulation for a number of ranks; None: ranks are as fast as they are.
+        clock: seconds of this process, wall clock or, where ranks share cores and slowness is emulated, computing time.
+        describe: says what in a model makes unequal shares differ from equal ones.
+
+    Attributes:
+        report: what is told at the end.
+        on_start: called when Horovod has been initialized, on every rank.
+        on_step: called after each step of a wrapped optimizer.
+        on_failure: called on a rank whose script ends with an exit code other than 0.
+        find_store: returns what ranks share beside Horovod, once it runs; None: nothing.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        make_emulation: Callable[[int], Emulation] | None,
+        clock: Callable[[], float],
+        describe: Callable[[nn.Module], list[str]] = lambda module: [],
+    ) -> None:
+        self.config = config
+        self.world_size, self.rank = 1, 0
+        self.report = Report(is_dry_run=config.dry_run)
+        self.on_start: list[Callable[[], None]] = []
+        self.on_step: Callable[[], None] = lambda: None
+        self.on_failure: list[Callable[[], None]] = []
+        self.find_store: Callable[[], Store | None] = lambda: None
+        self._make_emulation = make_emulation
+        self._shares = Shares(config, self.report)
+        self._loaders: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
+        self._weights = GradientWeights(self._weigh)
+        self._meter = Meter()
+        self._watch = Stopwatch(clock)
+        self._follower = Follower(describe if config.strategy == "sync" else lambda module: [], self.report.condition)
+        self._tail: Stretch | None = None
+        self._untimed = True
+        self._local = LocalSteps(config, make_world=self._make_world, note=self.report.note)
+        self._encoded = EncodedGradients(config, self._make_world)
+        self.report.more = lambda: [*self._local.lines(), *self._encoded.lines()]
+        # The pass that fed the last step.
+        self._fed_by: IndexStream | None = None
+        self._exchange_due = self._exchanging = False
+        self._meetings: Meetings | None = None
+        self._waits = LongWaits()
+
+    # -- of Horovod
+
+    def started(self, world_size: int, rank: int) -> None:
+        """Horovod has been initialized. May be called again, after a restart.
+
+        Raises:
+            BadOptions: if options do not fit the number of ranks.
+        """
+        self.world_size, self.rank = world_size, rank
+        try:
+            self._shares.started(world_size, rank)
+            if self._make_emulation is not None:
+                self._watch.emulate(self._make_emulation(world_size), rank)
+        except ValueError as error:
+            raise BadOptions(str(error)) from None
+        self.report.started(world_size)
+        self._local.forget()
+        for action in self.on_start:
+            action()
+        store = self.find_store() if self.config.strategy == "local" and world_size > 1 else None
+        if store is not None and self._meetings is None:
+            self._meetings = Meetings(
+                store, rank=rank, world_size=world_size, patience_s=min(_PATIENCE_S, self.config.stall_limit_s)
+            )
+        self._local.meet_through(self._meetings)
+
+    def refuse(self, reason: Reason) -> None:
+        """Takes note of something for which all shares must be equal."""
+        self._shares.reasons.add(reason)
+        self.report.note(reason.value)
+
+    def joining(self) -> None:
+        """Takes note of the script's hvd.join(); the ranks that go on see it in the next exchange.
+
+        Raises:
+            RuntimeError: if the gradients are exchanged encoded, in which a rank that has joined cannot take part.
+        """
+        if self._encoded.is_used:
+            raise RuntimeError(
+                "hvd.join() does not go with --compression in strategy sync: encoded gradients need every rank in every step. "
+                "Run the script without --compression, or with its own compression=hvd.Compression.fp16"
+            )
+        self.report.note(Reason.JOIN.value)
+
+    def wrapped(self, text: str) -> None:
+        """The script has wrapped an optimizer of a kind that is not intercepted."""
+        self.report.wrapped(text)
+
+    def stepped_alone(self) -> None:
+        """An optimizer has stepped that is not intercepted."""
+        if self.report.is_started:
+            self._shares.count_alone()
+
+    def joined(self) -> None:
+        """All ranks have joined, after different numbers of steps."""
+        self._shares.meet()
+
+    def exchanged(self, what: str, tensors: list[Tensor]) -> None:
+        """The script gives tensors to a collective."""
+        if self._follower.is_at_unequal_batch:
+            self.report.averaged(what)
+        if self.world_size > 1 and any(self._follower.exchanges(tensor) for tensor in tensors):
+            self._follower.refuse(Reason.GATHERED)
+
+    def compiled(self) -> None:
+        """The script calls what torch.compile has made."""
+        if self.world_size > 1 and torch.is_grad_enabled():
+            self._follower.refuse(Reason.COMPILED)
+
+    def losses(self, tensors: Sequence[Tensor]) -> None:
+        """The script is about to call backward on tensors."""
+        if self.world_size > 1:
+            self._follower.losses(tensors)
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Returns a context within which the script is not watched."""
+        return self._follower.unwatched()
+
+    def registered(self, optimizer: Any, parameters: list[Tensor]) -> None:
+        """The script has wrapped an optimizer."""
+        import horovod.torch as hvd
+
+        self.report.optimizer(optimizer)
+        self._follower.trains(parameters)
+        if self.config.strategy == "local":
+            if self._merges_change_something() and not self._shares.reasons:
+                self._local.registered(optimizer)
+        elif self.config.compression != "none" and self.world_size > 1 and not self._shares.reasons:
+            self._encoded.registered(optimizer)
+        # Of a sum over ranks the rank's own gradient is one part.
+        local_weight = float(self.world_size) if optimizer.op == hvd.Sum else 1.0
+        if self.world_size > 1:
+            self._weights.registered(optimizer, parameters, local_weight=local_weight)
+
+    def accumulated(self, optimizer: Any) -> bool:
+        """A gradient of an optimizer's has been added up; returns whether Horovod shall leave it alone."""
+        self._follower.backward()
+        return self._local.steps_alone(optimizer) or self._encoded.exchanges(optimizer)
+
+    def synchronize(self, optimizer: Any, action: Callable[[], None]) -> bool:
+        """Runs the optimizer's synchronize, and around it what the ranks have to tell each other.
+
+        Returns:
+            False if Horovod exchanged nothing.
+        """
+        local = self._local.steps_alone(optimizer)
+        if self.world_size == 1 and not local:
+            action()
+            self._shares.count_alone()
+            return True
+        self._settle()
+        stretch = self._watch.stop()
+        untimed = self._untimed or self._follower.was_traced
+        stream, batches = self._follower.take_step(optimizer)
+        # A step that began with the start of workers, or before it was known to be one, says nothing of speed.
+        stretches = [] if untimed or stretch is None else [part for part in (self._tail, stretch) if part is not None]
+        if local:
+            local = self._local.begin_step(optimizer, stream, batches, refused=bool(self._shares.reasons))
+        exchange = self._shares.count(is_local=local)
+        finish = None
+        if stream is not None or self._fed_by is None or not self._fed_by.is_open:
+            # Else a synchronize without gradients of its own, as of a GAN's other optimizer: it is of the same pass.
+            self._fed_by = stream
+        if local:
+            self._exchange_due = exchange
+        elif exchange:
+            finish = self._shares.begin(self._fed_by, self._meter.take())
+        before_s = self._watch.waiting_s
+        by_horovod = not local and not self._exchange_encoded(optimizer)
+        if by_horovod:
+            # One wait around those for each gradient, of which there may be hundreds.
+            with self._watch.waiting():
+                action()
+        self._meter.waited(self._watch.waiting_s - before_s)
+        if not untimed:
+            self._meter.ends()
+        if stream is not None:
+            stream.loader.num_steps += 1
+            stream.loader.num_shared += any(handed.weight != 1.0 for handed in batches)
+        tell = functools.partial(self._local.timed, optimizer) if local else None
+        self._meter.step(None if stream is None else batches, stretches, tell)
+        self._tail = None
+        if finish is not None:
+            finish()
+        self._watch.start()
+        return by_horovod
+
+    def stepped(self, optimizer: Any) -> None:
+        """Ends what counts as computing after the wait for the gradients.
+
+        What comes now counts if another step follows on the same batch.
+        """
+        self._tail = self._watch.stop()
+        self._watch.start()
+        self._local.end_step(optimizer)
+        self._settle()
+        self.on_step()
+
+    def waited(self, action: Callable[[], Any], what: str = "a collective") -> Any:
+        """Runs an action that waits for other ranks, in a collective of that name; its seconds do not count as computing.
+
+        Raises:
+            RuntimeError: as the action does; where unequal shares may be the cause, it says so.
+        """
+        if self._watch.is_waiting:
+            return self._wait(action, what)
+        self._settle()
+        if not self._exchanging:
+            self._local.goes_on()
+        with self._watch.waiting():
+            return self._wait(action, what)
+
+    # -- of modules
+
+    def looked_at(self, kind: str, module: nn.Module) -> None:
+        """The script is about to validate or to save a model: merges it first, if all ranks are here."""
+        if self._exchanging:
+            return
+        mergers = self._local.looked_at(kind, module)
+        if not mergers:
+            return
+        self._exchanging = True
+        try:
+            with self._watch.waiting():
+                self._local.merge_if_all_here(kind, mergers)
+        finally:
+            self._exchanging = False
+
+    def loaded(self, module: nn.Module) -> None:
+        """The script has loaded weights into a model."""
+        self._local.loaded(module)
+
+    def over(self) -> None:
+        """The script has ended on this rank."""
+        self._follower.end()
+        self._local.over()
+
+    # -- of loaders
+
+    def open_stream(self, loader: DataLoader[Any], index_sampler: Any) -> IndexStream | None:
+        """Begins a pass of a loader."""
+        if not self.report.is_started or self.world_size == 1:
+            return None
+        known = self._loaders.get(loader)
+        if known is None:
+            known = self._loaders[loader] = Loader(loader, len(self.report.loaders) + 1)
+            # A script may make its loader anew in each epoch. The speeds are then known, its use is looked at again.
+            before = [other for other in self.report.loaders if other.is_gone and other.kind == known.kind and other.num_steps]
+            known.controller = before[-1].controller if before else None
+            known.is_successor = any(other.is_gone and other.kind == known.kind for other in self.report.loaders)
+            self.report.loaders.append(known)
+        stream = IndexStream(
+            known,
+            index_sampler,
+            world_size=self.world_size,
+            rank=self.rank,
+            upper=self.config.max_batch_size,
+        )
+        self._follower.opened(stream)
+        return stream
+
+    def fetching(self, stream: IndexStream) -> None:
+        """Begins what counts as computing for a step."""
+        self._settle()
+        self._follower.finish_trace()
+        if stream.loader.num_steps and self._follower.is_between_steps:
+            self._watch.start()
+            self._untimed = stream.num_delivered == 0
+            self._meter.begins(counts=not self._untimed)
+
+    def delivered(self, stream: IndexStream, batch: Any) -> None:
+        """Takes note of the batch that the script has got."""
+        self._follower.delivered(stream, batch)
+        if stream.weight_differs and not self._weights.are_needed:
+            self._weights.need()
+            self._waits.start(self.rank, self.world_size)
+
+    def exhausted(self, stream: IndexStream) -> None:
+        """Takes note that a pass is over."""
+        self._follower.exhausted(stream)
+        self._watch.drop()
+        self._settle(stream if stream.loader.ends_together else None)
+
+    # -- inside
+
+    def _wait(self, action: Callable[[], Any], what: str) -> Any:
+        if not self._weights.are_needed:
+            return action()
+        with self._waits.of(what):
+            try:
+                return action()
+            except RuntimeError as error:
+                if "Mismatched" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"{error} [hvd_adaptive: in {what}. The ranks' shares of a batch are unequal; if this is as long as the "
+                    f"batch, run the script with {equal_shares(self.world_size)}]"
+                ) from None
+
+    def _make_world(self) -> Transport:
+        import horovod.torch as hvd
+
+        return cast(Transport, ScriptWorld(hvd, self._watch.waiting))
+
+    def _exchange_encoded(self, optimizer: Any) -> bool:
+        import horovod.torch as hvd
+
+        if not self._encoded.exchanges(optimizer):
+            return False
+        return self._encoded.synchronize(optimizer, refused=bool(self._shares.reasons), average=optimizer.op == hvd.Average)
+
+    def _merges_change_something(self) -> bool:
+        """Whether local steps are any different: not on one rank whose merges would not change its model."""
+        return self.world_size > 1 or self.config.outer_step != "none" or self.config.compression != "none"
+
+    def _weigh(self, optimizer: Any, local_weight: float) -> float:
+        weight = self._follower.backward()
+        return local_weight if self._local.steps_alone(optimizer) else weight
+
+    def _settle(self, over: IndexStream | None = None) -> None:
+        """Local steps: makes the merges that are due on every rank, and those of a pass that is over on every rank.
+
+        Called after each step; where a rank left the step out, before anything in which it could wait for others.
+        """
+        local = self._local
+        if local.is_merging or self._exchanging:
+            return
+        merge = local.is_due() or (over is not None and local.ended_with(over))
+        if not merge and not self._exchange_due:
+            return
+        self._exchange_due, self._exchanging = False, True
+        before_s = self._watch.waiting_s
+        try:
+            if self.world_size > 1:
+                self._shares.begin(self._fed_by, self._meter.take())()
+            if merge:
+                local.merge(over)
+        finally:
+            self._exchanging = False
+        self._meter.waited(self._watch.waiting_s - before_s)

@@ -1,0 +1,213 @@
+"""A run's folder: config.json, rounds.jsonl, summary.json and the models, written by rank 0."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hvd_adaptive import __version__
+from hvd_adaptive.config import Config
+from hvd_adaptive.validation import parse_json
+from hvd_adaptive.xmc.train_config import TrainConfig
+
+log = logging.getLogger(__name__)
+
+BEST_MODEL = "model.safetensors"
+LAST_MODEL = "model-last.safetensors"
+
+
+class RoundSink(Protocol):
+    """What wants every round's line beside rounds.jsonl."""
+
+    def add_round(self, record: dict[str, Any]) -> None:
+        """Takes a round's line."""
+        ...
+
+    def close(self) -> None:
+        """Takes no more lines."""
+        ...
+
+
+class RunDirectory:
+    """Writes a run's files; made on rank 0 only.
+
+    Args:
+        path: the folder; made if it is not there.
+        resume: it may hold a run, which goes on; call :meth:`go_on` before the first round.
+        sinks: get every round's line too.
+
+    Raises:
+        ValueError: if the folder cannot be written, or holds a run already.
+    """
+
+    def __init__(self, path: Path, *, resume: bool = False, sinks: Sequence[RoundSink] = ()) -> None:
+        self.path = path
+        self._sinks = sinks
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if (path / "rounds.jsonl").exists() and not resume:
+                raise ValueError(
+                    f"run directory {path} holds a run already: go on with it with --resume auto, name another with --out, or "
+                    "remove it"
+                )
+            self._rounds = (path / "rounds.jsonl").open("ab" if resume else "xb", buffering=0)
+            self._unwritten = b""
+        except OSError as error:
+            raise ValueError(
+                f"run directory {path} cannot be written: {error}; name another with --out"
+            ) from None
+
+    def go_on(self, num_rounds: int, checkpoint: Path | None, *, own: bool = False) -> None:
+        """Makes the folder what it was after this many rounds; later ones were lost and will be run again.
+
+        Args:
+            num_rounds: rounds to keep in rounds.jsonl.
+            checkpoint: where the run goes on from, None for nowhere. It holds the best model of then; where it is another
+                run's, that run's rounds are taken over.
+            own: it is this run's, wherever it lies.
+
+        Raises:
+            OSError: if it cannot be written.
+            ValueError: if it holds a finished run and there is no checkpoint to go on from.
+        """
+        if checkpoint is None and (self.path / "summary.json").exists():
+            raise ValueError(
+                f"run directory {self.path} holds a finished run without checkpoints: name another with --out, or remove it"
+            )
+        self._rounds.close()
+        source = self.path / "rounds.jsonl"
+        if checkpoint is not None and not own and checkpoint.parent.parent != self.path.resolve():
+            source = checkpoint.parent.parent / "rounds.jsonl"
+        kept = _first_rounds(source, num_rounds)
+        if len(kept) < num_rounds:
+            log.warning("%s holds %d of the %d rounds before the resume", source, len(kept), num_rounds)
+        self._write("rounds.jsonl", "".join(kept))
+        self._rounds = (self.path / "rounds.jsonl").open("ab", buffering=0)
+        (self.path / "summary.json").unlink(missing_ok=True)
+        if checkpoint is not None and (checkpoint / BEST_MODEL).exists():
+            temporary = self.path / (BEST_MODEL + ".part")
+            shutil.copyfile(checkpoint / BEST_MODEL, temporary)
+            os.replace(temporary, self.path / BEST_MODEL)
+
+    def write_config(self, config: Config, train: TrainConfig) -> None:
+        """Writes config.json, which ``--config`` reads."""
+        values = {**dataclasses.asdict(train), **dataclasses.asdict(config), "resume": None}
+        self._write_json("config.json", {name: value for name, value in values.items() if value is not None})
+
+    def add_round(self, record: dict[str, Any]) -> None:
+        """Appends one round to rounds.jsonl, and hands it to the sinks. What does not fit on the disk is kept for later."""
+        late = bool(self._unwritten)
+        self._unwritten += (json.dumps(record) + "\n").encode()
+        try:
+            self._flush()
+        except OSError as error:
+            if not late:
+                path = self.path / "rounds.jsonl"
+                log.error("%s cannot be written: %s. The run goes on; its rounds are written when they can be.", path, error)
+        for sink in self._sinks:
+            sink.add_round(record)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Writes summary.json."""
+        self._write_json("summary.json", summary)
+
+    def save_model(self, name: str, model: nn.Module, metadata: dict[str, str]) -> None:
+        """Writes the model's state as a safetensors file, whole or not at all.
+
+        Args:
+            name: file name in the folder.
+            model: a model without tied parameters.
+            metadata: what a reader needs to build the model.
+
+        Raises:
+            OSError: naming the file, if it cannot be written; the one that was there stays.
+        """
+        tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
+        temporary = self.path / (name + ".part")
+        try:
+            save_file(tensors, temporary, metadata={"hvd_adaptive": __version__, **metadata})
+        except SafetensorError as error:
+            raise OSError(f"{self.path / name} cannot be written: {error}") from None
+        os.replace(temporary, self.path / name)
+
+    def close(self) -> None:
+        """Closes rounds.jsonl and the sinks.
+
+        Raises:
+            OSError: if rounds are left that cannot be written.
+        """
+        self._flush()
+        self._rounds.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def _flush(self) -> None:
+        while self._unwritten:
+            # A part may be written and the next refused: it goes on from there.
+            self._unwritten = self._unwritten[self._rounds.write(self._unwritten) or 0 :]
+
+    def _write_json(self, name: str, value: Any) -> None:
+        self._write(name, json.dumps(value, indent=2) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        temporary = self.path / (name + ".part")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, self.path / name)
+        except OSError as error:
+            # Neither open nor write of a full disk names the file.
+            raise OSError(error.errno, error.strerror or str(error), str(self.path / name)) from None
+
+
+def _first_rounds(path: Path, num_rounds: int) -> list[str]:
+    """The lines of a rounds.jsonl of the rounds before ``num_rounds``, as far as they are whole."""
+    kept: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
+        try:
+            number = parse_json(line)["round"]
+        except (ValueError, KeyError, TypeError):
+            break
+        if number < num_rounds and line.endswith("\n"):
+            kept.append(line)
+    return kept
+
+
+def load_model(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Path]:
+    """Reads a saved model.
+
+    Args:
+        path: a run directory (its best model) or a model file of one.
+
+    Returns:
+        Its state, its metadata and its run directory.
+
+    Raises:
+        ValueError: if there is no such model, or the file is none of this program's.
+    """
+    file = path / BEST_MODEL if path.is_dir() else path
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            metadata = dict(opened.metadata() or {})
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        # torch adds a stack of C++ to what it says.
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"model {file} cannot be read: {reason}; name a run directory or its {BEST_MODEL}"
+        ) from None
+    if "hvd_adaptive" not in metadata or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+        raise ValueError(
+            f"model {file} was not saved by hvd-adaptive: name a run directory or its {BEST_MODEL}"
+        )
+    return tensors, metadata, file.parent
