@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import MARK
 from needs import need_root_and, skip_or_fail
 from slurm_site import SlurmSite
 from two_hosts import TwoHosts
@@ -34,11 +35,15 @@ def slurm(hosts: TwoHosts) -> Iterator[SlurmSite]:
 
 @pytest.fixture
 def run_in_slurm(run_job: Any, slurm: SlurmSite) -> Iterator[Callable[..., Any]]:
-    """Runs one of Slurm's commands; brings back nodes that the test has lost."""
+    """Runs one of Slurm's commands; brings back nodes that the test has lost.
 
-    def run(*argv: str, **options: Any) -> Any:
+    With `leaves_job` what the command has submitted may go on. Else `run_job` ends all that carries its mark, and a job
+    inherits that from sbatch.
+    """
+
+    def run(*argv: str, leaves_job: bool = False, **options: Any) -> Any:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        env = {**slurm.environment, "PATH": path, "VENV": sys.prefix}
+        env = {**slurm.environment, "PATH": path, "VENV": sys.prefix, **({MARK: ""} if leaves_job else {})}
         return run_job(slurm.command(argv), env=env, **{"timeout": 400.0, **options})
 
     yield run

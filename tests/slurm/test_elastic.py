@@ -43,7 +43,7 @@ def test_a_node_is_lost_and_comes_back(
     script.write_text(SCRIPT.format(command=" ".join(command), epochs=epochs))
 
     options = ["--no-kill", "--nodes=2", "--ntasks-per-node=1", "--time=10", f"--output={output}"]
-    submitted = run_in_slurm("sbatch", "--parsable", *options, str(script))
+    submitted = run_in_slurm("sbatch", "--parsable", *options, str(script), leaves_job=True)
     assert submitted.returncode == 0, submitted.describe()
     job = SlurmJob(slurm, submitted.stdout.strip(), run, output)
 
@@ -58,7 +58,7 @@ def test_a_node_is_lost_and_comes_back(
     job.wait(lambda: len(restarts()) == 1)
     # The node is up again, and not the job's: that takes an expansion, by a job whose node it takes over.
     slurm.bring_back("beta")
-    granted = run_in_slurm("salloc", "--no-shell", "-w", "beta", "-n1", f"--dependency=expand:{job.number}")
+    granted = run_in_slurm("salloc", "--no-shell", "-w", "beta", "-n1", f"--dependency=expand:{job.number}", leaves_job=True)
     assert granted.returncode == 0, granted.describe()
     allocation = re.search(r"Granted job allocation (\d+)", granted.stderr)
     assert allocation is not None, granted.describe()
@@ -91,7 +91,7 @@ def test_a_script_goes_on_from_its_commits_without_a_node(
     command = [sys.executable, "-m", "hvd_adaptive", "run", "--elastic", "--max-np", "2", str(ELASTIC_SCRIPT), str(tmp_path)]
     script.write_text(f"#!/bin/bash\ncd {tmp_path}\n{' '.join(command)}\n")
     options = ["--no-kill", "--nodes=2", "--ntasks-per-node=1", "--time=10", f"--output={output}"]
-    submitted = run_in_slurm("sbatch", "--parsable", *options, str(script))
+    submitted = run_in_slurm("sbatch", "--parsable", *options, str(script), leaves_job=True)
     assert submitted.returncode == 0, submitted.describe()
     job = SlurmJob(slurm, submitted.stdout.strip(), tmp_path, output)
 

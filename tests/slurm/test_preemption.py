@@ -41,11 +41,11 @@ def submit(run_in_slurm: Callable[..., Any], slurm: SlurmSite, hosts: TwoHosts, 
         argv = [*places, *small, "--epochs", str(EPOCHS), "--record", "--checkpoint-interval", "2", *train]
         if sbatch:
             smaller = ["--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", "--time=5", f"--output={output}"]
-            job = run_in_slurm("sbatch", "--parsable", *smaller, *sbatch, *argv)
+            job = run_in_slurm("sbatch", "--parsable", *smaller, *sbatch, *argv, leaves_job=True)
         else:
             smaller = ["--nodes", "2", "--ntasks-per-node", "1", "--cpus-per-task", "1", "--time", "5", "--log", str(output)]
             command = [sys.executable, "-m", "hvd_adaptive", "submit", *smaller, "--venv", sys.prefix, "--requeue", "--yes"]
-            job = run_in_slurm(*command, "--", "train", *argv)
+            job = run_in_slurm(*command, "--", "train", *argv, leaves_job=True)
         assert job.returncode == 0, job.describe()
         return SlurmJob(slurm, job.stdout.split()[-1], tmp_path / "run", output)
 
@@ -140,7 +140,8 @@ def test_signals_in_a_merge_of_a_loop_of_ones_own(run_in_slurm: Callable[..., An
         """With so many seconds of each merge, the last ones of all others, too."""
         output = tmp_path / f"output-{pauses_s}"
         command = f"exec srun --mpi=pmix {sys.executable} {script} {folder} {pauses_s}"
-        job = run_in_slurm("sbatch", "--parsable", "-N2", "-n2", f"--output={output}", *sbatch, f"--wrap={command}")
+        options = ("--parsable", "-N2", "-n2", f"--output={output}", f"--wrap={command}")
+        job = run_in_slurm("sbatch", *options, *sbatch, leaves_job=True)
         assert job.returncode == 0, job.describe()
         return SlurmJob(slurm, job.stdout.strip(), tmp_path, output)
 

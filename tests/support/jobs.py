@@ -18,7 +18,7 @@ from zygote import STARTUP, ZYGOTE_SOCKET, Zygote
 
 from hvd_adaptive.cluster.relaunch import find_launcher, launch_command
 
-_JOB = "HVD_TEST_JOB"  # set in every process of a job, so that all of them can be found
+MARK = "HVD_TEST_JOB"  # set in every process of a job, so that all of them can be found
 GRACE_S = 5.0
 # By which processes may outlive their launcher: on a busy machine one that is killed dies when it gets its turn.
 OUTLIVE_S = 15.0
@@ -43,7 +43,7 @@ def job_mark(pid: int) -> bytes:
     """The mark that all processes of a job have in their environment, from one of them; empty if that has ended."""
     with contextlib.suppress(OSError):
         for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if word.startswith(f"{_JOB}=".encode()):
+            if word.startswith(f"{MARK}=".encode()):
                 return word
     return b""
 
@@ -106,7 +106,7 @@ class Job:
         self._token = secrets.token_hex(8)
         whole = {
             **os.environ,
-            _JOB: self._token,
+            MARK: self._token,
             # Other tests run beside these: a rank that waits must not keep the core of the one that it waits for.
             "OMPI_MCA_mpi_yield_when_idle": "1",
             "PYTHONPATH": os.pathsep.join([str(STARTUP), str(_REPO), os.environ.get("PYTHONPATH", "")]),
@@ -184,7 +184,7 @@ class Job:
         return JobResult(self.argv, self.child.returncode, *texts, wall_s, timed_out, outlived_s, sorted(leftover.values()))
 
     def _processes(self) -> dict[int, str]:
-        return marked_processes(f"{_JOB}={self._token}".encode())
+        return marked_processes(f"{MARK}={self._token}".encode())
 
 
 def run_job(
