@@ -38,6 +38,7 @@ _REPO = Path(__file__).resolve().parents[2]
 _ROOM_BYTES = 1 << 15  # for the command line of a fork, and for its environment
 _CLONE = {"mnt": 0x00020000, "uts": 0x04000000, "ipc": 0x08000000, "net": 0x40000000}
 _PR_SET_PDEATHSIG = 1
+_PLAIN = "HVD_TEST_PLAIN_LIBRARY_PATH"
 _LIBRARIES = (
     "horovod.torch.elastic", "torch._dynamo", "torch.distributed", "torch.utils.data", "mpi4py", "numba", "safetensors.torch",
     "rich.progress", "numpy.random", "pytest", "_pytest.fixtures", "unittest.mock",
@@ -68,6 +69,7 @@ class Zygote:
                 "OMP_NUM_THREADS": "1",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
                 "HVD_TEST_ROOM": "x" * _ROOM_BYTES,
+                _PLAIN: os.environ.get("LD_LIBRARY_PATH", ""),
                 **_of_ranks(),
             }
             path = self._folder / "socket"
@@ -168,6 +170,10 @@ class _Server:
             stub.close()
             return
         request = json.loads(text)
+        variables = request["variables"]
+        # Other launchers than mpirun add no folder of libraries, and their ranks find the same ones.
+        if variables["LD_LIBRARY_PATH"] == os.environ[_PLAIN]:
+            variables["LD_LIBRARY_PATH"] = self._own["variables"]["LD_LIBRARY_PATH"]
         if other := next((name for name, value in self._own.items() if request[name] != value), None):
             self._others[f"other {other}{_difference(request[other], self._own[other])}"] += 1
             stub.sendall(json.dumps({"refused": other}).encode() + b"\n")

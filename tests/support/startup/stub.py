@@ -16,8 +16,8 @@ from typing import Any
 ZYGOTE = "HVD_TEST_ZYGOTE"  # set in the processes of a test run: the zygote's socket
 # What a library reads when it is loaded: a fork would have the zygote's. (Of KMP_, which scikit-learn sets, no library is there.)
 FIXED = ("LD_", "PYTHON", "MKL_", "GOMP_", "OPENBLAS_", "TORCH_", "NUMBA_")
-# Not read by then, or handed over.
-_FREE = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
+# Not read by then, or handed over; the last one only decides which warnings torch's C++ shows.
+_FREE = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCH_CPP_LOG_LEVEL")
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "HOROVOD_RANK")
 _MINE = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 _PYTHON_IGNORES = {signal.SIGPIPE, signal.SIGXFSZ}
