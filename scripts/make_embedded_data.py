@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make the embedded data set from a Debian release's package index: hvd_adaptive/data/embedded/.
+"""Make the embedded data set from a Debian release's package index: hvd_adaptive/xmc/data/embedded/.
 
 Samples are binary packages, features the words of their long descriptions, labels the packages that they
 depend on. The index comes through apt, from the sources that this Debian machine is configured with, into a

@@ -141,7 +141,7 @@ def test_a_rank_that_leaves_early(run_ranks, rank):
 
 def test_ranks_that_wait_for_each_other(run_ranks):
     # Two limits and not ten, so that a longer one takes no longer.
-    patience = "from hvd_adaptive.comm import faults; faults.PATIENT_LIMITS = 2"
+    patience = "from hvd_adaptive.comm import failures; failures.PATIENT_LIMITS = 2"
     behaviour = f"{patience}\nwith beat.waiting(f'stage {{rank}}'): comm.recv(source=1 - rank)"
     result = run_ranks(behaviour, limit_s=5.0)
     assert "all ranks are deadlocked" in result.stderr, result.describe()

@@ -160,6 +160,8 @@ class _Server:
         stub.settimeout(60)
         try:
             head, descriptors, _, _ = socket.recv_fds(stub, 4, 8)
+            if len(head) < 4:
+                raise ConnectionError("the stub was killed at its start")
             length, text = int.from_bytes(head, "big"), b""
             while len(text) < length:
                 if not (part := stub.recv(length - len(text))):
