@@ -9,24 +9,15 @@ import logging
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvd_adaptive.algorithm.batch_sizes import lr_schedule, next_batch_sizes
 from hvd_adaptive.algorithm.merge_period import LEAST_MERGES_AN_EPOCH, MergePeriod
 from hvd_adaptive.algorithm.merge_weights import ROW_RULES, Perturbation, merge_weights
 from hvd_adaptive.algorithm.speed_model import Damping, SpeedModel
+from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.config import Config
 
-Array = NDArray[np.float64]
-
 log = logging.getLogger(__name__)
-
-
-class Stats(Protocol):
-    """The statistics of a round by name."""
-
-    def __getitem__(self, name: str) -> Array:
-        """Returns one number a rank, shape (world_size,)."""
 
 
 class CompletedRound(Protocol):
@@ -42,7 +33,7 @@ class CompletedRound(Protocol):
     def num_samples(self) -> int: ...  # noqa: D102
 
     @property
-    def stats(self) -> Stats: ...  # noqa: D102
+    def stats(self) -> Gathered: ...  # noqa: D102
 
 
 class RoundControl:
@@ -76,7 +67,7 @@ class RoundControl:
         """Samples of the next round over all ranks."""
         return self._period.mega_batch
 
-    def weights(self, gathered: Stats) -> Array:
+    def weights(self, gathered: Gathered) -> Array:
         """Returns the weight of each rank's delta, shape (world_size,).
 
         Raises:
@@ -100,7 +91,7 @@ class RoundControl:
             perturbation=perturbation,
         )
 
-    def next_batch_sizes(self, sizes: Array, gathered: Stats, *, warming_up: bool) -> Array:
+    def next_batch_sizes(self, sizes: Array, gathered: Gathered, *, warming_up: bool) -> Array:
         """Returns the batch sizes of the next round, shape (world_size,).
 
         Args:
@@ -127,7 +118,7 @@ class RoundControl:
             )
         return np.minimum(sizes, self.ceilings)
 
-    def _proportional(self, sizes: Array, gathered: Stats, *, low: float, high: float) -> Array:
+    def _proportional(self, sizes: Array, gathered: Gathered, *, low: float, high: float) -> Array:
         upper = np.minimum(high, self.ceilings)
         lower = np.minimum(low, upper)
         total = min(self._config.batch_size * len(sizes), upper.sum())

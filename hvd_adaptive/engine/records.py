@@ -6,17 +6,16 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from hvd_adaptive.algorithm.statistics import Array, Gathered, Statistics
 from hvd_adaptive.engine.replay import RoundClaims
 
-Array = NDArray[np.float64]
+# Statistics that are of no use in a file.
+_NOT_RECORDED = ("loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy", "preempted", "state_checksum")
 
 
 @dataclass(slots=True)
-class RoundStats:
-    """What one rank did in a round; exchanged as a vector of float64.
+class RoundStats(Statistics):
+    """What one rank did in a round.
 
     Attributes:
         batch_size: the rank's batch size b_i.
@@ -96,23 +95,6 @@ class RoundStats:
             self.loss_sum += loss * num_samples
             self.loss_samples += num_samples
 
-    def vector(self) -> Array:
-        """Returns the fields in order, shape (num_fields,)."""
-        return np.array([getattr(self, name) for name in FIELDS])
-
-
-FIELDS = tuple(item.name for item in dataclasses.fields(RoundStats))
-
-
-@dataclass(slots=True)
-class GatheredStats:
-    """The statistics of all ranks: each attribute of :class:`RoundStats` by name, shape (world_size,)."""
-
-    values: Array
-
-    def __getitem__(self, name: str) -> Array:
-        return self.values[:, FIELDS.index(name)]
-
 
 @dataclass(slots=True)
 class RoundRecord:
@@ -126,7 +108,7 @@ class RoundRecord:
         loss: mean loss over the round's samples where it was reported, else None.
         weight: merge weight of each rank, shape (world_size,).
         payload_bytes: bytes that a rank put into exchanges in the round, the mean over ranks.
-        stats: the ranks' statistics.
+        stats: the ranks' statistics: the fields of :class:`RoundStats` by name, shape (world_size,).
         model_hash: SHA-256 of the merged model in rounds where the ranks compared it, else None.
         stragglers: the ranks that are slower than ``Config.straggler_limit``: which, where, against what, their seconds.
         claims: the round for a recording, where the run is recorded or replayed.
@@ -139,13 +121,13 @@ class RoundRecord:
     loss: float | None
     weight: Array
     payload_bytes: int
-    stats: GatheredStats
+    stats: Gathered
     model_hash: str | None = None
     claims: RoundClaims | None = None
     stragglers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def of(cls, stats: GatheredStats, **others: Any) -> RoundRecord:
+    def of(cls, stats: Gathered, **others: Any) -> RoundRecord:
         """Returns a record whose loss, seconds and bytes are those of the statistics; ``others`` are its other attributes."""
         loss_samples = stats["loss_samples"].sum()
         return cls(
@@ -159,9 +141,9 @@ class RoundRecord:
     def to_json(self) -> dict[str, Any]:
         """Returns the record for rounds.jsonl: plain numbers, and one list over ranks a statistic."""
         ranks: dict[str, Any] = {
-            {"num_samples": "samples"}.get(name, name): self.stats[name].round(6).tolist()
-            for name in FIELDS
-            if name not in ("loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy", "preempted", "state_checksum")
+            {"num_samples": "samples"}.get(name, name): values.round(6).tolist()
+            for name, values in self.stats.items()
+            if name not in _NOT_RECORDED
         }
         ranks["weight"] = self.weight.tolist()
         return {

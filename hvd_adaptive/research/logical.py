@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.algorithm.ledger import MegaBatch, claim_size
+from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.claims import OwnPart
-from hvd_adaptive.engine.records import FIELDS, Array, GatheredStats, RoundStats
+from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.engine.touched_rows import TouchedRows
 from hvd_adaptive.state.random_state import random_state, seeded_random_state, set_random_state
@@ -179,7 +180,7 @@ class LogicalStrategy(LocalStrategy):
         logical.deltas = [group.delta.clone() for group in self._groups]
         self._delta_s += time.perf_counter() - start
 
-    def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
+    def end_round(self, stats: RoundStats) -> tuple[Gathered, Array, int]:
         """Merges the logical ranks' models. COLLECTIVE.
 
         Returns:
@@ -191,7 +192,7 @@ class LogicalStrategy(LocalStrategy):
         stats.finite = min(logical.stats.finite for logical in self._own.values())
         stats.wait_s = self._transport.rendezvous("round")
         start = time.perf_counter()
-        gathered = GatheredStats(self._transport.allgather_stats(stats.vector()))
+        gathered = stats.by_name(self._transport.allgather_stats(stats.vector()))
         logical_stats = self._gather_logical()
         weight = self._weights(logical_stats)
         convex = weight / weight.sum()
@@ -220,14 +221,14 @@ class LogicalStrategy(LocalStrategy):
         sent = self.flat_model.payload_bytes * self._num_logical // self._transport.world_size
         return gathered, np.add.reduceat(weight, self._first[:-1]), sent
 
-    def _gather_logical(self) -> GatheredStats:
+    def _gather_logical(self) -> Gathered:
         """Returns the statistics of the logical ranks in logical order. COLLECTIVE."""
-        table = np.zeros((self._num_logical, len(FIELDS)))
+        table = np.zeros((self._num_logical, len(RoundStats.names())))
         for number, logical in self._own.items():
             table[number] = logical.stats.vector()
         tables = self._transport.allgather_stats(table.reshape(-1)).reshape(-1, *table.shape)
         owners = np.repeat(np.arange(self._transport.world_size), np.diff(self._first))
-        return GatheredStats(tables[owners, np.arange(self._num_logical)])
+        return RoundStats.by_name(tables[owners, np.arange(self._num_logical)])
 
     @torch.no_grad()
     def _sum_in_logical_order(self) -> None:

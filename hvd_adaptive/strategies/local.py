@@ -18,6 +18,7 @@ from hvd_adaptive.algorithm.batch_sizes import lr_multiplier, speed_shares
 from hvd_adaptive.algorithm.ledger import ClaimRule, MegaBatch, own_parts
 from hvd_adaptive.algorithm.outer_step import OuterStep
 from hvd_adaptive.algorithm.round_control import RoundControl
+from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.comm.protocols import AgreedError, Transport, agree_equal
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine import optimizer_state
@@ -27,7 +28,7 @@ from hvd_adaptive.engine.flat_model import FlatModel
 from hvd_adaptive.engine.merge_rule import make_merge_rule
 from hvd_adaptive.engine.out_of_memory import MemoryCeiling
 from hvd_adaptive.engine.overlap import OverlappedMerge
-from hvd_adaptive.engine.records import Array, GatheredStats, RoundRecord, RoundStats
+from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.engine.replay import RecordedClaims, RoundClaims, WatchedClaims
 from hvd_adaptive.engine.row_merge import RowMerge
 from hvd_adaptive.engine.strategy import OwnState
@@ -222,7 +223,7 @@ class LocalStrategy:
         edges = own_parts(shares, total_work)
         return OwnPart(int(edges[rank]), int(edges[rank + 1]))
 
-    def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
+    def end_round(self, stats: RoundStats) -> tuple[Gathered, Array, int]:
         """Merges the ranks' models and rebalances. COLLECTIVE.
 
         Args:
@@ -250,7 +251,7 @@ class LocalStrategy:
         stats.wait_s = self._transport.rendezvous("round")
 
         start = time.perf_counter()
-        gathered = GatheredStats(self._transport.allgather_stats(stats.vector()))
+        gathered = stats.by_name(self._transport.allgather_stats(stats.vector()))
         self._check_claims(int(gathered["handed_samples"].sum()))
         all_finite = gathered["finite"] > 0
         weight = self._weights(gathered)
@@ -372,14 +373,14 @@ class LocalStrategy:
             self._warming_up = shared["warming_up"]
         self._control.load_state_dict(shared["control"])
 
-    def _weights(self, gathered: GatheredStats) -> Array:
+    def _weights(self, gathered: Gathered) -> Array:
         try:
             return self._control.weights(gathered)
         except RuntimeError as error:
             # Every rank has the same statistics, so every rank is here.
             raise AgreedError(str(error)) from None
 
-    def _rebalance(self, gathered: GatheredStats) -> None:
+    def _rebalance(self, gathered: Gathered) -> None:
         self._shares = speed_shares(gathered["work"], gathered["busy_s"])
         self.batch_sizes = self._control.next_batch_sizes(
             self.batch_sizes, gathered, warming_up=self._warming_up

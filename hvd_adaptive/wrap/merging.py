@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import time
 import zlib
@@ -20,6 +19,7 @@ from hvd_adaptive.algorithm.batch_sizes import lr_multiplier
 from hvd_adaptive.algorithm.merge_period import LEAST_MERGES_AN_EPOCH, MergePeriod
 from hvd_adaptive.algorithm.merge_weights import ROW_RULES, merge_weights
 from hvd_adaptive.algorithm.outer_step import OuterStep
+from hvd_adaptive.algorithm.statistics import Gathered, Statistics
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.engine import optimizer_state
 from hvd_adaptive.engine.flat_model import FlatModel
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 _BATCHES_A_ROUND = 50
 
 
-@dataclass
-class Round:
+@dataclass(slots=True)
+class Round(Statistics):
     """What one rank did since the last merge.
 
     Attributes:
@@ -70,9 +70,6 @@ class Round:
     generation: float = 0.0
     period: float = 0.0
     is_loaded: float = 0.0
-
-
-_FIELDS = tuple(item.name for item in dataclasses.fields(Round))
 
 
 @dataclass
@@ -260,15 +257,14 @@ class Merger:
         self._round, self._timed = Round(), [0, 0.0]
         self.num_calls, self.is_due = 0, False
 
-    def _gather(self, this: Round) -> dict[str, NDArray[np.float64]]:
+    def _gather(self, this: Round) -> Gathered:
         """All ranks' rows, by a sum, which works beside ranks that have joined."""
-        rows = torch.zeros(self._world.world_size, len(_FIELDS), dtype=torch.float64)
-        rows[self._world.rank] = torch.tensor(dataclasses.astuple(this), dtype=torch.float64)
-        self._world.allreduce_sum_(rows, name="round")
-        return dict(zip(_FIELDS, rows.numpy().T, strict=True))
+        rows = this.table(rank=self._world.rank, world_size=self._world.world_size)
+        self._world.allreduce_sum_(torch.from_numpy(rows), name="round")
+        return Round.by_name(rows)
 
     @torch.no_grad()
-    def _agree_on_base(self, gathered: dict[str, NDArray[np.float64]], root: int) -> None:
+    def _agree_on_base(self, gathered: Gathered, root: int) -> None:
         """Sees to it that the ranks' deltas are from one global model. COLLECTIVE."""
         present, is_loaded = gathered["present"] > 0, gathered["is_loaded"] > 0
         if is_loaded.any() or len(set(gathered["generation"][present])) > 1:
@@ -306,7 +302,7 @@ class Merger:
             values.zero_()
         self._world.allreduce_sum_(values, f"base.{name}")
 
-    def _apply(self, gathered: dict[str, NDArray[np.float64]]) -> None:
+    def _apply(self, gathered: Gathered) -> None:
         rank, finite = self._world.rank, gathered["finite"] > 0
         try:
             weight = merge_weights(
@@ -346,7 +342,7 @@ class Merger:
                 broken.tolist(),
             )
 
-    def _set_period(self, gathered: dict[str, NDArray[np.float64]], root: int) -> None:
+    def _set_period(self, gathered: Gathered, root: int) -> None:
         num_calls, samples, lr = (float(gathered[name][root]) for name in ("num_calls", "global_samples", "lr"))
         if not num_calls:
             return
