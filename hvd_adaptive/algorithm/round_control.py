@@ -36,6 +36,31 @@ class CompletedRound(Protocol):
     def stats(self) -> Gathered: ...  # noqa: D102
 
 
+def round_weights(config: Config, gathered: Gathered) -> Array:
+    """Returns the weight of each rank's delta, shape (world_size,).
+
+    Raises:
+        RuntimeError: on every rank alike, if there is nothing to merge.
+    """
+    finite = gathered["finite"] > 0
+    if finite.any() and not gathered["num_updates"].any():
+        # The ranks' loops have left out all batches: nothing has moved.
+        return finite / finite.sum()
+    perturbation = None
+    if config.perturbation:
+        perturbation = Perturbation(threshold=config.perturbation_threshold, delta=config.perturbation_delta)
+    return merge_weights(
+        # Weights by mass differ from row to row; what has one weight a rank, such as buffers, goes by updates.
+        "updates" if config.weight_rule in ROW_RULES else config.weight_rule,
+        num_updates=gathered["num_updates"],
+        num_samples=gathered["num_samples"],
+        batch_sizes=gathered["batch_size"],
+        finite=finite,
+        norm_per_parameter=gathered["norm_per_parameter"],
+        perturbation=perturbation,
+    )
+
+
 class RoundControl:
     """The decisions between two rounds.
 
@@ -66,30 +91,6 @@ class RoundControl:
     def mega_batch(self) -> int:
         """Samples of the next round over all ranks."""
         return self._period.mega_batch
-
-    def weights(self, gathered: Gathered) -> Array:
-        """Returns the weight of each rank's delta, shape (world_size,).
-
-        Raises:
-            RuntimeError: on every rank alike, if there is nothing to merge.
-        """
-        config, finite = self._config, gathered["finite"] > 0
-        if finite.any() and not gathered["num_updates"].any():
-            # The ranks' loops have left out all batches: nothing has moved.
-            return finite / finite.sum()
-        perturbation = None
-        if config.perturbation:
-            perturbation = Perturbation(threshold=config.perturbation_threshold, delta=config.perturbation_delta)
-        return merge_weights(
-            # Weights by mass differ from row to row; what has one weight a rank, such as buffers, goes by updates.
-            "updates" if config.weight_rule in ROW_RULES else config.weight_rule,
-            num_updates=gathered["num_updates"],
-            num_samples=gathered["num_samples"],
-            batch_sizes=gathered["batch_size"],
-            finite=finite,
-            norm_per_parameter=gathered["norm_per_parameter"],
-            perturbation=perturbation,
-        )
 
     def next_batch_sizes(self, sizes: Array, gathered: Gathered, *, warming_up: bool) -> Array:
         """Returns the batch sizes of the next round, shape (world_size,).

@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_adaptive.algorithm.statistics import Array, Gathered, Statistics
+from hvd_adaptive.algorithm.statistics import Array, Gathered
+from hvd_adaptive.engine.merge import MergeStats
 from hvd_adaptive.engine.replay import RoundClaims
 
 # Statistics that are of no use in a file.
@@ -14,13 +15,10 @@ _NOT_RECORDED = ("loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy
 
 
 @dataclass(slots=True)
-class RoundStats(Statistics):
-    """What one rank did in a round.
+class RoundStats(MergeStats):
+    """What one rank did in a round, beside what its merge has to know.
 
     Attributes:
-        batch_size: the rank's batch size b_i.
-        num_updates: samples over b_i, so that a batch cut short counts as a part.
-        num_samples: samples computed.
         handed_samples: samples of the batches that the rank's loop was given, whether it computed them or left them out; not of
             those that were taken back because they did not fit into memory.
         num_steps: local steps, whatever their size.
@@ -33,8 +31,6 @@ class RoundStats(Statistics):
         lr: learning rate of the last step.
         loss_sum: sum of the batches' mean losses times their samples.
         loss_samples: samples behind ``loss_sum``.
-        finite: 1 if the rank's parameters are finite, else 0.
-        norm_per_parameter: L2 norm of the model over its number of parameters; 0 where no rule needs it.
         train_s: seconds of training so far.
         stop: 1 if the rank wants the run to stop.
         skipped_steps: steps left out because the ranks' reduced gradients held NaN or Inf.
@@ -48,12 +44,8 @@ class RoundStats(Statistics):
             whatever the algorithm makes of them on the wire; rows of sparse ones with their indices; encoded ones as encoded.
         equal_share_s: seconds of its own that a step with an equal share of the global batch would take the rank, by what
             strategy ``sync`` has learnt of its steps; 0: not known.
-        state_checksum: of the structure of the optimizer's state, where ranks average it; 0: empty, or not looked at.
     """
 
-    batch_size: float = 0.0
-    num_updates: float = 0.0
-    num_samples: float = 0.0
     handed_samples: float = 0.0
     num_steps: float = 0.0
     work: float = 0.0
@@ -65,8 +57,6 @@ class RoundStats(Statistics):
     lr: float = 0.0
     loss_sum: float = 0.0
     loss_samples: float = 0.0
-    finite: float = 1.0
-    norm_per_parameter: float = 0.0
     train_s: float = 0.0
     stop: float = 0.0
     skipped_steps: float = 0.0
@@ -78,7 +68,6 @@ class RoundStats(Statistics):
     preempted: float = 0.0
     payload_bytes: float = 0.0
     equal_share_s: float = 0.0
-    state_checksum: float = 0.0
 
     def add_step(self, num_samples: int, work: int, loss: float | None) -> None:
         """Counts a step.

@@ -27,9 +27,9 @@ from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.claims import OwnPart
+from hvd_adaptive.engine.merge import warn_of_broken
 from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.engine.strategy import OwnState
-from hvd_adaptive.engine.touched_rows import TouchedRows
 from hvd_adaptive.state.random_state import random_state, seeded_random_state, set_random_state
 from hvd_adaptive.strategies.local import LocalStrategy
 
@@ -62,7 +62,7 @@ class LogicalStrategy(LocalStrategy):
     Batches are loaded in the main thread, between steps, so that a data set may draw from the logical rank's generators.
     Gradients left over from an unfinished accumulation are dropped when turns change.
 
-    Memory beyond strategy ``local``'s: an optimizer state and a delta for each logical rank that this rank plays.
+    Memory beyond strategy ``local``'s: an optimizer state and a delta, of all rows, for each logical rank that this rank plays.
 
     Raises:
         AgreedError: on all ranks, if there are more ranks than logical ranks.
@@ -140,10 +140,6 @@ class LogicalStrategy(LocalStrategy):
         """Returns all of them."""
         return num_rows
 
-    def _mark_rows(self, model: nn.Module) -> dict[int, TouchedRows]:
-        # Deltas of all rows are kept until the merge.
-        return {}
-
     def _share(
         self, number: int, mega_batch: MegaBatch, source: BatchSource, stats: RoundStats
     ) -> Iterator[Batch]:
@@ -174,9 +170,7 @@ class LogicalStrategy(LocalStrategy):
         start = time.perf_counter()
         stats = logical.stats
         stats.num_updates = stats.num_samples / stats.batch_size
-        stats.finite = float(self.flat_model.compute_delta())
-        if self._config.perturbation:
-            stats.norm_per_parameter = self.flat_model.norm_per_parameter()
+        self.merge.measure_(stats)
         logical.deltas = [group.delta.clone() for group in self._groups]
         self._delta_s += time.perf_counter() - start
 
@@ -194,7 +188,7 @@ class LogicalStrategy(LocalStrategy):
         start = time.perf_counter()
         gathered = stats.by_name(self._transport.allgather_stats(stats.vector()))
         logical_stats = self._gather_logical()
-        weight = self._weights(logical_stats)
+        weight = self.merge.weights(logical_stats)
         convex = weight / weight.sum()
         stats.control_s = time.perf_counter() - start
 
@@ -209,14 +203,10 @@ class LogicalStrategy(LocalStrategy):
             if self._config.optimizer_state == "reset" or not finite[number]:
                 logical.optimizer = self._fresh_state()
         self._sum_in_logical_order()
-        self.flat_model.apply_(self._outer)
+        self.flat_model.apply_(self.merge.outer)
         self.flat_model.buffers.apply_()
-        if not finite.all() and self._transport.rank == 0:
-            log.warning(
-                "logical ranks %s had NaN or Inf in their parameters: they contributed nothing and start again from the "
-                "merged model. If this repeats, lower --lr.",
-                np.flatnonzero(~finite).tolist(),
-            )
+        if self._transport.rank == 0:
+            warn_of_broken("logical ranks", finite)
         stats.merge_s = self._delta_s + time.perf_counter() - start
         sent = self.flat_model.payload_bytes * self._num_logical // self._transport.world_size
         return gathered, np.add.reduceat(weight, self._first[:-1]), sent

@@ -18,6 +18,7 @@ from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.flat_model import FlatModel
+from hvd_adaptive.engine.merge import warn_of_broken
 from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.strategies.synchronous import FixedWorkStrategy
@@ -105,12 +106,7 @@ class SmaStrategy(FixedWorkStrategy):
         if rank == 0:
             if restart:
                 log.info("the learning rate was lowered: all replicas start again from the average model")
-            if not finite.all():
-                log.warning(
-                    "replicas %s had NaN or Inf in their parameters: they start again from the average model. "
-                    "If this repeats, lower --lr.",
-                    np.flatnonzero(~finite).tolist(),
-                )
+            warn_of_broken("replicas", finite)
         stats.merge_s += time.perf_counter() - start
         return gathered, weight, self.flat_model.payload_bytes
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from hvd_adaptive.algorithm.batch_sizes import speed_shares
 from hvd_adaptive.algorithm.ledger import ClaimRule, own_parts, steps_ahead
-from hvd_adaptive.algorithm.round_control import RoundControl
+from hvd_adaptive.algorithm.round_control import RoundControl, round_weights
 from hvd_adaptive.algorithm.share_control import ShareControl
 from hvd_adaptive.algorithm.shares import global_batches
 from hvd_adaptive.compress.codec import Codec
@@ -129,7 +129,7 @@ class VirtualLocal:
             control_s=np.full(world_size, cluster.control_s),
         )
         # The weights do not change what a round costs, but a rule that cannot weigh these statistics would end a real run.
-        self._control.weights(stats)
+        round_weights(self._config, stats)
         self._shares = speed_shares(stats["work"], stats["busy_s"])
         self._sizes = self._control.next_batch_sizes(self._sizes, stats, warming_up=False)
         meet_s = last_s + cluster.control_s
