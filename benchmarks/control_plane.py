@@ -10,14 +10,9 @@ its process's CPU time, which does not depend on how many cores the claimants sh
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import multiprocessing
-import os
-import platform
-import shlex
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from recording import header, publish
 
 from hvd_adaptive.algorithm.batch_sizes import speed_shares
 from hvd_adaptive.algorithm.ledger import ClaimRule
@@ -54,11 +49,7 @@ def main() -> None:
     options = parser.parse_args()
     sizes = sorted({4, 256, options.ranks})
     lines = [
-        f"# The control plane at {options.ranks} ranks",
-        "",
-        f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. {os.cpu_count()} cores, shared with "
-        f"other work. Python {platform.python_version()}, NumPy {np.__version__}, torch {torch.__version__}.",
-        "",
+        *header(f"The control plane at {options.ranks} ranks"),
         "Milliseconds a round on every rank, median of 20:",
         "",
         f"| | {' | '.join(f'{size} ranks' for size in sizes)} |",
@@ -76,10 +67,7 @@ def main() -> None:
     ]
     for count in (1, 4, 16, 64):
         lines.append(f"| {count} | {' | '.join(store_row(count))} |")
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.record:
-        options.record.write_text(text)
+    publish(lines, options.record)
 
 
 # The rules

@@ -155,11 +155,18 @@ def launch_command(
 def build_command(
     num_ranks: int, argv: Sequence[str], *, hosts: Mapping[str, int] | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """Returns the command and environment that run ``python -m hvd_adaptive ARGV`` as N ranks from this process.
+    """As :func:`ranks_command`, for ``python -m hvd_adaptive ARGV``."""
+    return ranks_command(num_ranks, [sys.executable, "-m", "hvd_adaptive", *argv], hosts=hosts)
+
+
+def ranks_command(
+    num_ranks: int, program: Sequence[str], *, hosts: Mapping[str, int] | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Returns the command and environment that run a program as N ranks from this process.
 
     Args:
         num_ranks: ranks to start, >= 1.
-        argv: the command's arguments, without -np.
+        program: with its arguments.
         hosts: as for `launch_command`.
 
     Raises:
@@ -168,7 +175,7 @@ def build_command(
     """
     return launch_command(
         num_ranks,
-        [sys.executable, "-m", "hvd_adaptive", *argv],
+        program,
         env=os.environ,
         launcher=find_launcher(os.environ),
         num_cores=usable_cores(),
