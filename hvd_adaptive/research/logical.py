@@ -159,10 +159,9 @@ class LogicalStrategy(LocalStrategy):
             )
 
         while (claim := part.claim(size)) is not None:
-            start = time.perf_counter()
-            claimed = mega_batch.claimed(*claim)
-            batch = source.load(claimed, claim[1] - claim[0]) if len(claimed) else None
-            stats.claim_s += time.perf_counter() - start
+            with stats.waiting_for_data():
+                claimed = mega_batch.claimed(*claim)
+                batch = source.load(claimed, claim[1] - claim[0]) if len(claimed) else None
             if batch is not None:
                 yield batch
 

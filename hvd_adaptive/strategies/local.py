@@ -6,7 +6,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -162,15 +161,9 @@ class LocalStrategy:
                     return source.load(claimed, stop - start)
             return None
 
-        @contextmanager
-        def timed() -> Iterator[None]:
-            start = time.perf_counter()
-            yield
-            stats.claim_s += time.perf_counter() - start
-
-        for batch in prefetched(fetch, timed):
+        for batch in prefetched(fetch, stats.waiting_for_data):
             number, parts = loaded.popleft()
-            sizes = yield from self._memory.batches(batch, parts, source, timed)
+            sizes = yield from self._memory.batches(batch, parts, source, stats.waiting_for_data)
             if overlap is not None:
                 overlap.poll()
             claims.taken[number] = (*claims.taken[number][:2], *sizes)
