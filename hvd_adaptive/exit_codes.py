@@ -6,10 +6,6 @@ EXIT_BAD_INPUT = 2
 """The job was given something that it cannot do."""
 EXIT_STAGE_FAILED = 3
 """A rank of ``doctor`` failed at what all others need."""
-EXIT_ABORTED = 13
-"""A rank ended the job, and MPI did not end that rank in time."""
-EXIT_STALLED = 14
-"""A rank was silent for too long."""
 EXIT_TOO_FEW_HOSTS = 69
 """No hosts came for an elastic job (EX_UNAVAILABLE of sysexits.h)."""
 EXIT_PREEMPTED = 75

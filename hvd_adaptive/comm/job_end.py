@@ -12,12 +12,10 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from hvd_adaptive.exit_codes import EXIT_ABORTED
-
 _PATIENCE_S = 5
 
 
-def end_job(text: str, abort: Callable[[], object], *, code: int = EXIT_ABORTED) -> None:
+def end_job(text: str, abort: Callable[[], object], *, code: int = 13) -> None:
     """Writes why and ends the job. Does not return.
 
     Args:
