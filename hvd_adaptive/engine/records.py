@@ -19,7 +19,7 @@ _NOT_RECORDED = ("loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy
 
 @dataclass(slots=True)
 class RoundStats(MergeStats):
-    """What one rank did in a round, beside what its merge has to know.
+    """What one rank did in a round, beside the fields of :class:`MergeStats`, which merges need.
 
     Attributes:
         handed_samples: samples of the batches that the rank's loop was given, whether it computed them or left them out; not of

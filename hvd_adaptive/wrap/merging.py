@@ -30,8 +30,8 @@ _BATCHES_A_ROUND = 50
 
 @dataclass(slots=True)
 class Round(MergeStats):
-    """What one rank did since the last merge, beside what the merge has to know. Of batches whose samples are not known, each
-    counts as one.
+    """What one rank did since the last merge, beside the fields of :class:`MergeStats`. A batch whose samples are not known
+    counts as one sample.
 
     Attributes:
         present: 1; a rank that has called hvd.join() shows as 0 in the sum of all rows.
