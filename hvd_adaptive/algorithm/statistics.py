@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +35,14 @@ class Statistics:
         table = np.zeros((world_size, len(self.names())))
         table[rank] = self.vector()
         return table
+
+    def gather(self, allgather: Callable[[Array], Array]) -> dict[str, Array]:
+        """Returns all ranks' fields by name. COLLECTIVE.
+
+        Args:
+            allgather: gathers a vector of shape (num_fields,) as (world_size, num_fields).
+        """
+        return self.by_name(allgather(self.vector()))
 
     @classmethod
     def by_name(cls, vectors: Array) -> dict[str, Array]:

@@ -185,7 +185,7 @@ class LogicalStrategy(LocalStrategy):
         stats.finite = min(logical.stats.finite for logical in self._own.values())
         stats.wait_s = self._transport.rendezvous("round")
         start = time.perf_counter()
-        gathered = stats.by_name(self._transport.allgather_stats(stats.vector()))
+        gathered = stats.gather(self._transport.allgather_stats)
         logical_stats = self._gather_logical()
         weight = self.merge.weights(logical_stats)
         convex = weight / weight.sum()

@@ -81,7 +81,7 @@ class SmaStrategy(FixedWorkStrategy):
         stats.wait_s = self._transport.rendezvous("round")
 
         start = time.perf_counter()
-        gathered = stats.by_name(self._transport.allgather_stats(stats.vector()))
+        gathered = stats.gather(self._transport.allgather_stats)
         self._forget_round()
         finite = gathered["finite"] > 0
         if not finite.any():

@@ -365,7 +365,7 @@ class Session:
         stats.preempted = float(self.preemption.signal_number)
         for add_to in self.before_gather:
             add_to(stats)
-        final = stats.by_name(self.transport.allgather_stats(stats.vector()))
+        final = stats.gather(self.transport.allgather_stats)
         self.train_s = float(final["train_s"].max())
         self._round_start = 0.0
         self.preempted = int(final["preempted"].max())

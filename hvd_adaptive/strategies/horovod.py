@@ -67,7 +67,7 @@ class HorovodStrategy(FixedWorkStrategy):
         """Gathers the statistics. COLLECTIVE. Waiting is the time in Horovod's synchronize, the exchange included."""
         payload_bytes = self._clock.payload_bytes
         self._clock.end_round(stats)
-        gathered = stats.by_name(self._transport.allgather_stats(stats.vector()))
+        gathered = stats.gather(self._transport.allgather_stats)
         self._forget_round()
         return gathered, np.full(self._transport.world_size, 1.0 / self._transport.world_size), payload_bytes
 

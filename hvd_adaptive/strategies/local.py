@@ -220,7 +220,7 @@ class LocalStrategy:
         stats.wait_s = self._transport.rendezvous("round")
 
         start = time.perf_counter()
-        gathered = stats.by_name(self._transport.allgather_stats(stats.vector()))
+        gathered = stats.gather(self._transport.allgather_stats)
         self._check_claims(int(gathered["handed_samples"].sum()))
         weight = self.merge.weights(gathered)
         self._rebalance(gathered)

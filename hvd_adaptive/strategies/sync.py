@@ -245,7 +245,7 @@ class SyncStrategy(FixedWorkStrategy):
         payload_bytes = self._clock.payload_bytes + self._buffers.payload_bytes
         self._clock.end_round(stats)
         stats.wait_s += self._transport.rendezvous("round")
-        gathered = stats.by_name(self._transport.allgather_stats(stats.vector()))
+        gathered = stats.gather(self._transport.allgather_stats)
         self._forget_round()
         self._check_round(gathered)
         shares = self.batch_sizes / self.round_unit
