@@ -167,7 +167,7 @@ class Merge:
         self._merge_state(gathered, own_buffers, everyone=everyone)
         finite = gathered["finite"] > 0
         if rank == 0:
-            warn_of_broken("ranks", finite if present is None else finite | ~present)
+            warn_of_broken(finite if present is None else finite | ~present)
 
     def _merge_state(self, gathered: Gathered, weight: float, *, everyone: bool) -> None:
         averages = self.state_rule == "average" and everyone
@@ -212,12 +212,11 @@ class Merge:
             self.overlap.load_state_dict(shared["overlap"], own["overlap"] if same_ranks else None)
 
 
-def warn_of_broken(who: str, finite: NDArray[np.bool_]) -> None:
-    """Logs which of them (``who``) have no finite parameters, if any."""
+def warn_of_broken(finite: NDArray[np.bool_], who: str = "ranks") -> None:
+    """Logs which of them (``who``) have parameters that are not finite, if any."""
+    text = (
+        "ranks %s had NaN or Inf in their parameters: they contributed nothing and start again from the merged model. "
+        "If this repeats, lower the learning rate."
+    )
     if not finite.all():
-        log.warning(
-            "%s %s had NaN or Inf in their parameters: they contributed nothing and start again from the merged model. "
-            "If this repeats, lower the learning rate.",
-            who,
-            np.flatnonzero(~finite).tolist(),
-        )
+        log.warning(text.replace("ranks", who, 1), np.flatnonzero(~finite).tolist())

@@ -205,7 +205,7 @@ class LogicalStrategy(LocalStrategy):
         self.flat_model.apply_(self.merge.outer)
         self.flat_model.buffers.apply_()
         if self._transport.rank == 0:
-            warn_of_broken("logical ranks", finite)
+            warn_of_broken(finite, "logical ranks")
         stats.merge_s = self._delta_s + time.perf_counter() - start
         sent = self.flat_model.payload_bytes * self._num_logical // self._transport.world_size
         return gathered, np.add.reduceat(weight, self._first[:-1]), sent

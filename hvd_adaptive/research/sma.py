@@ -106,7 +106,7 @@ class SmaStrategy(FixedWorkStrategy):
         if rank == 0:
             if restart:
                 log.info("the learning rate was lowered: all replicas start again from the average model")
-            warn_of_broken("replicas", finite)
+            warn_of_broken(finite, "replicas")
         stats.merge_s += time.perf_counter() - start
         return gathered, weight, self.flat_model.payload_bytes
 
