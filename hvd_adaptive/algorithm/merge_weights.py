@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from hvd_adaptive.algorithm.statistics import Array
 
 # Rules for one weight a rank.
 MERGE_WEIGHT_RULES = ("paper", "heterogpu", "uniform", "updates", "samples", "fednova")

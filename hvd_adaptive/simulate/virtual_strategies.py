@@ -7,21 +7,19 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvd_adaptive.algorithm.batch_sizes import speed_shares
 from hvd_adaptive.algorithm.ledger import ClaimRule, own_parts, steps_ahead
 from hvd_adaptive.algorithm.round_control import RoundControl, round_weights
 from hvd_adaptive.algorithm.share_control import ShareControl
 from hvd_adaptive.algorithm.shares import global_batches
+from hvd_adaptive.algorithm.statistics import Array
 from hvd_adaptive.compress.codec import Codec
 from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.config import Config
 from hvd_adaptive.simulate.cluster import Cluster
 from hvd_adaptive.simulate.step_times import StepTimes
 from hvd_adaptive.simulate.virtual_claims import Cursor, play_claims
-
-Array = NDArray[np.float64]
 
 
 @dataclass(kw_only=True)
