@@ -16,14 +16,9 @@ data of `hvd-adaptive train`.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import re
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from recording import header, publish
 from tasks import TASKS, Task
 from torch import nn
 
@@ -39,7 +35,6 @@ from hvd_adaptive.algorithm.ledger import epoch_order
 from hvd_adaptive.comm import connect
 from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.config import Config
-from hvd_adaptive.doctor.machine import cpu_model
 from hvd_adaptive.engine.batches import BatchSource
 from hvd_adaptive.session.session import Session
 
@@ -265,13 +260,10 @@ def best_factors(results: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[f
 def record(options: argparse.Namespace) -> None:
     results = read_results(options.out)
     lines = [
-        "# Accuracy of encoded exchanges",
-        "",
-        f"Date: {datetime.date.today()}. Commands: `mpirun -np 2 python benchmarks/accuracy.py run --out DIR --seeds 0,1,2`, "
-        f"then `{shlex.join(['python', *sys.argv])}`.",
-        f"Hardware: {os.cpu_count()} cores, {cpu_model()}, shared with other machines' work. "
-        f"Python {platform.python_version()}, torch {torch.__version__}, Horovod 0.28.1. Two ranks.",
-        "",
+        *header(
+            "Accuracy of encoded exchanges",
+            "Two ranks. Before: `mpirun -np 2 python benchmarks/accuracy.py run --out DIR --seeds 0,1,2`.",
+        ),
         "Accuracy: P@1 (embedded) or the share of digits that are right, at the end, mean over seeds and their range. Codecs",
         "that lose something have error feedback where no line says otherwise. Over a link: seconds of training, evaluation",
         "excluded, to the target under the table, and how many times sooner that is than plain Horovod's in fp32, seed by seed.",
@@ -279,10 +271,7 @@ def record(options: argparse.Namespace) -> None:
     runs = [result for result in results if "curve" in result]
     for task, link in dict.fromkeys((result["task"], result["link"]) for result in runs):
         lines += ["", *table(task, link, [r for r in runs if (r["task"], r["link"]) == (task, link)])]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.record:
-        options.record.write_text(text)
+    publish(lines, options.record)
 
 
 def table(task: str, link: str, runs: list[dict[str, Any]]) -> list[str]:

@@ -14,9 +14,6 @@ Runs that are in DIR already are not repeated.
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
-import platform
 import shlex
 import statistics
 import sys
@@ -24,10 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
+from recording import header, publish
 from unequal_ranks import QUOTAS, SLOWDOWN, best_until, make_cgroups, middle, one_line, run, seconds_to
-
-from hvd_adaptive.doctor.machine import cpu_model
 
 RANKS = 4
 RATES = {
@@ -78,10 +73,7 @@ def main() -> None:
             folder = options.out / f"{Path(options.data).name}-{speeds}-{name.replace(' ', '_')}-{seed}"
             results[name].append(run(folder, [*arguments, "--seed", str(seed), "--name", name], groups))
             print(one_line(name, results[name][-1]), file=sys.stderr, flush=True)
-    text = record(options, speeds, tuned, rows, results)
-    print(text)
-    if options.record:
-        options.record.write_text(text)
+    publish(record(options, speeds, tuned, rows, results), options.record)
 
 
 def base(options: argparse.Namespace) -> list[str]:
@@ -147,14 +139,7 @@ def record(
         "equal": "equal",
         "quotas": f"by CPU quotas of {', '.join(f'{q:.0%}' for q in QUOTAS)} of a core, period {options.period_ms} ms",
     }[speeds]
-    lines = [
-        f"# Baselines: {Path(options.data).name}, 4 ranks, speeds {how}",
-        "",
-        f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`.",
-        f"Hardware: {os.cpu_count()} cores, {cpu_model()}, shared with other machines' work. "
-        f"Python {platform.python_version()}, torch {torch.__version__}, Horovod 0.28.1.",
-        "",
-    ]
+    lines = header(f"Baselines: {Path(options.data).name}, 4 ranks, speeds {how}")
     if tuned:
         lines += [
             f"Tuning: best P@1 within {options.tune_epochs:g} epochs, five learning rates an optimizer.",

@@ -6,20 +6,14 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
-import shlex
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hvd_adaptive.doctor.machine import cpu_model
+from recording import header, publish
 
 
 def main() -> None:
@@ -32,11 +26,7 @@ def main() -> None:
     parser.add_argument("rest", nargs="*", help="options for every run, after --")
     options = parser.parse_args()
     lines = [
-        "# Checkpoints at the default interval",
-        "",
-        f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. {cpu_model()}, {os.cpu_count()} "
-        f"cores, {options.ranks} ranks; Python {platform.python_version()}, torch {torch.__version__}. Embedded data set.",
-        "",
+        *header("Checkpoints at the default interval", f"{options.ranks} ranks, embedded data set."),
         "Standing still: seconds of copying, on the slowest rank. Beside writing: seconds of rounds in which a checkpoint was "
         "being written, over those of the others.",
         "",
@@ -53,10 +43,7 @@ def main() -> None:
         ]
         subprocess.run(command, check=True, stdout=sys.stderr)
         lines.append(f"| {size} | {' | '.join(row(path))} |")
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.record:
-        options.record.write_text(text)
+    publish(lines, options.record)
 
 
 def row(path: Path) -> list[str]:

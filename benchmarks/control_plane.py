@@ -10,14 +10,9 @@ its process's CPU time, which does not depend on how many cores the claimants sh
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import multiprocessing
-import os
-import platform
-import shlex
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from recording import header, publish
 
 from hvd_adaptive.algorithm.batch_sizes import speed_shares
 from hvd_adaptive.algorithm.ledger import ClaimRule
@@ -34,11 +29,12 @@ from hvd_adaptive.algorithm.round_control import RoundControl
 from hvd_adaptive.algorithm.share_balance import StepWindow
 from hvd_adaptive.algorithm.share_control import ShareControl
 from hvd_adaptive.algorithm.shares import cut_round
+from hvd_adaptive.algorithm.statistics import Gathered
 from hvd_adaptive.comm import store_address
 from hvd_adaptive.comm.side_channel import SideChannel
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.claims import SharedCursor
-from hvd_adaptive.engine.records import FIELDS, GatheredStats, RoundRecord
+from hvd_adaptive.engine.records import RoundRecord, RoundStats
 
 # Dozens of claimants that share two cores connect more slowly than ranks do.
 store_address.PROBE_S = 60.0
@@ -53,11 +49,7 @@ def main() -> None:
     options = parser.parse_args()
     sizes = sorted({4, 256, options.ranks})
     lines = [
-        f"# The control plane at {options.ranks} ranks",
-        "",
-        f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. {os.cpu_count()} cores, shared with "
-        f"other work. Python {platform.python_version()}, NumPy {np.__version__}, torch {torch.__version__}.",
-        "",
+        *header(f"The control plane at {options.ranks} ranks"),
         "Milliseconds a round on every rank, median of 20:",
         "",
         f"| | {' | '.join(f'{size} ranks' for size in sizes)} |",
@@ -75,29 +67,25 @@ def main() -> None:
     ]
     for count in (1, 4, 16, 64):
         lines.append(f"| {count} | {' | '.join(store_row(count))} |")
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.record:
-        options.record.write_text(text)
+    publish(lines, options.record)
 
 
 # The rules
 
 
-def round_statistics(count: int, seed: int) -> GatheredStats:
+def round_statistics(count: int, seed: int) -> Gathered:
     """Statistics of ranks at speeds 1:1:2:4 with noise, as a round of claims leaves them."""
     generator = np.random.default_rng(seed)
     speed = np.array([1.0, 1.0, 2.0, 4.0])[np.arange(count) % 4] * generator.normal(1, 0.03, count)
-    values = np.zeros((count, len(FIELDS)))
     steps = np.maximum(1, np.round(STEPS * speed / 2))
     busy_s = 64 * steps / (1000 * speed)
-    for name, column in {
+    columns = {
         "batch_size": 64.0, "num_updates": steps, "num_samples": 64 * steps, "num_steps": steps, "work": 64 * steps,
         "busy_s": busy_s, "finite": 1.0, "norm_per_parameter": 0.01, "merge_s": 0.05, "control_s": 0.005, "wait_s": 0.01,
         "train_s": 1.0, "loss_sum": 64 * steps, "loss_samples": 64 * steps,
-    }.items():  # fmt: skip
-        values[:, FIELDS.index(name)] = column
-    return GatheredStats(values)
+    }  # fmt: skip
+    nothing = RoundStats.by_name(np.zeros((count, len(RoundStats.names()))))
+    return nothing | {name: np.broadcast_to(column, count) for name, column in columns.items()}
 
 
 def median_ms(action: Callable[[], Any], num_repeats: int = 20) -> float:

@@ -8,16 +8,13 @@ Bits are chosen by one draw of stochastic rounding; bytes and errors are measure
 from __future__ import annotations
 
 import argparse
-import datetime
-import platform
-import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from recording import header, publish
 from tasks import TASKS, Task
 from torch import Tensor
 
@@ -26,7 +23,6 @@ from hvd_adaptive.compress import decode, encode
 from hvd_adaptive.compress.bits import choose_bits, error_curve
 from hvd_adaptive.compress.policy import TensorInfo, parse_policy
 from hvd_adaptive.compress.quantize import MaxMin
-from hvd_adaptive.doctor.machine import cpu_model
 from hvd_adaptive.engine.batches import BatchSource
 
 UNIFORM = (3, 4, 5, 6)
@@ -39,16 +35,13 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
-    lines = [
-        "# Bits for each layer",
-        "",
-        f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. {cpu_model()}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}.",
+    lines = header(
+        "Bits for each layer",
         f"A gradient, and the change of {DELTA_STEPS} steps, at the end of the first epoch. Errors are relative L2.",
-    ]
+    )
     for name in options.task.split(","):
         lines += [
-            *("", f"## {name}", ""),
+            *(f"## {name}", ""),
             "| | seed | uniform bits | error | MB | chosen bits | error | MB | bytes saved |",
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
@@ -56,10 +49,7 @@ def main() -> None:
         for seed in map(int, options.seeds.split(",")):
             for kind, tensors in values_of(task, seed):
                 lines += [row(kind, seed, compare_bits(tensors, uniform)) for uniform in UNIFORM]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.record:
-        options.record.write_text(text)
+    publish(lines, options.record)
 
 
 def values_of(task: Task, seed: int) -> Iterator[tuple[str, dict[str, Tensor]]]:

@@ -8,11 +8,10 @@ Prints a Markdown table: seconds of the median merge on the slowest rank, waitin
 from __future__ import annotations
 
 import argparse
-import platform
-import sys
 
 import numpy as np
 import torch
+from recording import header
 from torch import nn
 
 from hvd_adaptive import Config
@@ -60,8 +59,8 @@ def main() -> None:
     options = parser.parse_args()
     transport = connect(stall_limit_s=300)
     if transport.rank == 0:
-        print(f"`{' '.join(['python', *sys.argv])}`, {transport.world_size} ranks, {torch.get_num_threads()} threads each")
-        print(f"{platform.machine()}, torch {torch.__version__}\n")
+        how = f"{transport.world_size} ranks, {torch.get_num_threads()} threads each."
+        print("\n".join(header("Merges of touched rows and of all rows", how)))
         print("| rows a rank touches | all rows s | MB | touched rows s | MB | auto s | MB |")
         print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for share in options.shares:

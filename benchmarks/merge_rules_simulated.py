@@ -16,14 +16,13 @@ import argparse
 import copy
 import itertools
 import math
-import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from recording import header
 from torch import Tensor
 
 from hvd_adaptive.algorithm.outer_step import OuterStep
@@ -101,7 +100,7 @@ def main() -> None:
     source = resolve(options.data)
     build(source)
     train, test = open_splits(source)
-    print(f"`{shlex.join(['python', *sys.argv])}`: {source.name}, {options.optimizer}.\n")
+    print("\n".join(header(f"Merge rules: {source.name}, {options.optimizer}")))
     targets = [f"epochs to {target:g}" for target in options.targets]
     columns = ["method", "lr", "P@1", "at epoch", *targets]
     print(f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|", sep="\n", flush=True)

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shlex
-import sys
 from pathlib import Path
 
 import numpy as np
+from recording import header, publish
 
 from hvd_adaptive.algorithm.share_balance import Array
 from hvd_adaptive.algorithm.share_control import ShareControl
@@ -47,8 +46,7 @@ def main() -> None:
         ], axis=0))  # fmt: skip
     table = np.array(rows)
     lines = [
-        f"`{shlex.join(['python', *sys.argv])}`: mean of {len(cases)} cases, {options.seeds} seeds each.",
-        "",
+        *header("Steps of sync over those with the best shares", f"Mean of {len(cases)} cases, {options.seeds} seeds each."),
         f"| cases | {' | '.join(COLUMNS)} |",
         "| --- " * (1 + len(COLUMNS)) + "|",
         line("all", table),
@@ -57,10 +55,7 @@ def main() -> None:
     for place, name in enumerate(names):
         for value in dict.fromkeys(case[place] for case in cases):
             lines.append(line(f"{name}: {value}", table[[case[place] == value for case in cases]]))
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.record:
-        options.record.write_text(text)
+    publish(lines, options.record)
 
 
 def line(name: str, rows: Array) -> str:

@@ -10,10 +10,7 @@ calibrations, as a machine's speed changes within minutes. Runs and calibrations
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import shlex
 import statistics
 import subprocess
@@ -21,9 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from hvd_adaptive.doctor.machine import cpu_model
+from recording import header, publish
 
 # Slowdowns and mega-batch of the calibrations, by the number of ranks. Four ranks on two cores: slow enough that they rarely
 # want the cores at once.
@@ -76,10 +71,7 @@ def main() -> None:
             simulate_options = ["--ranks", str(options.ranks), *own, "--strategies", name, "--rounds", str(measured["rounds"])]
             results[number].append({"measured": measured, "predicted": predict(calibration, simulate_options)})
             print(line(case, results[number][-1:], options), file=sys.stderr, flush=True)
-    text = record(chosen, results, options)
-    print(text)
-    if options.record:
-        options.record.write_text(text)
+    publish(record(chosen, results, options), options.record)
 
 
 def call(arguments: list[str]) -> str:
@@ -157,17 +149,14 @@ def line(case: Case, pairs: list[dict[str, Any]], options: argparse.Namespace) -
     return f"| {' | '.join(cells)} |"
 
 
-def record(chosen: list[Case], results: list[list[dict[str, Any]]], options: argparse.Namespace) -> str:
+def record(chosen: list[Case], results: list[list[dict[str, Any]]], options: argparse.Namespace) -> list[str]:
     slowdown, mega_batch = CALIBRATED[options.ranks]
     data = Path(options.data).name if options.data else "embedded"
     lines = [
-        f"# Predicted from a calibration, and measured: {data}, {options.ranks} ranks",
-        "",
-        f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. {cpu_model()}, {os.cpu_count()} "
-        f"cores; Python {platform.python_version()}, torch {torch.__version__}. Calibrated at --slowdown "
-        f"{scaled(slowdown, options.scale)}, --mega-batch {mega_batch}; {options.repeats} runs of {options.epochs:g} epochs "
-        "each, medians and the range of the ratios. Waiting and communication are parts of the time; for sync, static and "
-        "horovod waiting contains the exchange.",
+        *header(f"Predicted from a calibration, and measured: {data}, {options.ranks} ranks"),
+        f"Calibrated at --slowdown {scaled(slowdown, options.scale)}, --mega-batch {mega_batch}; {options.repeats} runs of "
+        f"{options.epochs:g} epochs each, medians and the range of the ratios. Waiting and communication are parts of the time; "
+        "for sync, static and horovod waiting contains the exchange.",
         "",
         "| strategy | slowdown | mega-batch | samples/s, predicted / measured | rounds/s | waiting | communication |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -180,7 +169,7 @@ def record(chosen: list[Case], results: list[list[dict[str, Any]]], options: arg
     ]
     within = sum(abs(ratio - 1) <= 0.1 for ratio in ratios)
     lines.append(f"{within} of {len(ratios)} within 10% in samples/s.")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 if __name__ == "__main__":

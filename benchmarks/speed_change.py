@@ -6,13 +6,12 @@ python benchmarks/speed_change.py --out DIR [--data PREFIX] [--record FILE]
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+from recording import header, publish
 
 SLOWDOWN = "0:8,8,4,2;25:2,4,8,8"
 
@@ -43,11 +42,10 @@ def main() -> None:
     ]
     subprocess.run(command, check=True, stdout=sys.stderr)
     lines = [
-        f"# Speeds that change at 25 s: {Path(options.data).name if options.data else 'embedded'}, 4 ranks",
-        "",
-        f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. {os.cpu_count()} cores, emulated, "
-        f"--slowdown '{SLOWDOWN}'.",
-        "",
+        *header(
+            f"Speeds that change at 25 s: {Path(options.data).name if options.data else 'embedded'}, 4 ranks",
+            f"Emulated: --slowdown '{SLOWDOWN}'.",
+        ),
         "| round | until s | utilisation | waiting | samples of each rank |",
         "| --- | --- | --- | --- | --- |",
     ]
@@ -60,10 +58,7 @@ def main() -> None:
         lines.append(
             f"| {r['round'] + 1} | {r['train_s']:.1f} | {r['utilisation']:.2f} | {wait:.1%} | {samples} |"
         )
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.record:
-        options.record.write_text(text)
+    publish(lines, options.record)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,8 @@ no adaptivity can win, so the ratio shows what weights, checks and looks cost.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
-import os
-import platform
-import shlex
 import statistics
 import subprocess
 import sys
@@ -28,11 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 from intervals import median_interval
+from recording import header, publish
 
-from hvd_adaptive.cluster.relaunch import find_launcher, launch_command
+from hvd_adaptive.cluster.relaunch import ranks_command
 from hvd_adaptive.comm import connect
 from hvd_adaptive.config import Config
-from hvd_adaptive.doctor.machine import cpu_model
 from hvd_adaptive.engine.records import RoundRecord
 from hvd_adaptive.session.session import Session
 from hvd_adaptive.xmc.data import build, open_splits, resolve
@@ -60,11 +56,9 @@ def main() -> None:
         play(options, options.speeds[0], options.batch_sizes[0])
         return
     lines = [
-        "# Throughput of sync against plain Horovod",
-        "",
-        f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. {cpu_model()}, {os.cpu_count()} "
-        f"cores; Python {platform.python_version()}, torch {torch.__version__}. Embedded data set, {options.input_gradients} "
-        "input gradients; methods took turns in the same processes. Ratio: samples a second of sync over those of the "
+        *header("Throughput of sync against plain Horovod"),
+        f"Embedded data set, {options.input_gradients} input gradients; "
+        "methods took turns in the same processes. Ratio: samples a second of sync over those of the "
         "neighbouring block of Horovod. Computing: the slowest rank's own milliseconds of a step with equal shares over those "
         "with the last shares, by the model that sync has of the ranks; exchange and waiting come on top. Thread: "
         "CPU milliseconds a step of the thread that trains, mean of the ranks, for both methods.",
@@ -93,10 +87,7 @@ def main() -> None:
         lines.append(f"| {' | '.join(cells)} |")
         first = ", ".join(f"{horovod / sync:.2f}" for horovod, sync in found["pairs"][: len(found["pairs"]) // 4])
         print(f"{speeds}: first pairs {first}; shares {found['shares']}", file=sys.stderr)
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.record:
-        options.record.write_text(text)
+    publish(lines, options.record)
 
 
 def launch(options: argparse.Namespace, speeds: str, batch_size: int) -> dict[str, Any]:
@@ -107,15 +98,8 @@ def launch(options: argparse.Namespace, speeds: str, batch_size: int) -> dict[st
             *("--speeds", speeds, "--pairs", str(options.pairs), "--block-s", str(options.block_s), "--result", str(result)),
             *("--batch-sizes", str(batch_size), "--input-gradients", options.input_gradients),
         ]
-        num_cores = len(os.sched_getaffinity(0))
-        command, env = launch_command(
-            options.equal_ranks if SPEEDS[speeds] is None else 4,
-            [sys.executable, __file__, *arguments],
-            env=os.environ,
-            launcher=find_launcher(os.environ),
-            num_cores=num_cores,
-            is_root=os.geteuid() == 0,
-        )
+        num_ranks = options.equal_ranks if SPEEDS[speeds] is None else 4
+        command, env = ranks_command(num_ranks, [sys.executable, __file__, *arguments])
         subprocess.run(command, env=env, check=True, stdout=sys.stderr)
         found: dict[str, Any] = json.loads(result.read_text())
         return found

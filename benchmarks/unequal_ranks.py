@@ -12,10 +12,8 @@ Prints a Markdown record; ``--record FILE`` writes it too. Runs that are in DIR 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import shlex
 import statistics
 import subprocess
@@ -23,10 +21,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
+from recording import header, publish
 
-from hvd_adaptive.cluster.relaunch import find_launcher, launch_command
-from hvd_adaptive.doctor.machine import cpu_model
+from hvd_adaptive.cluster.relaunch import ranks_command
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -78,10 +75,7 @@ def main() -> None:
                 arguments += ["--data", options.data]
             runs.setdefault(method, []).append(run(folder, arguments, groups))
             print(one_line(method, runs[method][-1]), file=sys.stderr, flush=True)
-    text = record(options, table, runs)
-    print(text)
-    if options.record:
-        options.record.write_text(text)
+    publish(record(options, table, runs), options.record)
 
 
 def run(folder: Path, arguments: list[str], groups: list[Path] | None) -> dict[str, Any]:
@@ -94,14 +88,8 @@ def run(folder: Path, arguments: list[str], groups: list[Path] | None) -> dict[s
         elif groups is None:
             command += ["-np", "4", "--slowdown", SLOWDOWN]
         else:
-            command, environment = launch_command(
-                4,
-                ["bash", str(HERE / "in_cgroup.sh"), *map(str, groups), "--", *command],
-                env=os.environ,
-                launcher=find_launcher(os.environ),
-                num_cores=os.cpu_count() or 1,
-                is_root=os.geteuid() == 0,
-            )
+            in_groups = ["bash", str(HERE / "in_cgroup.sh"), *map(str, groups), "--", *command]
+            command, environment = ranks_command(4, in_groups)
         done = subprocess.run(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -154,20 +142,17 @@ def middle(values: list[float], form: str = ".4f") -> str:
     return text if len(values) == 1 else f"{text} ({min(values):{form}} to {max(values):{form}})"
 
 
-def record(options: argparse.Namespace, table: dict[str, Any], runs: dict[str, list[dict[str, Any]]]) -> str:
+def record(options: argparse.Namespace, table: dict[str, Any], runs: dict[str, list[dict[str, Any]]]) -> list[str]:
     speeds = (
         f"emulated, --slowdown {SLOWDOWN}"
         if options.stage != "quotas"
         else f"CPU quotas of {', '.join(f'{q:.1%}' for q in QUOTAS)} of a core, period {options.period_ms} ms"
     )
     lines = [
-        f"# {options.stage}: {Path(options.data).name}, 4 ranks at speeds 1:1:2:4",
-        "",
-        f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. Speeds: {speeds}.",
-        f"Hardware: {os.cpu_count()} cores, {cpu_model()}, shared with other machines' work. "
-        f"Python {platform.python_version()}, torch {torch.__version__}, Horovod 0.28.1.",
-        f"Common options: `{table['common']}`. Seconds are training time, evaluation excluded.",
-        "",
+        *header(
+            f"{options.stage}: {Path(options.data).name}, 4 ranks at speeds 1:1:2:4",
+            f"Speeds: {speeds}. Common options: `{table['common']}`. Seconds are training time, evaluation excluded.",
+        ),
         "| method | options | best P@1 | P@3 | P@5 | epochs | train s | s to best | samples/s | U | waiting | merge | control |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
@@ -195,7 +180,7 @@ def record(options: argparse.Namespace, table: dict[str, Any], runs: dict[str, l
         lines += ["", *comparison(runs)]
     if options.stage == "ablate":
         lines += ["", *ablation(runs)]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def comparison(runs: dict[str, list[dict[str, Any]]]) -> list[str]:

@@ -17,10 +17,8 @@ pinned equal shares, as a plain one cannot be slowed down. The first turns are n
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import shlex
 import signal
 import subprocess
@@ -31,8 +29,9 @@ from typing import Any
 import numpy as np
 from intervals import median_interval
 from numpy.typing import NDArray
+from recording import header, publish
 
-from hvd_adaptive.cluster.relaunch import find_launcher, launch_command
+from hvd_adaptive.cluster.relaunch import ranks_command
 
 Array = NDArray[np.float64]
 
@@ -62,11 +61,8 @@ def main() -> None:
         ),
     }  # fmt: skip
     lines = [
-        "# Seconds a step of a Horovod script, plain and wrapped",
-        "",
-        f"Date: {datetime.date.today()}. Command: `{shlex.join(['python', *sys.argv])}`. {os.cpu_count()} cores "
-        f"({platform.processor() or platform.machine()}), Python {platform.python_version()}. Turns of {options.steps} steps "
-        f"of {options.batch_size} samples a rank, each job stopped while it is the other's. "
+        *header("Seconds a step of a Horovod script, plain and wrapped"),
+        f"Turns of {options.steps} steps of {options.batch_size} samples a rank, each job stopped while it is the other's. "
         "At 1:2:4 plain stands for pinned equal shares.",
         "",
         "| ranks | starts x pairs | plain, ms a step | wrapped, ms a step | times as fast: median of the starts (95% interval) "
@@ -76,10 +72,7 @@ def main() -> None:
     for kind, (title, num_ranks, plain, wrapped, wanted) in kinds.items():
         if options.kind in (None, kind):
             lines.append(compare(options, title, num_ranks, plain, wrapped, wanted))
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if options.record:
-        options.record.write_text(text)
+    publish(lines, options.record)
 
 
 def compare(
@@ -127,13 +120,8 @@ class Job:
     """
 
     def __init__(self, command: list[str], num_ranks: int, num_steps: int, batch_size: int) -> None:
-        arguments, environment = launch_command(
-            num_ranks,
-            [*command, SCRIPT, str(_WARMUP_STEPS), str(num_steps), str(batch_size)],
-            env=dict(os.environ),
-            launcher=find_launcher(os.environ),
-            num_cores=len(os.sched_getaffinity(0)),
-            is_root=os.geteuid() == 0,
+        arguments, environment = ranks_command(
+            num_ranks, [*command, SCRIPT, str(_WARMUP_STEPS), str(num_steps), str(batch_size)]
         )
         self._pids: list[int] = []
         self._process = subprocess.Popen(

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from hvd_adaptive.cluster.device import bind_device
     from hvd_adaptive.compress.compressor import Compression
     from hvd_adaptive.config import Config
+    from hvd_adaptive.exit_codes import EXIT_PREEMPTED
     from hvd_adaptive.session.checkpointer import Checkpointer
     from hvd_adaptive.session.session import Batch, Session
-    from hvd_adaptive.state.preemption import EXIT_PREEMPTED, catch_signals
+    from hvd_adaptive.state.preemption import catch_signals
 
 
 def __getattr__(name: str) -> Any:
@@ -44,10 +45,14 @@ def __getattr__(name: str) -> Any:
         from hvd_adaptive.session.checkpointer import Checkpointer
 
         return Checkpointer
-    if name in ("EXIT_PREEMPTED", "catch_signals"):
-        from hvd_adaptive.state import preemption
+    if name == "EXIT_PREEMPTED":
+        from hvd_adaptive.exit_codes import EXIT_PREEMPTED
 
-        return getattr(preemption, name)
+        return EXIT_PREEMPTED
+    if name == "catch_signals":
+        from hvd_adaptive.state.preemption import catch_signals
+
+        return catch_signals
     if name == "bind_device":
         from hvd_adaptive.cluster.device import bind_device
 

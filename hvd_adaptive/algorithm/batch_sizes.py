@@ -7,9 +7,8 @@ paper's rule moves by fractions); a claim rounds them.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from hvd_adaptive.algorithm.statistics import Array
 
 BATCH_SIZE_RULES = ("fixed", "paper", "heterogpu")
 LR_RULES = ("linear", "sqrt", "none")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from hvd_adaptive.algorithm.statistics import Array
 
 # Rules for one weight a rank.
 MERGE_WEIGHT_RULES = ("paper", "heterogpu", "uniform", "updates", "samples", "fednova")
@@ -86,12 +86,13 @@ def merge_weights(
         raise ValueError(f"merge weights must be one of {', '.join(MERGE_WEIGHT_RULES)}, got {rule!r}")
     if not finite.any():
         raise RuntimeError(
-            "the parameters of ALL ranks hold NaN or Inf: the run has diverged. Lower --lr, or raise --warmup-epochs."
+            "the parameters of ALL ranks hold NaN or Inf: the run has diverged. Lower the learning rate, warm it up for longer, "
+            "or merge more often (--mega-batch)."
         )
     active = finite & (num_updates > 0)
     if not active.any():
         raise RuntimeError(
-            "no finite rank made an update in this round: there is nothing to merge. Lower --lr."
+            "no finite rank made an update in this round: there is nothing to merge. Lower the learning rate."
         )
     updates, samples, sizes = (np.where(active, x, 0.0) for x in (num_updates, num_samples, batch_sizes))
 

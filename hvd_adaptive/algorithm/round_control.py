@@ -9,24 +9,15 @@ import logging
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvd_adaptive.algorithm.batch_sizes import lr_schedule, next_batch_sizes
 from hvd_adaptive.algorithm.merge_period import LEAST_MERGES_AN_EPOCH, MergePeriod
 from hvd_adaptive.algorithm.merge_weights import ROW_RULES, Perturbation, merge_weights
 from hvd_adaptive.algorithm.speed_model import Damping, SpeedModel
+from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.config import Config
 
-Array = NDArray[np.float64]
-
 log = logging.getLogger(__name__)
-
-
-class Stats(Protocol):
-    """The statistics of a round by name."""
-
-    def __getitem__(self, name: str) -> Array:
-        """Returns one number a rank, shape (world_size,)."""
 
 
 class CompletedRound(Protocol):
@@ -42,7 +33,32 @@ class CompletedRound(Protocol):
     def num_samples(self) -> int: ...  # noqa: D102
 
     @property
-    def stats(self) -> Stats: ...  # noqa: D102
+    def stats(self) -> Gathered: ...  # noqa: D102
+
+
+def round_weights(config: Config, gathered: Gathered) -> Array:
+    """Returns the weight of each rank's delta, shape (world_size,).
+
+    Raises:
+        RuntimeError: on every rank alike, if there is nothing to merge.
+    """
+    finite = gathered["finite"] > 0
+    if finite.any() and not gathered["num_updates"].any():
+        # The ranks' loops have left out all batches: nothing has moved.
+        return finite / finite.sum()
+    perturbation = None
+    if config.perturbation:
+        perturbation = Perturbation(threshold=config.perturbation_threshold, delta=config.perturbation_delta)
+    return merge_weights(
+        # Weights by mass differ from row to row; what has one weight a rank, such as buffers, goes by updates.
+        "updates" if config.weight_rule in ROW_RULES else config.weight_rule,
+        num_updates=gathered["num_updates"],
+        num_samples=gathered["num_samples"],
+        batch_sizes=gathered["batch_size"],
+        finite=finite,
+        norm_per_parameter=gathered["norm_per_parameter"],
+        perturbation=perturbation,
+    )
 
 
 class RoundControl:
@@ -76,31 +92,7 @@ class RoundControl:
         """Samples of the next round over all ranks."""
         return self._period.mega_batch
 
-    def weights(self, gathered: Stats) -> Array:
-        """Returns the weight of each rank's delta, shape (world_size,).
-
-        Raises:
-            RuntimeError: on every rank alike, if there is nothing to merge.
-        """
-        config, finite = self._config, gathered["finite"] > 0
-        if finite.any() and not gathered["num_updates"].any():
-            # The ranks' loops have left out all batches: nothing has moved.
-            return finite / finite.sum()
-        perturbation = None
-        if config.perturbation:
-            perturbation = Perturbation(threshold=config.perturbation_threshold, delta=config.perturbation_delta)
-        return merge_weights(
-            # Weights by mass differ from row to row; what has one weight a rank, such as buffers, goes by updates.
-            "updates" if config.weight_rule in ROW_RULES else config.weight_rule,
-            num_updates=gathered["num_updates"],
-            num_samples=gathered["num_samples"],
-            batch_sizes=gathered["batch_size"],
-            finite=finite,
-            norm_per_parameter=gathered["norm_per_parameter"],
-            perturbation=perturbation,
-        )
-
-    def next_batch_sizes(self, sizes: Array, gathered: Stats, *, warming_up: bool) -> Array:
+    def next_batch_sizes(self, sizes: Array, gathered: Gathered, *, warming_up: bool) -> Array:
         """Returns the batch sizes of the next round, shape (world_size,).
 
         Args:
@@ -127,7 +119,7 @@ class RoundControl:
             )
         return np.minimum(sizes, self.ceilings)
 
-    def _proportional(self, sizes: Array, gathered: Stats, *, low: float, high: float) -> Array:
+    def _proportional(self, sizes: Array, gathered: Gathered, *, low: float, high: float) -> Array:
         upper = np.minimum(high, self.ceilings)
         lower = np.minimum(low, upper)
         total = min(self._config.batch_size * len(sizes), upper.sum())

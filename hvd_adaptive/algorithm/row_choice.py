@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from hvd_adaptive.algorithm.statistics import Array
 
 SPARSE_MERGE_MODES = ("auto", "always", "never")
 # Between these shares of the bytes neither way is obviously cheaper, and both are measured.

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvd_adaptive.algorithm.speed_model import SpeedModel
-
-Array = NDArray[np.float64]
+from hvd_adaptive.algorithm.statistics import Array, Statistics
 
 
 @dataclass(slots=True)
-class StepWindow:
+class StepWindow(Statistics):
     """The steps between two looks at the ranks' speeds: of one rank as numbers, or of all as arrays, shape (world_size,).
 
     Attributes:
@@ -39,10 +37,6 @@ class StepWindow:
         self.num_samples = self.num_samples + num_samples
         self.seconds = self.seconds + seconds
         self.squares = self.squares + seconds * seconds
-
-    def vector(self) -> Array:
-        """Returns one rank's fields, shape (4,)."""
-        return np.array([self.num_steps, self.num_samples, self.seconds, self.squares])
 
     @classmethod
     def gathered(cls, vectors: Array) -> StepWindow:

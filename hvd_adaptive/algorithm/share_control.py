@@ -6,13 +6,11 @@ import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvd_adaptive.algorithm.share_balance import ShareBalance, StepWindow
 from hvd_adaptive.algorithm.shares import integer_shares
+from hvd_adaptive.algorithm.statistics import Array
 from hvd_adaptive.config import Config
-
-Array = NDArray[np.float64]
 
 # Steps between two looks: few after a move, which is a guess until it has been seen; more, the longer guesses hold.
 _LEAST_STEPS, _MOST_STEPS = 4, 32

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from hvd_adaptive.algorithm.statistics import Array
 
 # Standard deviation of a round's seconds a step, relative; what a round of a hundred steps shows on a shared machine.
 _NOISE = 0.05

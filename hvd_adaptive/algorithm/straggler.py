@@ -6,9 +6,8 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from hvd_adaptive.algorithm.statistics import Array
 
 # Rounds in a row before a verdict changes: one slow round is a page fault or a neighbour's short job.
 _PERSISTENCE = 3

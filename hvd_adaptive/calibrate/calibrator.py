@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.algorithm.speed_model import fit_line
+from hvd_adaptive.algorithm.statistics import Array
 from hvd_adaptive.calibrate.file import (
     FORMAT,
     Calibration,
@@ -43,8 +43,6 @@ from hvd_adaptive.engine.start_speeds import StepProbe, Steps
 from hvd_adaptive.xmc.data import SparseDataset
 from hvd_adaptive.xmc.train_config import TrainConfig
 from hvd_adaptive.xmc.trainer import local_step, make_model, make_optimizer
-
-Array = NDArray[np.float64]
 
 _REPEAT_S = 0.05
 # All sizes in turn once more, so often at most: a machine's speed changes from second to second.

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvd_adaptive.algorithm.merge_period import LEAST_MERGES_AN_EPOCH, least_mega_batch
+from hvd_adaptive.algorithm.statistics import Array
 from hvd_adaptive.calibrate.file import MEMORY_PART
-
-Array = NDArray[np.float64]
 
 # At the smallest batch a step's fixed part takes at most half of it, at the largest a tenth is all that could be won.
 _LEAST_EFFICIENCY = 0.5

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hvd_adaptive.algorithm.statistics import Array
 from hvd_adaptive.calibrate.file import SynchronousCalibration
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.config import Config
@@ -18,8 +19,6 @@ from hvd_adaptive.session.session import Session
 from hvd_adaptive.xmc.data import SparseDataset
 from hvd_adaptive.xmc.train_config import TrainConfig
 from hvd_adaptive.xmc.trainer import local_step, make_model, make_optimizer
-
-Array = NDArray[np.float64]
 
 # Rounds that count at least, after one that does not.
 _NUM_ROUNDS = 3

@@ -17,8 +17,7 @@ from hvd_adaptive.doctor.examine import (
     wait_for_rank_0,
 )
 from hvd_adaptive.doctor.page import page
-
-EXIT_PROBLEMS = 1
+from hvd_adaptive.exit_codes import EXIT_PROBLEMS
 
 
 def add_doctor(commands: Any, launch: argparse.ArgumentParser) -> None:

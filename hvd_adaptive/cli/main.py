@@ -26,9 +26,10 @@ from hvd_adaptive.cli.parser import make_parser
 from hvd_adaptive.cli.simulate import run_simulation
 from hvd_adaptive.cluster.binding import read_launcher
 from hvd_adaptive.cluster.last_checkpoint import describe_newest
-from hvd_adaptive.cluster.output import EXIT_BAD_INPUT, refuse
+from hvd_adaptive.cluster.output import refuse
 from hvd_adaptive.cluster.relaunch import relaunch
 from hvd_adaptive.config import Config
+from hvd_adaptive.exit_codes import EXIT_BAD_INPUT
 from hvd_adaptive.state.preemption import catch_signals
 from hvd_adaptive.xmc.train_config import TrainConfig
 

@@ -129,11 +129,4 @@ def _component_parser(*, prog: str | None = None, add_help: bool = True) -> argp
 
 
 def _component(values: argparse.Namespace) -> Component:
-    return Component(
-        nodes=values.nodes,
-        ntasks_per_node=values.ntasks_per_node,
-        cpus_per_task=values.cpus_per_task,
-        gpus_per_node=values.gpus_per_node,
-        partition=values.partition,
-        constraint=values.constraint,
-    )
+    return Component(**{name: getattr(values, name) for name in Component.__dataclass_fields__})

@@ -17,9 +17,9 @@ from hvd_adaptive.cluster.host import own_cores
 from hvd_adaptive.comm.protocols import Transport, agree_equal, attempt, long_task
 from hvd_adaptive.config import Config
 from hvd_adaptive.exchange.compressed import check_compression
+from hvd_adaptive.exit_codes import EXIT_PREEMPTED
 from hvd_adaptive.report.tensorboard import ScalarWriter
 from hvd_adaptive.session.supervised import Supervised
-from hvd_adaptive.state.preemption import EXIT_PREEMPTED
 from hvd_adaptive.xmc.data import SparseDataset, build, open_splits, resolve
 from hvd_adaptive.xmc.run_directory import RunDirectory
 from hvd_adaptive.xmc.train_config import TrainConfig

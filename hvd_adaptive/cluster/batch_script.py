@@ -10,6 +10,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hvd_adaptive.exit_codes import EXIT_PREEMPTED
+
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;%@/_+-=~")
 
 
@@ -172,10 +174,10 @@ def _with_requeue(command: str) -> list[str]:
         "# The shell takes a signal only while it waits, so the ranks run beside it. After a signal they save and end with 75.",
         f"{command} &",
         "ranks=$! again=1 told=",
-        "trap 'kill -USR1 \"$ranks\" && again=1 told=75' USR1 TERM",
+        f"trap 'kill -USR1 \"$ranks\" && again=1 told={EXIT_PREEMPTED}' USR1 TERM",
         'while [ "$again" = 1 ]; do again=0 code=0; wait "$ranks" || code=$?; done',
         "# Ranks that were told but not ready in time go on from an older checkpoint. A cancelled job is not RUNNING.",
-        'if [ "$code" != 0 ] && [ "${told:-$code}" = 75 ] &&',
+        f'if [ "$code" != 0 ] && [ "${{told:-$code}}" = {EXIT_PREEMPTED} ] &&',
         '    [ "$(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID")" = RUNNING ]; then',
         '    scontrol requeue "$SLURM_JOB_ID"',
         "fi",

@@ -14,9 +14,8 @@ from typing import Any, Protocol
 
 from hvd_adaptive.cluster.hosts import Hosts
 from hvd_adaptive.cluster.last_checkpoint import describe_newest, newest_checkpoint, newest_commit, number_of
+from hvd_adaptive.exit_codes import EXIT_PREEMPTED
 
-# hvd_adaptive.state.preemption's, which this process has no use for.
-EXIT_STOPPED = 75
 RECORDS = "restarts.jsonl"
 _TAIL_BYTES = 1 << 20
 EVENT = "hvd-adaptive-event: "
@@ -159,7 +158,7 @@ class TrainJob:
 
     def was_stopped(self, code: int) -> bool:
         """See :class:`Job`."""
-        return code == EXIT_STOPPED
+        return code == EXIT_PREEMPTED
 
     def is_finished(self, code: int) -> bool:
         """See :class:`Job`."""
@@ -263,7 +262,7 @@ class ScriptJob:
 
     def was_stopped(self, code: int) -> bool:
         """See :class:`Job`."""
-        return code == EXIT_STOPPED and "stopped" in self._events
+        return code == EXIT_PREEMPTED and "stopped" in self._events
 
     def is_finished(self, code: int) -> bool:
         """See :class:`Job`."""

@@ -6,8 +6,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-# Exit code of a job that was given something that it cannot do.
-EXIT_BAD_INPUT = 2
+from hvd_adaptive.exit_codes import EXIT_BAD_INPUT
+
 _OTHERS_LATER_S = 5.0
 
 

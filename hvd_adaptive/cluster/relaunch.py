@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from typing import Literal
 from hvd_adaptive.cluster import tether
 from hvd_adaptive.cluster.binding import read_launcher, requested_threads
 from hvd_adaptive.cluster.host import usable_cores
+from hvd_adaptive.cluster.signals import blocked, ending_signals, for_launcher, handled
 
 Flavour = Literal["openmpi4", "openmpi5", "hydra"]
 
@@ -153,11 +155,18 @@ def launch_command(
 def build_command(
     num_ranks: int, argv: Sequence[str], *, hosts: Mapping[str, int] | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """Returns the command and environment that run ``python -m hvd_adaptive ARGV`` as N ranks from this process.
+    """As :func:`ranks_command`, for ``python -m hvd_adaptive ARGV``."""
+    return ranks_command(num_ranks, [sys.executable, "-m", "hvd_adaptive", *argv], hosts=hosts)
+
+
+def ranks_command(
+    num_ranks: int, program: Sequence[str], *, hosts: Mapping[str, int] | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Returns the command and environment that run a program as N ranks from this process.
 
     Args:
         num_ranks: ranks to start, >= 1.
-        argv: the command's arguments, without -np.
+        program: with its arguments.
         hosts: as for `launch_command`.
 
     Raises:
@@ -166,20 +175,13 @@ def build_command(
     """
     return launch_command(
         num_ranks,
-        [sys.executable, "-m", "hvd_adaptive", *argv],
+        program,
         env=os.environ,
         launcher=find_launcher(os.environ),
         num_cores=usable_cores(),
         is_root=os.geteuid() == 0,
         hosts=hosts,
     )
-
-
-def ending_signals() -> tuple[signal.Signals, ...]:
-    """Returns the signals that ask a process to end: of a scheduler, of Ctrl-C, and of a terminal that is closed, unless this
-    process ignores that one (nohup)."""
-    hangup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
-    return (signal.SIGINT, signal.SIGTERM, *hangup)
 
 
 def start(command: Sequence[str], env: Mapping[str, str], *, stderr: int | None = None) -> subprocess.Popen[bytes]:
@@ -223,24 +225,18 @@ def relaunch(num_ranks: int, argv: Sequence[str], *, ends_in_order: bool = False
     """
     command, env = build_command(num_ranks, argv)
     signals = (*ending_signals(), signal.SIGUSR1, signal.SIGUSR2)
-    # Until the child exists a signal must wait: it could not be passed on.
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        child = start(command, env)
+    with contextlib.ExitStack() as handling:
+        # Until the child exists a signal must wait: it could not be passed on.
+        with blocked(signals):
+            child = start(command, env)
+            asked: list[int] = []
 
-        first_terms = [signal.SIGUSR1] if ends_in_order else []
+            def forward(number: int, frame: FrameType | None) -> None:
+                passed_on = for_launcher(number, in_order=ends_in_order and not asked)
+                if passed_on != number:
+                    asked.append(number)
+                child.send_signal(passed_on)
 
-        def forward(number: int, frame: FrameType | None) -> None:
-            if number in (signal.SIGTERM, signal.SIGHUP):
-                number = first_terms.pop() if first_terms else signal.SIGTERM
-            child.send_signal(number)
-
-        before = {number: signal.signal(number, forward) for number in signals}
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-    try:
+            handling.enter_context(handled(signals, forward))
         code = child.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return code if code >= 0 else 128 - code

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import IO
 
 from hvd_adaptive.cluster.blame import blame, is_first_sign, is_local, same_host
-from hvd_adaptive.cluster.elastic_jobs import EVENT, EXIT_STOPPED, Job, Launch
+from hvd_adaptive.cluster.elastic_jobs import EVENT, Job, Launch
 from hvd_adaptive.cluster.hosts import (
     LOCAL,
     Backoff,
@@ -35,10 +35,11 @@ from hvd_adaptive.cluster.hosts import (
     slurm_environment,
     slurm_hosts,
 )
-from hvd_adaptive.cluster.output import EXIT_BAD_INPUT, Lines
-from hvd_adaptive.cluster.relaunch import build_command, ending_signals, start
+from hvd_adaptive.cluster.output import Lines
+from hvd_adaptive.cluster.relaunch import build_command, start
+from hvd_adaptive.cluster.signals import blocked, ending_signals, for_launcher, handled
+from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_PREEMPTED, EXIT_TOO_FEW_HOSTS
 
-EXIT_TOO_FEW_HOSTS = 69
 # A job that ends so often without getting on will not do better.
 _TRIES = 3
 _TICK_S = 0.1
@@ -206,7 +207,8 @@ class Supervisor:
         env |= slurm_environment(env, launch.hosts)
         launch.started_s = time.monotonic()
         self._asked, self._ended, self._waiting_hosts = False, False, ""
-        with self._blocked_signals():
+        # Until the child is known a signal must wait: it could not be passed on.
+        with blocked(self._forwarded):
             if self._signal is not None:
                 return self._stopped_code()
             self._child = child = start(command, env, stderr=subprocess.PIPE)
@@ -247,7 +249,7 @@ class Supervisor:
             child.send_signal(signal.SIGTERM)
 
     def _stopped_code(self) -> int:
-        return 128 + self._signal if self._signal == signal.SIGINT else EXIT_STOPPED
+        return 128 + self._signal if self._signal == signal.SIGINT else EXIT_PREEMPTED
 
     def _changes(self, hosts: Hosts) -> tuple[str, str]:
         """The hosts that the job should do without, and those that it should have besides; empty for none."""
@@ -336,31 +338,15 @@ class Supervisor:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         def forward(number: int, frame: FrameType | None) -> None:
-            # Ranks may end in order after SIGUSR1; mpirun leaves them one second after a SIGTERM.
             first, self._signal = self._signal is None, number
             # Ranks that were asked to move would take another SIGUSR1 for the order to end at once.
             if self._child is None or (first and self._asked and number != signal.SIGINT):
                 return
-            if number in (signal.SIGTERM, signal.SIGHUP):
-                number = signal.SIGUSR1 if first and self._job.stops_in_order else signal.SIGTERM
-            self._child.send_signal(number)
+            self._child.send_signal(for_launcher(number, in_order=first and self._job.stops_in_order))
 
         self._forwarded = (*ending_signals(), signal.SIGUSR1)
-        before = {number: signal.signal(number, forward) for number in self._forwarded}
-        try:
+        with handled(self._forwarded, forward):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def _blocked_signals(self) -> Iterator[None]:
-        # Until the child is known a signal must wait: it could not be passed on.
-        signal.pthread_sigmask(signal.SIG_BLOCK, self._forwarded)
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, self._forwarded)
 
 
 def make_memory() -> tuple[Path, IO[bytes]]:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from hvd_adaptive.compress.kernels.reference import each_payload, with_residual
 
+# What collectives add up.
+SUMMABLE = (torch.float16, torch.float32, torch.float64)
 # More values than a codec takes as few.
 _MANY = 1 << 18
 

@@ -7,10 +7,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from hvd_adaptive.compress.codec import Codec, decode, encode
+from hvd_adaptive.compress.codec import SUMMABLE, Codec, decode, encode
 from hvd_adaptive.compress.parse import KNOWN, parse_codec
-
-_SUMMABLE = (torch.float16, torch.float32, torch.float64)
 
 
 class Compressor:
@@ -32,7 +30,7 @@ class Compressor:
         wire_dtype = self._codec.wire_dtype
         if wire_dtype is None or not tensor.is_floating_point():
             return tensor, None
-        if tensor.dtype == wire_dtype or (self._codec.exact and tensor.dtype in _SUMMABLE):
+        if tensor.dtype == wire_dtype or (self._codec.exact and tensor.dtype in SUMMABLE):
             return tensor, None
         return encode(self._codec, tensor).view(wire_dtype), (tensor.shape, tensor.dtype)
 

@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from hvd_adaptive.exit_codes import EXIT_STAGE_FAILED
+
 # A rank that computes or compiles tells the heartbeats so; only one that hangs for so long is named.
 _STALL_LIMIT_S = 60.0
 
@@ -59,7 +61,7 @@ class Stages:
         if needed and isinstance(found, dict) and "error" in found:
             self._pipe.close()
             # MPI may be half started, and its end may hang.
-            os._exit(3)
+            os._exit(EXIT_STAGE_FAILED)
         return found
 
 

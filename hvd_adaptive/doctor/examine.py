@@ -8,14 +8,13 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_adaptive.cluster.binding import LauncherInfo, read_launcher
-from hvd_adaptive.cluster.relaunch import find_launcher, launch_command
+from hvd_adaptive.cluster.relaunch import build_command
 from hvd_adaptive.doctor import hardware, software
 from hvd_adaptive.doctor.findings import Facts, Finding, count
 from hvd_adaptive.doctor.machine import machine_facts
@@ -107,14 +106,7 @@ def examine_by_launching(
     """
     machine = machine_facts()
     try:
-        command, env = launch_command(
-            num_ranks,
-            [sys.executable, "-m", "hvd_adaptive", *arguments],
-            env=os.environ,
-            launcher=find_launcher(os.environ),
-            num_cores=len(machine["cores"]),
-            is_root=os.geteuid() == 0,
-        )
+        command, env = build_command(num_ranks, arguments)
         found, text = _listen_to_ranks(command, env, limit_s, on_stage)
     except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
         found, text = None, str(error)

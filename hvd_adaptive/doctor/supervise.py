@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from hvd_adaptive.cluster import relaunch
+from hvd_adaptive.cluster import signals
 
 _TAIL_CHARACTERS = 2000
 
@@ -132,12 +132,8 @@ def ending_signals() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         raise Ended
 
-    before = {number: signal.signal(number, end) for number in relaunch.ending_signals()}
-    try:
+    with signals.handled(signals.ending_signals(), end):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _how_it_ended(code: int | None) -> str:

@@ -12,15 +12,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from hvd_adaptive.algorithm.statistics import Array
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.engine.optimizers import row_dims, slice_squares
-
-Array = NDArray[np.float64]
 
 # A mass above it would overflow in the sum over ranks.
 _LARGEST = 1e30

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from hvd_adaptive.algorithm.statistics import Array, Gathered
+from hvd_adaptive.engine.merge import MergeStats
 from hvd_adaptive.engine.replay import RoundClaims
 
-Array = NDArray[np.float64]
+# Statistics that are of no use in a file.
+_NOT_RECORDED = ("loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy", "preempted", "state_checksum")
 
 
 @dataclass(slots=True)
-class RoundStats:
-    """What one rank did in a round; exchanged as a vector of float64.
+class RoundStats(MergeStats):
+    """What one rank did in a round, beside the fields of :class:`MergeStats`, which merges need.
 
     Attributes:
-        batch_size: the rank's batch size b_i.
-        num_updates: samples over b_i, so that a batch cut short counts as a part.
-        num_samples: samples computed.
         handed_samples: samples of the batches that the rank's loop was given, whether it computed them or left them out; not of
             those that were taken back because they did not fit into memory.
         num_steps: local steps, whatever their size.
@@ -34,8 +34,6 @@ class RoundStats:
         lr: learning rate of the last step.
         loss_sum: sum of the batches' mean losses times their samples.
         loss_samples: samples behind ``loss_sum``.
-        finite: 1 if the rank's parameters are finite, else 0.
-        norm_per_parameter: L2 norm of the model over its number of parameters; 0 where no rule needs it.
         train_s: seconds of training so far.
         stop: 1 if the rank wants the run to stop.
         skipped_steps: steps left out because the ranks' reduced gradients held NaN or Inf.
@@ -49,12 +47,8 @@ class RoundStats:
             whatever the algorithm makes of them on the wire; rows of sparse ones with their indices; encoded ones as encoded.
         equal_share_s: seconds of its own that a step with an equal share of the global batch would take the rank, by what
             strategy ``sync`` has learnt of its steps; 0: not known.
-        state_checksum: of the structure of the optimizer's state, where ranks average it; 0: empty, or not looked at.
     """
 
-    batch_size: float = 0.0
-    num_updates: float = 0.0
-    num_samples: float = 0.0
     handed_samples: float = 0.0
     num_steps: float = 0.0
     work: float = 0.0
@@ -66,8 +60,6 @@ class RoundStats:
     lr: float = 0.0
     loss_sum: float = 0.0
     loss_samples: float = 0.0
-    finite: float = 1.0
-    norm_per_parameter: float = 0.0
     train_s: float = 0.0
     stop: float = 0.0
     skipped_steps: float = 0.0
@@ -79,7 +71,13 @@ class RoundStats:
     preempted: float = 0.0
     payload_bytes: float = 0.0
     equal_share_s: float = 0.0
-    state_checksum: float = 0.0
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Counts the seconds of this block as waiting for a claim and its batch."""
+        start = time.perf_counter()
+        yield
+        self.claim_s += time.perf_counter() - start
 
     def add_step(self, num_samples: int, work: int, loss: float | None) -> None:
         """Counts a step.
@@ -96,23 +94,6 @@ class RoundStats:
             self.loss_sum += loss * num_samples
             self.loss_samples += num_samples
 
-    def vector(self) -> Array:
-        """Returns the fields in order, shape (num_fields,)."""
-        return np.array([getattr(self, name) for name in FIELDS])
-
-
-FIELDS = tuple(item.name for item in dataclasses.fields(RoundStats))
-
-
-@dataclass(slots=True)
-class GatheredStats:
-    """The statistics of all ranks: each attribute of :class:`RoundStats` by name, shape (world_size,)."""
-
-    values: Array
-
-    def __getitem__(self, name: str) -> Array:
-        return self.values[:, FIELDS.index(name)]
-
 
 @dataclass(slots=True)
 class RoundRecord:
@@ -126,7 +107,7 @@ class RoundRecord:
         loss: mean loss over the round's samples where it was reported, else None.
         weight: merge weight of each rank, shape (world_size,).
         payload_bytes: bytes that a rank put into exchanges in the round, the mean over ranks.
-        stats: the ranks' statistics.
+        stats: the ranks' statistics: the fields of :class:`RoundStats` by name, shape (world_size,).
         model_hash: SHA-256 of the merged model in rounds where the ranks compared it, else None.
         stragglers: the ranks that are slower than ``Config.straggler_limit``: which, where, against what, their seconds.
         claims: the round for a recording, where the run is recorded or replayed.
@@ -139,13 +120,13 @@ class RoundRecord:
     loss: float | None
     weight: Array
     payload_bytes: int
-    stats: GatheredStats
+    stats: Gathered
     model_hash: str | None = None
     claims: RoundClaims | None = None
     stragglers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def of(cls, stats: GatheredStats, **others: Any) -> RoundRecord:
+    def of(cls, stats: Gathered, **others: Any) -> RoundRecord:
         """Returns a record whose loss, seconds and bytes are those of the statistics; ``others`` are its other attributes."""
         loss_samples = stats["loss_samples"].sum()
         return cls(
@@ -159,9 +140,9 @@ class RoundRecord:
     def to_json(self) -> dict[str, Any]:
         """Returns the record for rounds.jsonl: plain numbers, and one list over ranks a statistic."""
         ranks: dict[str, Any] = {
-            {"num_samples": "samples"}.get(name, name): self.stats[name].round(6).tolist()
-            for name in FIELDS
-            if name not in ("loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy", "preempted", "state_checksum")
+            {"num_samples": "samples"}.get(name, name): values.round(6).tolist()
+            for name, values in self.stats.items()
+            if name not in _NOT_RECORDED
         }
         ranks["weight"] = self.weight.tolist()
         return {

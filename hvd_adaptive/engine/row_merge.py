@@ -18,6 +18,7 @@ from hvd_adaptive.algorithm.outer_step import OuterStep
 from hvd_adaptive.algorithm.row_choice import Array, RowChoice
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.compress.kernels.dispatch import all_finite
+from hvd_adaptive.config import Config
 from hvd_adaptive.engine.touched_rows import TouchedRows
 
 log = logging.getLogger(__name__)
@@ -210,6 +211,13 @@ class RowMerge:
         self.sparse = False
         self.num_rows = 0
         self.message_bytes = 0
+
+    @classmethod
+    def of(cls, ranges: Sequence[RowRange], transport: Transport, config: Config, *, payload_bytes: int) -> RowMerge:
+        """Returns what decides by a configuration; ``payload_bytes`` are those of a merge of all rows."""
+        # Seconds, by which 'auto' chooses, do not repeat.
+        mode = "always" if config.repeatable and config.sparse_merge == "auto" else config.sparse_merge
+        return cls(ranges, transport, mode=mode, rest_bytes=payload_bytes - sum(r.num_rows * r.row_bytes for r in ranges))
 
     def exchange(self) -> None:
         """Gathers which rows each rank touched, and chooses. COLLECTIVE."""

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.optim import Optimizer
 
+from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.claims import Claim
-from hvd_adaptive.engine.records import Array, GatheredStats, RoundRecord, RoundStats
+from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.engine.replay import RoundClaims
 
 # What a saved rank held alone.
@@ -100,7 +101,7 @@ class Strategy(Protocol):
             num_rows: rows of the whole round.
         """
 
-    def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
+    def end_round(self, stats: RoundStats) -> tuple[Gathered, Array, int]:
         """Ends a round, so that all ranks hold the same model. COLLECTIVE.
 
         Args:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
+from hvd_adaptive.comm.protocols import Transport, agree_equal
+from hvd_adaptive.config import Config
 from hvd_adaptive.engine.optimizers import LAZY
 
 log = logging.getLogger(__name__)
@@ -78,6 +80,46 @@ class TouchedRows:
                 self.name,
                 what,
             )
+
+
+def mark_rows(model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> dict[int, TouchedRows]:
+    """Begins to mark the rows of a model's sparse parameters, where merges can make use of it. COLLECTIVE.
+
+    Args:
+        model: any module.
+        optimizer: of its parameters.
+        config: the rules of merges.
+        transport: the world.
+
+    Returns:
+        By ``id`` of a parameter its marks; those of which all rows are merged are left out.
+
+    Raises:
+        ValueError: if ``sparse_merge`` is ``always`` and there are none.
+        AgreedError: on all ranks, if they differ in what can be marked.
+    """
+    if config.overlap_merge or config.compression != "none" or config.sparse_merge == "never" or config.logical_ranks is not None:
+        return {}
+    touched, refused = {}, []
+    for name, parameter in sparse_parameters(model).items():
+        if (reason := why_dense(optimizer, parameter)) is None:
+            touched[id(parameter)] = TouchedRows(name, parameter, optimizer)
+        else:
+            refused.append(f"{name} is stepped by {reason}")
+    agree_equal(
+        transport,
+        {"sparse parameters": [t.name for t in touched.values()]},
+        "Give every rank the same model with the same sparse=True.",
+    )
+    if not touched and config.sparse_merge == "always":
+        raise ValueError(
+            "sparse_merge 'always' needs an nn.Embedding or nn.EmbeddingBag with sparse=True and an optimizer whose step "
+            "changes only rows with a gradient (SGD without momentum and weight decay, Adagrad, SparseAdam, those of "
+            f"hvd_adaptive), got {'; '.join(refused) or 'a model without sparse gradients'}"
+        )
+    if refused and transport.rank == 0:
+        log.warning("all rows of sparse parameters are merged: %s", "; ".join(refused))
+    return touched
 
 
 def why_dense(optimizer: Optimizer, parameter: Tensor) -> str | None:

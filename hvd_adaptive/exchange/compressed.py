@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,35 +12,13 @@ from torch import Tensor
 from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.compress.codec import Codec, compile_kernels
 from hvd_adaptive.compress.policy import Policy, TensorInfo, parse_policy
+from hvd_adaptive.config import Config
 from hvd_adaptive.exchange.auto_bits import BitChooser
 from hvd_adaptive.exchange.exchange import Exchange, misfit
 from hvd_adaptive.exchange.pipeline import Task, run_pipeline
 
 
-class Compression(Protocol):
-    """The options; :class:`hvd_adaptive.Config` has them.
-
-    Attributes:
-        compression: the policy, as text.
-        reducer: see :class:`Exchange`.
-        error_feedback: see :class:`Exchange`.
-        seed: of stochastic rounding.
-    """
-
-    @property
-    def compression(self) -> str: ...  # noqa: D102
-
-    @property
-    def reducer(self) -> str: ...  # noqa: D102
-
-    @property
-    def error_feedback(self) -> bool: ...  # noqa: D102
-
-    @property
-    def seed(self) -> int: ...  # noqa: D102
-
-
-def check_compression(options: Compression) -> Policy:
+def check_compression(options: Config) -> Policy:
     """Returns the policy that the options name.
 
     Raises:
@@ -71,7 +49,7 @@ class CompressedSum:
 
     def __init__(
         self,
-        options: Compression,
+        options: Config,
         transport: Transport,
         names: Sequence[TensorInfo],
         *,
@@ -102,7 +80,7 @@ class CompressedSum:
         """The codec of each tensor."""
         return self._exchange.policy
 
-    def set_policy(self, options: Compression) -> None:
+    def set_policy(self, options: Config) -> None:
         """Changes the codecs between two rounds, and forgets residuals. COLLECTIVE.
 
         Args:
@@ -190,7 +168,7 @@ class CompressedSum:
         self._num_rounds = int(state["num_rounds"])
         self._exchange.load_state_dict(state["exchange"])
 
-    def _checked(self, options: Compression) -> Policy:
+    def _checked(self, options: Config) -> Policy:
         try:
             policy = check_compression(options)
             policy.check(self._names)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.compress.policy import TensorInfo
+from hvd_adaptive.config import Config
 from hvd_adaptive.exchange.buckets import Bucket, DenseBucket, Slot, SparseBucket, fill_buckets
-from hvd_adaptive.exchange.compressed import CompressedSum, Compression
+from hvd_adaptive.exchange.compressed import CompressedSum
 from hvd_adaptive.exchange.pipeline import UnderWay
 
 # 4 MiB of fp32; at 4 bits 4 ms of a 1 Gbit/s link.
@@ -58,7 +59,7 @@ class GradientExchange:
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
-        options: Compression,
+        options: Config,
         transport: Transport,
         *,
         backward_passes: int = 1,
@@ -125,7 +126,7 @@ class GradientExchange:
         if self._sum.begin_round():
             self._buckets = None
 
-    def set_policy(self, options: Compression) -> None:
+    def set_policy(self, options: Config) -> None:
         """Changes the codecs between two steps, and forgets residuals. COLLECTIVE.
 
         Args:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hvd_adaptive.compress.codec import Codec
+from hvd_adaptive.compress.codec import SUMMABLE, Codec
 from hvd_adaptive.compress.policy import Policy, TensorInfo
 from hvd_adaptive.exchange.low_rank_reducer import low_rank_bytes
 from hvd_adaptive.exchange.plan import Span
-from hvd_adaptive.exchange.reducers import SUMMABLE
 
 # Parts smaller than this travel together: collectives of their own would cost more than copying them.
 PACKED_ELEMENTS = 1 << 18

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.comm.protocols import Collectives
+from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.compress.kernels.reference import mix_key, uniform
 from hvd_adaptive.compress.low_rank import factor_shapes, matrix_shape, orthonormal, subtract_product_
 from hvd_adaptive.exchange.pipeline import Task
@@ -49,7 +50,7 @@ def sum_low_rank(
         start = _random_factors(job, num_q)
     p_flat = torch.cat([(m @ q).reshape(-1) for m, q in zip(matrices, _views(start, q_shapes), strict=True)])
     yield world.allreduce_sum_async_(p_flat, f"{job.name}.p")
-    if not torch.isfinite(p_flat).all():
+    if not all_finite(p_flat):
         # All ranks hold the same sum, so all return here.
         flat.fill_(float("nan"))
         factors[job.name] = _random_factors(job, num_q)

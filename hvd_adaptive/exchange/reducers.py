@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.comm.protocols import Collectives, Pending
-from hvd_adaptive.compress.codec import Codec
+from hvd_adaptive.compress.codec import SUMMABLE, Codec
 from hvd_adaptive.compress.feedback import ErrorFeedback
 from hvd_adaptive.compress.kernels.reference import mix_key
 from hvd_adaptive.exchange.pipeline import Task
@@ -27,9 +27,6 @@ from hvd_adaptive.exchange.plan import Span, chunks, pieces
 # The most bytes of an encoded chunk in SRA, which is the chunk of the default size at 4 bits. At 8 bits, twice as many took a
 # fifth longer over 1 Gbit/s: coding comes in bursts, in which a shared core leaves the wire alone.
 CHUNK_BYTES = 550_000
-
-# What Horovod adds up.
-SUMMABLE = (torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)

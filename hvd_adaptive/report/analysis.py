@@ -6,11 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hvd_adaptive.report.runs import Run
-
-Array = NDArray[np.float64]
+from hvd_adaptive.report.runs import Array, Run
 
 # Fields of a record's ranks that are parts of the training time, and what they are called.
 TIME_PARTS = {

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvd_adaptive.report import analysis
 from hvd_adaptive.report.drawing import (
@@ -22,13 +21,12 @@ from hvd_adaptive.report.drawing import (
     thin,
     thousands,
 )
-from hvd_adaptive.report.runs import Run, find_target
+from hvd_adaptive.report.runs import Array, Run, find_target
 from hvd_adaptive.report.style import FAINT, colour, dashes, label_ends, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Array = NDArray[np.float64]
 
 WIDTH_IN = 6.6
 _HEIGHT_IN = 3.3

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from hvd_adaptive.report.runs import Run, find_target
+from hvd_adaptive.report.runs import Array, Run, find_target
 from hvd_adaptive.report.style import (
     EDGE,
     FAINT,
@@ -26,7 +25,6 @@ from hvd_adaptive.report.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Array = NDArray[np.float64]
 
 MAX_POINTS = 500
 MAX_LINES = 8

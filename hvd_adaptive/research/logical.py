@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.algorithm.ledger import MegaBatch, claim_size
+from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.claims import OwnPart
-from hvd_adaptive.engine.records import FIELDS, Array, GatheredStats, RoundStats
+from hvd_adaptive.engine.merge import warn_of_broken
+from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.engine.strategy import OwnState
-from hvd_adaptive.engine.touched_rows import TouchedRows
 from hvd_adaptive.state.random_state import random_state, seeded_random_state, set_random_state
 from hvd_adaptive.strategies.local import LocalStrategy
 
@@ -61,7 +62,7 @@ class LogicalStrategy(LocalStrategy):
     Batches are loaded in the main thread, between steps, so that a data set may draw from the logical rank's generators.
     Gradients left over from an unfinished accumulation are dropped when turns change.
 
-    Memory beyond strategy ``local``'s: an optimizer state and a delta for each logical rank that this rank plays.
+    Memory beyond strategy ``local``'s: an optimizer state and a delta, of all rows, for each logical rank that this rank plays.
 
     Raises:
         AgreedError: on all ranks, if there are more ranks than logical ranks.
@@ -139,10 +140,6 @@ class LogicalStrategy(LocalStrategy):
         """Returns all of them."""
         return num_rows
 
-    def _mark_rows(self, model: nn.Module) -> dict[int, TouchedRows]:
-        # Deltas of all rows are kept until the merge.
-        return {}
-
     def _share(
         self, number: int, mega_batch: MegaBatch, source: BatchSource, stats: RoundStats
     ) -> Iterator[Batch]:
@@ -162,10 +159,9 @@ class LogicalStrategy(LocalStrategy):
             )
 
         while (claim := part.claim(size)) is not None:
-            start = time.perf_counter()
-            claimed = mega_batch.claimed(*claim)
-            batch = source.load(claimed, claim[1] - claim[0]) if len(claimed) else None
-            stats.claim_s += time.perf_counter() - start
+            with stats.waiting_for_data():
+                claimed = mega_batch.claimed(*claim)
+                batch = source.load(claimed, claim[1] - claim[0]) if len(claimed) else None
             if batch is not None:
                 yield batch
 
@@ -173,13 +169,11 @@ class LogicalStrategy(LocalStrategy):
         start = time.perf_counter()
         stats = logical.stats
         stats.num_updates = stats.num_samples / stats.batch_size
-        stats.finite = float(self.flat_model.compute_delta())
-        if self._config.perturbation:
-            stats.norm_per_parameter = self.flat_model.norm_per_parameter()
+        self.merge.measure_(stats)
         logical.deltas = [group.delta.clone() for group in self._groups]
         self._delta_s += time.perf_counter() - start
 
-    def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
+    def end_round(self, stats: RoundStats) -> tuple[Gathered, Array, int]:
         """Merges the logical ranks' models. COLLECTIVE.
 
         Returns:
@@ -191,9 +185,9 @@ class LogicalStrategy(LocalStrategy):
         stats.finite = min(logical.stats.finite for logical in self._own.values())
         stats.wait_s = self._transport.rendezvous("round")
         start = time.perf_counter()
-        gathered = GatheredStats(self._transport.allgather_stats(stats.vector()))
+        gathered = stats.gather(self._transport.allgather_stats)
         logical_stats = self._gather_logical()
-        weight = self._weights(logical_stats)
+        weight = self.merge.weights(logical_stats)
         convex = weight / weight.sum()
         stats.control_s = time.perf_counter() - start
 
@@ -208,26 +202,22 @@ class LogicalStrategy(LocalStrategy):
             if self._config.optimizer_state == "reset" or not finite[number]:
                 logical.optimizer = self._fresh_state()
         self._sum_in_logical_order()
-        self.flat_model.apply_(self._outer)
+        self.flat_model.apply_(self.merge.outer)
         self.flat_model.buffers.apply_()
-        if not finite.all() and self._transport.rank == 0:
-            log.warning(
-                "logical ranks %s had NaN or Inf in their parameters: they contributed nothing and start again from the "
-                "merged model. If this repeats, lower --lr.",
-                np.flatnonzero(~finite).tolist(),
-            )
+        if self._transport.rank == 0:
+            warn_of_broken(finite, "logical ranks")
         stats.merge_s = self._delta_s + time.perf_counter() - start
         sent = self.flat_model.payload_bytes * self._num_logical // self._transport.world_size
         return gathered, np.add.reduceat(weight, self._first[:-1]), sent
 
-    def _gather_logical(self) -> GatheredStats:
+    def _gather_logical(self) -> Gathered:
         """Returns the statistics of the logical ranks in logical order. COLLECTIVE."""
-        table = np.zeros((self._num_logical, len(FIELDS)))
+        table = np.zeros((self._num_logical, len(RoundStats.names())))
         for number, logical in self._own.items():
             table[number] = logical.stats.vector()
         tables = self._transport.allgather_stats(table.reshape(-1)).reshape(-1, *table.shape)
         owners = np.repeat(np.arange(self._transport.world_size), np.diff(self._first))
-        return GatheredStats(tables[owners, np.arange(self._num_logical)])
+        return RoundStats.by_name(tables[owners, np.arange(self._num_logical)])
 
     @torch.no_grad()
     def _sum_in_logical_order(self) -> None:

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.algorithm.outer_step import OuterStep
+from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.flat_model import FlatModel
-from hvd_adaptive.engine.records import Array, GatheredStats, RoundStats
+from hvd_adaptive.engine.merge import warn_of_broken
+from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.strategies.synchronous import FixedWorkStrategy
 
@@ -61,7 +63,7 @@ class SmaStrategy(FixedWorkStrategy):
         stats.merge_s += time.perf_counter() - start
         yield from self._equal_batches(rows, round_id, source=source, stats=stats)
 
-    def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
+    def end_round(self, stats: RoundStats) -> tuple[Gathered, Array, int]:
         """Corrects the replicas and moves the average model. COLLECTIVE.
 
         Args:
@@ -79,7 +81,7 @@ class SmaStrategy(FixedWorkStrategy):
         stats.wait_s = self._transport.rendezvous("round")
 
         start = time.perf_counter()
-        gathered = GatheredStats(self._transport.allgather_stats(stats.vector()))
+        gathered = stats.gather(self._transport.allgather_stats)
         self._forget_round()
         finite = gathered["finite"] > 0
         if not finite.any():
@@ -104,12 +106,7 @@ class SmaStrategy(FixedWorkStrategy):
         if rank == 0:
             if restart:
                 log.info("the learning rate was lowered: all replicas start again from the average model")
-            if not finite.all():
-                log.warning(
-                    "replicas %s had NaN or Inf in their parameters: they start again from the average model. "
-                    "If this repeats, lower --lr.",
-                    np.flatnonzero(~finite).tolist(),
-                )
+            warn_of_broken(finite, "replicas")
         stats.merge_s += time.perf_counter() - start
         return gathered, weight, self.flat_model.payload_bytes
 

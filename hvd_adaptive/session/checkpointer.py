@@ -27,6 +27,7 @@ from hvd_adaptive.session.resume import Identity, find_candidates, load_newest_v
 from hvd_adaptive.session.session import Session
 from hvd_adaptive.state import checkpoint
 from hvd_adaptive.state.checkpoint import Written
+from hvd_adaptive.state.disk import sync_directory
 from hvd_adaptive.state.nested import flatten_state
 from hvd_adaptive.state.shared_folder import check_shared_folder
 
@@ -335,7 +336,7 @@ class Checkpointer:
                     files[name] = checkpoint.write_state(part / name, skeleton, tensors)
                 for path in added:
                     files[path.name] = checkpoint.measure_file(path, sync=True)
-                checkpoint.sync_directory(part)
+                sync_directory(part)
         except Exception as failure:
             # Whatever it is: rank 0 waits for the report.
             error = str(failure) or repr(failure)

@@ -34,7 +34,7 @@ from hvd_adaptive.engine.batches import Batch, BatchSource
 from hvd_adaptive.engine.emulation import compute_seconds
 from hvd_adaptive.engine.learning_rate import LearningRateMultiplier
 from hvd_adaptive.engine.out_of_memory import begun_step_error, is_out_of_memory
-from hvd_adaptive.engine.records import GatheredStats, RoundRecord, RoundStats
+from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.engine.replay import Replay, RoundClaims, round_claims, run_identity
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.session.handed_out import HandedOut
@@ -365,7 +365,7 @@ class Session:
         stats.preempted = float(self.preemption.signal_number)
         for add_to in self.before_gather:
             add_to(stats)
-        final = GatheredStats(self.transport.allgather_stats(stats.vector()))
+        final = stats.gather(self.transport.allgather_stats)
         self.train_s = float(final["train_s"].max())
         self._round_start = 0.0
         self.preempted = int(final["preempted"].max())

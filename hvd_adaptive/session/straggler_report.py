@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_adaptive.algorithm.statistics import Gathered
 from hvd_adaptive.algorithm.straggler import StragglerWatch
 from hvd_adaptive.comm.protocols import Transport
-from hvd_adaptive.engine.records import GatheredStats
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class StragglerReport:
         self._watch = StragglerWatch(transport.world_size, limit=limit) if limit else None
         self._places: list[tuple[str, str]] = transport.allgather_object((transport.host, str(device)))
 
-    def add_round(self, stats: GatheredStats) -> list[dict[str, Any]]:
+    def add_round(self, stats: Gathered) -> list[dict[str, Any]]:
         """Returns the stragglers after a round, as rounds.jsonl has them.
 
         Args:

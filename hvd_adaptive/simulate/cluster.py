@@ -6,14 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hvd_adaptive.algorithm.statistics import Array
 from hvd_adaptive.compress.codec import Codec
 from hvd_adaptive.simulate.links import Links
 from hvd_adaptive.simulate.scenario_options import ClusterConfig
 from hvd_adaptive.simulate.units import parse_factors, parse_rate, parse_seconds
-
-Array = NDArray[np.float64]
 
 # Operations on the store's one thread: a claim reads the cursor and moves it; once the last rank is there, each is told and
 # asks whether all meet at the same place.

@@ -6,12 +6,10 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvd_adaptive.algorithm.slowdown import Slowdown
+from hvd_adaptive.algorithm.statistics import Array
 from hvd_adaptive.simulate.cluster import Cluster
-
-Array = NDArray[np.float64]
 
 _BLOCK = 1 << 14
 # Until the lengths of steps that lengthen each other settle.

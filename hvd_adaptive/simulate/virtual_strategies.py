@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvd_adaptive.algorithm.batch_sizes import speed_shares
 from hvd_adaptive.algorithm.ledger import ClaimRule, own_parts, steps_ahead
-from hvd_adaptive.algorithm.round_control import RoundControl
+from hvd_adaptive.algorithm.round_control import RoundControl, round_weights
 from hvd_adaptive.algorithm.share_control import ShareControl
 from hvd_adaptive.algorithm.shares import global_batches
+from hvd_adaptive.algorithm.statistics import Array
 from hvd_adaptive.compress.codec import Codec
 from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.config import Config
 from hvd_adaptive.simulate.cluster import Cluster
 from hvd_adaptive.simulate.step_times import StepTimes
 from hvd_adaptive.simulate.virtual_claims import Cursor, play_claims
-
-Array = NDArray[np.float64]
 
 
 @dataclass(kw_only=True)
@@ -47,18 +45,30 @@ class Round:
     num_steps: float
 
 
-class VirtualStrategy(Protocol):
+class VirtualStrategy:
     """One way of training, in virtual time.
+
+    Args:
+        config: the rules.
+        cluster: what they meet.
+        steps: how long steps take.
+        num_bytes: of an exchange.
 
     Attributes:
         round_unit: a round is a whole number of so many samples, except at the end of an epoch.
     """
 
-    round_unit: int
+    def __init__(self, config: Config, cluster: Cluster, steps: StepTimes, num_bytes: float) -> None:
+        self._config = config
+        self._cluster = cluster
+        self._steps = steps
+        self._exchange_s, self._sent_bytes = exchange_cost(cluster, config, num_bytes)
+        self.round_unit = 1
 
     @property
     def mega_batch(self) -> int:
         """Samples of the next round."""
+        return self._config.mega_batch_samples
 
     def play(self, num_samples: int, start_s: float) -> tuple[float, dict[str, Array], float, float]:
         """Plays a round up to its merge.
@@ -66,30 +76,21 @@ class VirtualStrategy(Protocol):
         Returns:
             The second at which it is over, the ranks' statistics, the bytes each rank sent, and the steps.
         """
+        raise NotImplementedError
 
     def after_round(self, done: Round, dataset_size: int) -> None:
         """Learns from a completed round."""
 
 
-class VirtualLocal:
-    """Strategy ``local``: claims or parts of one's own, and merges.
-
-    Args:
-        config: the rules.
-        cluster: what they meet.
-        steps: how long steps take.
-    """
+class VirtualLocal(VirtualStrategy):
+    """Strategy ``local``: claims or parts of one's own, and merges."""
 
     def __init__(self, config: Config, cluster: Cluster, steps: StepTimes) -> None:
-        self._config = config
-        self._cluster = cluster
-        self._steps = steps
+        super().__init__(config, cluster, steps, cluster.model_bytes)
         self._control = RoundControl(config, cluster.world_size, speaks=False)
         self._sizes = np.full(cluster.world_size, float(config.batch_size))
         self._shares = np.full(cluster.world_size, 1.0 / cluster.world_size)
         self._exchanged_s = 0.0
-        self.round_unit = 1
-        self._exchange_s, self._sent_bytes = exchange_cost(cluster, config, cluster.model_bytes)
 
     @property
     def mega_batch(self) -> int:
@@ -129,7 +130,7 @@ class VirtualLocal:
             control_s=np.full(world_size, cluster.control_s),
         )
         # The weights do not change what a round costs, but a rule that cannot weigh these statistics would end a real run.
-        self._control.weights(stats)
+        round_weights(self._config, stats)
         self._shares = speed_shares(stats["work"], stats["busy_s"])
         self._sizes = self._control.next_batch_sizes(self._sizes, stats, warming_up=False)
         meet_s = last_s + cluster.control_s
@@ -150,33 +151,19 @@ class VirtualLocal:
         return waited_s + self._cluster.own_merge_s
 
 
-class VirtualSync:
+class VirtualSync(VirtualStrategy):
     """Strategies ``sync`` and ``horovod``: all ranks make every step together.
-
-    Args:
-        config: the rules.
-        cluster: what they meet.
-        steps: how long steps take.
 
     Raises:
         ValueError: if the global batch has too few samples for the ranks.
     """
 
     def __init__(self, config: Config, cluster: Cluster, steps: StepTimes) -> None:
-        self._config = config
-        self._cluster = cluster
-        self._steps = steps
-        self.round_unit = 1
-        self._exchange_s, self._sent_bytes = exchange_cost(cluster, config, cluster.gradient_bytes)
+        super().__init__(config, cluster, steps, cluster.gradient_bytes)
         self._shares: ShareControl | None = None
         if config.strategy == "sync":
             self.round_unit = config.global_batch_size or config.batch_size * cluster.world_size
             self._shares = ShareControl(config, cluster.world_size, global_batch_size=self.round_unit, smallest=1)
-
-    @property
-    def mega_batch(self) -> int:
-        """Samples of a round."""
-        return self._config.mega_batch_samples
 
     def play(self, num_samples: int, start_s: float) -> tuple[float, dict[str, Array], float, float]:
         """Plays a round; see :class:`VirtualStrategy`."""
@@ -214,9 +201,6 @@ class VirtualSync:
         # In a real run this is a part of the waiting.
         stats["merge_s"] = np.full(world_size, exposed_s)
         return now + cluster.control_s, stats, num_steps * self._sent_bytes, float(num_steps)
-
-    def after_round(self, done: Round, dataset_size: int) -> None:
-        """All was decided when the round ended."""
 
     def _steps_of(self, num_samples: int) -> Iterator[Array]:
         """Yields the ranks' samples of each step, shape (world_size,)."""

@@ -11,7 +11,6 @@ A safetensors file holds the tensors of a state, and in its metadata the rest of
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hvd_adaptive.state.disk import sync_directory, sync_file
 from hvd_adaptive.state.nested import unflatten_state
 from hvd_adaptive.validation import parse_json
 
@@ -118,8 +118,7 @@ def write_state(path: Path, skeleton: Any, tensors: dict[str, Tensor]) -> Writte
                     digest.update(chunk)
                     file.write(chunk)
             num_bytes = file.tell()
-            file.flush()
-            os.fsync(file.fileno())
+            sync_file(file)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from None
     return Written(num_bytes, digest.hexdigest())
@@ -158,7 +157,7 @@ def measure_file(path: Path, *, sync: bool = False) -> Written:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         if sync:
-            os.fsync(file.fileno())
+            sync_file(file)
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
         return Written(file.tell(), digest.hexdigest())
@@ -196,8 +195,7 @@ def commit(part: Path, final: Path, files: dict[str, Written], content: dict[str
     try:
         with manifest.open("x", encoding="utf-8") as file:
             json.dump({**body, "sha256": _digest(body)}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+            sync_file(file)
         sync_directory(part)
         if final.exists():
             remove(final)
@@ -205,16 +203,6 @@ def commit(part: Path, final: Path, files: dict[str, Written], content: dict[str
         sync_directory(final.parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(error.filename or manifest)) from None
-
-
-def sync_directory(path: Path) -> None:
-    """Forces a directory's entries to the disk; some network file systems cannot, and need not."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def remove(path: Path) -> None:

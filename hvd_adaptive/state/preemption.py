@@ -22,12 +22,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from hvd_adaptive.exit_codes import EXIT_PREEMPTED
+
 if TYPE_CHECKING:
     from hvd_adaptive.comm.protocols import Transport
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
-# EX_TEMPFAIL of sysexits.h: start it again and it goes on.
-EXIT_PREEMPTED = 75
 # Launchers may deliver one signal twice: srun its own and slurmstepd's, mpirun to a rank and to its group.
 _SAME_SIGNAL_S = 2.0
 # Rank 0 speaks for all.

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
-from hvd_adaptive.engine.records import Array, GatheredStats, RoundStats
+from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.strategies.synchronous import FixedWorkStrategy, SynchronousClock
 
@@ -62,11 +63,11 @@ class HorovodStrategy(FixedWorkStrategy):
             self._reduced.close()
             yield batch
 
-    def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
+    def end_round(self, stats: RoundStats) -> tuple[Gathered, Array, int]:
         """Gathers the statistics. COLLECTIVE. Waiting is the time in Horovod's synchronize, the exchange included."""
         payload_bytes = self._clock.payload_bytes
         self._clock.end_round(stats)
-        gathered = GatheredStats(self._transport.allgather_stats(stats.vector()))
+        gathered = stats.gather(self._transport.allgather_stats)
         self._forget_round()
         return gathered, np.full(self._transport.world_size, 1.0 / self._transport.world_size), payload_bytes
 

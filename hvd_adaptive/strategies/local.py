@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,23 +14,17 @@ from torch.optim import Optimizer
 
 from hvd_adaptive.algorithm.batch_sizes import lr_multiplier, speed_shares
 from hvd_adaptive.algorithm.ledger import ClaimRule, MegaBatch, own_parts
-from hvd_adaptive.algorithm.outer_step import OuterStep
 from hvd_adaptive.algorithm.round_control import RoundControl
-from hvd_adaptive.comm.protocols import AgreedError, Transport, agree_equal
+from hvd_adaptive.algorithm.statistics import Array, Gathered
+from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.config import Config
-from hvd_adaptive.engine import optimizer_state
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows, prefetched
 from hvd_adaptive.engine.claims import Claim, Claims, OwnPart, SharedCursor
-from hvd_adaptive.engine.flat_model import FlatModel
-from hvd_adaptive.engine.merge_rule import make_merge_rule
+from hvd_adaptive.engine.merge import Merge
 from hvd_adaptive.engine.out_of_memory import MemoryCeiling
-from hvd_adaptive.engine.overlap import OverlappedMerge
-from hvd_adaptive.engine.records import Array, GatheredStats, RoundRecord, RoundStats
+from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.engine.replay import RecordedClaims, RoundClaims, WatchedClaims
-from hvd_adaptive.engine.row_merge import RowMerge
 from hvd_adaptive.engine.strategy import OwnState
-from hvd_adaptive.engine.touched_rows import TouchedRows, sparse_parameters, why_dense
-from hvd_adaptive.exchange.compressed import CompressedSum
 
 log = logging.getLogger(__name__)
 
@@ -45,32 +37,22 @@ class LocalStrategy:
         batch_sizes: the ranks' batch sizes, samples, shape (world_size,), equal on every rank.
         round_unit: 1, rounds may have any number of samples.
         inexact: empty.
+        merge: what makes the ranks' models one.
+        flat_model: its global model.
         repeat: this rank's claims of the next round, from a recording; None: from the shared cursor.
         claimed: this rank's claims of the round.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
         self.optimizer = optimizer
-        config = self._config = optimizer_state.with_defaults(
-            config, optimizer, [p for p in model.parameters() if p.requires_grad]
-        )
+        self.merge = Merge(model, optimizer, config, transport)
+        config = self._config = self.merge.config
         self._transport = transport
-        touched = self._mark_rows(model)
-        self.flat_model = FlatModel(model, transport, touched)
-        self._rows = self._row_merge()
-        self._set_rule(model)
+        self.flat_model = self.merge.flat_model
+        if (rule := self.merge.rule) is not None:
+            optimizer.register_step_pre_hook(lambda *_: rule.before_step())
+            optimizer.register_step_post_hook(lambda *_: rule.after_step())
         self._round = 0
-        self._outer = OuterStep.of(config)
-        if config.compression != "none":
-            infos = [info for group in self.flat_model.parameter_groups for info in group.infos]
-            self.flat_model.compressed = CompressedSum(
-                config, transport, infos, devices=[self.flat_model.device], auto_bits=config.auto_bits
-            )
-        self._overlap = None
-        if config.overlap_merge:
-            self._overlap = OverlappedMerge(self.flat_model, self._outer, transport)
-        self._state_rule = optimizer_state.rule(config, optimizer)
-        self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
         self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
         self._shares = np.full(transport.world_size, 1.0 / transport.world_size)
         self.round_unit = 1
@@ -129,8 +111,8 @@ class LocalStrategy:
 
     def drain(self) -> None:
         """Merges what an overlapped merge has on the way. COLLECTIVE."""
-        if self._overlap is not None:
-            self._overlap.drain_()
+        if self.merge.overlap is not None:
+            self.merge.overlap.drain_()
 
     def round_batches(
         self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats
@@ -145,9 +127,10 @@ class LocalStrategy:
             stats: gets the seconds spent waiting for batches.
         """
         self._dataset_size = len(source)
-        if self._overlap is not None:
+        overlap = self.merge.overlap
+        if overlap is not None:
             start = time.perf_counter()
-            self._overlap.start_round_()
+            overlap.start_round_()
             stats.merge_s += time.perf_counter() - start
         mega_batch = self._mega_batch = MegaBatch(rows, work)
         rank = self._transport.rank
@@ -178,17 +161,11 @@ class LocalStrategy:
                     return source.load(claimed, stop - start)
             return None
 
-        @contextmanager
-        def timed() -> Iterator[None]:
-            start = time.perf_counter()
-            yield
-            stats.claim_s += time.perf_counter() - start
-
-        for batch in prefetched(fetch, timed):
+        for batch in prefetched(fetch, stats.waiting_for_data):
             number, parts = loaded.popleft()
-            sizes = yield from self._memory.batches(batch, parts, source, timed)
-            if self._overlap is not None:
-                self._overlap.poll()
+            sizes = yield from self._memory.batches(batch, parts, source, stats.waiting_for_data)
+            if overlap is not None:
+                overlap.poll()
             claims.taken[number] = (*claims.taken[number][:2], *sizes)
 
     def close_round(self) -> None:
@@ -222,7 +199,7 @@ class LocalStrategy:
         edges = own_parts(shares, total_work)
         return OwnPart(int(edges[rank]), int(edges[rank + 1]))
 
-    def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
+    def end_round(self, stats: RoundStats) -> tuple[Gathered, Array, int]:
         """Merges the ranks' models and rebalances. COLLECTIVE.
 
         Args:
@@ -237,149 +214,53 @@ class LocalStrategy:
         start = time.perf_counter()
         interval = self._config.hash_interval
         # With the session's check of hashes, so that a write which it would find is found here first, and merged.
-        if self._overlap is not None:
-            finite = self._overlap.compute_progress()
-        else:
-            finite = self.flat_model.compute_delta(verify=interval > 0 and (self._round + 1) % interval == 0)
-        stats.finite = float(finite)
+        self.merge.measure_(stats, verify=interval > 0 and (self._round + 1) % interval == 0)
         stats.ceiling = self._memory.samples if np.isfinite(self._memory.samples) else 0.0
-        if self._config.perturbation:
-            stats.norm_per_parameter = self.flat_model.norm_per_parameter()
-        stats.state_checksum = optimizer_state.checksum(self.optimizer) if self._state_rule == "average" else 0.0
         delta_s = time.perf_counter() - start
         stats.wait_s = self._transport.rendezvous("round")
 
         start = time.perf_counter()
-        gathered = GatheredStats(self._transport.allgather_stats(stats.vector()))
+        gathered = stats.gather(self._transport.allgather_stats)
         self._check_claims(int(gathered["handed_samples"].sum()))
-        all_finite = gathered["finite"] > 0
-        weight = self._weights(gathered)
+        weight = self.merge.weights(gathered)
         self._rebalance(gathered)
         stats.control_s = time.perf_counter() - start
 
         start = time.perf_counter()
-        rank = self._transport.rank
-        convex = weight / weight.sum()
-        if self._rows is not None:
-            self._rows.exchange()
-        self.flat_model.weigh_(convex)
-        own, own_buffers = float(weight[rank]), float(convex[rank])
-        if self._overlap is not None:
-            self._overlap.merge_(weight=own, buffer_weight=own_buffers)
-        else:
-            self.flat_model.merge_(self._outer, weight=own, buffer_weight=own_buffers, rows=self._rows)
-        if self._rows is not None:
-            stats.merge_rows = self._rows.num_rows
-            self._rows.observe(time.perf_counter() - start, self.flat_model.payload_bytes)
-        checksums = gathered["state_checksum"]
-        agreed = bool((checksums == checksums[0]).all())
-        self._merge_optimizer_state(finite=finite, weight=float(convex[rank]), agreed=agreed)
-        if not all_finite.all() and rank == 0:
-            log.warning(
-                "ranks %s had NaN or Inf in their parameters: they contributed nothing and start again from the merged model. "
-                "If this repeats, lower --lr.",
-                np.flatnonzero(~all_finite).tolist(),
-            )
-        if rank == 0 and self._cursor is not None:
+        self.merge.apply_(gathered, weight)
+        stats.merge_rows = self.merge.num_rows
+        if self._transport.rank == 0 and self._cursor is not None:
             self._cursor.forget()
         stats.merge_s += delta_s + time.perf_counter() - start
         return gathered, weight, self.flat_model.payload_bytes
 
-    def _mark_rows(self, model: nn.Module) -> dict[int, TouchedRows]:
-        config = self._config
-        if config.overlap_merge or config.compression != "none" or config.sparse_merge == "never":
-            return {}
-        touched, refused = {}, []
-        for name, parameter in sparse_parameters(model).items():
-            if (reason := why_dense(self.optimizer, parameter)) is None:
-                touched[id(parameter)] = TouchedRows(name, parameter, self.optimizer)
-            else:
-                refused.append(f"{name} is stepped by {reason}")
-        agree_equal(
-            self._transport,
-            {"sparse parameters": [t.name for t in touched.values()]},
-            "Give every rank the same model with the same sparse=True.",
-        )
-        if not touched and config.sparse_merge == "always":
-            raise ValueError(
-                "sparse_merge 'always' needs an nn.Embedding or nn.EmbeddingBag with sparse=True and an optimizer whose step "
-                "changes only rows with a gradient (SGD without momentum and weight decay, Adagrad, SparseAdam, those of "
-                f"hvd_adaptive), got {'; '.join(refused) or 'a model without sparse gradients'}"
-            )
-        if refused and self._transport.rank == 0:
-            log.warning("all rows of sparse parameters are merged: %s", "; ".join(refused))
-        return touched
-
-    def _set_rule(self, model: nn.Module) -> None:
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        sparse = {id(p) for p in sparse_parameters(model).values()}
-        by_rows = [place for place, p in enumerate(trainable) if id(p) in sparse]
-        rule = make_merge_rule(self._config.weight_rule, self.optimizer, trainable, row_parameters=by_rows)
-        if rule is not None:
-            self.flat_model.rule = rule
-            self.optimizer.register_step_pre_hook(lambda *_: rule.before_step())
-            self.optimizer.register_step_post_hook(lambda *_: rule.after_step())
-
-    def _row_merge(self) -> RowMerge | None:
-        ranges = self.flat_model.row_ranges
-        if not ranges:
-            return None
-        rows_bytes = sum(r.num_rows * r.row_bytes for r in ranges)
-        return RowMerge(
-            ranges,
-            self._transport,
-            # Seconds, by which 'auto' chooses, do not repeat.
-            mode="always" if self._config.repeatable and self._config.sparse_merge == "auto" else self._config.sparse_merge,
-            rest_bytes=self.flat_model.payload_bytes - rows_bytes,
-        )
-
     def state_dict(self) -> dict[str, Any]:
         """Returns the global model, the outer step's velocity, the balance and what an overlapped merge has on the way
         (shared), and this rank's optimizer state and progress."""
-        overlap = {"shared": None, "own": None} if self._overlap is None else self._overlap.state_dict()
-        compressed = None if self.flat_model.compressed is None else self.flat_model.compressed.state_dict()
-        return {
-            "shared": {
-                "model": self.flat_model.state_dict(),
-                "outer": self._outer.state_dict(),
-                "batch_sizes": self.batch_sizes,
-                "shares": self._shares,
-                "warming_up": self._warming_up,
-                "control": self._control.state_dict(),
-                "overlap": overlap["shared"],
-            },
-            "own": {"optimizer": self.optimizer.state_dict(), "overlap": overlap["own"], "compressed": compressed},
+        state = self.merge.state_dict()
+        state["shared"] |= {
+            "batch_sizes": self.batch_sizes,
+            "shares": self._shares,
+            "warming_up": self._warming_up,
+            "control": self._control.state_dict(),
         }
+        return state
 
     def load_state_dict(self, shared: dict[str, Any], own_of: OwnState, *, world_size: int) -> None:
         """Takes over a state; the balance only where the number of ranks is the same, else it starts anew."""
         self._load_shared(shared, world_size=world_size)
-        own = own_of(self._transport.rank % world_size)
-        self.optimizer.load_state_dict(own["optimizer"])
-        if self.flat_model.rule is not None:
-            self.flat_model.rule.restart()
-        if self.flat_model.compressed is not None:
-            self.flat_model.compressed.load_state_dict(own["compressed"])
-        if self._overlap is not None:
-            same = world_size == self._transport.world_size
-            self._overlap.load_state_dict(shared["overlap"], own["overlap"] if same else None)
+        self.merge.load_own(
+            shared, own_of(self._transport.rank % world_size), same_ranks=world_size == self._transport.world_size
+        )
 
     def _load_shared(self, shared: dict[str, Any], *, world_size: int) -> None:
-        self.flat_model.load_state_dict(shared["model"])
-        self._outer.load_state_dict(shared["outer"], device=self.flat_model.device)
+        self.merge.load_shared(shared)
         if world_size == self._transport.world_size:
             self.batch_sizes, self._shares = shared["batch_sizes"].copy(), shared["shares"].copy()
             self._warming_up = shared["warming_up"]
         self._control.load_state_dict(shared["control"])
 
-    def _weights(self, gathered: GatheredStats) -> Array:
-        try:
-            return self._control.weights(gathered)
-        except RuntimeError as error:
-            # Every rank has the same statistics, so every rank is here.
-            raise AgreedError(str(error)) from None
-
-    def _rebalance(self, gathered: GatheredStats) -> None:
+    def _rebalance(self, gathered: Gathered) -> None:
         self._shares = speed_shares(gathered["work"], gathered["busy_s"])
         self.batch_sizes = self._control.next_batch_sizes(
             self.batch_sizes, gathered, warming_up=self._warming_up
@@ -388,10 +269,3 @@ class LocalStrategy:
     def after_round(self, record: RoundRecord) -> None:
         """Chooses the next merge period."""
         self._control.after_round(record, self._dataset_size)
-
-    def _merge_optimizer_state(self, *, finite: bool, weight: float, agreed: bool) -> None:
-        if self._state_rule == "average":
-            unions = {} if self._rows is None else self._rows.unions()
-            optimizer_state.average_(self.optimizer, self._transport, weight, agreed=agreed, unions=unions)
-        if self._state_rule == "reset" or (not finite and self._state_rule == "keep"):
-            optimizer_state.reset_(self.optimizer, self._initial_state)

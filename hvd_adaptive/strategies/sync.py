@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 from hvd_adaptive.algorithm.share_balance import StepWindow
 from hvd_adaptive.algorithm.share_control import ShareControl
 from hvd_adaptive.algorithm.shares import Part, cut_round
+from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.flat_buffers import FlatBuffers
-from hvd_adaptive.engine.records import Array, GatheredStats, RoundStats
+from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.engine.touched_rows import sparse_parameters
 from hvd_adaptive.engine.weighted_gradient import WeightedGradient
@@ -223,7 +224,7 @@ class SyncStrategy(FixedWorkStrategy):
             smallest=self._smallest,
         )
 
-    def end_round(self, stats: RoundStats) -> tuple[GatheredStats, Array, int]:
+    def end_round(self, stats: RoundStats) -> tuple[Gathered, Array, int]:
         """Merges the buffers. COLLECTIVE.
 
         Args:
@@ -244,7 +245,7 @@ class SyncStrategy(FixedWorkStrategy):
         payload_bytes = self._clock.payload_bytes + self._buffers.payload_bytes
         self._clock.end_round(stats)
         stats.wait_s += self._transport.rendezvous("round")
-        gathered = GatheredStats(self._transport.allgather_stats(stats.vector()))
+        gathered = stats.gather(self._transport.allgather_stats)
         self._forget_round()
         self._check_round(gathered)
         shares = self.batch_sizes / self.round_unit
@@ -305,7 +306,7 @@ class SyncStrategy(FixedWorkStrategy):
                 "or unfreezing, so that the ranks exchange the right gradients"
             )
 
-    def _check_round(self, gathered: GatheredStats) -> None:
+    def _check_round(self, gathered: Gathered) -> None:
         if gathered["batch_size"].sum() != self.round_unit:
             raise AgreedError(
                 f"the ranks' shares {gathered['batch_size'].tolist()} do not add up to the global batch of {self.round_unit}: "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -10,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from hvd_adaptive.compress.kernels.dispatch import all_finite
 
 
 class Exchanger(Protocol):
@@ -96,7 +97,7 @@ class SyncOptimizer(Optimizer):
         if not self.step_due:
             return
         self.synchronize()
-        if not all_finite(p.grad for p in self._parameters() if p.grad is not None):
+        if not all_finite(*(p.grad for p in self._parameters() if p.grad is not None)):
             self.num_skipped += 1
             return
         skip = getattr(self._inner, "skip_synchronize", nullcontext)
@@ -122,20 +123,3 @@ class SyncOptimizer(Optimizer):
 
     def _parameters(self) -> Iterator[Tensor]:
         return (p for group in self._inner.param_groups for p in group["params"])
-
-
-@torch.no_grad()
-def all_finite(tensors: Iterator[Tensor]) -> bool:
-    """Returns whether all elements are finite, at the cost of reading them once and of one wait for a GPU.
-
-    Args:
-        tensors: dense or sparse.
-    """
-    values = [t._values() if t.is_sparse else t for t in tensors]
-    # A finite sum proves all elements finite; an overflow does not prove the contrary.
-    if any(v.is_cuda for v in values):
-        norms = torch._foreach_norm([v for v in values if v.numel()])
-        finite = not norms or bool(torch.stack([n.double() for n in norms]).isfinite().all())
-    else:
-        finite = all(math.isfinite(v.sum()) for v in values)
-    return finite or all(bool(v.isfinite().all()) for v in values)

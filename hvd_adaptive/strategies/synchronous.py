@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -212,10 +211,4 @@ def batches_in_order(
         step, load = next(loads, (0, None))
         return load() if load is not None and frontier.begin(step) else None
 
-    @contextmanager
-    def timed() -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        stats.claim_s += time.perf_counter() - start
-
-    yield from prefetched(fetch, timed)
+    yield from prefetched(fetch, stats.waiting_for_data)

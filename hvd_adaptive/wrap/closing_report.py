@@ -7,20 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.wrap.loaders import Loader
 from hvd_adaptive.wrap.reasons import Reason
-
-Array = NDArray[np.float64]
 
 
 @dataclass
 class _Windows:
     """Of one loader: the first and the newest window with equal shares and with others, sums over windows not kept."""
 
-    equal: dict[str, Array] | None = None
-    newest: dict[str, Array] | None = None
+    equal: Gathered | None = None
+    newest: Gathered | None = None
     fractions: tuple[float, ...] | None = None
     num_changes: int = 0
 
@@ -79,7 +77,7 @@ class Report:
         if len(self._averaged) < 4:
             self._averaged[what] = None
 
-    def window(self, loader: Loader, gathered: dict[str, Array]) -> None:
+    def window(self, loader: Loader, gathered: Gathered) -> None:
         """Takes in the ranks' numbers of a loader since the last exchange, and the shares from now on."""
         windows = self._windows.setdefault(id(loader), _Windows())
         if gathered["timed_steps"].all():

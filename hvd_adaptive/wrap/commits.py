@@ -22,14 +22,15 @@ from typing import Any, NoReturn, cast
 
 from torch import Tensor
 
-from hvd_adaptive.cluster.elastic_jobs import EXIT_STOPPED
 from hvd_adaptive.cluster.last_checkpoint import commit_name, commits, number_of
-from hvd_adaptive.cluster.output import EXIT_BAD_INPUT, refuse
+from hvd_adaptive.cluster.output import refuse
 from hvd_adaptive.comm.job_end import end_job
 from hvd_adaptive.comm.protocols import AgreedError, Transport, agree
 from hvd_adaptive.comm.script_world import ScriptWorld
+from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_PREEMPTED
 from hvd_adaptive.session.supervised import lack_of_room, num_bytes
-from hvd_adaptive.state.checkpoint import RefusedError, read_state, sync_directory, write_state
+from hvd_adaptive.state.checkpoint import RefusedError, read_state, write_state
+from hvd_adaptive.state.disk import sync_directory
 from hvd_adaptive.state.nested import flatten_state
 from hvd_adaptive.state.shared_folder import check_shared_folder
 from hvd_adaptive.wrap.launched import Launched
@@ -250,7 +251,7 @@ class Commits:
         self._launched.say("stopped")
         # Else the first rank to leave would have the launcher end rank 0 while it writes.
         self._hvd.barrier()
-        raise SystemExit(EXIT_STOPPED)
+        raise SystemExit(EXIT_PREEMPTED)
 
 
 def _abort() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import logging
 import time
 import zlib
@@ -18,15 +16,10 @@ from torch import Tensor, nn
 
 from hvd_adaptive.algorithm.batch_sizes import lr_multiplier
 from hvd_adaptive.algorithm.merge_period import LEAST_MERGES_AN_EPOCH, MergePeriod
-from hvd_adaptive.algorithm.merge_weights import ROW_RULES, merge_weights
-from hvd_adaptive.algorithm.outer_step import OuterStep
+from hvd_adaptive.algorithm.statistics import Gathered
 from hvd_adaptive.comm.protocols import Transport
-from hvd_adaptive.engine import optimizer_state
-from hvd_adaptive.engine.flat_model import FlatModel
 from hvd_adaptive.engine.learning_rate import LearningRateMultiplier
-from hvd_adaptive.engine.merge_rule import make_merge_rule
-from hvd_adaptive.engine.touched_rows import sparse_parameters
-from hvd_adaptive.exchange.compressed import CompressedSum
+from hvd_adaptive.engine.merge import Merge, MergeStats
 from hvd_adaptive.wrap.run_options import RunConfig
 
 log = logging.getLogger(__name__)
@@ -35,21 +28,19 @@ log = logging.getLogger(__name__)
 _BATCHES_A_ROUND = 50
 
 
-@dataclass
-class Round:
-    """What one rank did since the last merge.
+@dataclass(slots=True)
+class Round(MergeStats):
+    """What one rank did since the last merge, beside the fields of :class:`MergeStats`. A batch whose samples are not known
+    counts as one sample.
 
     Attributes:
         present: 1; a rank that has called hvd.join() shows as 0 in the sum of all rows.
         num_calls: steps of all ranks together, as they are counted: also those that this rank left out (GradScaler).
-        num_updates: steps that this rank's optimizer took.
-        num_samples: samples of its batches; 1 a batch where they are not known.
         global_samples: samples of the ranks' batches together.
         epoch_samples: samples of a pass of the script's loader over all ranks; 0: not known.
         step_s: seconds of computing, stretched to all steps.
         merge_s: seconds of the merge before, waiting for other ranks excluded.
         lr: learning rate of the first group of parameters, as the script has it.
-        finite: 1 if the rank's parameters are finite.
         checksum: of the global model after the merge before; 0: not looked at.
         generation: merges that this rank's global model has seen; fewer after hvd.join().
         period: steps to the next merge but one, as this rank proposes; 0: nothing yet.
@@ -58,21 +49,15 @@ class Round:
 
     present: float = 1.0
     num_calls: float = 0.0
-    num_updates: float = 0.0
-    num_samples: float = 0.0
     global_samples: float = 0.0
     epoch_samples: float = 0.0
     step_s: float = 0.0
     merge_s: float = 0.0
     lr: float = 0.0
-    finite: float = 1.0
     checksum: float = 0.0
     generation: float = 0.0
     period: float = 0.0
     is_loaded: float = 0.0
-
-
-_FIELDS = tuple(item.name for item in dataclasses.fields(Round))
 
 
 @dataclass
@@ -154,24 +139,13 @@ class Merger:
         config: RunConfig,
         world: Transport,
     ) -> None:
-        self._optimizer = optimizer
         self._config = config
         self._world = world
-        parameters = [parameter for _, parameter in named]
-        rules = optimizer_state.with_defaults(config.merging(), optimizer, parameters)
-        # What has one weight a rank, such as buffers, goes by updates beside weights by mass.
-        self._scalar_rule = "updates" if rules.weight_rule in ROW_RULES else rules.weight_rule
-        self._flat = FlatModel(Trained(named, roots), self._world)
-        self._outer = OuterStep.of(rules)
-        if config.compression != "none":
-            infos = [info for group in self._flat.parameter_groups for info in group.infos]
-            self._flat.compressed = CompressedSum(rules, self._world, infos, devices=[self._flat.device])
-        sparse = {id(p) for root in roots for p in sparse_parameters(root).values()}
-        by_rows = [place for place, p in enumerate(parameters) if id(p) in sparse]
-        self._flat.rule = make_merge_rule(rules.weight_rule, optimizer, parameters, row_parameters=by_rows)
-        self._state_rule = optimizer_state.rule(rules, optimizer)
+        self._engine = Merge(
+            Trained(named, roots), optimizer, config.merging(), world, parameters=[p for _, p in named], modules=roots
+        )
+        self._flat = self._engine.flat_model
         self._multiplier = LearningRateMultiplier(optimizer)
-        self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
         self._period: MergePeriod | None = None
         self._largest_lr = 0.0
         self._round = Round()
@@ -183,7 +157,7 @@ class Merger:
         self.num_calls = 0
         self.is_due = False
         self.stream: Any = None
-        self.log = MergeLog(optimizer_state=self._state_rule)
+        self.log = MergeLog(optimizer_state=self._engine.state_rule)
 
     def begin_step(self, *, num_samples: int, global_samples: int, epoch_samples: int) -> None:
         """Counts a step, before the optimizer takes it.
@@ -198,8 +172,8 @@ class Merger:
         this.num_samples += num_samples or 1
         this.global_samples += global_samples or world_size
         this.epoch_samples = epoch_samples
-        if self._flat.rule is not None:
-            self._flat.rule.before_step()
+        if self._engine.rule is not None:
+            self._engine.rule.before_step()
         self._multiplier.value = 1.0
         if num_samples:
             self._multiplier.value = lr_multiplier(
@@ -214,16 +188,16 @@ class Merger:
 
     def end_step(self) -> None:
         """Counts a step that the optimizer has taken."""
-        if self._flat.rule is not None:
-            self._flat.rule.after_step()
+        if self._engine.rule is not None:
+            self._engine.rule.after_step()
         self._round.num_updates += 1
 
     @torch.no_grad()
     def loaded(self) -> None:
         """Takes note that the script has loaded weights into the model: they are where this rank's steps start from."""
         self._flat.rebind()
-        if self._flat.rule is not None:
-            self._flat.rule.restart()
+        if self._engine.rule is not None:
+            self._engine.rule.restart()
         for group in self._flat.groups:
             for base, tensor in zip(group.slices(group.weights), group.tensors, strict=True):
                 base.copy_(tensor)
@@ -238,7 +212,8 @@ class Merger:
         begin = time.perf_counter()
         self._flat.rebind()
         this, num_timed = self._round, self._timed[0]
-        this.finite = float(self._flat.compute_delta())
+        this.batch_size = max(this.num_samples / max(self.num_calls, 1), 1e-9)
+        self._engine.measure_(this)
         this.num_calls, this.merge_s, this.checksum = self.num_calls, self._last_merge_s, self._checksum
         this.generation, this.period = self._generation, self._proposal
         this.step_s = self._timed[1] * self.num_calls / num_timed if num_timed else 0.0
@@ -249,7 +224,8 @@ class Merger:
         root = int(np.argmax(np.where(gathered["present"] > 0, gathered["generation"], -1.0)))
         self._agree_on_base(gathered, root)
         if gathered["num_updates"].sum():
-            self._apply(gathered)
+            self.log.weight = self._engine.weights(gathered)
+            self._engine.apply_(gathered, self.log.weight, present=gathered["present"] > 0)
         self._last_merge_s = delta_s + time.perf_counter() - begin
         self.log.merge_s += self._last_merge_s
         self.log.num_merges += 1
@@ -260,15 +236,14 @@ class Merger:
         self._round, self._timed = Round(), [0, 0.0]
         self.num_calls, self.is_due = 0, False
 
-    def _gather(self, this: Round) -> dict[str, NDArray[np.float64]]:
+    def _gather(self, this: Round) -> Gathered:
         """All ranks' rows, by a sum, which works beside ranks that have joined."""
-        rows = torch.zeros(self._world.world_size, len(_FIELDS), dtype=torch.float64)
-        rows[self._world.rank] = torch.tensor(dataclasses.astuple(this), dtype=torch.float64)
-        self._world.allreduce_sum_(rows, name="round")
-        return dict(zip(_FIELDS, rows.numpy().T, strict=True))
+        rows = this.table(rank=self._world.rank, world_size=self._world.world_size)
+        self._world.allreduce_sum_(torch.from_numpy(rows), name="round")
+        return Round.by_name(rows)
 
     @torch.no_grad()
-    def _agree_on_base(self, gathered: dict[str, NDArray[np.float64]], root: int) -> None:
+    def _agree_on_base(self, gathered: Gathered, root: int) -> None:
         """Sees to it that the ranks' deltas are from one global model. COLLECTIVE."""
         present, is_loaded = gathered["present"] > 0, gathered["is_loaded"] > 0
         if is_loaded.any() or len(set(gathered["generation"][present])) > 1:
@@ -279,18 +254,18 @@ class Merger:
                 self._flat.compressed.reset()
             for group in self._flat.groups:
                 self._take_from(root, group.weights, group.name)
-            for index, start in enumerate(self._flat.rule.starts() if self._flat.rule is not None else ()):
+            for index, start in enumerate(self._engine.rule.starts() if self._engine.rule is not None else ()):
                 self._take_from(root, start, f"accumulators.{index}")
             for group in self._flat.parameter_groups:
-                velocity = self._outer.velocity_of(group.weights)
+                velocity = self._engine.outer.velocity_of(group.weights)
                 if velocity is not None and is_loaded.any():
                     velocity.zero_()
                 elif velocity is not None:
                     self._take_from(root, velocity, group.name)
             if is_loaded.any():
-                self._outer.growth.zero_()
+                self._engine.outer.growth.zero_()
             else:
-                self._take_from(root, self._outer.growth, "growth")
+                self._take_from(root, self._engine.outer.growth, "growth")
             self._flat.compute_delta()
             return
         checksums = gathered["checksum"][present]
@@ -306,47 +281,7 @@ class Merger:
             values.zero_()
         self._world.allreduce_sum_(values, f"base.{name}")
 
-    def _apply(self, gathered: dict[str, NDArray[np.float64]]) -> None:
-        rank, finite = self._world.rank, gathered["finite"] > 0
-        try:
-            weight = merge_weights(
-                self._scalar_rule,
-                num_updates=gathered["num_updates"],
-                num_samples=gathered["num_samples"],
-                batch_sizes=np.maximum(gathered["num_samples"] / np.maximum(gathered["num_calls"], 1), 1e-9),
-                finite=finite,
-            )
-        except RuntimeError:
-            if finite.any():
-                raise  # It is something else.
-            raise RuntimeError(
-                "the parameters of ALL ranks hold NaN or Inf: the script's training has diverged. Lower its learning rate, or "
-                "merge more often (--mega-batch)"
-            ) from None
-        convex = weight / weight.sum()
-        compressed, everyone = self._flat.compressed, bool(gathered["present"].all())
-        if not everyone:
-            # Ranks that have joined take part in plain sums only.
-            self._flat.compressed = None
-        self._flat.weigh_(convex)
-        self._flat.merge_(self._outer, weight=float(weight[rank]), buffer_weight=float(convex[rank]))
-        self._flat.compressed = compressed
-        self.log.weight = weight
-        kind = self._state_rule
-        if kind == "average" and everyone:
-            optimizer_state.average_(self._optimizer, self._world, float(convex[rank]))
-        # Beside ranks that have joined nothing was averaged.
-        if kind == "reset" or (not finite[rank] and (kind == "keep" or (kind == "average" and not everyone))):
-            optimizer_state.reset_(self._optimizer, self._initial_state)
-        broken = np.flatnonzero((gathered["present"] > 0) & ~finite)
-        if len(broken) and rank == 0:
-            log.warning(
-                "ranks %s had NaN or Inf in their parameters: they contributed nothing and start again from the merged model. "
-                "If this repeats, lower the script's learning rate.",
-                broken.tolist(),
-            )
-
-    def _set_period(self, gathered: dict[str, NDArray[np.float64]], root: int) -> None:
+    def _set_period(self, gathered: Gathered, root: int) -> None:
         num_calls, samples, lr = (float(gathered[name][root]) for name in ("num_calls", "global_samples", "lr"))
         if not num_calls:
             return

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hvd_adaptive.cluster.binding import read_launcher, starts_alone
-from hvd_adaptive.cluster.elastic_jobs import EXIT_STOPPED
 from hvd_adaptive.cluster.output import refuse
+from hvd_adaptive.exit_codes import EXIT_PREEMPTED
 from hvd_adaptive.wrap.compilers import intercept_compile
 from hvd_adaptive.wrap.graphs import intercept_backward
 from hvd_adaptive.wrap.loaders import intercept_loaders
@@ -156,7 +156,7 @@ def run_script(
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
         if isinstance(leave.code, str):
             print(leave.code, file=sys.stderr)
-        if launched is not None and code not in (0, EXIT_STOPPED):
+        if launched is not None and code not in (0, EXIT_PREEMPTED):
             launched.say("raised", any_rank=True)
         if code:
             for action in engine.on_failure:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.wrap.closing_report import Report
 from hvd_adaptive.wrap.loaders import IndexStream, Loader
 from hvd_adaptive.wrap.reasons import Reason, mask
 from hvd_adaptive.wrap.run_options import RunConfig, check_shares, parse_shares
-from hvd_adaptive.wrap.share_rules import Array, Controller, Window, judge, pack, unpack
+from hvd_adaptive.wrap.share_rules import Controller, Window, judge, pack, unpack
 
 # Looks at the speeds come early at first, as every equal step before them is slow.
 _FIRST_EXCHANGES = (4, 8, 12, 16)
@@ -122,7 +123,7 @@ class Shares:
             loader.controller = Controller(self._world_size, pinned=self._pinned)
         return loader.controller
 
-    def _decide(self, stream: IndexStream | None, gathered: dict[str, Array], agreed: Array) -> None:
+    def _decide(self, stream: IndexStream | None, gathered: Gathered, agreed: Array) -> None:
         """Changes the shares, on every rank alike, from the first batch that no rank has handed out yet."""
         reasons = judge(gathered)
         if Reason.JOIN in reasons:
@@ -136,7 +137,7 @@ class Shares:
         if self.config.dry_run and self._num_steps >= (_TRIAL_OVER if is_tried else _TRIAL):
             raise DryRunOver(0)
 
-    def _change(self, stream: IndexStream, gathered: dict[str, Array], reasons: set[Reason], agreed: Array) -> None:
+    def _change(self, stream: IndexStream, gathered: Gathered, reasons: set[Reason], agreed: Array) -> None:
         loader = stream.loader
         loader.smallest = int(gathered["smallest"].max())
         lengths = set(gathered["num_batches"])

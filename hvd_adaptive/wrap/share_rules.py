@@ -10,35 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvd_adaptive.algorithm.share_balance import ShareBalance, StepWindow
+from hvd_adaptive.algorithm.statistics import Array, Gathered, Statistics
 from hvd_adaptive.wrap.reasons import Reason, unmask
-
-Array = NDArray[np.float64]
-
-FIELDS = (
-    "present",
-    "reasons",
-    "num_delivered",
-    "num_handed",
-    "checksum",
-    "dataset",
-    "num_samples",
-    "global_samples",
-    "num_steps",
-    "timed_steps",
-    "timed_samples",
-    "timed_global_samples",
-    "compute_s",
-    "compute_sq",
-    "wait_s",
-    "smallest",
-    "num_batches",
-    "wall_steps",
-    "wall_s",
-)
-
 
 # What shares follow, and of how many steps at the least: a step or two say more of the machine's other work than of speeds.
 _POOLED = ("timed_steps", "timed_samples", "timed_global_samples", "compute_s", "compute_sq")
@@ -49,9 +24,10 @@ _SURE_GAIN = 0.3
 
 
 @dataclass
-class Window:
-    """One rank's numbers since the last exchange; the fields are those of :data:`FIELDS`."""
+class Window(Statistics):
+    """One rank's numbers since the last exchange; ``present`` is 0 for one that has called hvd.join()."""
 
+    present: int = 1
     reasons: int = 0
     num_delivered: int = 0
     num_handed: int = 0
@@ -71,25 +47,19 @@ class Window:
     wall_steps: int = 0
     wall_s: float = 0.0
 
-    def row(self) -> Array:
-        """Returns the numbers in the order of :data:`FIELDS`."""
-        return np.array([1.0, *(float(getattr(self, name)) for name in FIELDS[1:])])
-
 
 def pack(window: Window, proposal: Array, *, world_size: int, rank: int) -> Array:
-    """Returns this rank's addend to the exchanged vector, shape (world_size * len(FIELDS) + world_size,)."""
-    rows = np.zeros((world_size, len(FIELDS)))
-    rows[rank] = window.row()
-    return np.concatenate([rows.ravel(), proposal if rank == 0 else np.zeros(world_size)])
+    """Returns this rank's addend to the exchanged vector, the table of statistics and the proposal behind each other."""
+    table = window.table(rank=rank, world_size=world_size)
+    return np.concatenate([table.ravel(), proposal if rank == 0 else np.zeros(world_size)])
 
 
-def unpack(summed: Array, *, world_size: int) -> tuple[dict[str, Array], Array]:
+def unpack(summed: Array, *, world_size: int) -> tuple[Gathered, Array]:
     """Returns the ranks' numbers by field, each of shape (world_size,), and rank 0's proposal, shape (world_size,)."""
-    rows = summed[: world_size * len(FIELDS)].reshape(world_size, len(FIELDS))
-    return dict(zip(FIELDS, rows.T, strict=True)), summed[world_size * len(FIELDS) :]
+    return Window.by_name(summed[:-world_size].reshape(world_size, -1)), summed[-world_size:]
 
 
-def judge(gathered: dict[str, Array]) -> set[Reason]:
+def judge(gathered: Gathered) -> set[Reason]:
     """Returns why shares must be equal; the same on every rank.
 
     Raises:
@@ -133,7 +103,7 @@ class Proof:
         self._equal, self._other = np.zeros(2), np.zeros(2)
         self._rest, self._next_rest = 0, self.FIRST_REST
 
-    def rejects(self, gathered: dict[str, Array]) -> bool:
+    def rejects(self, gathered: Gathered) -> bool:
         """Takes in a window; returns whether the shares must be equal now."""
         self._rest = max(self._rest - 1, 0)
         seen = np.array([gathered["wall_steps"].mean(), gathered["wall_s"].mean()])
@@ -179,7 +149,7 @@ class Controller:
         self.world_size = world_size
         self.proposal = np.zeros(world_size) if self._pinned is None else self._pinned
 
-    def propose(self, gathered: dict[str, Array], upper: int | None) -> None:
+    def propose(self, gathered: Gathered, upper: int | None) -> None:
         """Takes in a window and changes the proposal.
 
         Args:

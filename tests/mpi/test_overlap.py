@@ -30,7 +30,7 @@ def check_overlap(transport: Any) -> None:
     expected = model.weight.detach().view(-1).clone()
     velocity = torch.zeros(SIZE, dtype=torch.float64)
     for number in range(ROUNDS):
-        strategy._overlap.start_round_()
+        strategy.merge.overlap.start_round_()
         with torch.no_grad():
             model.weight += progress_of(transport.rank, number)
         strategy.end_round(RoundStats(batch_size=1, num_updates=1, num_samples=1))

@@ -24,10 +24,11 @@ from torch.utils.data import TensorDataset
 from hvd_adaptive.algorithm.batch_sizes import speed_shares
 from hvd_adaptive.algorithm.ledger import epoch_order, own_parts
 from hvd_adaptive.algorithm.round_control import RoundControl
+from hvd_adaptive.algorithm.statistics import Gathered
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.out_of_memory import cut, even_sizes, is_out_of_memory
-from hvd_adaptive.engine.records import FIELDS, GatheredStats, RoundRecord
+from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.session.session import Session
 
 NUM_SAMPLES = 600
@@ -359,7 +360,7 @@ def test_a_ceiling_bounds_one_rank_and_the_others_take_what_it_leaves() -> None:
     assert control.next_batch_sizes(np.full(3, 64.0), gathered, warming_up=False) == pytest.approx([91, 10, 91])
     low = RoundControl(Config(batch_size=64, batch_size_rule="proportional"), world_size=3, speaks=False)
     # Below the configured minimum, and in the warm-up.
-    gathered.values[1, FIELDS.index("ceiling")] = 2
+    gathered["ceiling"][1] = 2
     assert low.next_batch_sizes(np.full(3, 64.0), gathered, warming_up=True).tolist() == [64, 2, 64]
     assert low.next_batch_sizes(np.full(3, 64.0), gathered, warming_up=False)[1] == 2
 
@@ -397,7 +398,7 @@ def test_any_dispatch_consumes_every_sample_once(dispatch: str, world_size: int,
 
 
 def test_equal_parts_whatever_the_speeds_and_parts_by_speed() -> None:
-    def rounds(dispatch: str) -> list[GatheredStats]:
+    def rounds(dispatch: str) -> list[Gathered]:
         config = Config(batch_size=10, mega_batch=200, dispatch=dispatch, slowdown="8,1", merge_weights="uniform")
         return [r.stats for r in LocalWorld(2).run(lambda t: train(t, config, num_epochs=3))[0]["records"]]
 
@@ -495,11 +496,9 @@ def test_the_state_survives_a_restart_and_another_number_of_ranks_keeps_the_peri
     )
 
 
-def statistics(**columns: np.ndarray) -> GatheredStats:
-    values = np.zeros((len(columns["work"]), len(FIELDS)))
-    for name, column in columns.items():
-        values[:, FIELDS.index(name)] = column
-    return GatheredStats(values)
+def statistics(**columns: np.ndarray) -> Gathered:
+    zeros = np.zeros((len(columns["work"]), len(RoundStats.names())))
+    return {**RoundStats.by_name(zeros), **columns}
 
 
 def record(number: int, *, num_samples: int, merge_s: float, round_s: float) -> RoundRecord:

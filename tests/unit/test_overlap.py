@@ -38,7 +38,7 @@ def drift(transport: Transport, *, drain_at: int = -1, **options: Any) -> dict[s
     strategy = LocalStrategy(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport)
     starts, globals_ = [], []
     for number in range(ROUNDS):
-        strategy._overlap.start_round_()
+        strategy.merge.overlap.start_round_()
         starts.append(model.weight.detach().view(-1).clone())
         with torch.no_grad():
             model.weight += progress_of(transport.rank, number).view(3, 4)
@@ -180,7 +180,7 @@ def test_memory_is_one_copy_more() -> None:
     session = LocalWorld(1).run(lambda t: train(t, Config(overlap_merge=True)))[0]["session"]
     strategy = session._strategy
     held = [t for g in strategy.flat_model.parameter_groups for t in (g.weights, g.delta)]
-    held += [*strategy._outer.velocity.values(), *strategy._overlap._progress]
+    held += [*strategy.merge.outer.velocity.values(), *strategy.merge.overlap._progress]
     assert sum(t.numel() for t in held) == 4 * sum(p.numel() for p in session.model.parameters())
 
 

@@ -128,7 +128,7 @@ def test_touched_rows_give_the_dense_merges_bits(
 
 def test_going_back_and_forth_between_both_ways_keeps_the_bits() -> None:
     def alternate(number: int, strategy: LocalStrategy) -> None:
-        strategy._rows._choice._mode = ["always", "never"][number // 2 % 2]
+        strategy.merge.rows._choice._mode = ["always", "never"][number // 2 % 2]
 
     mixed = LocalWorld(2).run(lambda t: train(t, sparse_merge="always", after_merge=alternate))
     dense = LocalWorld(2).run(lambda t: train(t, sparse_merge="never"))
@@ -141,8 +141,8 @@ def test_going_back_and_forth_between_both_ways_keeps_the_bits() -> None:
 def test_a_velocity_from_elsewhere_moves_its_rows() -> None:
     def load(number: int, strategy: LocalStrategy) -> None:
         if number == 1:
-            for dtype, velocity in strategy._outer.velocity.items():
-                strategy._outer.velocity[dtype] = torch.full_like(velocity, 0.25)
+            for dtype, velocity in strategy.merge.outer.velocity.items():
+                strategy.merge.outer.velocity[dtype] = torch.full_like(velocity, 0.25)
 
     results = [
         LocalWorld(2).run(lambda t: train(t, sparse_merge=mode, after_merge=load))  # noqa: B023

@@ -450,7 +450,7 @@ def test_memory_beyond_the_model_is_two_copies_and_one_for_the_outer_step() -> N
         session = LocalWorld(1).run(lambda t: train(t, Config(outer_step=outer_step)))[0]["session"]  # noqa: B023
         strategy = session._strategy
         held = [t for g in strategy.flat_model.parameter_groups for t in (g.weights, g.delta)]
-        held += strategy._outer.velocity.values()
+        held += strategy.merge.outer.velocity.values()
         assert sum(t.numel() for t in held) == copies * sum(p.numel() for p in session.model.parameters())
 
 
@@ -471,7 +471,7 @@ def test_averaged_optimizer_state_is_the_weighted_mean_of_the_ranks_that_have_it
 def test_the_outer_step_follows_the_optimizer_and_options_without_one_are_refused() -> None:
     def kind(transport: LocalTransport, make: Any, **options: Any) -> str:
         model = nn.Linear(3, 2)
-        return LocalStrategy(model, make(model.parameters()), Config(**options), transport)._outer.kind
+        return LocalStrategy(model, make(model.parameters()), Config(**options), transport).merge.outer.kind
 
     for make, expected in ((torch.optim.SGD, "nesterov"), (torch.optim.Adam, "none"), (torch.optim.Adagrad, "none")):
         assert LocalWorld(1).run(lambda t: kind(t, make)) == [expected]  # noqa: B023

@@ -9,10 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from hvd_adaptive.algorithm.statistics import Gathered
 from hvd_adaptive.algorithm.straggler import Straggler, StragglerWatch
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
-from hvd_adaptive.engine.records import FIELDS, GatheredStats
+from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.session.straggler_report import StragglerReport
+
+
+def gathered(*ranks: RoundStats) -> Gathered:
+    return RoundStats.by_name(np.array([stats.vector() for stats in ranks]))
 
 
 def feed(watch: StragglerWatch, *costs: list[float]) -> list[list[Straggler]]:
@@ -55,10 +60,10 @@ def test_ranks_without_work_and_alone() -> None:
 def test_the_report_names_host_and_device_and_what_took_the_time(caplog: pytest.LogCaptureFixture) -> None:
     def run(transport: LocalTransport) -> list[object]:
         report = StragglerReport(transport, torch.device("cpu"), 2.0)
-        values = np.zeros((2, len(FIELDS)))
-        for name, ranks in {"work": (10, 10), "busy_s": (1, 4), "claim_s": (0.5, 1), "wait_s": (3, 0)}.items():
-            values[:, FIELDS.index(name)] = ranks
-        return [report.add_round(GatheredStats(values)) for _ in range(5)]
+        ranks = (
+            RoundStats(work=10, busy_s=1, claim_s=0.5, wait_s=3), RoundStats(work=10, busy_s=4, claim_s=1, wait_s=0)
+        )  # fmt: skip
+        return [report.add_round(gathered(*ranks)) for _ in range(5)]
 
     with caplog.at_level(logging.WARNING):
         rounds = LocalWorld(2).run(run)
@@ -69,7 +74,7 @@ def test_the_report_names_host_and_device_and_what_took_the_time(caplog: pytest.
     assert (found["busy_s"], found["claim_s"], found["wait_s"]) == (4, 1, 0)
     (line,) = [record.getMessage() for record in caplog.records]
     assert "3.3 times slower than the other ranks: it computed for 4 s, waited for its data for 1 s" in line
-    assert StragglerReport(LocalTransport(), torch.device("cpu"), 0).add_round(GatheredStats(np.zeros((1, len(FIELDS))))) == []
+    assert StragglerReport(LocalTransport(), torch.device("cpu"), 0).add_round(gathered(RoundStats())) == []
 
 
 def test_a_rank_with_few_samples_is_judged_by_what_an_equal_share_would_take_it() -> None:
@@ -77,13 +82,13 @@ def test_a_rank_with_few_samples_is_judged_by_what_an_equal_share_would_take_it(
 
     def run(transport: LocalTransport) -> list[list[list[dict[str, Any]]]]:
         report = StragglerReport(transport, torch.device("cpu"), 2.0)
-        values = np.zeros((2, len(FIELDS)))
         rounds = []
         for equal_share_s in ((0.05, 0.04), (0.16, 0.04)):
-            columns = {"work": (50, 9350), "busy_s": (2.2, 2.8), "equal_share_s": equal_share_s}
-            for name, ranks in columns.items():
-                values[:, FIELDS.index(name)] = ranks
-            rounds.append([report.add_round(GatheredStats(values)) for _ in range(5)])
+            first, second = equal_share_s
+            stats = gathered(
+                RoundStats(work=50, busy_s=2.2, equal_share_s=first), RoundStats(work=9350, busy_s=2.8, equal_share_s=second)
+            )
+            rounds.append([report.add_round(stats) for _ in range(5)])
         return rounds
 
     similar, slow = LocalWorld(2).run(run)[0]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvd_adaptive.algorithm import round_control
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
-from hvd_adaptive.wrap import merging
 from hvd_adaptive.wrap.merging import Merger
 from hvd_adaptive.wrap.run_options import RunConfig
 
@@ -99,7 +99,7 @@ def test_an_error_that_is_not_of_nan_is_not_called_so(monkeypatch: pytest.Monkey
         with pytest.raises(RuntimeError, match="illegal memory access"):
             rank.merger.merge()
 
-    monkeypatch.setattr(merging, "merge_weights", fail)
+    monkeypatch.setattr(round_control, "merge_weights", fail)
     on_ranks(body)
 
 

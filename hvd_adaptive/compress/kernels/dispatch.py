@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import math
 from types import ModuleType
 from typing import Any
 
@@ -91,18 +92,22 @@ def sum_of_squares(values: Tensor) -> Tensor:
     return (_cuda() if values.is_cuda else reference).sum_of_squares(values)
 
 
-def all_finite(flat: Tensor) -> bool:
-    """Returns whether all elements of a tensor of one dimension are finite; waits once for a GPU."""
-    if not flat.numel():
+def all_finite(*tensors: Tensor) -> bool:
+    """Returns whether all elements of tensors are finite; reads them once, and waits once for a GPU.
+
+    Args:
+        tensors: of any shape, dense or sparse, all on one device.
+    """
+    values = [v for v in (t._values() if t.is_sparse else t for t in tensors) if v.numel()]
+    if not values:
         return True
-    # A finite sum proves all elements finite, and reads them once; an overflow does not prove the contrary.
-    if flat.is_cuda:
-        total = sum_of_squares(flat)
-        if flat.dtype != torch.float64:
-            return bool(total.isfinite())
+    # A finite sum proves all elements finite; an overflow does not prove the contrary.
+    if values[0].is_cuda:
+        squares = [sum_of_squares(values[0].reshape(-1))] if len(values) == 1 else torch._foreach_norm(values)
+        finite = bool(torch.stack([total.double() for total in squares]).isfinite().all())
     else:
-        total = torch.dot(flat, flat) if flat.itemsize >= 4 else flat.sum(dtype=torch.float32)
-    return bool(total.isfinite()) or bool(flat.isfinite().all())
+        finite = all(math.isfinite(v.sum(dtype=torch.float32 if v.dtype == torch.float16 else None)) for v in values)
+    return finite or all(bool(v.isfinite().all()) for v in values)
 
 
 def select_large(

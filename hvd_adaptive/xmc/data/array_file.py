@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from hvd_adaptive.state.disk import sync_file
 
 _PLACEHOLDER_LENGTH = 1 << 60
 
@@ -59,8 +60,7 @@ class ArrayWriter:
             # NumPy pads headers to a multiple of 64 bytes: the true length fits in the placeholder's room.
             if self._write_header(self.length) != self._header_bytes:
                 raise RuntimeError("NumPy wrote .npy headers of two sizes for one-dimensional arrays")
-            stream.flush()
-            os.fsync(stream.fileno())
+            sync_file(stream)
         self.sha256 = self._digest.hexdigest()
 
     def _write_header(self, length: int) -> int:
@@ -74,14 +74,4 @@ def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 file and force it to the disk."""
     with path.open("x", encoding="utf-8", newline="\n") as stream:
         stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Force a directory's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_file(stream)

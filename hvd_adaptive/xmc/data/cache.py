@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from hvd_adaptive.state.disk import sync_directory
 from hvd_adaptive.validation import parse_json
-from hvd_adaptive.xmc.data.array_file import sync_directory
 from hvd_adaptive.xmc.data.cache_content import ARRAY_DTYPES, FORMAT_VERSION, SPLITS, write_content
 from hvd_adaptive.xmc.data.chunk import MAX_ID
 from hvd_adaptive.xmc.data.source import DataSource

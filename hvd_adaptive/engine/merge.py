@@ -1,0 +1,222 @@
+"""The merge: what strategy ``local`` and wrapped scripts do between two stretches of local steps.
+
+Each rank measures its delta (:meth:`Merge.measure_`), the ranks gather their statistics, every rank derives the same weights
+from them (:meth:`Merge.weights`), and the deltas, the outer step and the optimizers' states follow (:meth:`Merge.apply_`).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvd_adaptive.algorithm.outer_step import OuterStep
+from hvd_adaptive.algorithm.round_control import round_weights
+from hvd_adaptive.algorithm.statistics import Array, Gathered, Statistics
+from hvd_adaptive.comm.protocols import AgreedError, Transport
+from hvd_adaptive.config import Config
+from hvd_adaptive.engine import optimizer_state
+from hvd_adaptive.engine.flat_model import FlatModel
+from hvd_adaptive.engine.merge_rule import make_merge_rule
+from hvd_adaptive.engine.overlap import OverlappedMerge
+from hvd_adaptive.engine.row_merge import RowMerge
+from hvd_adaptive.engine.touched_rows import mark_rows, sparse_parameters
+from hvd_adaptive.exchange.compressed import CompressedSum
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class MergeStats(Statistics):
+    """What a merge has to know of each rank.
+
+    Attributes:
+        batch_size: the rank's batch size b_i, samples.
+        num_updates: its updates since the last merge; samples over b_i, so that a batch cut short counts as a part.
+        num_samples: samples computed.
+        finite: 1 if the rank's parameters are finite, else 0.
+        norm_per_parameter: L2 norm of the model over its number of parameters; 0 where no rule needs it.
+        state_checksum: of the structure of the optimizer's state, where ranks average it; 0: empty, or not looked at.
+    """
+
+    batch_size: float = 0.0
+    num_updates: float = 0.0
+    num_samples: float = 0.0
+    finite: float = 1.0
+    norm_per_parameter: float = 0.0
+    state_checksum: float = 0.0
+
+
+class Merge:
+    """Merges a model and the state of its optimizer over the ranks. Construction is COLLECTIVE: all start from rank 0's model.
+
+    Args:
+        model: as :class:`FlatModel` takes it.
+        optimizer: of its parameters.
+        config: the rules. What is not set follows from the optimizer.
+        transport: the world.
+        parameters: the trainable ones as the optimizer knows them; None: the model's.
+        modules: those that hold them; None: the model.
+
+    Attributes:
+        config: the rules, completed.
+        flat_model: the global model and the deltas.
+        outer: the outer step.
+        rule: weighs rows or coordinates and must hear of every step; None: a rank has one weight.
+        rows: tells rows of sparse parameters apart; None: it does not.
+        overlap: lets sums arrive during the next round; None: they do not.
+        state_rule: what becomes of the optimizer's state.
+        num_rows: rows of sparse parameters that the last merge exchanged; 0 where none are told apart.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: Config,
+        transport: Transport,
+        *,
+        parameters: Sequence[Tensor] | None = None,
+        modules: Iterable[nn.Module] | None = None,
+    ) -> None:
+        if parameters is None:
+            parameters = [p for p in model.parameters() if p.requires_grad]
+        modules = [model] if modules is None else modules
+        config = self.config = optimizer_state.with_defaults(config, optimizer, parameters)
+        self._optimizer = optimizer
+        self._transport = transport
+        flat = self.flat_model = FlatModel(model, transport, mark_rows(model, optimizer, config, transport))
+        self.rows = RowMerge.of(flat.row_ranges, transport, config, payload_bytes=flat.payload_bytes) if flat.row_ranges else None
+        sparse = {id(p) for module in modules for p in sparse_parameters(module).values()}
+        by_rows = [place for place, p in enumerate(parameters) if id(p) in sparse]
+        self.rule = flat.rule = make_merge_rule(config.weight_rule, optimizer, parameters, row_parameters=by_rows)
+        self.outer = OuterStep.of(config)
+        if config.compression != "none":
+            infos = [info for group in flat.parameter_groups for info in group.infos]
+            flat.compressed = CompressedSum(config, transport, infos, devices=[flat.device], auto_bits=config.auto_bits)
+        self.overlap = OverlappedMerge(flat, self.outer, transport) if config.overlap_merge else None
+        self.state_rule = optimizer_state.rule(config, optimizer)
+        self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
+        self.num_rows = 0
+
+    def measure_(self, stats: MergeStats, *, verify: bool = False) -> None:
+        """Fills this rank's delta, and the statistics that are of it.
+
+        Args:
+            stats: gets whether the delta is finite, the model's norm, and the checksum.
+            verify: look for changes in rows of sparse parameters that no step touched.
+
+        Raises:
+            RuntimeError: if a parameter was frozen or unfrozen since construction.
+        """
+        finite = self.flat_model.compute_delta(verify=verify) if self.overlap is None else self.overlap.compute_progress()
+        stats.finite = float(finite)
+        if self.config.perturbation:
+            stats.norm_per_parameter = self.flat_model.norm_per_parameter()
+        stats.state_checksum = optimizer_state.checksum(self._optimizer) if self.state_rule == "average" else 0.0
+
+    def weights(self, gathered: Gathered) -> Array:
+        """Returns the weight of each rank's delta, shape (world_size,), the same on every rank.
+
+        Args:
+            gathered: the fields of :class:`MergeStats` by name.
+
+        Raises:
+            AgreedError: on all ranks, if no rank's parameters are finite.
+        """
+        try:
+            return round_weights(self.config, gathered)
+        except RuntimeError as error:
+            # Every rank has the same statistics, so every rank is here.
+            raise AgreedError(str(error)) from None
+
+    def apply_(self, gathered: Gathered, weights: Array, *, present: NDArray[np.bool_] | None = None) -> None:
+        """Exchanges the deltas, moves the global model, loads it, and merges the optimizers' states. COLLECTIVE.
+
+        Args:
+            gathered: as for :meth:`weights`.
+            weights: from there.
+            present: False for a rank that has called hvd.join(), which takes part in plain sums only; None: all are here.
+        """
+        start = time.perf_counter()
+        flat, rank = self.flat_model, self._transport.rank
+        convex = weights / weights.sum()
+        compressed, everyone = flat.compressed, present is None or bool(present.all())
+        if not everyone:
+            flat.compressed = None
+        if self.rows is not None:
+            self.rows.exchange()
+        flat.weigh_(convex)
+        own, own_buffers = float(weights[rank]), float(convex[rank])
+        if self.overlap is not None:
+            self.overlap.merge_(weight=own, buffer_weight=own_buffers)
+        else:
+            flat.merge_(self.outer, weight=own, buffer_weight=own_buffers, rows=self.rows)
+        flat.compressed = compressed
+        if self.rows is not None:
+            self.num_rows = self.rows.num_rows
+            self.rows.observe(time.perf_counter() - start, flat.payload_bytes)
+        self._merge_state(gathered, own_buffers, everyone=everyone)
+        finite = gathered["finite"] > 0
+        if rank == 0:
+            warn_of_broken(finite if present is None else finite | ~present)
+
+    def _merge_state(self, gathered: Gathered, weight: float, *, everyone: bool) -> None:
+        averages = self.state_rule == "average" and everyone
+        if averages:
+            checksums = gathered["state_checksum"]
+            unions = {} if self.rows is None else self.rows.unions()
+            agreed = bool((checksums == checksums[0]).all())
+            optimizer_state.average_(self._optimizer, self._transport, weight, agreed=agreed, unions=unions)
+        lost = not gathered["finite"][self._transport.rank] and not averages and self.state_rule != "sum"
+        if self.state_rule == "reset" or lost:
+            optimizer_state.reset_(self._optimizer, self._initial_state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the global model, the outer step's velocity and what an overlapped merge has on the way (``shared``), and this
+        rank's optimizer state, progress and residuals (``own``). COLLECTIVE."""
+        flat, overlap = self.flat_model, {"shared": None, "own": None} if self.overlap is None else self.overlap.state_dict()
+        compressed = None if flat.compressed is None else flat.compressed.state_dict()
+        return {
+            "shared": {"model": flat.state_dict(), "outer": self.outer.state_dict(), "overlap": overlap["shared"]},
+            "own": {"optimizer": self._optimizer.state_dict(), "overlap": overlap["own"], "compressed": compressed},
+        }
+
+    def load_shared(self, shared: dict[str, Any]) -> None:
+        """Takes over a global model and the outer step's velocity."""
+        self.flat_model.load_state_dict(shared["model"])
+        self.outer.load_state_dict(shared["outer"], device=self.flat_model.device)
+
+    def load_own(self, shared: dict[str, Any], own: dict[str, Any], *, same_ranks: bool) -> None:
+        """Takes over a rank's own state, after the shared one.
+
+        Args:
+            shared: as from :meth:`state_dict`.
+            own: of a rank that saved it.
+            same_ranks: that rank is this one; else its progress is left out.
+        """
+        self._optimizer.load_state_dict(own["optimizer"])
+        if self.rule is not None:
+            self.rule.restart()
+        if self.flat_model.compressed is not None:
+            self.flat_model.compressed.load_state_dict(own["compressed"])
+        if self.overlap is not None:
+            self.overlap.load_state_dict(shared["overlap"], own["overlap"] if same_ranks else None)
+
+
+def warn_of_broken(finite: NDArray[np.bool_], who: str = "ranks") -> None:
+    """Logs which of them (``who``) have parameters that are not finite, if any."""
+    text = (
+        "ranks %s had NaN or Inf in their parameters: they contributed nothing and start again from the merged model. "
+        "If this repeats, lower the learning rate."
+    )
+    if not finite.all():
+        log.warning(text.replace("ranks", who, 1), np.flatnonzero(~finite).tolist())

@@ -1,0 +1,12 @@
+"""The exit codes of commands and ranks."""
+
+EXIT_PROBLEMS = 1
+"""``doctor`` found a problem."""
+EXIT_BAD_INPUT = 2
+"""The job was given something that it cannot do."""
+EXIT_STAGE_FAILED = 3
+"""A rank of ``doctor`` failed at what all others need."""
+EXIT_TOO_FEW_HOSTS = 69
+"""No hosts came for an elastic job (EX_UNAVAILABLE of sysexits.h)."""
+EXIT_PREEMPTED = 75
+"""The job was asked to end and has saved: start it again and it goes on (EX_TEMPFAIL of sysexits.h)."""
