@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -54,19 +55,36 @@ class RunDirectory:
     def __init__(self, path: Path, *, resume: bool = False, sinks: Sequence[RoundSink] = ()) -> None:
         self.path = path
         self._sinks = sinks
+        self.check_free(path, resume=resume)
+        # What this makes, deepest first, so that a run that never begins leaves nothing.
+        self._made = [p for p in (path / "rounds.jsonl", path / "config.json", path, *path.parents) if not p.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if (path / "rounds.jsonl").exists() and not resume:
-                raise ValueError(
-                    f"run directory {path} holds a run already: go on with it with --resume auto, name another with --out, or "
-                    "remove it"
-                )
             self._rounds = (path / "rounds.jsonl").open("ab" if resume else "xb", buffering=0)
             self._unwritten = b""
         except OSError as error:
             raise ValueError(
                 f"run directory {path} cannot be written: {error}; name another with --out"
             ) from None
+
+    @staticmethod
+    def check_free(path: Path, *, resume: bool) -> None:
+        """Raises ValueError if the folder holds a run already that does not go on here."""
+        if (path / "rounds.jsonl").exists() and not resume:
+            raise ValueError(
+                f"run directory {path} holds a run already: go on with it with --resume auto, name another with --out, or "
+                "remove it"
+            )
+
+    def abandon(self) -> None:
+        """Removes what this has made, for a run that ends before its first merge; what was there stays."""
+        self._rounds.close()
+        with contextlib.suppress(OSError):
+            # Made by the check that ranks see one folder.
+            (self.path / "checkpoints").rmdir()
+        for made in self._made:
+            with contextlib.suppress(OSError):
+                made.rmdir() if made.is_dir() else made.unlink()
 
     def go_on(self, num_rounds: int, checkpoint: Path | None, *, own: bool = False) -> None:
         """Makes the folder what it was after this many rounds; later ones were lost and will be run again.
