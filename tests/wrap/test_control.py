@@ -117,7 +117,7 @@ def test_options_are_checked() -> None:
         ({"interval": 0}, "interval must be > 0"),
         ({"shares": "a"}, "one number > 0 a rank"),
         ({"strategy": "async"}, "strategy must be one of sync, local"),
-        ({"mega_batch": 64}, "mega_batch needs strategy 'local'"),
+        ({"mega_batch": 64}, "mega_batch 64 needs strategy local, got 'sync'"),
         ({"strategy": "local", "mega_batch": -1}, "mega_batch must be > 0"),
         ({"strategy": "local", "merge_share": 1.5}, "merge_share must be in"),
         ({"strategy": "local", "reducer": "hierarchical"}, "reducer must be one of sra, allreduce, auto"),
