@@ -81,7 +81,7 @@ class Config:
     merge_weights: str = option(
         "auto",
         "weights of ranks in a merge: auto (default), updates, dual-averaging or fisher-rows",
-        *("auto", "updates", "samples", "uniform", "paper", "heterogpu", "fednova", "dual-averaging", "fisher-rows", "fisher"),
+        *("auto", "updates", "samples", "uniform", "paper", "heterogpu", "dual-averaging", "fisher-rows"),
         strategy=_LOCAL,
     )
     perturbation: bool = option(

@@ -28,16 +28,20 @@ def add_options(parser: Parser, fields: Mapping[str, type], shown: Groups, more:
         more: by title what ``--help-all`` shows beside it; names that are none of the fields, or shown, are left out.
     """
     for title, names in shown.items():
-        _add(parser.add_argument_group(title), fields, names)
+        group = parser.add_argument_group(title)
+        for name in names:
+            add_fields(group, fields[name], (name,))
     others = fields.keys() - {name for names in shown.values() for name in names}
     for title, names in more.items():
-        if rest := [name for name in names if name in others]:
-            _add(parser.add_more_group(title), fields, rest)
+        rest = [name for name in names if name in others]
+        group = parser.add_more_group(title) if rest else None
+        for name in rest:
+            add_fields(group, fields[name], (name,))
 
 
-def _add(group: Any, fields: Mapping[str, type], names: Iterable[str]) -> None:
+def add_fields(group: Any, cls: type, names: Iterable[str]) -> None:
+    """Adds options for fields of one configuration to a parser or a group of one, as :func:`add_options`."""
     for name in names:
-        cls = fields[name]
         item = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
         kind = field_type(cls, name)
         default = ("on" if item.default else "off") if kind is bool else item.default

@@ -27,7 +27,7 @@ TRAIN_MORE = {
     "interruptions": ("keep_checkpoints", "drain_limit_s", "reference_ranks", "elastic_batch"),
     "failing and slow ranks": ("stall_limit_s", "straggler_limit"),
     "repeating a run": ("replay", "logical_ranks"),
-    "for comparisons, with --strategy sma and --merge-weights uniform|samples|paper|heterogpu|fednova|fisher": (
+    "for comparisons, with --strategy sma and --merge-weights uniform|samples|paper|heterogpu": (
         *("dispatch", "work", "batch_size_step", "perturbation", "perturbation_threshold", "perturbation_delta", "sma_alpha"),
     ),
 }

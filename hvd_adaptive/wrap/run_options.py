@@ -91,10 +91,10 @@ class RunConfig:
         if self.stall_limit_s < 1:
             raise ValueError(f"stall_limit_s must be >= 1, got {self.stall_limit_s}")
         check_needs(self)
-        if self.strategy == "local" and self.merge_weights in ("samples", "fednova") and self.lr_rule != "none":
+        if self.strategy == "local" and self.merge_weights == "samples" and self.lr_rule != "none":
             # Every rank makes the same number of steps here.
             raise ValueError(
-                f"merge_weights {self.merge_weights!r} needs lr_rule 'none', got {self.lr_rule!r}: a rank's share of the batch "
+                f"merge_weights 'samples' needs lr_rule 'none', got {self.lr_rule!r}: a rank's share of the batch "
                 "already makes its steps longer, and would count twice. Or use merge_weights 'updates'"
             )
         self.merging()

@@ -387,7 +387,7 @@ def test_a_batch_that_the_loop_leaves_out_counts_as_used(
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"batch_size_rule": "proportional"}, {"merge_weights": "fednova", "merge_period": "auto"}]
+    "options", [{}, {"batch_size_rule": "proportional"}, {"merge_weights": "uniform", "merge_period": "auto"}]
 )
 def test_a_round_of_which_nothing_was_trained_moves_nothing(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     config = Config(batch_size=16, mega_batch=100, hash_interval=1, outer_step="none", **options)

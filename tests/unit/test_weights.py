@@ -75,7 +75,6 @@ def test_rules_by_hand() -> None:
     assert weights_of("uniform", updates, sizes) == pytest.approx([0.25] * 4)
     assert weights_of("samples", [1.0, 1], [64, 192]) == pytest.approx([0.25, 0.75])
     assert weights_of("paper", [5.0, 5.5], [64, 192]) == pytest.approx([0.25, 0.75])
-    assert weights_of("fednova", updates, sizes).sum() == pytest.approx(1.375)
 
 
 def test_the_perturbation_by_hand() -> None:

@@ -123,7 +123,7 @@ def test_options_are_checked() -> None:
         ({"strategy": "local", "reducer": "hierarchical"}, "reducer must be one of sra, allreduce, auto"),
         ({"stall_limit_s": 0.5}, "must be >= 1"),
         ({"strategy": "local", "merge_weights": "samples"}, "merge_weights 'samples' needs lr_rule 'none', got 'linear'"),
-        ({"strategy": "local", "merge_weights": "fednova", "lr_rule": "sqrt"}, "needs lr_rule 'none', got 'sqrt'"),
+        ({"strategy": "local", "merge_weights": "samples", "lr_rule": "sqrt"}, "needs lr_rule 'none', got 'sqrt'"),
         ({"max_batch_size": -1}, "max_batch_size must be > 0"),
     ]:
         with pytest.raises(ValueError, match=message):
