@@ -11,8 +11,6 @@ Array = NDArray[np.float64]
 
 # Rules for one weight a rank.
 MERGE_WEIGHT_RULES = ("paper", "heterogpu", "uniform", "updates", "samples")
-# Rules whose weights sum to 1 whatever the statistics; the others make the merge a longer or shorter step.
-CONVEX_RULES = ("paper", "uniform", "updates", "samples")
 # Rules for a weight a row or a coordinate; see hvd_adaptive.engine.merge_rule.
 ROW_RULES = ("dual-averaging", "fisher-rows")
 

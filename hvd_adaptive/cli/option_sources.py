@@ -87,20 +87,18 @@ def read_environment(
 
     Args:
         environment: the process's.
-        also: options beside those of ``train``, or in their place, with the dataclass of each.
+        also: the dataclass of each option of another command; it comes before an option of ``train`` of that name.
 
     Raises:
         ValueError: for a variable that names no option, or a value of the wrong type.
     """
-    values = {}
     fields = {**fields_of(Config, TrainConfig), **(also or {})}
-    for key, text in environment.items():
-        if key.startswith(ENVIRONMENT_PREFIX) and key != LAUNCH_VARIABLE:
-            name = key[len(ENVIRONMENT_PREFIX) :].lower()
-            if name not in fields:
-                raise ValueError(f"environment variable {key}: {unknown_name(name, fields)}")
-            values[name] = parse_value(fields[name], name, text)
-    return values
+    found = [key for key in environment if key.startswith(ENVIRONMENT_PREFIX) and key != LAUNCH_VARIABLE]
+    names = {key.removeprefix(ENVIRONMENT_PREFIX).lower(): key for key in found}
+    for name, key in names.items():
+        if name not in fields:
+            raise ValueError(f"environment variable {key}: {unknown_name(name, fields)}")
+    return typed({name: environment[key] for name, key in names.items()}, fields)
 
 
 def typed(values: Mapping[str, Any], fields: Mapping[str, type]) -> dict[str, Any]:
