@@ -163,14 +163,14 @@ def _check_slowdown(config: Config, world_size: int) -> None:
 def _run_directory(
     path: Path, config: Config, options: TrainConfig, supervised: Supervised | None
 ) -> Callable[[], RunDirectory]:
-    """Checks what would keep the run directory from being made, and returns what makes it."""
+    """Tries whether the run directory can be made, leaves none behind, and returns what makes it."""
     # A missing package must be found before the folder is made.
     sinks = [ScalarWriter(path / "tensorboard")] if options.tensorboard else []
     # The folder of a job's earlier launches is this one's.
     resume = bool(supervised and supervised.launch > 1) or (
         options.resume is not None and (options.resume == "auto" or _is_run_of(Path(options.resume), path))
     )
-    RunDirectory.check_free(path, resume=resume)
+    RunDirectory(path, resume=resume).abandon()
     return lambda: RunDirectory(path, resume=resume, sinks=sinks)
 
 

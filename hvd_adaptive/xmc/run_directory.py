@@ -55,26 +55,21 @@ class RunDirectory:
     def __init__(self, path: Path, *, resume: bool = False, sinks: Sequence[RoundSink] = ()) -> None:
         self.path = path
         self._sinks = sinks
-        self.check_free(path, resume=resume)
-        # What this makes, deepest first, so that a run that never begins leaves nothing.
-        self._made = [p for p in (path / "rounds.jsonl", path / "config.json", path, *path.parents) if not p.exists()]
         try:
+            # What a run that never begins is to remove.
+            self._made = _missing(path / "rounds.jsonl", path / "config.json", path, *path.parents)
             path.mkdir(parents=True, exist_ok=True)
+            if path / "rounds.jsonl" not in self._made and not resume:
+                raise ValueError(
+                    f"run directory {path} holds a run already: go on with it with --resume auto, name another with --out, or "
+                    "remove it"
+                )
             self._rounds = (path / "rounds.jsonl").open("ab" if resume else "xb", buffering=0)
             self._unwritten = b""
         except OSError as error:
             raise ValueError(
                 f"run directory {path} cannot be written: {error}; name another with --out"
             ) from None
-
-    @staticmethod
-    def check_free(path: Path, *, resume: bool) -> None:
-        """Raises ValueError if the folder holds a run already that does not go on here."""
-        if (path / "rounds.jsonl").exists() and not resume:
-            raise ValueError(
-                f"run directory {path} holds a run already: go on with it with --resume auto, name another with --out, or "
-                "remove it"
-            )
 
     def abandon(self) -> None:
         """Removes what this has made, for a run that ends before its first merge; what was there stays."""
@@ -83,6 +78,7 @@ class RunDirectory:
             # Made by the check that ranks see one folder.
             (self.path / "checkpoints").rmdir()
         for made in self._made:
+            # What has been put into a folder meanwhile stays.
             with contextlib.suppress(OSError):
                 made.rmdir() if made.is_dir() else made.unlink()
 
@@ -186,6 +182,10 @@ class RunDirectory:
         except OSError as error:
             # Neither open nor write of a full disk names the file.
             raise OSError(error.errno, error.strerror or str(error), str(self.path / name)) from None
+
+
+def _missing(*paths: Path) -> list[Path]:
+    return [path for path in paths if not path.exists()]
 
 
 def _first_rounds(path: Path, num_rounds: int) -> list[str]:
