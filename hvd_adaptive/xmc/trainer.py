@@ -135,7 +135,7 @@ class Trainer:
         speeds = self._calibrate(config, optimizer, device) if train.calibration and supervised is None else None
         self._session = Session(self._model, optimizer, config, transport=transport)
         self._session.records.append(self._after_round)
-        directory = self.directory = attempt(transport, make_directory or (lambda: None))
+        directory = self.directory = attempt(transport, lambda: make_directory() if make_directory else None)
         propensity = inverse_propensity(self._data.label_counts(), num_samples=len(self._data))
         self._evaluator = Evaluator(test, propensity, transport)
         self._totals = Totals(config, train, transport, speeds)
