@@ -39,7 +39,7 @@ Curve = list[tuple[float, float]]
 """Epochs and P@1 of each evaluation."""
 
 SPEEDS = (1.0, 1.0, 2.0, 4.0)
-RULES = ("dual-averaging", "avg", "fisher-rows", "fisher")
+RULES = ("dual-averaging", "avg", "fisher-rows")
 TEST_BLOCK = 1000
 # A run has no natural limit; LocalWorld wants one.
 TIMEOUT_S = 1e6
@@ -50,7 +50,7 @@ class Run:
     """One run.
 
     Attributes:
-        rule: one of RULES: dual averaging, deltas weighted by updates, or by squared-gradient mass a row or a coordinate.
+        rule: one of RULES: dual averaging, deltas weighted by updates, or by squared-gradient mass a row.
         optimizer: of every rank, a name of OPTIMIZERS.
         lr: its learning rate.
         batch_size: of a rank, the same on all.

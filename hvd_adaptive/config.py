@@ -28,25 +28,22 @@ class Config:
 
     strategy: str = option(
         "local",
-        "local: ranks train by themselves and merge models every mega-batch (Adaptive SGD); "
-        "sync: every step is one machine's with the global batch, of which each rank computes a share by its speed (LB-BSP); "
-        "horovod: plain DistributedOptimizer with equal batches, the baseline; "
-        "sma: CROSSBOW's synchronous model averaging with equal batches, a baseline",
+        "local (default): models are merged; sync: steps are shared; horovod: plain Horovod",
         "local",
         "sync",
         "horovod",
         "sma",
     )
-    batch_size: int = option(64, "samples in a rank's batch at the start")
+    batch_size: int = option(64, "samples in a rank's batch, at the start")
     min_batch_size: int | None = option(
-        None, "lower bound of a rank's batch size (default: batch_size / 8, as in the paper)"
+        None, "smallest batch of a rank, samples (default: batch_size / 8, as in the paper)"
     )
     max_batch_size: int | None = option(
         None,
-        "upper bound of a rank's batch size (default: batch_size, as in the paper; 8 x batch_size for 'proportional')",
+        "largest batch of a rank, samples (default: batch_size; 8 x batch_size for 'proportional')",
     )
     mega_batch: int | None = option(
-        None, "samples between two merges, over all ranks (default: 50 x batch_size, at most an eighth of the data)"
+        None, "samples between merges, of all ranks (default: 50 batches, at most 1/8 of the data)"
     )
     batch_size_rule: str | None = option(
         None,
@@ -61,11 +58,13 @@ class Config:
         size_rule=("paper", "heterogpu"),
     )
     lr_rule: str = option(
-        "linear", "how the learning rate follows the actual batch size", "linear", "sqrt", "none",
+        "auto",
+        "how the learning rate follows a batch's size; auto: linear for sgd and momentum, none for adaptive optimizers",
+        *("auto", "linear", "sqrt", "none"),
         strategy=_LOCAL,
     )
     reference_batch_size: int | None = option(
-        None, "batch size at which the optimizer's own learning rate holds (default: batch_size)",
+        None, "batch size at which the optimizer's own learning rate holds, for lr_rule linear and sqrt (default: batch_size)",
         strategy=_LOCAL,
     )
     warmup_epochs: float = option(
@@ -81,16 +80,12 @@ class Config:
     )
     merge_weights: str = option(
         "auto",
-        "what each rank's delta counts in a merge. One weight a rank: updates, samples, uniform, paper, heterogpu, fednova. "
-        "These keep what one rank alone learned: dual-averaging, for Adagrad (Yuan et al., arXiv 2011.08474), and shares of the "
-        "squared gradients (Matena and Raffel, arXiv 2111.09832), fisher-rows a row and fisher a coordinate. auto: "
-        "updates, but in train, where most labels occur on one rank at most between two merges, dual-averaging for Adagrad "
-        "(torch's without compression only) and fisher-rows for other optimizers",
-        *("auto", "updates", "samples", "uniform", "paper", "heterogpu", "fednova", "dual-averaging", "fisher-rows", "fisher"),
+        "weights of ranks in a merge: auto (default), updates, dual-averaging or fisher-rows",
+        *("auto", "updates", "samples", "uniform", "paper", "heterogpu", "dual-averaging", "fisher-rows"),
         strategy=_LOCAL,
     )
     perturbation: bool = option(
-        False, "the paper's perturbation of the merge weights ('paper' and 'heterogpu')",
+        False, "the Adaptive SGD paper's perturbation of merge_weights paper and heterogpu",
         merge_weights=("paper", "heterogpu"),
     )
     perturbation_threshold: float = option(0.1, "L2 norm per parameter under which the perturbation acts", perturbation=(True,))
@@ -137,8 +132,7 @@ class Config:
     )
     slowdown: str | None = option(
         None,
-        "emulate unequal ranks: stretch each rank's compute by a factor, 4,4,2,1; as a schedule over training seconds: "
-        "0:4,4,2,1;30:1,2,4,4",
+        "try unequal ranks: each one's steps take so many times as long, as in 8,8,4,2",
     )
     global_batch_size: int | None = option(
         None, "samples of a step over all ranks, of 'sync' (default: batch_size x number of ranks)",
@@ -158,7 +152,7 @@ class Config:
         "up to this on equal hardware; no adaptivity",
     )
     record: bool = option(
-        False, "write each round's claims, batch sizes, learning rates and weights for --replay"
+        False, "write what --replay needs to repeat the run bit for bit"
     )
     replay: str | None = option(
         None, "run directory of a recorded run: repeat it bit for bit, with its options and number of ranks"
@@ -209,7 +203,7 @@ class Config:
         strategy=_LOCAL,
     )
     sma_alpha: float | None = option(
-        None, "how far 'sma' pulls replicas, in (0, 1] (default: 1 / ranks, as in the paper)",
+        None, "how far strategy sma (CROSSBOW's model averaging) pulls replicas, in (0, 1] (default: 1 / ranks)",
         strategy=("sma",),
     )
     overlap_merge: bool = option(
@@ -218,8 +212,7 @@ class Config:
     )
     compression: str = option(
         "none",
-        "how deltas of 'local' and gradients of 'sync' are encoded for the wire: none, fp16, maxmin:4, sign, topk:0.01, "
-        "powersgd:4, or a policy such as 'maxmin:4; embedding*=maxmin:8'; see docs/compression.md",
+        "none (default), fp16, maxmin:4, topk:0.01 and others of docs/compression.md",
         strategy=("local", "sync"),
     )
     reducer: str = option(

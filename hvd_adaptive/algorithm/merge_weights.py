@@ -10,11 +10,9 @@ from numpy.typing import NDArray
 from hvd_adaptive.algorithm.statistics import Array
 
 # Rules for one weight a rank.
-MERGE_WEIGHT_RULES = ("paper", "heterogpu", "uniform", "updates", "samples", "fednova")
-# Rules whose weights sum to 1 whatever the statistics; the others make the merge a longer or shorter step.
-CONVEX_RULES = ("paper", "uniform", "updates", "samples")
+MERGE_WEIGHT_RULES = ("paper", "heterogpu", "uniform", "updates", "samples")
 # Rules for a weight a row or a coordinate; see hvd_adaptive.engine.merge_rule.
-ROW_RULES = ("dual-averaging", "fisher-rows", "fisher")
+ROW_RULES = ("dual-averaging", "fisher-rows")
 
 # Occurrences of the average label between two merges, over all ranks, under which averages dilute most labels.
 _RARE = 1.5
@@ -67,7 +65,6 @@ def merge_weights(
             means less than one update apart. After a perturbation the weights are normalized again, which the paper leaves open.
             ``heterogpu`` (its released code): u_i / sum u, perturbed WITHOUT normalizing: the sum is 1 + delta (max - min).
             ``uniform``: 1 / N. ``updates``: u_i / sum u. ``samples``: n_i / sum n.
-            ``fednova`` (arXiv 2007.07481): p_i tau_eff / u_i, p_i = n_i / sum n, tau_eff = sum p_i u_i; the sum differs from 1.
         num_updates: shape (world_size,), >= 0.
         num_samples: shape (world_size,), >= 0.
         batch_sizes: shape (world_size,), > 0.
@@ -100,9 +97,6 @@ def merge_weights(
         weights = active / active.sum()
     elif rule == "samples":
         weights = samples / samples.sum()
-    elif rule == "fednova":
-        share = samples / samples.sum()
-        weights = np.divide(share, updates, out=np.zeros(len(share)), where=active) * (share @ updates)
     elif rule == "paper" and np.ptp(updates[active]) < 1.0:
         weights = sizes / sizes.sum()
     else:

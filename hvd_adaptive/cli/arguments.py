@@ -17,7 +17,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Keeps examples as they are, and lines at a length that can be read."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=min(shutil.get_terminal_size().columns, 112) - 2)
+        super().__init__(prog, max_help_position=33, width=min(shutil.get_terminal_size().columns, 112) - 2)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" in text:
@@ -26,26 +26,68 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ValueError instead of ending the process, so that of many ranks one speaks; knows what was perhaps meant."""
+    """Raises ValueError instead of ending the process, so that of many ranks one speaks; knows what was perhaps meant.
+
+    Its help shows the options that most people decide about; ``--help-all`` shows the groups of :meth:`add_more_group` too.
+    """
 
     commands: Mapping[str, argparse.ArgumentParser] = MappingProxyType({})
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"formatter_class": HelpFormatter, **options})
+        self._more: list[Any] = []
+
+    def add_more_group(self, title: str) -> Any:
+        """Returns a new group of options that only ``--help-all`` shows."""
+        if not self._more:
+            self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
+        self._more.append(self.add_argument_group(title))
+        return self._more[-1]
+
+    def format_help(self) -> str:
+        """Returns the help without the groups of :meth:`add_more_group`, but with their number of options."""
+        groups, self._action_groups = self._action_groups, [g for g in self._action_groups if g not in self._more]
+        try:
+            text = super().format_help()
+        finally:
+            self._action_groups = groups
+        count = sum(action.help != argparse.SUPPRESS for group in self._more for action in group._group_actions)
+        return f"{text}\n{count} more options: {self.prog} --help-all\n" if count else text
+
+    def format_help_all(self) -> str:
+        """Returns the whole help."""
+        return super().format_help()
+
+    @property
+    def where_to_look(self) -> str:
+        """What shows the options, for an error."""
+        return f"{self.prog} {'--help-all' if self._more else '--help'} shows what there is"
 
     def error(self, message: str) -> NoReturn:
         """Raises ValueError with the message, and what was perhaps meant."""
         wrong = re.search(r"invalid choice: '([^']*)'", message)
         meant = _meant(wrong[1], self.commands) if wrong else ""
-        raise ValueError(f"{message}{meant}; {self.prog} --help shows what there is")
+        raise ValueError(f"{message}{meant}; {self.where_to_look}")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Returns the options as argparse does; raises ValueError for unknown arguments, too."""
         values, rest = self.parse_known_args(args, namespace)
         if rest:
-            command = self.commands[values.command] if self.commands else self
+            command: Any = self.commands[values.command] if self.commands else self
             flag = next((word.partition("=")[0] for word in rest if word.startswith("-")), "")
             meant = _meant(flag, [name for action in command._actions for name in action.option_strings])
             # A subcommand's program name has the arguments before it.
-            raise ValueError(f"unknown arguments {' '.join(rest)}{meant}; {command.prog} --help shows what there is")
+            raise ValueError(f"unknown arguments {' '.join(rest)}{meant}; {command.where_to_look}")
         return values
+
+
+class _HelpAll(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **options)
+
+    def __call__(self, parser: Any, *_: Any) -> None:
+        print(parser.format_help_all(), end="")
+        parser.exit()
 
 
 def _meant(word: str, known: Iterable[str]) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvd_adaptive import __version__
-from hvd_adaptive.cli.arguments import HelpFormatter
 from hvd_adaptive.config import Config
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def add_bench(commands: Any, launch: argparse.ArgumentParser) -> None:
     common.add_argument("--json", metavar="FILE", help="write the numbers to this file as well")
     compress = kinds.add_parser(
         "compress", parents=[common], help="speed and error of codecs on one core, and on a GPU where there is one",
-        formatter_class=HelpFormatter, epilog="""examples:
+        epilog="""examples:
   hvd-adaptive bench compress
   hvd-adaptive bench compress --codecs "maxmin:4; maxmin:4,bucket=1024,nearest; topk:0.01" --json found.json""",
     )  # fmt: skip
@@ -116,7 +115,7 @@ def add_bench(commands: Any, launch: argparse.ArgumentParser) -> None:
     compress.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:K")
     comm = kinds.add_parser(
         "comm", parents=[launch, common], help="seconds of one exchange: Horovod in fp32 and fp16 against codecs",
-        formatter_class=HelpFormatter, epilog="""examples:
+        epilog="""examples:
   hvd-adaptive bench comm -np 2 --codecs "horovod-fp32; maxmin:4"
   horovodrun -np 2 -H alpha:1,beta:1 hvd-adaptive bench comm --rate-mbit 1000""",
     )  # fmt: skip

@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from hvd_adaptive.cli.fields import add_fields
+from hvd_adaptive.cli.fields import add_options, fields_of
+from hvd_adaptive.cli.option_groups import CALIBRATE, TRAIN, TRAIN_MORE
 from hvd_adaptive.config import Config
 from hvd_adaptive.xmc.train_config import TrainConfig
 
@@ -25,24 +26,23 @@ def add_calibrate(commands: Any, launch: argparse.ArgumentParser) -> None:
         help="measure ranks, link and merges, and write the options that fit them",
         description="Trains for some seconds, changes nothing but the file, and recommends batch-size bounds and a mega-batch.",
     )
-    parser.add_argument("--config", metavar="FILE", help=".toml or .json of options to start from; options win over it")
+    parser.add_argument("--config", metavar="FILE", help=".toml or .json of options to start from")
     parser.add_argument(
         "--out",
         dest="calibration_file",
         metavar="FILE",
         default="calibration.toml",
-        help="what to write, .toml or .json, for --config of train and run, and --calibration of simulate (default: "
-        "calibration.toml)",
+        help="what to write, .toml or .json, for train --config (default: calibration.toml)",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         metavar="S",
         default=4.0,
-        help="how long rounds of each kind are measured at least; more where a machine's speed changes (default: 4)",
+        help="measure each kind of round for at least so long (default: 4)",
     )
-    add_fields(parser.add_argument_group("what would be trained"), TrainConfig, CALIBRATED_OPTIONS)
-    add_fields(parser.add_argument_group("how ranks would share the work"), Config)
+    fields = {**dict.fromkeys(CALIBRATED_OPTIONS, TrainConfig), **fields_of(Config)}
+    add_options(parser, fields, CALIBRATE, {**TRAIN, **TRAIN_MORE})
 
 
 def check_calibrate(config: Config, out: str, seconds: float) -> None:

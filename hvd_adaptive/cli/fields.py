@@ -1,37 +1,54 @@
-"""Options of a command from the fields of a configuration dataclass."""
+"""Options of a command from the fields of configuration dataclasses."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hvd_adaptive.cli.arguments import Parser
 from hvd_adaptive.cli.option_groups import PLACEHOLDERS, PLACEHOLDERS_BY_TYPE
 from hvd_adaptive.validation import field_type
 
+Groups = Mapping[str, tuple[str, ...]]
 
-def add_fields(group: Any, cls: type, names: Sequence[str] | None = None) -> None:
-    """Adds options for a configuration's fields; what is not given stays out of the parsed options.
+
+def fields_of(*classes: type) -> dict[str, type]:
+    """Returns the dataclass of each field."""
+    return {name: cls for cls in classes for name in cls.__dataclass_fields__}  # type: ignore[attr-defined]
+
+
+def add_options(parser: Parser, fields: Mapping[str, type], shown: Groups, more: Groups) -> None:
+    """Adds options for configurations' fields; what is not given stays out of the parsed options.
 
     Args:
-        group: a parser or a group of one.
-        cls: a dataclass whose fields' metadata hold ``help`` and ``choices``.
-        names: the fields to add; None: all.
+        parser: the command's.
+        fields: the dataclass of each, whose fields' metadata hold ``help`` and ``choices``.
+        shown: by title what the help shows.
+        more: by title what ``--help-all`` shows beside it; names that are none of the fields, or shown, are left out.
     """
-    for item in dataclasses.fields(cls):
-        if names is not None and item.name not in names:
-            continue
-        kind = field_type(cls, item.name)
+    for title, names in shown.items():
+        group = parser.add_argument_group(title)
+        for name in names:
+            add_fields(group, fields[name], (name,))
+    others = fields.keys() - {name for names in shown.values() for name in names}
+    for title, names in more.items():
+        rest = [name for name in names if name in others]
+        group = parser.add_more_group(title) if rest else None
+        for name in rest:
+            add_fields(group, fields[name], (name,))
+
+
+def add_fields(group: Any, cls: type, names: Iterable[str]) -> None:
+    """Adds options for fields of one configuration to a parser or a group of one, as :func:`add_options`."""
+    for name in names:
+        item = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
+        kind = field_type(cls, name)
         default = ("on" if item.default else "off") if kind is bool else item.default
         says_so = item.default is None or "default" in item.metadata["help"]
         text = item.metadata["help"].replace("%", "%%") + ("" if says_so else f" (default: {default})")
-        flag = "--" + item.name.replace("_", "-")
-        if kind is bool:
-            group.add_argument(
-                flag, dest=item.name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
-            )
-        else:
-            choices = item.metadata["choices"]
-            metavar = "|".join(choices) if choices else PLACEHOLDERS.get(item.name) or PLACEHOLDERS_BY_TYPE[kind]
-            group.add_argument(flag, dest=item.name, metavar=metavar, default=argparse.SUPPRESS, help=text)
+        options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if kind is not bool:
+            choices = "|".join(item.metadata["choices"])
+            options = {"metavar": PLACEHOLDERS.get(name) or choices or PLACEHOLDERS_BY_TYPE[kind]}
+        group.add_argument("--" + name.replace("_", "-"), dest=name, default=argparse.SUPPRESS, help=text, **options)

@@ -15,11 +15,12 @@ from hvd_adaptive.cli.bench import bench_comm, bench_compress, uses_groups
 from hvd_adaptive.cli.calibrate_options import check_calibrate
 from hvd_adaptive.cli.doctor import doctor
 from hvd_adaptive.cli.elastic import check_only_elastic, supervise_script, supervise_training
+from hvd_adaptive.cli.fields import fields_of
 from hvd_adaptive.cli.option_sources import (
     build_configs,
-    parse_value,
     read_environment,
     run_path,
+    typed,
     with_config_file,
 )
 from hvd_adaptive.cli.parser import make_parser
@@ -179,7 +180,7 @@ def _train_configs(options: argparse.Namespace) -> tuple[Config, TrainConfig]:
 
 def _chosen(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the options of the file and of the command line, which wins, by name."""
-    return with_config_file(options.config, _given(options), read_environment())
+    return with_config_file(options.config, typed(vars(options), fields_of(Config, TrainConfig)), read_environment())
 
 
 def _run_script(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -194,16 +195,6 @@ def _run_script(options: argparse.Namespace, arguments: list[str]) -> int:
         own = len(arguments) - len(options.arguments)
         return relaunch(options.num_ranks, [*without_options(arguments[:own], NUM_RANKS), *arguments[own:]])
     return run(options, config)
-
-
-def _given(options: argparse.Namespace) -> dict[str, Any]:
-    values = {}
-    for cls in (Config, TrainConfig):
-        for name in cls.__dataclass_fields__:
-            if hasattr(options, name):
-                value = getattr(options, name)
-                values[name] = parse_value(cls, name, value) if isinstance(value, str) else value
-    return values
 
 
 def _terminal_flag() -> list[str]:

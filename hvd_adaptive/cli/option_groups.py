@@ -1,32 +1,71 @@
-"""What the help of ``train`` groups, and what stands for a value in it."""
+"""What the help of each command groups, and what stands for a value in it.
+
+``--help`` shows the options that most people decide about, ``--help-all`` the groups called MORE as well.
+"""
 
 from __future__ import annotations
 
-# By title the fields of TrainConfig and Config, in the order of the help.
-TRAIN_GROUPS = {
-    "data": ("data", "test_data", "cache_dir", "row_norm"),
-    "the run": ("out", "name", "epochs", "patience", "time_limit", "target_p1", "device", "num_threads", "seed"),
-    "evaluation and records": ("eval_rounds", "eval_samples", "calibration", "tensorboard", "hash_interval"),
-    "model and local optimizer": (
-        *("hidden_size", "input_gradients", "optimizer", "lr", "momentum", "weight_decay", "optimizer_state"),
-        *("lr_rule", "reference_batch_size", "warmup_epochs", "lr_decay"),
+TRAIN = {
+    "data and model": ("data", "hidden_size", "optimizer", "lr", "seed"),
+    "how ranks share the work": ("strategy", "batch_size", "mega_batch", "merge_weights", "compression", "slowdown"),
+    "until when": ("epochs", "time_limit", "patience"),
+    "what is kept": ("out", "resume", "checkpoint_interval", "eval_rounds", "record"),
+}
+TRAIN_MORE = {
+    "more on data and model": ("test_data", "cache_dir", "row_norm", "input_gradients", "device", "num_threads"),
+    "more on the optimizer": (
+        *("momentum", "weight_decay", "lr_rule", "reference_batch_size", "warmup_epochs", "lr_decay", "optimizer_state"),
     ),
-    "how ranks share the work": (
-        *("strategy", "batch_size", "mega_batch", "dispatch", "work"),
-        *("batch_size_rule", "batch_size_step", "min_batch_size", "max_batch_size"),
-    ),
-    "merging (strategies local and sma)": (
-        *("merge_period", "merge_share", "overlap_merge", "merge_weights"),
-        *("perturbation", "perturbation_threshold", "perturbation_delta"),
-        *("outer_step", "outer_lr", "outer_momentum", "outer_bias_correction", "sparse_merge", "sma_alpha"),
+    "batch sizes": ("batch_size_rule", "min_batch_size", "max_batch_size"),
+    "merging (strategy local)": (
+        *("merge_period", "merge_share", "overlap_merge", "sparse_merge"),
+        *("outer_step", "outer_lr", "outer_momentum", "outer_bias_correction"),
     ),
     "synchronous steps (strategy sync)": ("global_batch_size", "accumulation_steps", "loss_reduction"),
-    "bytes on the wire": ("compression", "reducer", "error_feedback", "auto_bits"),
-    "interruptions and another number of ranks": (
-        *("resume", "checkpoint_interval", "keep_checkpoints", "drain_limit_s", "reference_ranks", "elastic_batch"),
+    "bytes on the wire": ("reducer", "error_feedback", "auto_bits"),
+    "evaluation and records": ("name", "target_p1", "eval_samples", "calibration", "tensorboard", "hash_interval"),
+    "interruptions": ("keep_checkpoints", "drain_limit_s", "reference_ranks", "elastic_batch"),
+    "failing and slow ranks": ("stall_limit_s", "straggler_limit"),
+    "repeating a run": ("replay", "logical_ranks"),
+    "for comparisons, with --strategy sma and --merge-weights uniform|samples|paper|heterogpu": (
+        *("dispatch", "work", "batch_size_step", "perturbation", "perturbation_threshold", "perturbation_delta", "sma_alpha"),
     ),
-    "failing and slow ranks": ("stall_limit_s", "straggler_limit", "slowdown"),
-    "repeating a run": ("logical_ranks", "record", "replay"),
+}
+RUN = {
+    "how ranks share the script's batches": (
+        *("strategy", "shares", "max_batch_size", "mega_batch", "merge_weights", "compression"),
+        *("dry_run", "slowdown", "stall_limit_s"),
+    ),
+}
+RUN_MORE = {
+    "merging (strategy local)": (
+        *("merge_period", "merge_share", "lr_rule", "optimizer_state"),
+        *("outer_step", "outer_lr", "outer_momentum", "outer_bias_correction", "hash_interval"),
+    ),
+    "more": ("interval", "reducer", "error_feedback"),
+}
+CALIBRATE = {
+    "what would be trained": ("data", "hidden_size", "optimizer"),
+    "how ranks would share the work": (
+        *("batch_size", "min_batch_size", "max_batch_size", "mega_batch", "merge_weights", "compression", "slowdown"),
+    ),
+}
+SIMULATE = {
+    "what is compared": ("strategies", "local_steps"),
+    "the cluster and the model": (
+        *("ranks", "ranks_per_host", "speeds", "samples_per_s", "link", "host_link", "model_mb", "gradient_mb"),
+    ),
+    "how ranks share the work, as for train": ("batch_size", "mega_batch", "compression", "slowdown"),
+}
+SIMULATE_MORE = {
+    "more on the cluster": (
+        *("step_overhead", "jitter", "drift", "latency", "host_latency", "overlap", "exchange_overhead", "merge_gbs"),
+        *("codec_gbs", "store_operation", "first_batch", "dataset_size"),
+    ),
+    "more on what is played": (
+        *("rounds", "settle", "min_batch_size", "max_batch_size", "merge_period", "merge_share", "overlap_merge", "reducer"),
+        *("global_batch_size", "seed"),
+    ),
 }
 # What stands for the value; others have their choices, or N, X or TEXT by their type.
 PLACEHOLDERS = {
@@ -34,13 +73,17 @@ PLACEHOLDERS = {
     "compression": "CODEC",
     "data": "PATH",
     "device": "DEVICE",
+    "merge_weights": "RULE",
     "name": "NAME",
+    "optimizer": "NAME",
     "out": "DIR",
     "replay": "RUN_DIR",
     "resume": "auto|PATH",
     "shares": "A,B,...",
     "slowdown": "F,G,...",
     "speeds": "S,T,...",
+    "strategies": "A,B,...",
+    "strategy": "NAME",
     "test_data": "FILE",
 }
 PLACEHOLDERS_BY_TYPE = {int: "N", float: "X", str: "TEXT"}

@@ -6,11 +6,12 @@ import datetime
 import difflib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hvd_adaptive.calibrate.file import TABLE, Calibration, options_of, read_table
+from hvd_adaptive.cli.fields import fields_of
 from hvd_adaptive.config import Config
 from hvd_adaptive.validation import field_type, parse_json
 from hvd_adaptive.xmc.train_config import TrainConfig
@@ -79,21 +80,42 @@ def with_config_file(path: str | None, given: Mapping[str, Any], environment: Ma
     return {**values, **given}
 
 
-def read_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+def read_environment(
+    environment: Mapping[str, str] = os.environ, *, also: Mapping[str, type] | None = None
+) -> dict[str, Any]:
     """Returns the options that HVD_ADAPTIVE_* variables set, converted to their types.
+
+    Args:
+        environment: the process's.
+        also: the dataclass of each option of another command; it comes before an option of ``train`` of that name.
 
     Raises:
         ValueError: for a variable that names no option, or a value of the wrong type.
     """
-    values = {}
-    for key, text in environment.items():
-        if key.startswith(ENVIRONMENT_PREFIX) and key != LAUNCH_VARIABLE:
-            name = key[len(ENVIRONMENT_PREFIX) :].lower()
-            cls = next((c for c in (Config, TrainConfig) if name in c.__dataclass_fields__), None)
-            if cls is None:
-                raise ValueError(f"environment variable {key}: {unknown_name(name)}")
-            values[name] = parse_value(cls, name, text)
-    return values
+    fields = {**fields_of(Config, TrainConfig), **(also or {})}
+    found = [key for key in environment if key.startswith(ENVIRONMENT_PREFIX) and key != LAUNCH_VARIABLE]
+    names = {key.removeprefix(ENVIRONMENT_PREFIX).lower(): key for key in found}
+    for name, key in names.items():
+        if name not in fields:
+            raise ValueError(f"environment variable {key}: {unknown_name(name, fields)}")
+    return typed({name: environment[key] for name, key in names.items()}, fields)
+
+
+def typed(values: Mapping[str, Any], fields: Mapping[str, type]) -> dict[str, Any]:
+    """Returns the options among some values, those that are text converted to their types.
+
+    Args:
+        values: by name; names that are no options are left out.
+        fields: the dataclass of each option.
+
+    Raises:
+        ValueError: naming the option, if a text does not fit.
+    """
+    return {
+        name: parse_value(fields[name], name, value) if isinstance(value, str) else value
+        for name, value in values.items()
+        if name in fields
+    }
 
 
 def parse_value(cls: type, name: str, text: str) -> Any:
@@ -115,10 +137,9 @@ def parse_value(cls: type, name: str, text: str) -> Any:
         raise ValueError(f"{name} must be a {kind.__name__}, got {text!r}") from None
 
 
-def unknown_name(name: str) -> str:
-    """Returns the message for a name that is no option, with the nearest ones."""
-    known = [*Config.__dataclass_fields__, *TrainConfig.__dataclass_fields__]
-    near = difflib.get_close_matches(name, known, n=2)
+def unknown_name(name: str, known: Iterable[str]) -> str:
+    """Returns the message for a name that is none of the known options, with the nearest ones."""
+    near = difflib.get_close_matches(name, list(known), n=2)
     return f"unknown option {name!r}" + (
         f"; did you mean {' or '.join(near)}?" if near else f"; options are {', '.join(known)}"
     )
@@ -130,14 +151,13 @@ def build_configs(*sources: Mapping[str, Any]) -> tuple[Config, TrainConfig]:
     Raises:
         ValueError: for an unknown name, or a value that its field refuses.
     """
-    merged: dict[str, Any] = {}
-    for source in sources:
-        merged.update(source)
+    merged = {name: value for source in sources for name, value in source.items()}
+    fields = fields_of(Config, TrainConfig)
     for name in merged:
-        if name not in Config.__dataclass_fields__ and name not in TrainConfig.__dataclass_fields__:
-            raise ValueError(unknown_name(name))
-    config = Config(**{k: v for k, v in merged.items() if k in Config.__dataclass_fields__})
-    train = TrainConfig(**{k: v for k, v in merged.items() if k in TrainConfig.__dataclass_fields__})
+        if name not in fields:
+            raise ValueError(unknown_name(name, fields))
+    config = Config(**{name: value for name, value in merged.items() if fields[name] is Config})
+    train = TrainConfig(**{name: value for name, value in merged.items() if fields[name] is TrainConfig})
     if train.input_gradients == "dense" and config.sparse_merge == "always":
         raise ValueError("sparse_merge 'always' needs input_gradients 'sparse': else no rows are told apart")
     return config, train

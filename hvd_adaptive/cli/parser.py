@@ -6,12 +6,12 @@ import argparse
 from typing import Any
 
 from hvd_adaptive import __version__
-from hvd_adaptive.cli.arguments import HelpFormatter, Parser
+from hvd_adaptive.cli.arguments import Parser
 from hvd_adaptive.cli.bench import add_bench
 from hvd_adaptive.cli.calibrate_options import add_calibrate
 from hvd_adaptive.cli.doctor import add_doctor
-from hvd_adaptive.cli.fields import add_fields
-from hvd_adaptive.cli.option_groups import TRAIN_GROUPS
+from hvd_adaptive.cli.fields import add_options, fields_of
+from hvd_adaptive.cli.option_groups import RUN, RUN_MORE, TRAIN, TRAIN_MORE
 from hvd_adaptive.cli.simulate import add_simulate_options
 from hvd_adaptive.config import Config
 from hvd_adaptive.wrap.run_options import RunConfig
@@ -66,20 +66,14 @@ def make_parser() -> argparse.ArgumentParser:
         prog="hvd-adaptive",
         description="Adaptive data-parallel training with Horovod and MPI on GPUs that are not equal.",
         epilog=_FIRST_STEPS,
-        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"hvd-adaptive {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     launch = argparse.ArgumentParser(add_help=False)
-    group = launch.add_argument_group("launching")
-    group.add_argument(
-        "-np",
-        "--num-ranks",
-        type=int,
-        metavar="N",
-        help="start N ranks under mpirun; without it, the launcher's world or one rank",
+    launch.add_argument(
+        "-np", "--num-ranks", type=int, metavar="N", help="start N ranks (default: those of mpirun or srun, else one)"
     )
-    group.add_argument("--terminal", action="store_true", help=argparse.SUPPRESS)
+    launch.add_argument("--terminal", action="store_true", help=argparse.SUPPRESS)
     _add_train(commands, launch)
     add_calibrate(commands, launch)
     _add_run(commands, launch)
@@ -88,7 +82,6 @@ def make_parser() -> argparse.ArgumentParser:
     add_bench(commands, launch)
     for name, text in _EXAMPLES.items():
         command = commands.choices[name]
-        command.formatter_class = HelpFormatter
         command.epilog = f"examples:{text.rstrip()}"
         if command.usage is None and len(command._actions) > _MOST_IN_USAGE:
             command.usage = f"{command.prog} [options]"
@@ -106,23 +99,9 @@ def _add_train(commands: Any, launch: argparse.ArgumentParser) -> None:
         description="Trains the model of the Adaptive SGD paper, and writes a run directory.",
         allow_abbrev=False,
     )
-    train.add_argument(
-        "--config",
-        metavar="FILE",
-        help=".toml or .json of these options (a run's config.json is one); options win over it",
-    )
-    classes = {name: cls for cls in (TrainConfig, Config) for name in cls.__dataclass_fields__}
-    grouped = {name for names in TRAIN_GROUPS.values() for name in names}
-    rest = tuple(name for name in classes if name not in grouped)
-    for title, names in {**TRAIN_GROUPS, **({"other": rest} if rest else {})}.items():
-        options = train.add_argument_group(title)
-        for name in names:
-            add_fields(options, classes[name], (name,))
-    _add_elastic(
-        train.add_argument_group("elastic training"),
-        "start the ranks, go on from the last merge when ranks or hosts are lost, and take in hosts that come; see "
-        "docs/elastic.md",
-    )
+    train.add_argument("--config", metavar="FILE", help=".toml or .json of these options; a run's config.json is one")
+    _add_elastic(train, "go on when ranks or hosts are lost, take in new ones; docs/elastic.md")
+    add_options(train, fields_of(TrainConfig, Config), TRAIN, TRAIN_MORE)
 
 
 def _add_run(commands: Any, launch: argparse.ArgumentParser) -> None:
@@ -135,24 +114,17 @@ def _add_run(commands: Any, launch: argparse.ArgumentParser) -> None:
         # argparse would look for them among the script's own options, too.
         allow_abbrev=False,
     )
-    run.add_argument(
-        "--config", metavar="FILE", help=".toml or .json of these options, or of train's too, which are not used; options win"
-    )
-    add_fields(run.add_argument_group("how ranks share the script's batches"), RunConfig)
-    elastic = run.add_argument_group("elastic jobs")
-    _add_elastic(
-        elastic,
-        "start the ranks, start the script again when ranks or hosts are lost, from its newest hvd.elastic commit if it has "
-        "any, and take in hosts that come; see docs/elastic.md",
-    )
+    run.add_argument("--config", metavar="FILE", help=".toml or .json of options of run and train")
+    elastic = _add_elastic(run, "start again when ranks or hosts are lost, take in new ones; docs/elastic.md")
     elastic.add_argument(
         "--commit-dir",
         metavar="DIR",
         help="folder for the hvd.elastic commits, on storage that all hosts share; a job that did not finish goes on from what "
         "it holds (default: memory while all ranks are on this host, else a new folder in the working directory)",
     )
+    add_options(run, fields_of(RunConfig), RUN, RUN_MORE)
     run.add_argument("-m", dest="module", action="store_true", help="the script is a module's name, as of python -m")
-    run.add_argument("script", help="the script; all that follows it is its own. The word python before it is left out")
+    run.add_argument("script", help="the script; what follows it is its own; the word python before it is left out")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
 
 
@@ -205,8 +177,9 @@ def _add_looking(commands: Any, launch: argparse.ArgumentParser) -> None:
     add_simulate_options(simulate)
 
 
-def _add_elastic(group: Any, text: str) -> None:
-    group.add_argument("--elastic", action="store_true", help=text)
+def _add_elastic(parser: Parser, text: str) -> Any:
+    parser.add_argument("--elastic", action="store_true", help=text)
+    group = parser.add_more_group("elastic jobs (--elastic)")
     group.add_argument("--min-np", type=int, metavar="A", help="fewest ranks to go on with (default: 1)")
     group.add_argument("--max-np", type=int, metavar="B", help="most ranks (default: -np)")
     group.add_argument(
@@ -223,3 +196,4 @@ def _add_elastic(group: Any, text: str) -> None:
     )
     group.add_argument("--launch", type=int, help=argparse.SUPPRESS)
     group.add_argument("--memory-dir", help=argparse.SUPPRESS)
+    return group

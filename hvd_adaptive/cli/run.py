@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvd_adaptive.cli.option_sources import ENVIRONMENT_PREFIX, parse_value, unknown_name, with_config_file
+from hvd_adaptive.cli.fields import fields_of
+from hvd_adaptive.cli.option_sources import read_environment, typed, unknown_name, with_config_file
 from hvd_adaptive.cluster.binding import read_launcher
 from hvd_adaptive.config import Config
 from hvd_adaptive.validation import parse_slowdown
@@ -31,29 +32,23 @@ def run_config(
         ValueError: for a bad value, or a script that is not there. The options' script, module and arguments are changed where
             they begin with the word python.
     """
-    values: dict[str, Any] = {}
-    known = {"launch"} | {name for cls in (RunConfig, Config, TrainConfig) for name in cls.__dataclass_fields__}
-    for variable in environment:
-        if variable.startswith(ENVIRONMENT_PREFIX) and variable[len(ENVIRONMENT_PREFIX) :].lower() not in known:
-            raise ValueError(
-                f"environment variable {variable} names no option; those of run are {', '.join(RunConfig.__dataclass_fields__)}"
-            )
+    fields = fields_of(RunConfig)
     path = getattr(options, "config", None)
-    given = {name: value for name, value in vars(options or argparse.Namespace()).items() if name == "strategy"}
-    default = {"strategy": environment.get(f"{ENVIRONMENT_PREFIX}STRATEGY", "sync")}
-    from_file = with_config_file(path, given, default)
-    unknown = sorted(from_file.keys() - known)
+    given = typed(vars(options or argparse.Namespace()), fields)
+    variables = read_environment(environment, also=fields)
+    strategy = {"strategy": variables.get("strategy", RunConfig().strategy)}
+    from_file = with_config_file(path, {name: given[name] for name in given.keys() & strategy}, strategy)
+    known = fields_of(RunConfig, Config, TrainConfig)
+    unknown = sorted(from_file.keys() - known.keys())
     if unknown:
-        raise ValueError(f"--config {path}: {unknown_name(unknown[0])}")
-    if from_file.get("strategy", default["strategy"]) == "sync":
-        # A file may serve several commands; what the command line or a variable says is still checked.
-        from_file = {name: value for name, value in from_file.items() if name not in LOCAL_OPTIONS}
-    for name in RunConfig.__dataclass_fields__:
-        text = environment.get(ENVIRONMENT_PREFIX + name.upper())
-        value = getattr(options, name, from_file.get(name, text))
-        if value is not None:
-            values[name] = parse_value(RunConfig, name, value) if isinstance(value, str) else value
-    config = RunConfig(**values)
+        raise ValueError(f"--config {path}: {unknown_name(unknown[0], known)}")
+    # A file may serve several commands; what the command line or a variable says is still checked.
+    without = LOCAL_OPTIONS if from_file.get("strategy", strategy["strategy"]) == "sync" else ()
+    if from_file.get("lr_rule") == "auto":
+        # Of train, where it follows the optimizer.
+        without = (*without, "lr_rule")
+    from_file = {name: value for name, value in from_file.items() if name not in without}
+    config = RunConfig(**typed({**variables, **from_file, **given}, fields))
     if config.slowdown is not None:
         parse_slowdown(config.slowdown)
     num_ranks = getattr(options, "num_ranks", None) or read_launcher(environment).world_size

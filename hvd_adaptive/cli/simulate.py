@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvd_adaptive.calibrate.file import LOCAL_ONLY, TABLE, options_of, read_table
-from hvd_adaptive.cli.fields import add_fields
-from hvd_adaptive.cli.option_sources import parse_value, read_config_file
+from hvd_adaptive.cli.arguments import Parser
+from hvd_adaptive.cli.fields import add_options, fields_of
+from hvd_adaptive.cli.option_groups import SIMULATE, SIMULATE_MORE
+from hvd_adaptive.cli.option_sources import read_config_file, typed, unknown_name
 from hvd_adaptive.config import Config
 from hvd_adaptive.simulate.scenario_options import SHARED_OPTIONS, ClusterConfig, SweepConfig
 from hvd_adaptive.xmc.train_config import TrainConfig
@@ -42,11 +44,12 @@ def run_simulation(options: argparse.Namespace) -> None:
     # Only now: codecs load torch.
     from hvd_adaptive.simulate.sweep import sweep
 
-    given = {name: value for name, value in vars(options).items() if name in _known()}
+    fields = simulated_fields()
+    given = {name: value for name, value in vars(options).items() if name in fields}
     from_file = read_config_file(options.config) if options.config else {}
-    unknown = sorted(set(from_file) - set(_known()))
+    unknown = sorted(from_file.keys() - fields.keys())
     if unknown:
-        raise ValueError(f"--config {options.config}: unknown option {unknown[0]!r}; options are {', '.join(_known())}")
+        raise ValueError(f"--config {options.config}: {unknown_name(unknown[0], fields)}")
     calibration = None
     measured: dict[str, Any] = {}
     of_local: dict[str, Any] = {}
@@ -63,10 +66,7 @@ def run_simulation(options: argparse.Namespace) -> None:
         measured = options_of(content, calibration, strategy="sync")
         of_local = {name: content.get(name) for name in LOCAL_ONLY if name not in {**from_file, **given}}
         measured["ranks"] = str(len(calibration.ranks))
-    values = {**measured, **from_file, **given}
-    for name, value in values.items():
-        if isinstance(value, str):
-            values[name] = parse_value(_known()[name], name, value)
+    values = typed({**measured, **from_file, **given}, fields)
     sweep_config = SweepConfig(**{name: values[name] for name in values if name in SweepConfig.__dataclass_fields__})
     cluster_config = ClusterConfig(**{name: values[name] for name in values if name in ClusterConfig.__dataclass_fields__})
     shared = {name: value for name, value in values.items() if name in SHARED_OPTIONS}
@@ -82,26 +82,22 @@ def run_simulation(options: argparse.Namespace) -> None:
         _draw(outcomes, options.png, title if calibration is None else f"Simulated from {options.calibration}")
 
 
-def add_simulate_options(parser: argparse.ArgumentParser) -> None:
+def add_simulate_options(parser: Parser) -> None:
     """Adds the command's options to its parser."""
-    parser.add_argument("--config", metavar="FILE", help=".toml or .json of these options; options win over it")
+    parser.add_argument("--config", metavar="FILE", help=".toml or .json of these options")
     parser.add_argument(
         "--calibration",
         metavar="FILE",
-        help="what hvd-adaptive calibrate wrote: its ranks, link, merge and options in place of described ones",
+        help="what hvd-adaptive calibrate wrote, in place of a description",
     )
     parser.add_argument("--png", metavar="FILE", help="draw utilisation, communication and rounds/s over ranks")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    add_fields(parser.add_argument_group("what is compared"), SweepConfig)
-    add_fields(parser.add_argument_group("the cluster and the model"), ClusterConfig)
-    add_fields(parser.add_argument_group("how ranks share the work, as for train"), Config, SHARED_OPTIONS)
+    add_options(parser, simulated_fields(), SIMULATE, SIMULATE_MORE)
 
 
-def _known() -> dict[str, type]:
-    """The options and the dataclass of each."""
-    known: dict[str, type] = dict.fromkeys(SHARED_OPTIONS, Config)
-    for cls in (SweepConfig, ClusterConfig):
-        known.update(dict.fromkeys(cls.__dataclass_fields__, cls))
+def simulated_fields() -> dict[str, type]:
+    """Returns the dataclass of each option."""
+    known = {**dict.fromkeys(SHARED_OPTIONS, Config), **fields_of(SweepConfig, ClusterConfig)}
     assert not set(known) & set(TrainConfig.__dataclass_fields__)
     return known
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 
-from hvd_adaptive.cli.arguments import HelpFormatter, Parser
+from hvd_adaptive.cli.arguments import Parser
 from hvd_adaptive.cluster.batch_script import BatchScript, Component, render
 
 USAGE = "hvd-adaptive submit [options] [: options of a second component ...] -- train|run ..."
@@ -88,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="hvd-adaptive submit", usage=USAGE, parents=[_component_parser(add_help=False)],
         description="Render a batch script for Slurm and show it; --yes sends it.",
-        epilog=_EXAMPLES, formatter_class=HelpFormatter,
+        epilog=_EXAMPLES,
     )  # fmt: skip
     add = parser.add_argument
     default = BatchScript()

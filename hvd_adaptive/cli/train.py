@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -66,30 +67,30 @@ def train(
     splits = open_data(options.data, options.test_data, options.cache_dir, transport)
     attempt(transport, lambda: _check_slowdown(config, transport.world_size))
     attempt(transport, lambda: check_compression(config))
-    directory = attempt(
-        transport,
-        lambda: _make_run_directory(config, options, supervised) if transport.rank == 0 else None,
+    path = run_path(config, options)
+    make_directory = attempt(
+        transport, lambda: _run_directory(path, config, options, supervised) if transport.rank == 0 else None
     )
     if transport.rank == 0 and (warning := idle_nodes(os.environ, len(set(hosts)))):
         log.warning(warning)
     progress = (
         Progress(splits, config, transport.world_size, terminal=terminal) if transport.rank == 0 else None
     )
-    if progress and directory:
-        progress.start(directory.path)
+    if progress:
+        progress.start(path)
     trainer = Trainer(
         config,
         options,
         splits,
         device=device,
         transport=transport,
-        run_directory=directory,
+        make_directory=make_directory,
         supervised=supervised,
         show_progress=progress.show if progress else None,
     )
-    if options.resume is not None:
-        # Only now: a refused resume leaves the run as it was.
-        attempt(transport, lambda: directory.write_config(config, recorded(options)) if directory else None)
+    directory = trainer.directory
+    # Only now: a refused resume leaves the run as it was.
+    attempt(transport, lambda: directory.write_config(config, recorded(options)) if directory else None)
     summary = trainer.run()
     if summary is None:
         # Started again, it would only begin again.
@@ -159,19 +160,18 @@ def _check_slowdown(config: Config, world_size: int) -> None:
     Slowdown(config.slowdown, world_size=world_size)
 
 
-def _make_run_directory(config: Config, options: TrainConfig, supervised: Supervised | None) -> RunDirectory:
-    path = run_path(config, options)
-    # Before the folder is made: a missing package must not leave one behind.
+def _run_directory(
+    path: Path, config: Config, options: TrainConfig, supervised: Supervised | None
+) -> Callable[[], RunDirectory]:
+    """Tries whether the run directory can be made, leaves none behind, and returns what makes it."""
+    # A missing package must be found before the folder is made.
     sinks = [ScalarWriter(path / "tensorboard")] if options.tensorboard else []
-    if supervised and supervised.launch > 1:
-        # The folder is that of this job's earlier launches.
-        return RunDirectory(path, resume=True, sinks=sinks)
-    if options.resume is None:
-        directory = RunDirectory(path, sinks=sinks)
-        directory.write_config(config, recorded(options))
-        return directory
-    resume = options.resume == "auto" or _is_run_of(Path(options.resume), path)
-    return RunDirectory(path, resume=resume, sinks=sinks)
+    # The folder of a job's earlier launches is this one's.
+    resume = bool(supervised and supervised.launch > 1) or (
+        options.resume is not None and (options.resume == "auto" or _is_run_of(Path(options.resume), path))
+    )
+    RunDirectory(path, resume=resume).abandon()
+    return lambda: RunDirectory(path, resume=resume, sinks=sinks)
 
 
 def _is_run_of(source: Path, path: Path) -> bool:

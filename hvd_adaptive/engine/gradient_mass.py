@@ -1,10 +1,11 @@
-"""Merge weights by squared-gradient mass: a rank counts in a row, or in a coordinate, by what it learned there.
+"""Merge weights by squared-gradient mass: a rank counts in a row by what it learned there.
 
 An average gives a rank the same weight everywhere. If one rank alone saw a rare feature or label, that rank's row moves in full,
 but the average moves by a part of it. Here a rank's weight is its share of the sum of squared gradients, an estimate of the
 diagonal Fisher information (Matena and Raffel, "Merging Models with Fisher-Weighted Averaging", arXiv 2111.09832), so the row
 moves in full. Deviations from the paper: deltas are averaged, not models; the gradients are those of the round's own
-mini-batches; ``fisher-rows`` has one mass a row.
+mini-batches; there is one mass a row. One a coordinate was as good within 0.001 and doubled what crosses the wire
+(benchmarks/records/2026-11-23-merge-rules.md).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _CODE_OF_ONE = 176
 
 
 class GradientMass:
-    """This rank's squared gradients since the last merge, and from them its weight in each row or coordinate.
+    """This rank's squared gradients since the last merge, and from them its weight in each row.
 
     A "row" is a slice along a parameter's longest dimension (:func:`~hvd_adaptive.engine.optimizers.slice_dim`), or along the
     first one where ``row_parameters`` says so.
@@ -35,23 +36,21 @@ class GradientMass:
     Args:
         parameters: the trainable ones, in the model's order, each once.
         row_parameters: indices of those whose gradients may be sparse.
-        per_coordinate: one mass a coordinate, in place of one a row: one more copy of the model.
 
     Attributes:
         message_bytes: what a rank sent in the last exchange.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], *, row_parameters: Iterable[int] = (), per_coordinate: bool) -> None:
+    def __init__(self, parameters: Iterable[Tensor], *, row_parameters: Iterable[int] = ()) -> None:
         self._parameters = list(parameters)
         self._dims = row_dims(self._parameters, row_parameters)
-        self._per_coordinate = per_coordinate
         self._mass = [torch.zeros(self._shape(i), device=p.device) for i, p in enumerate(self._parameters)]
         self._versions = [p._version for p in self._parameters]
         self.message_bytes = 0
 
     def _shape(self, index: int) -> list[int]:
         shape, dim = self._parameters[index].shape, self._dims[index]
-        return list(shape) if self._per_coordinate else [size if d == dim else 1 for d, size in enumerate(shape)]
+        return [size if d == dim else 1 for d, size in enumerate(shape)]
 
     def before_step(self) -> None:
         """Does nothing."""
@@ -71,17 +70,15 @@ class GradientMass:
     def _add_(self, index: int, gradient: Tensor) -> None:
         mass, dim = self._mass[index], self._dims[index]
         if not gradient.is_sparse:
-            mass.add_(gradient * gradient if self._per_coordinate else slice_squares(gradient, dim))
+            mass.add_(slice_squares(gradient, dim))
             return
         if dim != 0 or gradient.sparse_dim() != 1:
             gradient = gradient.to_dense()
             self._add_(index, gradient)
             return
         gradient = gradient.coalesce()
-        squares = gradient._values().float().square()
-        if not self._per_coordinate:
-            squares = squares.flatten(1).sum(1).view(-1, *mass.shape[1:])
-        mass.index_add_(0, gradient._indices()[0], squares)
+        squares = gradient._values().float().square().flatten(1).sum(1)
+        mass.index_add_(0, gradient._indices()[0], squares.view(-1, *mass.shape[1:]))
 
     def restart(self) -> None:
         """Forgets the squared gradients since the last merge."""
@@ -96,9 +93,9 @@ class GradientMass:
     def exchange(
         self, transport: Transport, *, weights: Array, unions: Mapping[int, Tensor], coded: bool = False
     ) -> list[Tensor]:
-        """Returns this rank's weight in each row or coordinate, and starts the next round's mass. COLLECTIVE.
+        """Returns this rank's weight in each row, and starts the next round's mass. COLLECTIVE.
 
-        Over ranks the weights sum to 1 in every coordinate. Where no rank has any mass they are the ranks' scalar weights: there,
+        Over ranks the weights sum to 1 in every row. Where no rank has any mass they are the ranks' scalar weights: there,
         a delta comes from momentum or weight decay alone.
 
         Args:

@@ -58,4 +58,4 @@ def make_merge_rule(
         return None
     if name == "dual-averaging":
         return DualAveraging(optimizer, parameters, row_parameters=row_parameters)
-    return GradientMass(parameters, row_parameters=row_parameters, per_coordinate=name == "fisher")
+    return GradientMass(parameters, row_parameters=row_parameters)

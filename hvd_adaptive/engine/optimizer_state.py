@@ -42,11 +42,16 @@ def _exchanges_accumulators(config: Config, optimizer: Optimizer) -> bool:
 def with_defaults(
     config: Config, optimizer: Optimizer, parameters: Iterable[Tensor], *, rare_labels: bool = False
 ) -> Config:
-    """Returns the configuration with what follows from the optimizer where it is not set: the merge weights and the outer step.
+    """Returns the configuration with what follows from the optimizer where it is not set: merge weights, the learning rate's rule
+    and the outer step.
 
-    Merges go by updates. Where labels are rare, Adagrad's go by dual averaging, others' by gradient
-    mass. SGD gets Nesterov, others no outer step: they take as long steps on rare rows as on others, and momentum over rounds
-    gained nothing with them.
+    Merges go by updates. Where labels are rare, Adagrad's go by dual averaging, others' by gradient mass.
+
+    The learning rate of SGD, with momentum or without, follows the batch size linearly. That of other optimizers stays: they
+    divide a gradient by its usual size, so their steps do not grow with the batch's.
+
+    SGD gets Nesterov, others no outer step: they take as long steps on rare rows as on others, and momentum over rounds gained
+    nothing with them.
 
     Args:
         config: the rules.
@@ -71,9 +76,12 @@ def with_defaults(
         can = fits and _exchanges_accumulators(config, optimizer) and goes_with_dual_averaging(config)
         for_rare = "dual-averaging" if can else "fisher-rows"
         config = dataclasses.replace(config, merge_weights=for_rare if rare_labels else "updates")
+    is_sgd = isinstance(optimizer, (SGD, LazyMomentum))
+    if config.lr_rule == "auto":
+        config = dataclasses.replace(config, lr_rule="linear" if is_sgd else "none")
     if config.outer_step is not None:
         return config
-    kind = "nesterov" if isinstance(optimizer, (SGD, LazyMomentum)) else "none"
+    kind = "nesterov" if is_sgd else "none"
     try:
         return dataclasses.replace(config, outer_step=kind)
     except ValueError as error:

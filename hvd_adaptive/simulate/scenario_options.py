@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hvd_adaptive.simulate.units import parse_factors, parse_ranks, parse_rate, parse_seconds
-from hvd_adaptive.validation import check_not_negative, check_positive, check_types_and_choices
+from hvd_adaptive.validation import check_not_negative, check_positive, check_types_and_choices, option
 
 # What each is called here, and the options that make it.
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -26,10 +26,6 @@ SHARED_OPTIONS = (
 )
 
 
-def _option(default: Any, text: str, *choices: str) -> Any:
-    return field(default=default, metadata={"help": text, "choices": choices, "needs": {}})
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterConfig:
     """A description. Fields are options of ``hvd-adaptive simulate``; ``metadata["help"]`` describes them.
@@ -38,32 +34,32 @@ class ClusterConfig:
         ValueError: on construction, naming the field, the requirement and the value.
     """
 
-    ranks: str = _option("2..4096", "numbers of ranks: 2,4,12 or 2..4096, which doubles")
-    ranks_per_host: int = _option(4, "ranks that share a host and its link")
-    speeds: str = _option(
-        "1,1,2,4", "the ranks' relative speeds, repeated over the ranks in order; fewer ranks take some from all over the list"
+    ranks: str = option("2..4096", "numbers of ranks: 2,4,12 or 2..4096, which doubles")
+    ranks_per_host: int = option(4, "ranks that share a host and its link")
+    speeds: str = option(
+        "1,1,2,4", "the ranks' relative speeds, repeated over the ranks"
     )
-    samples_per_s: float = _option(2000.0, "samples that a rank of speed 1 computes a second, the cost of a step apart")
-    step_overhead: str = _option("2ms", "what every step costs, whatever its batch and the rank's speed")
-    jitter: float = _option(0.05, "standard deviation of a step's seconds, relative")
-    drift: float = _option(0.0, "standard deviation of a rank's speed after a minute, relative: throttling, neighbours")
-    link: str = _option("10gbit", "bandwidth of a host's link, each way")
-    latency: str = _option("50us", "seconds of an empty message between hosts")
-    host_link: str = _option("10GB/s", "bandwidth between two ranks of a host")
-    host_latency: str = _option("2us", "seconds of an empty message between them")
-    model_mb: float = _option(100.0, "megabytes (10^6 bytes) of the model's parameters in fp32")
-    gradient_mb: float | None = _option(
-        None, "megabytes that sync and horovod exchange every step (default: the model's; less with sparse gradients)"
+    samples_per_s: float = option(2000.0, "samples a second of a rank of speed 1, --step-overhead apart")
+    step_overhead: str = option("2ms", "what every step costs, whatever its batch and the rank's speed")
+    jitter: float = option(0.05, "standard deviation of a step's seconds, relative")
+    drift: float = option(0.0, "standard deviation of a rank's speed after a minute, relative: throttling, neighbours")
+    link: str = option("10gbit", "bandwidth of a host's link, each way")
+    latency: str = option("50us", "seconds of an empty message between hosts")
+    host_link: str = option("10GB/s", "bandwidth between two ranks of a host")
+    host_latency: str = option("2us", "seconds of an empty message between them")
+    model_mb: float = option(100.0, "megabytes (10^6 bytes) of the model in fp32")
+    gradient_mb: float | None = option(
+        None, "megabytes exchanged in a step of sync and horovod (default: the model's)"
     )
-    overlap: float = _option(0.5, "part of a step beside which gradients may cross the wire, in [0, 1]")
-    exchange_overhead: str = _option("1ms", "what every exchange costs, whatever its size: Horovod's cycle and agreement")
-    merge_gbs: float = _option(
+    overlap: float = option(0.5, "part of a step beside which gradients may cross the wire, in [0, 1]")
+    exchange_overhead: str = option("1ms", "what every exchange costs, whatever its size: Horovod's cycle and agreement")
+    merge_gbs: float = option(
         10.0, "gigabytes of model a second of a rank's own part of a merge: delta, copies, outer step"
     )
-    codec_gbs: float = _option(3.0, "gigabytes of fp32 values a second that a rank encodes and decodes")
-    store_operation: str = _option("12us", "what an operation (a claim takes two) costs the thread that serves the cursor")
-    first_batch: str = _option("0ms", "until a round's first batch is there, its claim apart; later ones are fetched meanwhile")
-    dataset_size: int | None = _option(None, "samples of an epoch, which rounds do not cross (default: no end)")
+    codec_gbs: float = option(3.0, "gigabytes of fp32 values a second that a rank encodes and decodes")
+    store_operation: str = option("12us", "what an operation (a claim takes two) costs the thread that serves the cursor")
+    first_batch: str = option("0ms", "until a round's first batch is there, its claim apart; later ones are fetched meanwhile")
+    dataset_size: int | None = option(None, "samples of an epoch, which rounds do not cross (default: no end)")
 
     def __post_init__(self) -> None:
         check_types_and_choices(self)
@@ -89,17 +85,15 @@ class SweepConfig:
         ValueError: on construction, naming the field, the requirement and the value.
     """
 
-    strategies: str = _option(
+    strategies: str = option(
         "local,local-parts,sync,local-sgd,horovod",
-        f"which to compare, of {', '.join(STRATEGIES)}; local-sizes: batch sizes by speed; local-parts: parts by the last "
-        "round's speeds instead of claims; local-sgd: equal parts and weights; static: sync with shares by the first round's "
-        "speeds",
+        "which; docs/simulate.md has all",
     )
-    local_steps: float = _option(
-        25.0, "batches a rank computes between two merges, where --mega-batch does not fix the samples of all ranks together"
+    local_steps: float = option(
+        25.0, "batches of a rank between merges, unless --mega-batch fixes the samples of all"
     )
-    rounds: int = _option(16, "rounds to play")
-    settle: int = _option(8, "rounds at the start that do not count: the rules learn the ranks' speeds in them")
+    rounds: int = option(16, "rounds to play")
+    settle: int = option(8, "rounds at the start that do not count: the rules learn the ranks' speeds in them")
 
     def __post_init__(self) -> None:
         check_types_and_choices(self)

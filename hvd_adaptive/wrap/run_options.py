@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from hvd_adaptive.combinations import check_needs
 from hvd_adaptive.config import Config
-from hvd_adaptive.validation import check_positive, check_types_and_choices
+from hvd_adaptive.validation import check_positive, check_types_and_choices, option
 
-
-def _option(default: Any, text: str, *choices: str) -> Any:
-    return field(default=default, metadata={"help": text, "choices": choices})
+_LOCAL = ("local",)
 
 
 def _as_in_train(
-    name: str, *, default: Any = None, text: str = "", choices: tuple[str, ...] = (), strategy: str = "local: "
+    name: str, *, default: Any = None, text: str = "", choices: tuple[str, ...] = (), strategy: tuple[str, ...] = _LOCAL
 ) -> Any:
-    """An option of :class:`Config` with the same meaning."""
+    """An option of :class:`Config` with the same meaning; ``strategy``: of this program those that it is for."""
     known = Config.__dataclass_fields__[name]
-    return field(
-        default=known.default if default is None else default,
-        metadata={
-            "help": strategy + (text or known.metadata["help"]),
-            "choices": choices or known.metadata["choices"],
-        },
+    only = "local: " if strategy == _LOCAL else ""
+    return option(
+        known.default if default is None else default,
+        only + (text or known.metadata["help"]),
+        *(choices or known.metadata["choices"]),
+        strategy=strategy,
     )
 
 
@@ -35,30 +34,28 @@ class RunConfig:
         ValueError: on construction, naming the field, the requirement and the value.
     """
 
-    strategy: str = _option(
+    strategy: str = option(
         "sync",
-        "sync: the script's own updates, of which each rank computes a share by its speed; local: each rank steps by itself, "
-        "and the ranks' models are merged every mega-batch",
+        "sync (default): the script's own updates, in shares by speed; local: models are merged",
         *("sync", "local"),
     )
-    shares: str | None = _option(
+    shares: str | None = option(
         None,
-        "fixed proportions of the global batch, one a rank, as in 1,2 (default: by the ranks' measured speeds)",
+        "fixed shares of the global batch, one a rank, as in 1,2 (default: by measured speeds)",
     )
-    interval: int = _option(25, "optimizer steps between two looks at the ranks' speeds")
-    max_batch_size: int | None = _option(
-        None, "most samples in a batch of any rank, as its memory allows (default: no bound)"
+    interval: int = option(25, "optimizer steps between two looks at the ranks' speeds")
+    max_batch_size: int | None = option(
+        None, "most samples in a batch of any rank (default: no bound)"
     )
-    dry_run: bool = _option(
+    dry_run: bool = option(
         False,
-        "run the script's first 16 steps with equal shares and, if nothing speaks against it, 12 with unequal ones; print what "
-        "would be intercepted, and end",
+        "run at most 28 steps, say what would be adaptive, and end",
     )
-    slowdown: str | None = _option(
-        None, "emulate unequal ranks: stretch each rank's compute by a factor, 1,2, or by a schedule (see train)"
+    slowdown: str | None = option(
+        None, "try unequal ranks: each one's steps take so many times as long, as in 1,2"
     )
     mega_batch: int | None = _as_in_train(
-        "mega_batch", text="samples between two merges, over all ranks (default: 50 of the script's batches)"
+        "mega_batch", text="samples between merges, of all ranks (default: 50 of the script's batches)"
     )
     merge_period: str = _as_in_train(
         "merge_period",
@@ -67,7 +64,12 @@ class RunConfig:
     )
     merge_share: float = _as_in_train("merge_share")
     merge_weights: str = _as_in_train("merge_weights")
-    lr_rule: str = _as_in_train("lr_rule", text="how the learning rate follows a rank's share of the batch")
+    lr_rule: str = _as_in_train(
+        "lr_rule",
+        default="linear",
+        text="how the learning rate follows a rank's share of the batch",
+        choices=("linear", "sqrt", "none"),
+    )
     outer_step: str = _as_in_train("outer_step", default="none")
     outer_lr: float | None = _as_in_train("outer_lr")
     outer_momentum: float = _as_in_train("outer_momentum")
@@ -76,11 +78,11 @@ class RunConfig:
     hash_interval: int = _as_in_train(
         "hash_interval", text="merges between checks that all ranks hold the same model; 0: never"
     )
-    compression: str = _as_in_train("compression", strategy="")
-    reducer: str = _as_in_train("reducer", choices=("sra", "allreduce", "auto"), strategy="")
-    error_feedback: bool = _as_in_train("error_feedback", strategy="")
-    stall_limit_s: float = _option(
-        300.0, "seconds after which a rank whose process is dead or frozen ends the job"
+    compression: str = _as_in_train("compression", strategy=("local", "sync"))
+    reducer: str = _as_in_train("reducer", choices=("sra", "allreduce", "auto"), strategy=("local", "sync"))
+    error_feedback: bool = _as_in_train("error_feedback", strategy=("local", "sync"))
+    stall_limit_s: float = option(
+        300.0, "seconds after which a dead or frozen rank ends the job"
     )
 
     def __post_init__(self) -> None:
@@ -88,14 +90,11 @@ class RunConfig:
         check_positive(self, "interval", "max_batch_size")
         if self.stall_limit_s < 1:
             raise ValueError(f"stall_limit_s must be >= 1, got {self.stall_limit_s}")
-        if self.strategy == "sync":
-            for name in LOCAL_OPTIONS:
-                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                    raise ValueError(f"{name} needs strategy 'local', got {getattr(self, name)!r} with strategy 'sync'")
-        elif self.merge_weights in ("samples", "fednova") and self.lr_rule != "none":
+        check_needs(self)
+        if self.strategy == "local" and self.merge_weights == "samples" and self.lr_rule != "none":
             # Every rank makes the same number of steps here.
             raise ValueError(
-                f"merge_weights {self.merge_weights!r} needs lr_rule 'none', got {self.lr_rule!r}: a rank's share of the batch "
+                f"merge_weights 'samples' needs lr_rule 'none', got {self.lr_rule!r}: a rank's share of the batch "
                 "already makes its steps longer, and would count twice. Or use merge_weights 'updates'"
             )
         self.merging()
@@ -114,11 +113,8 @@ class RunConfig:
         return Config(strategy="local", sparse_merge="never", **values)
 
 
-LOCAL_OPTIONS = (
-    "mega_batch", "merge_period", "merge_share", "merge_weights", "lr_rule",
-    "outer_step", "outer_lr", "outer_momentum", "outer_bias_correction", "optimizer_state", "hash_interval",
-)  # fmt: skip
-# Of both strategies.
+# Those of strategy local, and those of both strategies that Config knows too.
+LOCAL_OPTIONS = tuple(n for n, f in RunConfig.__dataclass_fields__.items() if f.metadata["needs"].get("strategy") == _LOCAL)
 _ENCODING = ("compression", "reducer", "error_feedback")
 
 

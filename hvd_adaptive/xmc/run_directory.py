@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -55,8 +56,10 @@ class RunDirectory:
         self.path = path
         self._sinks = sinks
         try:
+            # What a run that never begins is to remove.
+            self._made = _missing(path / "rounds.jsonl", path / "config.json", path, *path.parents)
             path.mkdir(parents=True, exist_ok=True)
-            if (path / "rounds.jsonl").exists() and not resume:
+            if path / "rounds.jsonl" not in self._made and not resume:
                 raise ValueError(
                     f"run directory {path} holds a run already: go on with it with --resume auto, name another with --out, or "
                     "remove it"
@@ -67,6 +70,17 @@ class RunDirectory:
             raise ValueError(
                 f"run directory {path} cannot be written: {error}; name another with --out"
             ) from None
+
+    def abandon(self) -> None:
+        """Removes what this has made, for a run that ends before its first merge; what was there stays."""
+        self._rounds.close()
+        with contextlib.suppress(OSError):
+            # Made by the check that ranks see one folder.
+            (self.path / "checkpoints").rmdir()
+        for made in self._made:
+            # What has been put into a folder meanwhile stays.
+            with contextlib.suppress(OSError):
+                made.rmdir() if made.is_dir() else made.unlink()
 
     def go_on(self, num_rounds: int, checkpoint: Path | None, *, own: bool = False) -> None:
         """Makes the folder what it was after this many rounds; later ones were lost and will be run again.
@@ -168,6 +182,10 @@ class RunDirectory:
         except OSError as error:
             # Neither open nor write of a full disk names the file.
             raise OSError(error.errno, error.strerror or str(error), str(self.path / name)) from None
+
+
+def _missing(*paths: Path) -> list[Path]:
+    return [path for path in paths if not path.exists()]
 
 
 def _first_rounds(path: Path, num_rounds: int) -> list[str]:

@@ -21,16 +21,16 @@ class TrainConfig:
 
     data: str | None = option(
         None,
-        "training data in the XMC format: a directory, PREFIX (of PREFIX_train.txt[.gz]) or a file; default: the embedded set",
+        "XMC data: folder, PREFIX of PREFIX_train.txt[.gz], or file (default: the embedded set)",
     )
     test_data: str | None = option(None, "test data, where --data names one file")
     cache_dir: str | None = option(None, "folder of the binary cache (default: the user's cache folder)")
     out: str | None = option(None, "run directory (default: runs/NAME-DATE)")
     name: str | None = option(None, "label of the run in tables and pictures (default: the strategy)")
     epochs: float | None = option(
-        None, "stop after this many passes over the data (default: 50, unless another limit is given)"
+        None, "stop after X passes over the data (default: 50 without other limits)"
     )
-    time_limit: float | None = option(None, "stop after this many seconds of training, evaluation excluded")
+    time_limit: float | None = option(None, "stop after X seconds of training, evaluation not counted")
     target_p1: float | None = option(None, "stop when P@1 on the test data reaches this, in (0, 1]")
     row_norm: str = option(
         "l2", "l2: each row of features is scaled to length 1, so that one learning rate fits all data; none: as in the files",
@@ -40,13 +40,12 @@ class TrainConfig:
     input_gradients: str = option("sparse", "gradients of the input layer", "sparse", "dense")
     optimizer: str = option(
         "rowwise-adagrad",
-        "the ranks' optimizer; rowwise-adagrad has one accumulator a feature and a label (DLRM's); of momentum, adam and adamw, "
-        "sparse gradients step only the rows that have one",
+        "rowwise-adagrad (default), adagrad, sgd, momentum, adam or adamw",
         *("sgd", "momentum", "adagrad", "rowwise-adagrad", "adam", "adamw"),
     )
     lr: float | None = option(
         None,
-        f"learning rate at the reference batch size (default: {', '.join(f'{v:g} for {k}' for k, v in _LR.items())})",
+        "learning rate (default: 0.1 for Adagrad; docs/training.md has the others)",
     )
     momentum: float | None = option(
         None, "decay of the velocity, of optimizer 'momentum' (default: 0.9)", optimizer=("momentum",)
@@ -57,10 +56,10 @@ class TrainConfig:
     )
     device: str = option("auto", "auto, cpu, cuda or cuda:K")
     patience: int | None = option(
-        None, "stop after so many evaluations in a row without a better P@1 (default: 10, unless another limit is given)"
+        None, "stop after N evaluations with no better P@1 (default: 10 without other limits)"
     )
     eval_rounds: int | None = option(
-        None, "rounds between evaluations; 0: only at the end (default: as many as make 4 evaluations an epoch)"
+        None, "rounds between evaluations; 0: only at the end (default: 4 evaluations an epoch)"
     )
     eval_samples: int | None = option(
         None, "test samples of the evaluations on the way, the same ones each time (default: all)"
@@ -68,13 +67,11 @@ class TrainConfig:
     calibration: bool = option(True, "measure each rank's own speed before the run, for the utilisation")
     resume: str | None = option(
         None,
-        "go on from a checkpoint: auto takes the newest valid one of --out, and starts fresh where there is none; or name a "
-        "checkpoint or a run directory",
+        "go on from a checkpoint; auto: the newest in --out, or a fresh start",
     )
     checkpoint_interval: int | None = option(
         None,
-        "rounds between checkpoints; 0: none (default: as often as they take less than 5% of the training time, at least 30 s "
-        "apart)",
+        "rounds between checkpoints; 0: none (default: at most 5% of the time)",
     )
     keep_checkpoints: int = option(3, "newest checkpoints to keep")
     tensorboard: bool = option(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from hvd_adaptive.algorithm.merge_period import capped_mega_batch
 from hvd_adaptive.algorithm.merge_weights import labels_are_rare
-from hvd_adaptive.comm.protocols import AgreedError, Transport, agree
+from hvd_adaptive.comm.protocols import AgreedError, Transport, agree, attempt
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine import optimizers
 from hvd_adaptive.engine.batches import Batch, BatchSource
@@ -100,12 +100,13 @@ class Trainer:
         splits: training and test data, the same on every rank.
         device: this rank's device.
         transport: the world.
-        run_directory: on rank 0 the run's folder, on others None.
+        make_directory: on rank 0 makes the run's folder, on others None; called when the options have been checked.
         supervised: what the supervisor of ``--elastic`` asks for, None where there is none.
         show_progress: on rank 0 called after each round with the record, its evaluation and the seconds left, if known.
 
     Raises:
-        AgreedError: on all ranks, if there is no checkpoint that ``train.resume`` can go on from, or none can be written.
+        AgreedError: on all ranks, if options do not go with each other or with the data, the folder cannot be made, there is no
+            checkpoint that ``train.resume`` can go on from, or none can be written.
     """
 
     def __init__(
@@ -116,14 +117,13 @@ class Trainer:
         *,
         device: torch.device,
         transport: Transport,
-        run_directory: RunDirectory | None,
+        make_directory: Callable[[], RunDirectory] | None,
         supervised: Supervised | None = None,
         show_progress: ShowProgress | None = None,
     ) -> None:
         self._train = train
         self._transport = transport
         self._data, test = splits
-        self._directory = run_directory
         self._supervised = supervised
         self._show_progress = show_progress
         self._sums_loss = config.loss_reduction == "sum"
@@ -135,17 +135,22 @@ class Trainer:
         speeds = self._calibrate(config, optimizer, device) if train.calibration and supervised is None else None
         self._session = Session(self._model, optimizer, config, transport=transport)
         self._session.records.append(self._after_round)
-        if config.record and run_directory:
-            self._session.records.append(
-                RecordingFile(run_directory.path / CLAIMS_FILE, self._session.identity)
-            )
+        directory = self.directory = attempt(transport, lambda: make_directory() if make_directory else None)
         propensity = inverse_propensity(self._data.label_counts(), num_samples=len(self._data))
         self._evaluator = Evaluator(test, propensity, transport)
         self._totals = Totals(config, train, transport, speeds)
         self._last_scores: dict[str, float] | None = None
         self._session.register_state("totals", self._totals, shared=True)
         self._in_memory: MemoryCheckpointer | None = None
-        self._checkpoints = self._make_checkpointer()
+        try:
+            self._checkpoints = self._make_checkpointer()
+        except AgreedError:
+            if directory:
+                directory.abandon()
+            raise
+        if config.record and directory:
+            # Before checkpoints, which are of rounds that were recorded.
+            self._session.records.insert(1, RecordingFile(directory.path / CLAIMS_FILE, self._session.identity))
         self._metadata = {
             "num_features": str(self._data.num_features),
             "num_labels": str(self._data.num_labels),
@@ -167,6 +172,8 @@ class Trainer:
             # All ranks are here: what they write will be whole.
             if self._checkpoints:
                 self._checkpoints.wait()
+            if self.directory and not self._session.round:
+                self.directory.abandon()
             raise
 
     def _run(self) -> dict[str, Any] | None:
@@ -196,7 +203,7 @@ class Trainer:
         summary["checkpoints"] = dataclasses.asdict(counts)
         self._write(lambda directory: directory.close())
         self._write(lambda directory: directory.write_summary(summary))
-        if self._directory and self._in_memory:
+        if self.directory and self._in_memory:
             shutil.rmtree(self._in_memory.folder, ignore_errors=True)
         session.close()
         return summary
@@ -212,16 +219,21 @@ class Trainer:
                 "merge_weights %s: the %d labels occur %.1f times each in the %d samples between two merges, so most on one rank",
                 found.weight_rule, self._data.num_labels, labels_a_sample * mega_batch / self._data.num_labels, mega_batch,
             )  # fmt: skip
+        if config.reference_batch_size and config.lr_rule == "auto" and found.lr_rule == "none" and self._transport.rank == 0:
+            log.warning(
+                "reference_batch_size %d has no effect: the learning rate of optimizer %s does not follow the batch size. Set "
+                "lr_rule linear or sqrt if it is to.", config.reference_batch_size, self._train.optimizer,
+            )  # fmt: skip
         return found
 
     def _write(self, action: Callable[[RunDirectory], Any]) -> None:
         """Writes in the run directory on rank 0; all ranks raise if that fails. COLLECTIVE."""
         error = None
-        if self._directory:
+        if self.directory:
             try:
-                action(self._directory)
+                action(self.directory)
             except OSError as failure:
-                path = self._directory.path
+                path = self.directory.path
                 error = f"run directory {path} cannot be written: {failure}; make room there and go on with --resume auto"
         agree(self._transport, error)
 
@@ -229,7 +241,7 @@ class Trainer:
         """Saves what there is and leaves the world. COLLECTIVE."""
         session = self._session
         counts = self._checkpoints.close() if self._checkpoints else Counts()
-        if self._directory:
+        if self.directory:
             log.warning(
                 "%s: the run ends after %d rounds, at %d samples of epoch %d; %s. %s",
                 signal.Signals(session.preempted).name, session.round, session.ledger.cursor, session.ledger.epoch,
@@ -242,7 +254,7 @@ class Trainer:
 
     def _make_checkpointer(self) -> Checkpointer | None:
         """Sets up the run's checkpoints and goes on from one, if that is asked for. COLLECTIVE."""
-        train, directory = self._train, self._directory
+        train, directory = self._train, self.directory
         folder = self._transport.allgather_object(directory and directory.path.resolve() / "checkpoints")[0]
         if folder is None or (train.checkpoint_interval == 0 and train.resume is None and not self._supervised):
             return None
@@ -293,15 +305,15 @@ class Trainer:
         scores = None
         if self._is_evaluated(record) and not session.preempted:
             scores = self._evaluator.evaluate(self._model, train.eval_samples)
-            if self._totals.improves(scores) and self._directory:
+            if self._totals.improves(scores) and self.directory:
                 self._save_best(record.round)
         self._last_scores = scores
         line = self._totals.add_round(record, scores, session)
         if self._supervised is not None and "first merge" not in self._supervised.parts_s:
             self._supervised.mark("first merge")
             line["start"] = self._supervised.to_json()
-        if self._directory:
-            self._directory.add_round(line)
+        if self.directory:
+            self.directory.add_round(line)
         reached = bool(train.target_p1 and scores and scores["p1"] >= train.target_p1)
         timed_out = train.time_limit is not None and record.train_s >= train.time_limit
         patience = train.evaluations_to_wait
@@ -324,9 +336,9 @@ class Trainer:
         return after > before
 
     def _save_best(self, round_number: int) -> None:
-        assert self._directory is not None
+        assert self.directory is not None
         try:
-            self._directory.save_model(BEST_MODEL, self._model, self._metadata)
+            self.directory.save_model(BEST_MODEL, self._model, self._metadata)
         except OSError as error:
             log.error("the best model so far, of round %d, is lost: %s. The run goes on.", round_number, error)
 

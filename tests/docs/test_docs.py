@@ -18,9 +18,20 @@ from xml.etree import ElementTree
 import pytest
 
 import hvd_adaptive
-from hvd_adaptive.cli.option_groups import TRAIN_GROUPS
+from hvd_adaptive.cli.fields import fields_of
+from hvd_adaptive.cli.option_groups import (
+    CALIBRATE,
+    RUN,
+    RUN_MORE,
+    SIMULATE,
+    SIMULATE_MORE,
+    TRAIN,
+    TRAIN_MORE,
+)
 from hvd_adaptive.cli.parser import make_parser
+from hvd_adaptive.cli.simulate import simulated_fields
 from hvd_adaptive.config import Config
+from hvd_adaptive.wrap.run_options import RunConfig
 from hvd_adaptive.xmc.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,9 +172,18 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
     assert [page.name for page in PAGES if page not in reached] == []
 
 
-def test_every_option_of_train_has_its_group_in_the_help() -> None:
-    grouped = [name for names in TRAIN_GROUPS.values() for name in names]
-    assert sorted(grouped) == sorted([*Config.__dataclass_fields__, *TrainConfig.__dataclass_fields__])
+@pytest.mark.parametrize(
+    ("groups", "fields"),
+    [
+        ({**TRAIN, **TRAIN_MORE}, fields_of(TrainConfig, Config)),
+        ({**RUN, **RUN_MORE}, fields_of(RunConfig)),
+        ({**SIMULATE, **SIMULATE_MORE}, simulated_fields()),
+    ],
+    ids=["train", "run", "simulate"],
+)
+def test_every_option_has_its_group_in_the_help(groups: dict[str, tuple[str, ...]], fields: dict[str, type]) -> None:
+    assert sorted(name for names in groups.values() for name in names) == sorted(fields)
+    assert {name for names in CALIBRATE.values() for name in names} < fields_of(TrainConfig, Config).keys()
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_touched_rows_merge_as_all_rows(num_ranks: int) -> None:
 
     transport = connect(stall_limit_s=60)
     assert transport.world_size == num_ranks
-    for options in ({}, {"merge_weights": "fisher-rows"}, {"merge_weights": "fisher", "outer_step": "none"}):
+    for options in ({}, {"merge_weights": "fisher-rows"}, {"merge_weights": "fisher-rows", "outer_step": "none"}):
         dense, _ = train(transport, sparse_merge="never", **options)
         sparse, rows = train(transport, sparse_merge="always", **options)
         automatic, _ = train(transport, sparse_merge="auto", **options)

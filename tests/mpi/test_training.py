@@ -199,6 +199,39 @@ def test_what_ranks_refuse_together_is_said_once(train: Any, options: list[str],
         assert stderr.count("hvd-adaptive: error:") == stderr.count(message) == 1 and "Traceback" not in stderr, stderr
 
 
+TOGETHER = {
+    "merge-rule": (["--optimizer", "sgd", "--merge-weights", "dual-averaging"], "needs an optimizer with accumulators"),
+    "outer-step": (["--outer-momentum", "0.5"], "there is no outer step unless outer_step is set"),
+    "replay": (["--replay", "absent"], "is not there; name the directory of a run"),
+    "resume": (["--resume", "absent"], "resume: there is no checkpoint in"),
+}
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("case", TOGETHER)
+def test_a_refused_run_leaves_its_folder_free(train: Any, shared_tmp_path: Path, case: str) -> None:
+    from mpi4py import MPI
+
+    options, message = TOGETHER[case]
+    stderr = train(*options, out="new/run", code=2).stderr
+    assert (message in stderr) == (MPI.COMM_WORLD.Get_rank() == 0), stderr
+    assert not (shared_tmp_path / "new").exists()
+    train("--epochs", "0.2", "--batch-size", "16", "--mega-batch", "200", out="new/run")
+    assert read_run(shared_tmp_path / "new" / "run")[0]["samples"] >= 400
+
+
+@pytest.mark.mpi(2)
+def test_a_refused_run_leaves_what_was_there(train: Any, shared_tmp_path: Path) -> None:
+    options = ["--epochs", "0.2", "--batch-size", "16", "--mega-batch", "200", "--checkpoint-interval", "1"]
+    train(*options)
+    before = sorted(path.relative_to(shared_tmp_path) for path in (shared_tmp_path / "run").rglob("*"))
+    said = (shared_tmp_path / "run" / "rounds.jsonl").read_bytes()
+    train(*options, "--hidden-size", "7", "--resume", "auto", code=2)
+    train(*options, code=2)
+    assert sorted(path.relative_to(shared_tmp_path) for path in (shared_tmp_path / "run").rglob("*")) == before
+    assert (shared_tmp_path / "run" / "rounds.jsonl").read_bytes() == said
+
+
 # Ranks that fail before they meet leave two seconds later, for rank 0 to speak, and a machine may hold that up for longer. Here
 # they stay until the launcher ends them, as rank 0 has left.
 OTHERS_STAY = ["bash", "-c", '[ "$OMPI_COMM_WORLD_RANK" = 0 ] && exec "$@"; "$@" || exec sleep 60', "rank"]

@@ -192,10 +192,13 @@ def test_run_takes_from_a_file_what_it_knows(tmp_path: Path) -> None:
     config = run_config(argparse.Namespace(config=str(file)), {})
     assert config.max_batch_size == 102 and config.mega_batch is None
     local = run_config(argparse.Namespace(config=str(file), strategy="local"), {})
+    file.write_text(json.dumps({"mega_batch": 640, "max_batch_size": 180, "lr_rule": "auto", "strategy": "local"}))
+    assert run_config(argparse.Namespace(config=str(file)), {}).lr_rule == "linear"
+    file.write_text(json.dumps({"batch_size": 64, "mega_batch": 640, "max_batch_size": 180, "calibration": TABLE}))
     assert local.mega_batch == 640 and local.max_batch_size == 180
     assert run_config(argparse.Namespace(config=str(file)), {"HVD_ADAPTIVE_STRATEGY": "local"}).max_batch_size == 180
     assert run_config(argparse.Namespace(config=str(file), max_batch_size="90"), {}).max_batch_size == 90
-    with pytest.raises(ValueError, match="mega_batch needs strategy 'local'"):
+    with pytest.raises(ValueError, match="mega_batch 64 needs strategy local"):
         run_config(argparse.Namespace(config=str(file), mega_batch="64"), {})
     # How gradients are encoded is for every strategy.
     file.write_text(json.dumps({"compression": "maxmin:4", "outer_lr": 0.5}))

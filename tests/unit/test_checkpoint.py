@@ -34,6 +34,7 @@ from hvd_adaptive.state import checkpoint
 from hvd_adaptive.state.nested import flatten_state
 from hvd_adaptive.state.random_state import seeded_random_state
 from hvd_adaptive.xmc.run_directory import RunDirectory
+from hvd_adaptive.xmc.train_config import TrainConfig
 
 NUM_SAMPLES = 300
 X = torch.randn(NUM_SAMPLES, 6, generator=torch.Generator().manual_seed(0))
@@ -559,6 +560,27 @@ def test_saving_on_demand(tmp_path: Path) -> None:
         Checkpointer(session, tmp_path, interval=-1)
     with pytest.raises(ValueError, match="keep must be >= 1"):
         Checkpointer(session, tmp_path, keep=0)
+
+
+def test_an_abandoned_run_directory_leaves_what_was_there(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "notes.txt").write_text("mine")
+    for path, left in ((tmp_path / "a" / "b" / "run", []), (kept / "run", []), (kept, ["notes.txt"])):
+        for _ in range(2):
+            directory = RunDirectory(path)
+            directory.write_config(Config(), TrainConfig())
+            (path / "checkpoints").mkdir()
+            directory.abandon()
+        assert sorted(p.name for p in path.glob("*")) == left and path.exists() == bool(left)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["kept"]
+    directory = RunDirectory(kept / "run")
+    directory.add_round({"round": 0})
+    directory.close()
+    with pytest.raises(ValueError, match="holds a run already"):
+        RunDirectory(kept / "run")
+    RunDirectory(kept / "run", resume=True).abandon()
+    assert (kept / "run" / "rounds.jsonl").read_text() == '{"round": 0}\n'
 
 
 def test_rounds_that_a_full_disk_refuses_are_written_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -45,7 +45,7 @@ from hvd_adaptive.xmc.train_config import TrainConfig
         ({"compression": "maxmin:4", "auto_bits": -1}, "auto_bits must be >= 0"),
         ({"compression": "fp16", "sparse_merge": "always"}, "compression 'fp16' needs sparse_merge auto or never, got 'always'"),
         ({"compression": "fp16", "sparse_merge": "always"}, "compression .fp16. needs sparse_merge auto or never, got .always."),
-        ({"strategy": "sync", "merge_weights": "fisher"}, "merge_weights 'fisher' needs strategy local, got 'sync'"),
+        ({"strategy": "sync", "merge_weights": "fisher-rows"}, "merge_weights 'fisher-rows' needs strategy local, got 'sync'"),
         ({"compression": "fp16", "reducer": "auto", "record": True}, "need a fixed reducer"),
         ({"logical_ranks": 2, "dispatch": "equal"}, "logical_ranks needs dispatch dynamic, got 'equal'"),
         ({"outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\), got 1.0"),

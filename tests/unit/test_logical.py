@@ -83,10 +83,10 @@ def train(
     "options",
     [
         {},
-        {"merge_weights": "fednova", "outer_step": "momentum", "optimizer_state": "reset"},
+        {"merge_weights": "samples", "outer_step": "momentum", "optimizer_state": "reset"},
         {"work": "nonzeros", "merge_weights": "heterogpu", "perturbation": True, "perturbation_threshold": 9.0},
     ],
-    ids=["default", "fednova", "nonzeros"],
+    ids=["default", "samples", "nonzeros"],
 )
 def test_the_same_bits_for_any_number_of_ranks(optimizer: str, options: dict[str, Any]) -> None:
     config = Config(logical_ranks=5, batch_size=16, mega_batch=240, **options)

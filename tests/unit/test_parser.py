@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import re
+from typing import Any
+
 import pytest
 
 from hvd_adaptive.cli.main import main
@@ -14,7 +18,7 @@ from hvd_adaptive.cli.parser import make_parser
         (["trian"], "did you mean train?; hvd-adaptive --help shows what there is"),
         (["train", "--batchsize", "3"], "unknown arguments --batchsize 3: did you mean --batch-size"),
         (["train", "--epoch=3"], "unknown arguments --epoch=3: did you mean --epochs"),
-        (["train", "-np", "x"], "argument -np/--num-ranks: invalid int value: 'x'; hvd-adaptive train --help shows"),
+        (["train", "-np", "x"], "argument -np/--num-ranks: invalid int value: 'x'; hvd-adaptive train --help-all shows"),
         (["report"], "the following arguments are required: RUN_DIR; hvd-adaptive report --help shows"),
         (["submit", "--node", "x"], "argument --nodes: invalid int value: 'x'; hvd-adaptive submit --help shows"),
         (["submit", "--partitoin", "a", "--", "train"], "unknown arguments --partitoin a: did you mean --partition"),
@@ -45,6 +49,30 @@ def test_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> 
         main([*command.split(), "--help"])
     shown = capsys.readouterr().out
     assert f"\n  hvd-adaptive {command} " in shown.partition("examples:")[2], shown
+
+
+@pytest.mark.parametrize("command", make_parser().commands.values(), ids=lambda command: command.prog.split()[-1])
+def test_the_help_shows_what_most_people_decide_about(command: Any) -> None:
+    short, whole = command.format_help(), command.format_help_all()
+    options = [a.option_strings[0] for a in command._actions if a.option_strings and a.help != argparse.SUPPRESS]
+    shown = {name for name in options if re.search(rf"^  {name}(?=[\s,])", short, re.M)}
+    assert len(shown - {"-h", "--help-all"}) <= 22
+    assert [name for name in options if not re.search(rf"^  {name}(?=[\s,])", whole, re.M)] == []
+    left = len(options) - len(shown)
+    last = short.splitlines()[-1]
+    assert last == f"{left} more options: {command.prog} --help-all" if left else "--help-all" not in short
+    texts = {a.option_strings[0]: a.help % {} for a in command._actions if a.option_strings}
+    assert [name for name in shown if len(texts[name]) > 95] == []
+
+
+@pytest.mark.parametrize("command", ["train", "calibrate", "run", "simulate"])
+def test_help_all_shows_the_rest(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help-all"])
+    assert end.value.code == 0
+    whole = capsys.readouterr().out
+    assert "--overlap" in whole or command == "run"
+    assert "more options" not in whole and "examples:" in whole
 
 
 def test_nothing_given_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:

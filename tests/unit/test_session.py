@@ -20,6 +20,7 @@ from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.flat_model import model_hash
 from hvd_adaptive.engine.optimizer_state import average_, reset_
+from hvd_adaptive.engine.optimizers import LazyAdam, LazyMomentum, RowwiseAdagrad
 from hvd_adaptive.session.session import Session
 from hvd_adaptive.strategies.local import LocalStrategy
 
@@ -133,6 +134,34 @@ def test_the_learning_rate_follows_the_batch_and_the_users_own_writes_survive() 
     assert {size for size, _ in seen} > {20}
     for size, lr in seen:
         assert lr == pytest.approx(0.2 * size / 10)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "expected"),
+    [
+        (torch.optim.SGD, {}, "linear"),
+        (LazyMomentum, {}, "linear"),
+        (torch.optim.Adagrad, {}, "none"),
+        (RowwiseAdagrad, {}, "none"),
+        (torch.optim.Adam, {}, "none"),
+        (LazyAdam, {"outer_step": "none"}, "none"),
+        (torch.optim.AdamW, {}, "none"),
+        (torch.optim.AdamW, {"lr_rule": "sqrt"}, "sqrt"),
+        (torch.optim.SGD, {"lr_rule": "none"}, "none"),
+    ],
+)
+def test_the_learning_rates_rule_follows_the_optimizer(make: Any, options: dict[str, Any], expected: str) -> None:
+    seen: set[tuple[int, float]] = set()
+    config = Config(batch_size=16, mega_batch=90, **options)
+    LocalWorld(1).run(
+        lambda t: train(
+            t, config, optimizer=lambda p: make(p, lr=0.01), on_batch=lambda s, b: seen.add((b.num_samples, s._lr.value))
+        )
+    )
+    assert len({size for size, _ in seen}) > 1
+    power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[expected]
+    for size, factor in seen:
+        assert factor == pytest.approx((size / 16) ** power)
 
 
 def test_frozen_tied_and_half_precision_parameters() -> None:
@@ -358,7 +387,7 @@ def test_a_batch_that_the_loop_leaves_out_counts_as_used(
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"batch_size_rule": "proportional"}, {"merge_weights": "fednova", "merge_period": "auto"}]
+    "options", [{}, {"batch_size_rule": "proportional"}, {"merge_weights": "uniform", "merge_period": "auto"}]
 )
 def test_a_round_of_which_nothing_was_trained_moves_nothing(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     config = Config(batch_size=16, mega_batch=100, hash_interval=1, outer_step="none", **options)

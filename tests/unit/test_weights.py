@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adaptive.algorithm.merge_weights import (
-    CONVEX_RULES,
     MERGE_WEIGHT_RULES,
     Perturbation,
     labels_are_rare,
@@ -52,7 +51,8 @@ def test_properties_of_every_rule(rule: str, perturbed: bool, world: Any) -> Non
     weights = weights_of(rule, updates, sizes, finite, **options)
     assert weights.dtype == np.float64 and (weights >= 0).all()
     assert (weights[~finite] == 0).all() and (weights[finite] > 0).all()
-    if rule in CONVEX_RULES:
+    # Perturbed, heterogpu's make the merge a longer or shorter step.
+    if rule != "heterogpu":
         assert weights.sum() == pytest.approx(1, abs=1e-12)
     # With a tie for most or fewest updates the perturbation picks the first, which depends on the order.
     if not perturbed or len(set(updates)) == len(updates):
@@ -75,7 +75,6 @@ def test_rules_by_hand() -> None:
     assert weights_of("uniform", updates, sizes) == pytest.approx([0.25] * 4)
     assert weights_of("samples", [1.0, 1], [64, 192]) == pytest.approx([0.25, 0.75])
     assert weights_of("paper", [5.0, 5.5], [64, 192]) == pytest.approx([0.25, 0.75])
-    assert weights_of("fednova", updates, sizes).sum() == pytest.approx(1.375)
 
 
 def test_the_perturbation_by_hand() -> None:

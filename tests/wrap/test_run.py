@@ -155,7 +155,7 @@ def test_a_frozen_rank_is_named(run_job: Any, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["-np", "2", "no_such.py"], "'no_such.py' is not there"),
-        (["--mega-batch", "64", str(SCRIPTS / "mnist.py")], "needs strategy 'local'"),
+        (["--mega-batch", "64", str(SCRIPTS / "mnist.py")], "needs strategy local, got 'sync'"),
         (["--strategy", "local", "--compression", "maxmin:99", str(SCRIPTS / "mnist.py")], "compression: "),
         (["--shares", "1,0", "x.py"], "one number > 0 a rank"),
         (["--slowdown", "0.5,1", "x.py"], ">= 1"),
