@@ -122,7 +122,7 @@ class Part:
             # In the thread that fetches.
             before(self.transport, "add")
         elif phase == "statistics":
-            before(strategy, "_weights")
+            before(strategy.merge, "weights")
         elif phase == "merge":
             before(strategy.flat_model, "merge_")
         elif phase == "checkpoint":
