@@ -27,6 +27,7 @@ def add_options(parser: Parser, fields: Mapping[str, type], shown: Groups, more:
         shown: by title what the help shows.
         more: by title what ``--help-all`` shows beside it; names that are none of the fields, or shown, are left out.
     """
+    group: Any
     for title, names in shown.items():
         group = parser.add_argument_group(title)
         for name in names:
