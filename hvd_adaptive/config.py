@@ -36,7 +36,7 @@ class Config:
     )
     backend: str = option(
         "auto",
-        "what carries tensors between ranks; auto: torch (no Horovod, no MPI) under torchrun, else horovod",
+        "what carries tensors; auto (default): torch, without Horovod, under torchrun, else horovod",
         *("auto", "horovod", "torch"),
     )
     batch_size: int = option(64, "samples in a rank's batch, at the start")
