@@ -116,6 +116,8 @@ def check_elastic(config: Any) -> None:
     if config.repeatable:
         name = "record" if config.record else "replay"
         raise ValueError(f"{name} repeats a run with its number of ranks: leave --elastic out")
+    if config.backend == "torch":
+        raise ValueError("--elastic starts ranks for Horovod: leave backend 'torch' out")
     if config.slowdown is not None:
         raise ValueError(f"slowdown {config.slowdown!r} has a factor a rank, and --elastic changes their number: leave one out")
 

@@ -34,6 +34,11 @@ class Config:
         "horovod",
         "sma",
     )
+    backend: str = option(
+        "auto",
+        "what carries tensors; auto (default): torch, without Horovod, under torchrun, else horovod",
+        *("auto", "horovod", "torch"),
+    )
     batch_size: int = option(64, "samples in a rank's batch, at the start")
     min_batch_size: int | None = option(
         None, "smallest batch of a rank, samples (default: batch_size / 8, as in the paper)"

@@ -66,6 +66,10 @@ def bench_comm(options: argparse.Namespace, transport: Transport) -> None:
 
     try:
         _check_positive(options, "mb", "repeat", "chunk_elements", "rate_mbit")
+        if transport.backend == "torch":
+            raise ValueError(
+                "bench comm measures Horovod's link: start it by -np, mpirun, horovodrun or srun, without backend 'torch'"
+            )
         if transport.world_size < 2:
             raise ValueError("bench comm needs 2 ranks or more: use -np 2, or start it with mpirun, horovodrun or srun")
         rows = measure_link(

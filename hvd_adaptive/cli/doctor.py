@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from hvd_adaptive.cli.fields import add_backend
+from hvd_adaptive.cli.option_sources import chosen_backend
 from hvd_adaptive.cluster.binding import read_launcher
 from hvd_adaptive.doctor.examine import (
     examine_by_launching,
@@ -32,6 +34,7 @@ def add_doctor(commands: Any, launch: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", metavar="FILE|-", help="write all that was found as JSON; - is the standard output, instead of the page"
     )
+    add_backend(parser)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:K, as for train (default: auto)")
     parser.add_argument(
         "--probe-seconds",
@@ -60,16 +63,18 @@ def doctor(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise ValueError(f"--probe-seconds must be > 0, got {options.probe_seconds}")
     if not options.limit > options.probe_seconds:
         raise ValueError(f"--limit must be longer than --probe-seconds, got {options.limit} and {options.probe_seconds}")
-    rank = read_launcher(os.environ).rank or 0
+    rank, backend = read_launcher(os.environ).rank or 0, chosen_backend(options)
     progress = _Progress(options.as_rank and not rank)
     if options.num_ranks is not None:
         found: dict[str, Any] | None = examine_by_launching(
-            options.num_ranks, [*arguments, "--as-rank"], device=options.device, limit_s=options.limit, on_stage=progress.show
-        )
+            options.num_ranks, [*arguments, "--as-rank"], backend=backend, device=options.device, limit_s=options.limit,
+            on_stage=progress.show,
+        )  # fmt: skip
     else:
         found = examine_rank(
-            device=options.device, probe_seconds=options.probe_seconds, limit_s=options.limit, on_stage=progress.show
-        )
+            backend=backend, device=options.device, probe_seconds=options.probe_seconds, limit_s=options.limit,
+            on_stage=progress.show,
+        )  # fmt: skip
     progress.end()
     if found is None:
         return 0

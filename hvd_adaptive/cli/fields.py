@@ -8,6 +8,7 @@ from typing import Any
 
 from hvd_adaptive.cli.arguments import Parser
 from hvd_adaptive.cli.option_groups import PLACEHOLDERS, PLACEHOLDERS_BY_TYPE
+from hvd_adaptive.config import Config
 from hvd_adaptive.validation import field_type
 
 Groups = Mapping[str, tuple[str, ...]]
@@ -53,3 +54,8 @@ def add_fields(group: Any, cls: type, names: Iterable[str]) -> None:
             choices = "|".join(item.metadata["choices"])
             options = {"metavar": PLACEHOLDERS.get(name) or choices or PLACEHOLDERS_BY_TYPE[kind]}
         group.add_argument("--" + name.replace("_", "-"), dest=name, default=argparse.SUPPRESS, help=text, **options)
+
+
+def add_backend(group: Any) -> None:
+    """Adds Config's option for what carries tensors, for a command that takes no others of Config."""
+    add_fields(group, Config, ("backend",))

@@ -18,6 +18,7 @@ from hvd_adaptive.cli.elastic import check_only_elastic, supervise_script, super
 from hvd_adaptive.cli.fields import fields_of
 from hvd_adaptive.cli.option_sources import (
     build_configs,
+    chosen_backend,
     read_environment,
     run_path,
     typed,
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return supervise_training(options, [*arguments, *_terminal_flag()], configs)
             check_only_elastic(options)
         if options.num_ranks is not None:
-            return _start_ranks(options.num_ranks, arguments, configs if options.command == "train" else None)
+            return _start_ranks(options, arguments, configs)
     except (ValueError, RuntimeError) as error:
         return refuse(error, speaks=rank == 0)
     if options.command == "train":
@@ -90,10 +91,12 @@ def _run(options: argparse.Namespace, configs: tuple[Config, TrainConfig] | None
     from hvd_adaptive.comm import connect
     from hvd_adaptive.comm.protocols import AgreedError
 
-    config = configs[0] if configs else Config()
+    config = configs[0] if configs else Config(backend=chosen_backend(options))
     groups = uses_groups(options) if options.command == "bench" else config.uses_groups
     try:
-        transport = connect(stall_limit_s=config.stall_limit_s, groups=groups, repeatable=config.repeatable)
+        transport = connect(
+            stall_limit_s=config.stall_limit_s, backend=config.backend, groups=groups, repeatable=config.repeatable
+        )
     except RuntimeError as error:
         # No world to agree in. Leave without finalizing MPI, which may not be whole.
         code = refuse(error, speaks=rank == 0)
@@ -136,13 +139,16 @@ def _run(options: argparse.Namespace, configs: tuple[Config, TrainConfig] | None
         return EXIT_BAD_INPUT
 
 
-def _start_ranks(num_ranks: int, arguments: list[str], configs: tuple[Config, TrainConfig] | None) -> int:
+def _start_ranks(
+    options: argparse.Namespace, arguments: list[str], configs: tuple[Config, TrainConfig] | None
+) -> int:
     argv = [*without_options(arguments, NUM_RANKS), *_terminal_flag()]
-    if configs is None:
-        return relaunch(num_ranks, argv)
+    backend = configs[0].backend if configs else chosen_backend(options)
+    if configs is None or options.command != "train":
+        return relaunch(options.num_ranks, argv, backend=backend)
     # A rank that is killed says nothing, and its launcher does not know what was saved.
     path = run_path(*configs).absolute()
-    code = relaunch(num_ranks, [*argv, "--out", str(path)], ends_in_order=True)
+    code = relaunch(options.num_ranks, [*argv, "--out", str(path)], backend=backend, ends_in_order=True)
     if code not in (0, EXIT_BAD_INPUT):
         saved = describe_newest(path / "checkpoints")
         print(f"hvd-adaptive: the job ended with exit code {code}; {saved}", file=sys.stderr, flush=True)
@@ -162,7 +168,8 @@ def _submit(arguments: list[str]) -> int:
                 "script by hand, as docs/elastic.md has it"
             )
         if options.command == "train":
-            _train_configs(options)
+            if _train_configs(options)[0].backend == "torch":
+                raise ValueError("submit: what it writes starts ranks for Horovod: leave backend 'torch' out")
         else:
             from hvd_adaptive.cli.run import run_config
 

@@ -12,6 +12,7 @@ TRAIN = {
     "what is kept": ("out", "resume", "checkpoint_interval", "eval_rounds", "record"),
 }
 TRAIN_MORE = {
+    "what carries tensors": ("backend",),
     "more on data and model": ("test_data", "cache_dir", "row_norm", "input_gradients", "device", "num_threads"),
     "more on the optimizer": (
         *("momentum", "weight_decay", "lr_rule", "reference_batch_size", "warmup_epochs", "lr_decay", "optimizer_state"),

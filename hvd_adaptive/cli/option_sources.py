@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import difflib
 import os
@@ -116,6 +117,16 @@ def typed(values: Mapping[str, Any], fields: Mapping[str, type]) -> dict[str, An
         for name, value in values.items()
         if name in fields
     }
+
+
+def chosen_backend(options: argparse.Namespace) -> str:
+    """Returns what shall carry tensors, for a command that takes no other options of Config.
+
+    Raises:
+        ValueError: for another backend than those there are.
+    """
+    chosen = getattr(options, "backend", None) or read_environment().get("backend", Config().backend)
+    return Config(backend=chosen).backend
 
 
 def parse_value(cls: type, name: str, text: str) -> Any:

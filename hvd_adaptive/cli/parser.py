@@ -10,7 +10,7 @@ from hvd_adaptive.cli.arguments import Parser
 from hvd_adaptive.cli.bench import add_bench
 from hvd_adaptive.cli.calibrate_options import add_calibrate
 from hvd_adaptive.cli.doctor import add_doctor
-from hvd_adaptive.cli.fields import add_options, fields_of
+from hvd_adaptive.cli.fields import add_backend, add_options, fields_of
 from hvd_adaptive.cli.option_groups import RUN, RUN_MORE, TRAIN, TRAIN_MORE
 from hvd_adaptive.cli.simulate import add_simulate_options
 from hvd_adaptive.config import Config
@@ -135,6 +135,7 @@ def _add_using(commands: Any, launch: argparse.ArgumentParser) -> None:
     )
     using.add_argument("--data", metavar="PATH", help="data as for train (default: what the model was trained on)")
     using.add_argument("--cache-dir", metavar="DIR", help="folder of the binary cache")
+    add_backend(using)
     using.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:K (default: auto)")
     commands.add_parser(
         "evaluate",

@@ -25,16 +25,18 @@ class Progress:
         splits: the data.
         config: how ranks share and merge.
         world_size: number of ranks.
+        carrier: what carries their tensors, in words; empty for one rank without it.
         terminal: the output goes to a terminal, perhaps through mpirun, which gives a rank a pseudo-terminal either way.
     """
 
     def __init__(
-        self, splits: tuple[SparseDataset, SparseDataset], config: Config, world_size: int, *, terminal: bool
+        self, splits: tuple[SparseDataset, SparseDataset], config: Config, world_size: int, *, carrier: str, terminal: bool
     ) -> None:
         self._console = Console(force_terminal=terminal, soft_wrap=True, highlight=False)
         self._splits = splits
         self._config = config
         self._world_size = world_size
+        self._carrier = carrier
         self._live: Live | None = None
         self._last_line_s = 0.0
         self._last_p1: float | None = None
@@ -46,7 +48,7 @@ class Progress:
         ranks = f"{self._world_size} rank{'s' * (self._world_size > 1)}"
         text = (
             f"{train.name}: {len(train):,} training and {len(test):,} test samples, {train.num_features:,} features, "
-            f"{train.num_labels:,} labels\n{ranks}, strategy {self._config.strategy}"
+            f"{train.num_labels:,} labels\n{ranks}{self._carrier and f' over {self._carrier}'}, strategy {self._config.strategy}"
         )
         if self._config.slowdown:
             text += f", EMULATED slowdown {self._config.slowdown}"

@@ -74,7 +74,9 @@ def train(
     if transport.rank == 0 and (warning := idle_nodes(os.environ, len(set(hosts)))):
         log.warning(warning)
     progress = (
-        Progress(splits, config, transport.world_size, terminal=terminal) if transport.rank == 0 else None
+        Progress(splits, config, transport.world_size, carrier=transport.describe()["carrier"], terminal=terminal)
+        if transport.rank == 0
+        else None
     )
     if progress:
         progress.start(path)

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from hvd_adaptive.cluster.host import must_yield
 
-LauncherName = Literal["horovodrun-gloo", "openmpi", "hydra", "slurm", "none"]
+LauncherName = Literal["horovodrun-gloo", "openmpi", "hydra", "slurm", "torchrun", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,8 @@ class LauncherInfo:
 
     Attributes:
         name: "openmpi" (mpirun, and horovodrun over it), "hydra" (MPICH and its relatives), "slurm" (srun),
-            "horovodrun-gloo", or "none" (started alone, or by a launcher that sets no known variable).
+            "horovodrun-gloo", "torchrun" (or whoever else sets its variables), or "none" (started alone, or by a launcher that
+            sets no known variable).
         rank: this process's rank in the world.
         world_size: how many ranks the launcher started. In a heterogeneous Slurm job: in this component.
         local_rank: this process's rank among those of its host.
@@ -74,6 +75,17 @@ def _read_int(env: Mapping[str, str], *names: str) -> int | None:
     return None
 
 
+def _info(name: LauncherName, env: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str) -> LauncherInfo:
+    """What a launcher said in variables of these names."""
+    return LauncherInfo(
+        name=name,
+        rank=_read_int(env, rank),
+        world_size=_read_int(env, size),
+        local_rank=_read_int(env, local_rank),
+        local_size=_read_int(env, local_size),
+    )
+
+
 def expand_counts(text: str) -> list[int] | None:
     """Reads Slurm's compressed counts, one a node: "2(x3),1" is 2, 2, 2, 1. None for anything else.
 
@@ -99,7 +111,8 @@ def read_launcher(env: Mapping[str, str]) -> LauncherInfo:
 
     An mpirun inside a Slurm job wins over Slurm: its ranks inherit SLURM_* of the batch step or of the
     daemon's step, which count something else. A batch script's own process (which has SLURM_PROCID but no
-    SLURM_STEP_NUM_TASKS) is "none": Slurm did not start ranks there.
+    SLURM_STEP_NUM_TASKS) is "none": Slurm did not start ranks there. So does torchrun, which srun may start on each node; whoever
+    else sets its variables stands behind all others.
 
     Args:
         env: the process's environment.
@@ -108,31 +121,18 @@ def read_launcher(env: Mapping[str, str]) -> LauncherInfo:
         ValueError: a variable of the launcher is not a whole number.
     """
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in env and "HOROVOD_RANK" in env:
-        return LauncherInfo(
-            name="horovodrun-gloo",
-            rank=_read_int(env, "HOROVOD_RANK"),
-            world_size=_read_int(env, "HOROVOD_SIZE"),
-            local_rank=_read_int(env, "HOROVOD_LOCAL_RANK"),
-            local_size=_read_int(env, "HOROVOD_LOCAL_SIZE"),
-        )
+        return _info("horovodrun-gloo", env, "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
     if "OMPI_COMM_WORLD_RANK" in env:
-        return LauncherInfo(
-            name="openmpi",
-            rank=_read_int(env, "OMPI_COMM_WORLD_RANK"),
-            world_size=_read_int(env, "OMPI_COMM_WORLD_SIZE"),
-            local_rank=_read_int(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
-            local_size=_read_int(env, "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        )
+        variables = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+        return _info("openmpi", env, *variables)
     in_slurm_step = "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env
+    by_torchrun = all(env.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    if by_torchrun and ("TORCHELASTIC_RUN_ID" in env or not (in_slurm_step or "PMI_RANK" in env)):
+        return _info("torchrun", env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     # srun --mpi=pmi2 sets PMI_RANK too; only hydra's proxy adds MPI_LOCALRANKID.
     if "PMI_RANK" in env and ("MPI_LOCALRANKID" in env or not in_slurm_step):
-        return LauncherInfo(
-            name="hydra",
-            rank=_read_int(env, "PMI_RANK"),
-            world_size=_read_int(env, "PMI_SIZE"),
-            local_rank=_read_int(env, "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-            local_size=_read_int(env, "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-        )
+        local = [("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")]
+        return _info("hydra", env, "PMI_RANK", "PMI_SIZE", *(next((v for v in pair if env.get(v)), pair[0]) for pair in local))
     if in_slurm_step:
         return LauncherInfo(
             name="slurm",
@@ -181,7 +181,7 @@ def starts_alone(info: LauncherInfo, env: Mapping[str, str]) -> bool:
         info: what the launcher said.
         env: the process's environment. A component of a heterogeneous Slurm job may have one task, too.
     """
-    single = info.name == "slurm" and info.world_size == 1 and not info.wired
+    single = info.world_size == 1 and (info.name == "torchrun" or (info.name == "slurm" and not info.wired))
     return info.name == "none" or (single and "SLURM_HET_SIZE" not in env)
 
 
@@ -237,6 +237,8 @@ def check_world(info: LauncherInfo, mpi_world_size: int) -> None:
         "openmpi": "the mpirun that started this job belongs to another MPI than the library in this "
         f"process. Compare `mpirun --version` with `{library}`, and use the mpirun that stands beside that "
         "library.",
+        "torchrun": "RANK and WORLD_SIZE are not those of the process group that this process has; unset them, or make the group "
+        "from them.",
         "hydra": "the mpiexec that started this job belongs to another MPI than the library in this process. "
         f"Compare `mpiexec --version` with `{library}`, and use the mpiexec that stands beside that library.",
     }

@@ -66,8 +66,13 @@ def device_place(device: torch.device, option: str, host: str) -> DevicePlace:
     """
     if device.type != "cuda":
         return DevicePlace(host)
-    visible = tuple(_gpu_name(index) for index in range(torch.cuda.device_count()))
+    visible = visible_gpus()
     return DevicePlace(host, visible[device.index], visible, option.startswith("cuda:"))
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Returns the GPUs that this process sees, by names that are the same for every rank of the host."""
+    return tuple(_gpu_name(index) for index in range(torch.cuda.device_count()))
 
 
 def compute_threads(places: Sequence[tuple[str, Sequence[int]]], rank: int) -> int:

@@ -1,4 +1,4 @@
-"""``-np N``: run the same command again as N ranks, under the MPI launcher with the flags that it needs."""
+"""``-np N``: run the same command again as N ranks, under the MPI launcher with the flags that it needs, or under torchrun."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,18 +21,18 @@ from hvd_adaptive.cluster.binding import read_launcher, requested_threads
 from hvd_adaptive.cluster.host import usable_cores
 from hvd_adaptive.cluster.signals import blocked, ending_signals, for_launcher, handled
 
-Flavour = Literal["openmpi4", "openmpi5", "hydra"]
+Flavour = Literal["openmpi4", "openmpi5", "hydra", "torchrun"]
 
 _SCHEDULER_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 _FORWARDED = re.compile(
     r"PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CUDA_VISIBLE_DEVICES"
-    r"|OMP_.*|HVD_ADAPTIVE_.*|HOROVOD_.*|NCCL_.*|TORCH_.*"
+    r"|OMP_.*|HVD_ADAPTIVE_.*|HOROVOD_.*|GLOO_.*|NCCL_.*|TORCH_.*|MASTER_(ADDR|PORT)"
 )
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """An mpirun on this machine: its path, and which family of flags it takes."""
+    """An mpirun on this machine, or this Python for torchrun: its path, and which family of flags it takes."""
 
     path: str
     flavour: Flavour
@@ -53,10 +54,47 @@ def find_launcher(env: Mapping[str, str], *, beside: Path | None = None) -> Laun
     if path is None:
         raise RuntimeError(
             f"no mpirun or mpiexec beside {sys.executable} or on PATH: run scripts/setup.sh, load the site's "
-            "MPI module, or start the ranks with srun or horovodrun instead of -np"
+            "MPI module, start the ranks with srun or horovodrun instead of -np, or try without MPI and Horovod: --backend torch"
         )
     answer = subprocess.run([path, "--version"], env=dict(env), capture_output=True, text=True, timeout=60)
     return Launcher(path, recognize(path, answer.stdout + answer.stderr))
+
+
+def choose_launcher(env: Mapping[str, str], backend: str) -> Launcher:
+    """Finds mpirun as `find_launcher` does; where there is none, backend "torch" takes torchrun, which comes with torch.
+
+    Args:
+        env: the environment, for PATH.
+        backend: what shall carry the ranks' tensors.
+
+    Raises:
+        RuntimeError: there is no usable mpirun, and Horovod needs one.
+    """
+    try:
+        return find_launcher(env)
+    except RuntimeError:
+        if backend != "torch":
+            raise
+        return Launcher(sys.executable, "torchrun")
+
+
+@contextlib.contextmanager
+def meeting_place(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Says where ranks over torch.distributed meet, as variables: at a port of this host, which is held for them meanwhile.
+
+    Args:
+        env: the environment; a place that it names stays.
+    """
+    if env.get("MASTER_ADDR") and env.get("MASTER_PORT"):
+        yield {}
+        return
+    scheduled = any(name in env for name in _SCHEDULER_VARIABLES)
+    with socket.socket() as holder:
+        # Bound and not listening: rank 0, of the same user, may listen there, and nobody else gets it.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("" if scheduled else "127.0.0.1", 0))
+        address = socket.gethostname() if scheduled else "127.0.0.1"
+        yield {"MASTER_ADDR": address, "MASTER_PORT": str(holder.getsockname()[1])}
 
 
 def recognize(path: str, version_text: str) -> Flavour:
@@ -116,8 +154,9 @@ def launch_command(
     if num_ranks < 1:
         raise ValueError(f"-np must be >= 1, got {num_ranks}")
     world = read_launcher(env)
-    # An interactive `srun --pty` shell is a step of one task, and starting ranks from it is what it is for.
-    if world.name != "none" and not (world.name == "slurm" and world.world_size == 1):
+    # An interactive `srun --pty` shell is a step of one task, and starting ranks from it is what it is for,
+    # and so may a container be.
+    if world.name != "none" and not (world.name in ("slurm", "torchrun") and world.world_size == 1):
         raise RuntimeError(
             f"-np {num_ranks} starts ranks of its own, but this process is already rank {world.rank} of "
             f"{world.world_size} ({world.name}): give the number of ranks to that launcher, and leave -np out"
@@ -128,7 +167,7 @@ def launch_command(
     # This machine's cores say nothing of other hosts'; ranks count theirs by themselves.
     if not scheduled and not hosts and requested_threads(env) is None:
         added["OMP_NUM_THREADS"] = str(max(1, int(num_cores // num_ranks)))
-    if launcher.flavour != "hydra":
+    if launcher.flavour in ("openmpi4", "openmpi5"):
         added["OMPI_MCA_btl_base_warn_component_unused"] = "0"
         # A signal is for the ranks, not for their DataLoaders' workers.
         for project in ("OMPI", "PRTE"):
@@ -137,6 +176,9 @@ def launch_command(
             for project in ("OMPI", "PRTE"):
                 added |= {f"{project}_ALLOW_RUN_AS_ROOT": "1", f"{project}_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     whole = {**env, **{name: value for name, value in added.items() if not env.get(name)}}
+    if launcher.flavour == "torchrun":
+        torchrun = [launcher.path, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "--no-python"]
+        return [*torchrun, *argv], whole
     command = [launcher.path, "-np", str(num_ranks)]
     places = ",".join(f"{host}:{count}" for host, count in (hosts or {}).items())
     if launcher.flavour == "hydra":
@@ -153,14 +195,14 @@ def launch_command(
 
 
 def build_command(
-    num_ranks: int, argv: Sequence[str], *, hosts: Mapping[str, int] | None = None
+    num_ranks: int, argv: Sequence[str], *, hosts: Mapping[str, int] | None = None, launcher: Launcher | None = None
 ) -> tuple[list[str], dict[str, str]]:
     """As :func:`ranks_command`, for ``python -m hvd_adaptive ARGV``."""
-    return ranks_command(num_ranks, [sys.executable, "-m", "hvd_adaptive", *argv], hosts=hosts)
+    return ranks_command(num_ranks, [sys.executable, "-m", "hvd_adaptive", *argv], hosts=hosts, launcher=launcher)
 
 
 def ranks_command(
-    num_ranks: int, program: Sequence[str], *, hosts: Mapping[str, int] | None = None
+    num_ranks: int, program: Sequence[str], *, hosts: Mapping[str, int] | None = None, launcher: Launcher | None = None
 ) -> tuple[list[str], dict[str, str]]:
     """Returns the command and environment that run a program as N ranks from this process.
 
@@ -168,6 +210,7 @@ def ranks_command(
         num_ranks: ranks to start, >= 1.
         program: with its arguments.
         hosts: as for `launch_command`.
+        launcher: None: the mpirun that `find_launcher` finds.
 
     Raises:
         ValueError: num_ranks is below 1.
@@ -177,7 +220,7 @@ def ranks_command(
         num_ranks,
         program,
         env=os.environ,
-        launcher=find_launcher(os.environ),
+        launcher=launcher or find_launcher(os.environ),
         num_cores=usable_cores(),
         is_root=os.geteuid() == 0,
         hosts=hosts,
@@ -203,7 +246,7 @@ def start(command: Sequence[str], env: Mapping[str, str], *, stderr: int | None 
     )
 
 
-def relaunch(num_ranks: int, argv: Sequence[str], *, ends_in_order: bool = False) -> int:
+def relaunch(num_ranks: int, argv: Sequence[str], *, backend: str = "auto", ends_in_order: bool = False) -> int:
     """Runs ``python -m hvd_adaptive ARGV`` as N ranks and waits for them. From the main thread.
 
     SIGINT and SIGTERM go on to the launcher, which ends the ranks, and SIGUSR1 and SIGUSR2, which it passes on to them; it
@@ -213,8 +256,9 @@ def relaunch(num_ranks: int, argv: Sequence[str], *, ends_in_order: bool = False
     Args:
         num_ranks: ranks to start, >= 1.
         argv: the command's arguments, without -np.
+        backend: what shall carry the ranks' tensors; ranks over "torch" are told where to meet.
         ends_in_order: the ranks end by themselves after SIGUSR1: the first SIGTERM is passed on as that, as mpirun leaves its
-            ranks one second after a SIGTERM.
+            ranks one second after a SIGTERM; torchrun leaves them thirty, and passes on nothing else.
 
     Returns:
         The launcher's exit code; 128 + the signal's number if a signal ended it.
@@ -223,7 +267,15 @@ def relaunch(num_ranks: int, argv: Sequence[str], *, ends_in_order: bool = False
         ValueError: num_ranks is below 1.
         RuntimeError: there is no usable mpirun, or this process is already a rank.
     """
-    command, env = build_command(num_ranks, argv)
+    with contextlib.ExitStack() as stack:
+        place = stack.enter_context(meeting_place(os.environ)) if backend == "torch" else {}
+        launcher = choose_launcher(os.environ, backend)
+        command, env = build_command(num_ranks, argv, launcher=launcher)
+        return _run(command, {**env, **place}, is_torchrun=launcher.flavour == "torchrun", ends_in_order=ends_in_order)
+
+
+def _run(command: Sequence[str], env: Mapping[str, str], *, is_torchrun: bool, ends_in_order: bool) -> int:
+    """Runs a launcher, and passes signals on; returns its exit code."""
     signals = (*ending_signals(), signal.SIGUSR1, signal.SIGUSR2)
     with contextlib.ExitStack() as handling:
         # Until the child exists a signal must wait: it could not be passed on.
@@ -232,7 +284,9 @@ def relaunch(num_ranks: int, argv: Sequence[str], *, ends_in_order: bool = False
             asked: list[int] = []
 
             def forward(number: int, frame: FrameType | None) -> None:
-                passed_on = for_launcher(number, in_order=ends_in_order and not asked)
+                # Any other signal than these two would end torchrun, and leave its ranks.
+                asks = is_torchrun and number != signal.SIGINT
+                passed_on = for_launcher(signal.SIGTERM if asks else number, in_order=ends_in_order and not asked and not asks)
                 if passed_on != number:
                     asked.append(number)
                 child.send_signal(passed_on)

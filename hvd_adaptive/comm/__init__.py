@@ -1,7 +1,9 @@
-"""How ranks talk: collectives over Horovod and mpi4py, and beside them the side channel for claims and heartbeats."""
+"""How ranks talk: collectives over Horovod and mpi4py or torch.distributed, and beside them the side channel for claims and
+heartbeats."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
@@ -27,12 +29,18 @@ _UNKNOWN_LAUNCHERS = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
 
 
 def connect(
-    *, stall_limit_s: float, groups: bool = False, repeatable: bool = False, mpi_alone: bool = False
+    *,
+    stall_limit_s: float,
+    backend: str = "auto",
+    groups: bool = False,
+    repeatable: bool = False,
+    mpi_alone: bool = False,
 ) -> Transport:
     """Joins the world that a launcher started, or makes one of this process alone. COLLECTIVE.
 
     Args:
         stall_limit_s: seconds after which a dead, frozen or stuck rank ends the job.
+        backend: what carries tensors, "horovod" or "torch"; "auto": torch where torchrun started the ranks, else Horovod.
         groups: whether the ranks will be split into groups (for the hierarchical exchange).
         repeatable: the bits of sums must repeat from run to run: Horovod fuses no tensors then, as what is fused depends on
             timing.
@@ -47,12 +55,17 @@ def connect(
         if strangers:
             raise RuntimeError(
                 f"a launcher that is not known here started this process ({', '.join(strangers)} is set): each rank would "
-                "train alone. Start with mpirun, horovodrun or srun, or unset the variable to run one rank."
+                "train alone. Start with mpirun, horovodrun, srun or torchrun, or unset the variable to run one rank."
             )
     if starts_alone(info, os.environ) and not (mpi_alone and info.name == "none"):
         from hvd_adaptive.comm.threads import LocalTransport
 
         return LocalTransport()
+    if choose_backend(backend, info) == "torch":
+        from hvd_adaptive.comm.torch_distributed import TorchTransport
+
+        with start_watch(info.rank, stall_limit_s=stall_limit_s, backend="torch") as met:
+            return TorchTransport(info, stall_limit_s=stall_limit_s, met=met)
     if info.name == "horovodrun-gloo":
         # MPI is not set up there, and Open MPI may end a process that tries without a word that helps.
         check_world(info, 1)
@@ -65,6 +78,41 @@ def connect(
 
     with start_watch(info.rank, stall_limit_s=stall_limit_s) as met:
         return HorovodMpiTransport(info, stall_limit_s=stall_limit_s, groups=groups, met=met)
+
+
+def choose_backend(option: str, info: LauncherInfo) -> str:
+    """Returns what carries the ranks' tensors, "horovod" or "torch".
+
+    Args:
+        option: "auto", "horovod" or "torch".
+        info: what the launcher's environment says.
+
+    Raises:
+        RuntimeError: Horovod is asked for, or nothing, where it is not installed or its launcher did not start the ranks.
+    """
+    if option == "auto":
+        option = "torch" if info.name == "torchrun" else "horovod"
+    if option == "horovod" and info.name == "torchrun":
+        raise RuntimeError(
+            "torchrun started the ranks, and Horovod needs them to be MPI's: start them by mpirun, srun, horovodrun or -np, or "
+            "choose backend 'torch'"
+        )
+    if option == "torch":
+        return option
+    lacking = [name for name in ("horovod", "mpi4py") if not _is_installed(name)]
+    if lacking:
+        raise RuntimeError(
+            f"{' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not installed: scripts/setup.sh builds Horovod with "
+            "MPI; --backend torch (HVD_ADAPTIVE_BACKEND=torch) or torchrun does without"
+        )
+    return option
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return name in sys.modules or importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def set_mpi_environment(info: LauncherInfo) -> None:

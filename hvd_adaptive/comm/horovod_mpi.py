@@ -6,15 +6,8 @@ mpi4py comes first: MPI then belongs to it, and Horovod neither initializes nor 
 from __future__ import annotations
 
 import atexit
-import os
-import signal
 import socket
-import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -24,17 +17,12 @@ from torch.optim import Optimizer
 
 from hvd_adaptive.cluster.binding import LauncherInfo, check_world
 from hvd_adaptive.cluster.host import is_crowded
-from hvd_adaptive.comm.heartbeat import Heartbeat
 from hvd_adaptive.comm.horovod_collectives import HorovodCollectives
 from hvd_adaptive.comm.horovod_wait import waits_asleep
-from hvd_adaptive.comm.job_end import end_job
+from hvd_adaptive.comm.job_end import end_on_exceptions
 from hvd_adaptive.comm.mpi_library import check_one_mpi, hold_back_mpi
-from hvd_adaptive.comm.protocols import AgreedError, Pending
-from hvd_adaptive.comm.side_channel import SideChannel
-
-_ABORT_PATIENCE_S = 5.0
-_ABORT_HEAD_START_S = 1.0
-_WORKER_END_S = 0.5
+from hvd_adaptive.comm.protocols import Pending
+from hvd_adaptive.comm.watched_world import WatchedWorld
 
 
 def start_mpi(info: LauncherInfo) -> Any:
@@ -58,7 +46,7 @@ def start_mpi(info: LauncherInfo) -> Any:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     check_world(info, MPI.COMM_WORLD.Get_size())
     comm = MPI.COMM_WORLD.Dup()
-    _install_abort(comm, comm.Get_rank())
+    end_on_exceptions(comm.Get_rank(), lambda: comm.Abort(1))
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise RuntimeError(
             "this MPI library gives no MPI_THREAD_MULTIPLE, which Horovod's thread and mpi4py need to share it; "
@@ -67,8 +55,8 @@ def start_mpi(info: LauncherInfo) -> Any:
     return comm
 
 
-class HorovodMpiTransport:
-    """One real rank; see :class:`hvd_adaptive.comm.protocols.Transport`.
+class HorovodMpiTransport(WatchedWorld):
+    """One real rank; see :class:`hvd_adaptive.comm.protocols.Transport`. Claims and heartbeats are those of every world.
 
     Construction is COLLECTIVE. An uncaught exception on any rank then prints its traceback and ends the job.
 
@@ -82,6 +70,8 @@ class HorovodMpiTransport:
         RuntimeError: if Horovod and mpi4py use different MPI libraries, or the launcher's world is not MPI's.
     """
 
+    backend = "horovod"
+
     def __init__(
         self,
         info: LauncherInfo,
@@ -91,45 +81,30 @@ class HorovodMpiTransport:
         met: Callable[[Sequence[str]], None] = lambda hosts: None,
     ) -> None:
         self._comm = start_mpi(info)
-        self.rank = self._comm.Get_rank()
-        self.world_size = self._comm.Get_size()
+        world_size = self._comm.Get_size()
         import horovod.torch as hvd
 
         hvd.init(process_sets="dynamic" if groups else None)
-        if hvd.size() != self.world_size:
+        if hvd.size() != world_size:
             raise RuntimeError(
-                f"Horovod has {hvd.size()} ranks and MPI has {self.world_size}: Horovod is not using MPI. "
+                f"Horovod has {hvd.size()} ranks and MPI has {world_size}: Horovod is not using MPI. "
                 "Start with `horovodrun --mpi` or `mpirun`, and unset HOROVOD_CONTROLLER."
             )
         self._hvd = hvd
-        self.host = socket.gethostname()
-        hosts: list[str] = self._comm.allgather(self.host)
+        hosts: list[str] = self._comm.allgather(socket.gethostname())
         met(hosts)
-        self.local_rank = hosts[: self.rank].count(self.host)
-        self.local_size = hosts.count(self.host)
+        super().__init__(
+            rank=self._comm.Get_rank(),
+            hosts=hosts,
+            gather=self._comm.allgather,
+            end=self._comm.Abort,
+            stall_limit_s=stall_limit_s,
+        )
         self._world = HorovodCollectives(hvd, hvd.global_process_set, self.waiting)
         self.groups = groups
         self._process_sets: dict[tuple[int, ...], Any] = {}
-        self._closed = False
-        self.last_words: Callable[[], str] = lambda: ""
-        self.side = SideChannel(
-            rank=self.rank,
-            world_size=self.world_size,
-            gather=self._comm.allgather,
-            same_host=len(set(hosts)) == 1,
-            stall_limit_s=stall_limit_s,
-        )
-        self.heartbeat = Heartbeat(
-            self.side,
-            rank=self.rank,
-            host=self.host,
-            pid=os.getpid(),
-            limit_s=stall_limit_s,
-            abort=lambda: self._comm.Abort(14),
-            last_words=lambda: self.last_words(),
-        )
-        self.heartbeat.start()
-        atexit.register(self._leave)
+        self.start()
+        atexit.register(self.leave)
 
     def describe(self) -> dict[str, Any]:
         """Returns, for people, the worlds' sizes, MPI's thread level, and who negotiates Horovod's collectives."""
@@ -138,6 +113,7 @@ class HorovodMpiTransport:
         levels = ("THREAD_SINGLE", "THREAD_FUNNELED", "THREAD_SERIALIZED", "THREAD_MULTIPLE")
         names = {getattr(MPI, name): f"MPI_{name}" for name in levels}
         return {
+            "carrier": "Horovod with MPI",
             "mpi_size": self.world_size,
             "horovod_size": self._hvd.size(),
             "thread_level": names[MPI.Query_thread()],
@@ -204,34 +180,6 @@ class HorovodMpiTransport:
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         self._world.broadcast_(tensors)
 
-    def add(self, key: str, amount: int) -> int:
-        return self.side.add(key, amount)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> str:
-        return self.side.compare_set(key, expected, desired)
-
-    def forget(self, key: str) -> None:
-        self.side.delete(key)
-
-    def rendezvous(self, name: str) -> float:
-        with self.waiting(f"rendezvous {name}"):
-            return self.side.arrive(name)
-
-    def waiting(self, what: str = "") -> AbstractContextManager[None]:
-        return self.heartbeat.waiting(what)
-
-    def progress(self, what: str = "") -> None:
-        self.heartbeat.progress(what)
-
-    def take_turns(self, name: str, action: Callable[[], Any]) -> Any:
-        result = None
-        for turn in range(self.world_size):
-            if turn == self.rank:
-                result = action()
-                self.progress(name)
-            self.rendezvous(f"{name}.{turn}")
-        return result
-
     def distributed_optimizer(
         self,
         optimizer: Optimizer,
@@ -252,54 +200,9 @@ class HorovodMpiTransport:
         result: Optimizer = wrapped
         return result
 
-    def abort(self, text: str, code: int) -> None:
-        end_job(text, lambda: self._comm.Abort(code), code=code)
-
     def close(self) -> None:
-        if not self._closed:
+        if not self._has_left:
             self.rendezvous("close")
-            self._leave()
+            self.leave()
             self._comm.Barrier()
             self._hvd.shutdown()
-
-    def _leave(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self.heartbeat.leave()
-            self.side.close()
-
-
-def _dead_worker(error: BaseException) -> str:
-    """Says that a worker of a DataLoader was killed, where the error may only be what came of it: a connection to nowhere."""
-    if not isinstance(error, (OSError, EOFError)):
-        return ""
-    # The connection ends before the process does.
-    deadline = time.monotonic() + _WORKER_END_S
-    try:
-        # Children that ended well are waited for on the way, which is nobody's loss: this process ends as well.
-        while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)) is None or child.si_code == os.CLD_EXITED:
-            if child is None:
-                if time.monotonic() > deadline:
-                    return ""
-                time.sleep(0.01)
-    except ChildProcessError:
-        return ""
-    return f"A worker (pid {child.si_pid}) was killed by signal: {signal.strsignal(child.si_status)}\n"
-
-
-def _install_abort(comm: Any, rank: int) -> None:
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        # PyTorch's handler would raise the death of a worker out of here, and nothing would be said.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        if isinstance(error, AgreedError) and rank:
-            # Rank 0 says it for all, and ends the job.
-            time.sleep(_ABORT_PATIENCE_S)
-        text = "".join(traceback.format_exception(kind, error, trace)) + _dead_worker(error)
-        sys.stdout.flush()
-        sys.stderr.write(f"rank {rank} failed:\n{text}")
-        sys.stderr.flush()
-        # The launcher's notice of the abort comes another way, and shall not overtake the reason.
-        time.sleep(_ABORT_HEAD_START_S)
-        comm.Abort(1)
-
-    sys.excepthook = hook

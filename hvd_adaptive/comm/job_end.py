@@ -1,4 +1,4 @@
-"""Ends the job from any thread, whatever the main thread does; and a rank that has ended well, quickly."""
+"""Ends the job from any thread, whatever the main thread does, or for an exception; and a rank that has ended well, quickly."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import atexit
 import contextlib
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from types import TracebackType
 from typing import NoReturn
 
+from hvd_adaptive.comm.protocols import AgreedError
+
 _PATIENCE_S = 5
+_HEAD_START_S = 1.0
+_WORKER_END_S = 0.5
 
 
 def end_job(text: str, abort: Callable[[], object], *, code: int = 13) -> None:
@@ -51,3 +58,46 @@ def leave_process(code: int) -> NoReturn:
     if not MPI.Is_finalized():
         MPI.Finalize()
     os._exit(code)
+
+
+def _dead_worker(error: BaseException) -> str:
+    """Says that a worker of a DataLoader was killed, where the error may only be what came of it: a connection to nowhere."""
+    if not isinstance(error, (OSError, EOFError)):
+        return ""
+    # The connection ends before the process does.
+    deadline = time.monotonic() + _WORKER_END_S
+    try:
+        # Children that ended well are waited for on the way, which is nobody's loss: this process ends as well.
+        while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)) is None or child.si_code == os.CLD_EXITED:
+            if child is None:
+                if time.monotonic() > deadline:
+                    return ""
+                time.sleep(0.01)
+    except ChildProcessError:
+        return ""
+    return f"A worker (pid {child.si_pid}) was killed by signal: {signal.strsignal(child.si_status)}\n"
+
+
+def end_on_exceptions(rank: int, abort: Callable[[], object]) -> None:
+    """From now on an uncaught exception on this rank prints its traceback and ends the job.
+
+    Args:
+        rank: this rank.
+        abort: ends the whole job, as MPI_Abort does.
+    """
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        # PyTorch's handler would raise the death of a worker out of here, and nothing would be said.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if isinstance(error, AgreedError) and rank:
+            # Rank 0 says it for all, and ends the job.
+            time.sleep(_PATIENCE_S)
+        text = "".join(traceback.format_exception(kind, error, trace)) + _dead_worker(error)
+        sys.stdout.flush()
+        sys.stderr.write(f"rank {rank} failed:\n{text}")
+        sys.stderr.flush()
+        # The launcher's notice of the abort comes another way, and shall not overtake the reason.
+        time.sleep(_HEAD_START_S)
+        abort()
+
+    sys.excepthook = hook

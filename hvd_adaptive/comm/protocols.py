@@ -1,4 +1,4 @@
-"""The seam between the engine and what carries its bytes: one protocol, and errors that all ranks raise together."""
+"""The seam between the engine and what carries its bytes: three protocols, and errors that all ranks raise together."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ class Pending(Protocol):
         """
 
 
-class Collectives(Protocol):
-    """What the exchange of compressed tensors needs of the world, or of a group of ranks.
+class Group(Protocol):
+    """Sums and bytes between the ranks of the world, or of a part of it: what the exchange of compressed tensors needs.
 
     Methods marked COLLECTIVE must be called by every rank of the group in the same order, from the main thread. Names
-    are equal on all ranks and differ between collectives that are under way together. Real ranks may start collectives
-    whose method ends in ``async`` in different orders, and from the thread of a backward pass.
+    are equal on all ranks and differ between collectives that are under way together. All ranks also start collectives
+    whose method ends in ``async`` in the same order, perhaps from the thread of a backward pass. Only where ``Pending.done``
+    ever says True, as over Horovod, may what follows on it come in different orders.
 
     Attributes:
         rank: this rank, in [0, world_size).
@@ -72,8 +73,8 @@ class Collectives(Protocol):
         """
 
 
-class Transport(Collectives, Protocol):
-    """What the engine needs of a world of ranks.
+class Collectives(Group, Protocol):
+    """What all ranks do together.
 
     Methods marked COLLECTIVE must be called by every rank in the same order, from the main thread.
 
@@ -82,14 +83,12 @@ class Transport(Collectives, Protocol):
         local_size: ranks on its host.
         host: name of this rank's host.
         groups: whether `split` may be called.
-        last_words: says what the job leaves behind, for the heartbeats' message of its end; called from any thread.
     """
 
     local_rank: int
     local_size: int
     host: str
     groups: bool
-    last_words: Callable[[], str]
 
     def allgather_stats(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Gathers a small vector, shape (k,), from every rank: shape (world_size, k), float64. COLLECTIVE."""
@@ -100,7 +99,7 @@ class Transport(Collectives, Protocol):
     def allgather_object(self, value: Any) -> list[Any]:
         """Gathers a small Python object from every rank, in rank order. COLLECTIVE."""
 
-    def split(self, color: int) -> Collectives:
+    def split(self, color: int) -> Group:
         """Returns the group of the ranks that give the same color, in rank order. COLLECTIVE over the whole world.
 
         Raises:
@@ -113,18 +112,32 @@ class Transport(Collectives, Protocol):
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """Replaces tensors by rank 0's, in place. COLLECTIVE."""
 
+    def rendezvous(self, name: str) -> float:
+        """Waits, without using a core, until every rank has arrived; returns the seconds waited. COLLECTIVE."""
+
+
+class Store(Protocol):
+    """What the ranks share beside the collectives: claims. Any rank, any thread, any time."""
+
     def add(self, key: str, amount: int) -> int:
-        """Adds to a shared counter that starts at 0 and returns its new value. Any rank, any thread, any time."""
+        """Adds to a shared counter that starts at 0 and returns its new value."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
         """Sets a shared value to ``desired`` if it is ``expected`` ("" where it was never set), in one atomic step, and
-        returns what it is then. Any rank, any thread, any time; the caller makes ``desired`` unique to know who won."""
+        returns what it is then. The caller makes ``desired`` unique to know who won."""
 
     def forget(self, key: str) -> None:
         """Deletes a shared counter or value that no rank will use again."""
 
-    def rendezvous(self, name: str) -> float:
-        """Waits, without using a core, until every rank has arrived; returns the seconds waited. COLLECTIVE."""
+
+class Heartbeat(Protocol):
+    """Signs of life, and the end of the whole job.
+
+    Attributes:
+        last_words: says what the job leaves behind, for the message of its end; called from any thread.
+    """
+
+    last_words: Callable[[], str]
 
     def waiting(self, what: str = "") -> AbstractContextManager[None]:
         """Marks this rank as waiting for others, for the heartbeats; ``what`` appears in their messages."""
@@ -132,8 +145,27 @@ class Transport(Collectives, Protocol):
     def progress(self, what: str = "") -> None:
         """Tells the heartbeats that this rank gets on."""
 
-    def take_turns(self, name: str, action: Callable[[], Any]) -> Any:
-        """Runs ``action`` on one rank of the whole world after the other, the others asleep. COLLECTIVE."""
+    def abort(self, text: str, code: int) -> None:
+        """Ends the job on all ranks at once. Any rank, any thread. Does not return.
+
+        Args:
+            text: why, for standard error.
+            code: this rank's exit code, and the launcher's where it passes one on.
+        """
+
+
+class Transport(Collectives, Store, Heartbeat, Protocol):
+    """A world of ranks: all three together, and what a session needs at its beginning and its end.
+
+    Attributes:
+        backend: "horovod", "torch", or "none" for a world inside one process.
+    """
+
+    backend: str
+
+    def describe(self) -> dict[str, Any]:
+        """Returns, for people, what the world says of itself: ``carrier``, in words what carries its tensors, "" for one process;
+        and more, by backend."""
 
     def distributed_optimizer(
         self,
@@ -154,33 +186,45 @@ class Transport(Collectives, Protocol):
             backward_passes_per_step: backward passes whose gradients are added up before they are exchanged.
             may_sleep: ``synchronize`` waits asleep where a host has more ranks than cores; else as Horovod does it, which
                 uses a core.
-        """
 
-    def abort(self, text: str, code: int) -> None:
-        """Ends the job on all ranks at once. Any rank, any thread. Does not return.
-
-        Args:
-            text: why, for standard error.
-            code: this rank's exit code, and the launcher's where it passes one on.
+        Raises:
+            AgreedError: on all ranks, where there are others and Horovod does not carry the tensors.
         """
 
     def close(self) -> None:
         """Leaves the world in good order. COLLECTIVE."""
 
 
-@contextmanager
-def long_task(transport: Transport, what: str) -> Iterator[None]:
-    """Tells the heartbeats every second that this rank gets on, for a task that has no steps to report.
+def take_turns(transport: Transport, name: str, action: Callable[[], Result]) -> Result:
+    """Runs ``action`` on one rank of the whole world after the other, the others asleep. COLLECTIVE.
 
     Args:
         transport: the world.
+        name: where the ranks meet; equal on all ranks.
+        action: returns this rank's result.
+    """
+    results = []
+    for turn in range(transport.world_size):
+        if turn == transport.rank:
+            results.append(action())
+            transport.progress(name)
+        transport.rendezvous(f"{name}.{turn}")
+    return results[0]
+
+
+@contextmanager
+def long_task(heartbeat: Heartbeat, what: str) -> Iterator[None]:
+    """Tells the heartbeats every second that this rank gets on, for a task that has no steps to report.
+
+    Args:
+        heartbeat: of this rank.
         what: the task, for the heartbeats' messages.
     """
     done = threading.Event()
 
     def tick() -> None:
         while not done.wait(1.0):
-            transport.progress(what)
+            heartbeat.progress(what)
 
     thread = threading.Thread(target=tick, name="hvd_adaptive-long-task", daemon=True)
     thread.start()
@@ -195,30 +239,30 @@ class AgreedError(RuntimeError):
     """An error that every rank raises at once, so that one message is enough."""
 
 
-def agree(transport: Transport, error: str | None) -> None:
+def agree(world: Collectives, error: str | None) -> None:
     """Raises on every rank if any rank has an error. COLLECTIVE.
 
     Args:
-        transport: the world.
+        world: all ranks.
         error: this rank's message, None if all is well.
 
     Raises:
         AgreedError: with the distinct messages and the ranks that have them.
     """
     ranks_by_error: dict[str, list[str]] = {}
-    for rank, text in enumerate(transport.allgather_object(error)):
+    for rank, text in enumerate(world.allgather_object(error)):
         if text is not None:
             ranks_by_error.setdefault(text, []).append(str(rank))
     if not ranks_by_error:
         return
     lines = []
     for text, ranks in ranks_by_error.items():
-        everyone = len(ranks) == transport.world_size
+        everyone = len(ranks) == world.world_size
         lines.append(text if everyone else f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {text}")
     raise AgreedError("\n".join(lines))
 
 
-def attempt(transport: Transport, action: Callable[[], Result]) -> Result:
+def attempt(world: Collectives, action: Callable[[], Result]) -> Result:
     """Runs an action that may find bad input on some ranks only; all ranks raise if one does. COLLECTIVE.
 
     Raises:
@@ -229,22 +273,22 @@ def attempt(transport: Transport, action: Callable[[], Result]) -> Result:
         result = action()
     except (ValueError, RuntimeError, OSError) as failure:
         error = str(failure)
-    agree(transport, error)
+    agree(world, error)
     return result  # type: ignore[return-value]
 
 
-def agree_equal(transport: Transport, values: dict[str, Any], remedy: str) -> None:
+def agree_equal(world: Collectives, values: dict[str, Any], remedy: str) -> None:
     """Raises on every rank if the ranks' values differ. COLLECTIVE.
 
     Args:
-        transport: the world.
+        world: all ranks.
         values: names and small comparable values that must be equal on all ranks.
         remedy: what to do about a difference.
 
     Raises:
         AgreedError: naming the first few values that differ, and which rank has what.
     """
-    gathered = transport.allgather_object(values)
+    gathered = world.allgather_object(values)
     differing = []
     for name in sorted(set().union(*gathered)):
         seen = [other.get(name) for other in gathered]

@@ -12,12 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from hvd_adaptive.comm.horovod_collectives import HorovodCollectives
+from hvd_adaptive.comm.protocols import Group
 
 _PREFIX = "hvd_adaptive."
 
 
 class ScriptWorld(HorovodCollectives):
-    """All ranks, as far as merges need them; see :class:`hvd_adaptive.comm.protocols.Transport`, whose side channel is not here.
+    """All ranks; see :class:`hvd_adaptive.comm.protocols.Collectives`.
 
     Args:
         hvd: the module ``horovod.torch``, initialized by the script.
@@ -37,6 +38,14 @@ class ScriptWorld(HorovodCollectives):
         with self._waiting("statistics"):
             gathered = self._hvd.allgather(torch.from_numpy(values.reshape(1, -1)), name=_PREFIX + "statistics")
         return np.asarray(gathered.numpy())
+
+    def allgather_array(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Gathers an array of one shape and dtype from every rank: shape (world_size, *shape). COLLECTIVE."""
+        return np.stack(self.allgather_object(values))
+
+    def split(self, color: int) -> Group:
+        """Is refused: the script has initialized Horovod, without process sets that can be added."""
+        raise RuntimeError("a wrapped script's Horovod has no groups of ranks: use reducer 'sra'")
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Gathers a small Python object from every rank. COLLECTIVE."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed import DistError, DistStoreError, TCPStore  # type: ignore[attr-defined,unused-ignore]
 
-from hvd_adaptive.comm.in_process_store import InProcessStore, not_set
+from hvd_adaptive.comm.in_process_store import InProcessStore
 from hvd_adaptive.comm.seal import Seal
 from hvd_adaptive.comm.store_address import PROBE_S, Offer, find_server, sending_addresses, serve
 
@@ -35,7 +35,7 @@ class SideChannel:
         world_size: number of ranks, >= 1. A single rank needs no server: its counters are in this process.
         gather: gathers a small object from every rank, in rank order, on a way that strangers cannot reach. COLLECTIVE.
         same_host: all ranks are on one host; the store then listens on the loopback interface only.
-        stall_limit_s: how long `get`, `close` and the first meeting of the ranks wait before they raise, in
+        stall_limit_s: how long `close` and the first meeting of the ranks wait before they raise, in
             seconds.
 
     Raises:
@@ -147,36 +147,6 @@ class SideChannel:
             name = f"user/{key}"
             sealed = [self.seal.close(name, text.encode()).decode() if text else "" for text in (expected, desired)]
             return self.seal.open(name, bytes(self._claims.compare_set(name, *sealed))).decode()
-
-    def set(self, key: str, value: bytes) -> None:
-        """Stores a small value under a key of its own (not a counter's). Any thread.
-
-        Raises:
-            RuntimeError: rank 0 is gone.
-        """
-        if self._alone is not None:
-            self._alone.set(key, value)
-            return
-        with self._translated():
-            name = f"user/{key}"
-            self._claims.set(name, self.seal.close(name, value))  # type: ignore[arg-type]  # torch's stub knows str only
-
-    def get(self, key: str) -> bytes:
-        """Returns the value of a key, waiting for it up to the stall limit. Any thread.
-
-        Holds up this rank's claims while it waits: meant for values that are about to be there.
-
-        Raises:
-            RuntimeError: the key was not set within the stall limit, or rank 0 is gone.
-        """
-        if self._alone is not None:
-            return self._alone.get(key, self._stall_limit_s)
-        try:
-            with self._translated():
-                self._claims.wait([f"user/{key}"], timedelta(seconds=self._stall_limit_s))
-                return self.seal.open(f"user/{key}", bytes(self._claims.get(f"user/{key}")))
-        except DistStoreError as error:
-            raise not_set(key, self._stall_limit_s) from error
 
     def delete(self, key: str) -> None:
         """Forgets a counter or value; a key that is not there is no error. Any thread.

@@ -25,11 +25,16 @@ while read -r line; do
 done
 """
 _MOST_HOSTS = 8
+# By backend: what connects the ranks, and how to tell it the network.
+_NETWORKS = {
+    "horovod": ("MPI", "Open MPI: OMPI_MCA_btl_tcp_if_include=10.0.0.0/8, MPICH: MPIR_CVAR_NETWORK_IFACE=eth0"),
+    "torch": ("torch.distributed", "MASTER_ADDR: rank 0's host, GLOO_SOCKET_IFNAME=eth0, NCCL_SOCKET_IFNAME=eth0"),
+}
 
 
 @contextlib.contextmanager
 def start_watch(
-    rank: int | None, *, stall_limit_s: float, limit_s: float | None = None
+    rank: int | None, *, stall_limit_s: float, limit_s: float | None = None, backend: str = "horovod"
 ) -> Iterator[Callable[[Sequence[str]], None]]:
     """Ends this process, with the reason, if the block takes longer than its limit. Rank 0 speaks first.
 
@@ -42,6 +47,7 @@ def start_watch(
         rank: what the launcher said, None where it said nothing.
         stall_limit_s: the stall limit in seconds, which the reason says to raise.
         limit_s: of the block; None: five stall limits.
+        backend: what connects the ranks, "horovod" or "torch".
 
     Yields:
         What to call with the hosts by rank as soon as they are known: whoever is missing is then named.
@@ -50,10 +56,11 @@ def start_watch(
     who = "a rank" if rank is None else f"rank {rank}"
     waited = f"hvd_adaptive: {who} on {socket.gethostname()} has waited {limit_s:g} s for all ranks to meet, and ends."
     longer = f"if starting takes that long, raise stall_limit_s (now {stall_limit_s:g} s)."
+    carrier, network = _NETWORKS[backend]
     text = (
-        f"{waited} Some rank has not started, or MPI cannot connect the hosts: it may try an interface that leads nowhere, such "
-        "as a container bridge. Look for ranks that say something else; name the network between the hosts (Open MPI: "
-        f"OMPI_MCA_btl_tcp_if_include=10.0.0.0/8, MPICH: MPIR_CVAR_NETWORK_IFACE=eth0); {longer}"
+        f"{waited} Some rank has not started, or {carrier} cannot connect the hosts: it may try an interface that leads nowhere, "
+        f"such as a container bridge. Look for ranks that say something else; name the network between the hosts ({network}); "
+        f"{longer}"
     )
     launcher = find_launcher_process(os.getpid())
     afterwards = end_command(launcher) if launcher else ["true"]
@@ -68,7 +75,7 @@ def start_watch(
     def met(hosts: Sequence[str]) -> None:
         assert helper.stdin is not None
         text = (
-            f"{waited} MPI had connected them, and at least one no longer answers: {_others(rank, hosts)}. It has ended or "
+            f"{waited} {carrier} had connected them, and at least one no longer answers: {_others(rank, hosts)}. It has ended or "
             f"hangs, or the network between the hosts is down. Look for ranks that say something else; {longer}"
         )
         with contextlib.suppress(BrokenPipeError):

@@ -88,6 +88,8 @@ class _Done:
 class LocalTransport:
     """One rank of a :class:`LocalWorld`; see :class:`hvd_adaptive.comm.protocols.Transport`."""
 
+    backend = "none"
+
     def __init__(self, world: LocalWorld | None = None, rank: int = 0) -> None:
         self._world = world or LocalWorld()
         self.rank = rank
@@ -99,6 +101,9 @@ class LocalTransport:
         self.groups = True
         self.last_words: Callable[[], str] = lambda: ""
         self.host = socket.gethostname() if num_hosts == 1 else f"host{hosts[rank]}"
+
+    def describe(self) -> dict[str, Any]:
+        return {"carrier": ""}
 
     def allgather_object(self, value: Any) -> list[Any]:
         self._world.slots[self.rank] = value
@@ -179,14 +184,6 @@ class LocalTransport:
     def progress(self, what: str = "") -> None:
         pass
 
-    def take_turns(self, name: str, action: Callable[[], Any]) -> Any:
-        result = None
-        for turn in range(self.world_size):
-            if turn == self.rank:
-                result = action()
-            self.rendezvous(name)
-        return result
-
     def distributed_optimizer(
         self,
         optimizer: Optimizer,
@@ -197,9 +194,7 @@ class LocalTransport:
         may_sleep: bool = False,
     ) -> Optimizer:
         if self.world_size > 1:
-            raise RuntimeError(
-                "simulated ranks have no Horovod: strategies 'sync' and 'horovod' need real ranks (mpirun)"
-            )
+            raise RuntimeError("simulated ranks have no Horovod: strategy 'horovod' needs real ranks (mpirun)")
         return optimizer
 
     def abort(self, text: str, code: int) -> None:

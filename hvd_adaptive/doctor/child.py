@@ -86,16 +86,18 @@ def main(arguments: dict[str, Any]) -> None:
     stages.run("torch", load_torch, needed=True)
     transport = None
     if arguments["join"]:
-        from hvd_adaptive.comm import mpi_library
+        backend = arguments["machine"]["backend"]
+        if backend == "horovod":
+            from hvd_adaptive.comm import mpi_library
 
-        stages.run("horovod", mpi_library.describe_horovod, needed=True)
-        stages.run("mpi4py", mpi_library.describe_mpi4py, needed=True)
+            stages.run("horovod", mpi_library.describe_horovod, needed=True)
+            stages.run("mpi4py", mpi_library.describe_mpi4py, needed=True)
 
         def join() -> dict[str, Any]:
             nonlocal transport
             from hvd_adaptive.comm import connect
 
-            transport = connect(stall_limit_s=_STALL_LIMIT_S, mpi_alone=True)
+            transport = connect(stall_limit_s=_STALL_LIMIT_S, backend=backend, mpi_alone=backend == "horovod")
             return _describe_world(transport)
 
         stages.run("world", join, needed=True)
@@ -113,13 +115,12 @@ def main(arguments: dict[str, Any]) -> None:
 
 
 def _describe_world(transport: Any) -> dict[str, Any]:
-    described = transport.describe() if hasattr(transport, "describe") else {}
     return {
         "rank": transport.rank,
         "world_size": transport.world_size,
         "local_rank": transport.local_rank,
         "local_size": transport.local_size,
-        **described,
+        **transport.describe(),
     }
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_adaptive.cluster.binding import LauncherInfo, read_launcher
-from hvd_adaptive.cluster.relaunch import build_command
+from hvd_adaptive.cluster.relaunch import build_command, choose_launcher, meeting_place
 from hvd_adaptive.doctor import hardware, software
 from hvd_adaptive.doctor.findings import Facts, Finding, count
 from hvd_adaptive.doctor.machine import machine_facts
@@ -55,10 +55,13 @@ _NO_MEETING = (
 )
 
 
-def examine_rank(*, device: str, probe_seconds: float, limit_s: float, on_stage: OnStage) -> dict[str, Any] | None:
+def examine_rank(
+    *, backend: str, device: str, probe_seconds: float, limit_s: float, on_stage: OnStage
+) -> dict[str, Any] | None:
     """Examines this process's world as the rank that it is. COLLECTIVE, but it ends on every rank whatever others do.
 
     Args:
+        backend: as for ``train``.
         device: as for ``train``.
         probe_seconds: length of the compute probe.
         limit_s: seconds that each check may take.
@@ -68,7 +71,7 @@ def examine_rank(*, device: str, probe_seconds: float, limit_s: float, on_stage:
         The page's contents on rank 0; on other ranks only where this rank found what rank 0 cannot know; else None.
     """
     info = read_launcher(os.environ)
-    machine = machine_facts()
+    machine = machine_facts(_backend(backend, info))
     arguments = {"join": True, "device": device, "probe_seconds": probe_seconds, "machine": machine}
     outcome = supervise(arguments, limit_s=limit_s, on_stage=on_stage)
     rank = info.rank or 0
@@ -87,13 +90,14 @@ def examine_rank(*, device: str, probe_seconds: float, limit_s: float, on_stage:
 
 
 def examine_by_launching(
-    num_ranks: int, arguments: Sequence[str], *, device: str, limit_s: float, on_stage: OnStage
+    num_ranks: int, arguments: Sequence[str], *, backend: str, device: str, limit_s: float, on_stage: OnStage
 ) -> dict[str, Any]:
     """Starts ranks under mpirun that examine their world, and returns what rank 0 says.
 
     Args:
         num_ranks: ranks to start, >= 1.
         arguments: of ``hvd-adaptive``, for the ranks.
+        backend: as for ``train``.
         device: as for ``train``.
         limit_s: seconds that each check may take.
         on_stage: called when a check of rank 0 begins.
@@ -104,10 +108,11 @@ def examine_by_launching(
     Raises:
         ValueError: num_ranks is below 1.
     """
-    machine = machine_facts()
+    machine = machine_facts(_backend(backend, read_launcher({})))
     try:
-        command, env = build_command(num_ranks, arguments)
-        found, text = _listen_to_ranks(command, env, limit_s, on_stage)
+        with meeting_place(os.environ) as place:
+            command, env = build_command(num_ranks, arguments, launcher=choose_launcher(os.environ, backend))
+            found, text = _listen_to_ranks(command, {**env, **place} if backend == "torch" else env, limit_s, on_stage)
     except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
         found, text = None, str(error)
     if found is not None:
@@ -116,6 +121,11 @@ def examine_by_launching(
     remedy = "start one rank by hand with the same mpirun; load the MPI of the set-up, or use the site's launcher without -np"
     failure = Finding("launcher", "problem", f"{num_ranks} ranks do not start: {_shortened(text)}", remedy)
     return _document(read_launcher({}), [_alone(own, limit_s, on_stage)], [failure], joined=False)
+
+
+def _backend(option: str, info: LauncherInfo) -> str:
+    # As comm.choose_backend, but that what is missing is for the page to say.
+    return ("torch" if info.name == "torchrun" else "horovod") if option == "auto" else option
 
 
 def tell_launching_process(**line: Any) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.compress.policy import TensorInfo, parse_policy
 from hvd_adaptive.doctor.codec_speed import break_even_mbit, measure_speed, normal_values
 from hvd_adaptive.exchange.exchange import CHUNK_ELEMENTS, Exchange
@@ -59,7 +59,7 @@ class _Method:
 
 
 def measure_link(
-    transport: Transport,
+    transport: Collectives,
     methods: Sequence[str],
     *,
     num_values: int,
@@ -127,7 +127,7 @@ def measure_link(
 
 
 def _make(
-    method: str, transport: Transport, num_values: int, reducer: str, error_feedback: bool, chunk_elements: int
+    method: str, transport: Collectives, num_values: int, reducer: str, error_feedback: bool, chunk_elements: int
 ) -> _Method:
     if method == "horovod-fp32":
         run = lambda flat: transport.allreduce_sum_(flat, method)  # noqa: E731

@@ -23,13 +23,18 @@ _DISTRIBUTIONS = ("torch", "horovod", "mpi4py", "numpy", "numba", "triton")
 _SMI_LIMIT_S = 10.0
 
 
-def machine_facts() -> dict[str, Any]:
-    """Returns host, versions, cores, quota, shared memory and GPUs of this process; JSON values only."""
+def machine_facts(backend: str) -> dict[str, Any]:
+    """Returns host, versions, cores, quota, shared memory and GPUs of this process; JSON values only.
+
+    Args:
+        backend: what is to carry the ranks' tensors, "horovod" or "torch".
+    """
     cores = own_cores()
     shm = Path("/dev/shm")
     room = shutil.disk_usage(shm) if shm.is_dir() else None
     return {
         "host": socket.gethostname(),
+        "backend": backend,
         "python": platform.python_version(),
         "executable": sys.executable,
         "versions": installed_versions(),
@@ -38,7 +43,7 @@ def machine_facts() -> dict[str, Any]:
         "host_cores": host_cores() or cores,
         "cpu": cpu_model(),
         "cpu_quota": cpu_quota(),
-        "busy_waiting": is_busy_waiting(read_launcher(os.environ), os.environ),
+        "busy_waiting": backend == "horovod" and is_busy_waiting(read_launcher(os.environ), os.environ),
         "shm_bytes": room.total if room else None,
         "shm_free_bytes": room.free if room else None,
         "nvidia_smi": list_gpus(),

@@ -119,7 +119,7 @@ def claim_latency(transport: Transport) -> dict[str, float]:
 
 
 def collectives(transport: Transport) -> dict[str, float]:
-    """Times MPI's small gather and Horovod's allreduce over all ranks, whose sum is checked. COLLECTIVE.
+    """Times a small gather and the allreduce over all ranks, whose sum is checked. COLLECTIVE.
 
     Raises:
         RuntimeError: if a sum is wrong.
@@ -136,7 +136,7 @@ def collectives(transport: Transport) -> dict[str, float]:
         facts[f"{name}_bytes"], facts[f"{name}_s"] = size, _best(transport, f"doctor {name}", reduce)
         expected = transport.world_size * (transport.world_size + 1) / 2
         if not bool((tensor == expected).all()):
-            raise RuntimeError(f"Horovod's allreduce gave {tensor[0]}, not {expected}, the sum over the ranks")
+            raise RuntimeError(f"the allreduce gave {tensor[0]}, not {expected}, the sum over the ranks")
     return facts
 
 

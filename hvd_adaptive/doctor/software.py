@@ -10,10 +10,12 @@ from hvd_adaptive.doctor.findings import Facts, Finding, count, good, ranks_by_h
 def versions(ranks: Sequence[Facts]) -> list[Finding]:
     """Compares the installed versions of all ranks."""
     first = {"Python": ranks[0]["machine"]["python"], **ranks[0]["machine"]["versions"]}
-    missing = [name for name in ("torch", "horovod", "mpi4py") if name not in first]
+    needed = ("torch", "horovod", "mpi4py") if ranks[0]["machine"]["backend"] == "horovod" else ("torch",)
+    missing = [name for name in needed if name not in first]
     text = ", ".join(f"{name} {version}" for name, version in first.items())
     if missing:
-        return [Finding("versions", "problem", f"{text}; not installed: {', '.join(missing)}", "scripts/setup.sh")]
+        remedy = "scripts/setup.sh" + ("" if "torch" in missing else "; or, to try without Horovod, --backend torch")
+        return [Finding("versions", "problem", f"{text}; not installed: {', '.join(missing)}", remedy)]
     for rank, facts in enumerate(ranks):
         other = {"Python": facts["machine"]["python"], **facts["machine"]["versions"]}
         differing = [name for name in sorted({*first, *other}) if first.get(name) != other.get(name)]
@@ -28,7 +30,7 @@ def horovod(ranks: Sequence[Facts]) -> list[Finding]:
     """Compares the torch that Horovod was built against with the installed one."""
     machine, built = ranks[0]["machine"], good(ranks[0], "horovod")
     against, installed = machine["horovod_built_for"], machine["versions"].get("torch")
-    if against is None or installed is None:
+    if against is None or installed is None or machine["backend"] == "torch":
         return []
     flags = []
     if built:
@@ -76,12 +78,14 @@ def mpi_library(ranks: Sequence[Facts]) -> list[Finding]:
 
 
 def world(ranks: Sequence[Facts]) -> list[Finding]:
-    """Says how many ranks MPI and Horovod see, and how they were started."""
+    """Says how many ranks there are, what carries their tensors, and how they were started."""
     world = good(ranks[0], "world")
     if world is None:
         return []
     text = f"{count(world['world_size'], 'rank')} on {count(len(ranks_by_host(ranks)), 'host')}"
-    if "mpi_size" in world:
+    if "torch_size" in world:
+        text += f"; over {world['carrier']}"
+    elif "mpi_size" in world:
         text += f"; MPI sees {world['mpi_size']}, Horovod {world['horovod_size']}"
         text += f"; {world['thread_level']}, controller {world['controller']}"
     else:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hvd_adaptive.algorithm.ledger import steps_ahead
-from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.protocols import Store
 
 # The work [start, stop) of a claim; then, where it did not fit into memory, the samples of each batch that it was cut into.
 Claim = tuple[int, ...]
@@ -47,7 +47,7 @@ class SharedCursor:
         end: as in :class:`Claims`.
     """
 
-    def __init__(self, transport: Transport, key: str, *, total_work: int, least: int = 1) -> None:
+    def __init__(self, transport: Store, key: str, *, total_work: int, least: int = 1) -> None:
         self._transport = transport
         self._key = key
         self._total_work = total_work
@@ -113,7 +113,7 @@ class StepFrontier:
     """
 
     def __init__(
-        self, transport: Transport, key: str, *, num_steps: int, clock: Callable[[], float] = time.perf_counter
+        self, transport: Store, key: str, *, num_steps: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._transport = transport
         self._key = key

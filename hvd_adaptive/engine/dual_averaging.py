@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Adagrad, Optimizer
 
-from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.engine.optimizers import RowwiseAdagrad, row_dims
 
 # Above it, sums over ranks would overflow.
@@ -88,7 +88,7 @@ class DualAveraging:
 
     @torch.no_grad()
     def exchange(
-        self, transport: Transport, *, weights: NDArray[np.float64], unions: Mapping[int, Tensor], coded: bool = False
+        self, transport: Collectives, *, weights: NDArray[np.float64], unions: Mapping[int, Tensor], coded: bool = False
     ) -> list[Tensor]:
         """Merges the accumulators; returns what this rank's delta counts in each row or coordinate. COLLECTIVE.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.engine.flat_group import fill_deltas, load_, make_groups, scale_
 
 
@@ -25,7 +25,7 @@ class FlatBuffers:
         payload_bytes: bytes of the deltas.
     """
 
-    def __init__(self, model: nn.Module, transport: Transport) -> None:
+    def __init__(self, model: nn.Module, transport: Collectives) -> None:
         self._transport = transport
         buffers = list(model.buffers())
         self.groups = make_groups("buffers", [b for b in buffers if b.is_floating_point()])

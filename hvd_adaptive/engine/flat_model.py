@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hvd_adaptive.algorithm.outer_step import OuterStep
-from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.compress.kernels.dispatch import sum_of_squares
 from hvd_adaptive.compress.policy import TensorInfo
 from hvd_adaptive.engine.flat_buffers import FlatBuffers
@@ -58,7 +58,7 @@ class FlatModel:
     """
 
     def __init__(
-        self, model: nn.Module, transport: Transport, touched: Mapping[int, TouchedRows] | None = None
+        self, model: nn.Module, transport: Collectives, touched: Mapping[int, TouchedRows] | None = None
     ) -> None:
         self._model = model
         self._transport = transport

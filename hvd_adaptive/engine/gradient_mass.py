@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.algorithm.statistics import Array
-from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.engine.optimizers import row_dims, slice_squares
 
 # A mass above it would overflow in the sum over ranks.
@@ -91,7 +91,7 @@ class GradientMass:
 
     @torch.no_grad()
     def exchange(
-        self, transport: Transport, *, weights: Array, unions: Mapping[int, Tensor], coded: bool = False
+        self, transport: Collectives, *, weights: Array, unions: Mapping[int, Tensor], coded: bool = False
     ) -> list[Tensor]:
         """Returns this rank's weight in each row, and starts the next round's mass. COLLECTIVE.
 
@@ -129,14 +129,14 @@ class GradientMass:
         return result
 
 
-def _shares(mass: Tensor, weights: Array, transport: Transport) -> Tensor:
+def _shares(mass: Tensor, weights: Array, transport: Collectives) -> Tensor:
     """This rank's share of the sum of all ranks' masses; its scalar weight where that is 0. COLLECTIVE."""
     total = mass.clone()
     transport.allreduce_sum_(total, name="mass")
     return torch.where(total > 0, mass / total, float(weights[transport.rank]))
 
 
-def _coded_shares(mass: Tensor, weights: Array, transport: Transport) -> Tensor:
+def _coded_shares(mass: Tensor, weights: Array, transport: Collectives) -> Tensor:
     """As :func:`_shares`, in two bytes a mass. COLLECTIVE.
 
     Each rank sends its masses as bytes, in steps of a quarter of an octave, to the rank that owns their part of the vector. The

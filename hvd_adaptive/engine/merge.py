@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from hvd_adaptive.algorithm.outer_step import OuterStep
 from hvd_adaptive.algorithm.round_control import round_weights
 from hvd_adaptive.algorithm.statistics import Array, Gathered, Statistics
-from hvd_adaptive.comm.protocols import AgreedError, Transport
+from hvd_adaptive.comm.protocols import AgreedError, Collectives
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine import optimizer_state
 from hvd_adaptive.engine.flat_model import FlatModel
@@ -82,7 +82,7 @@ class Merge:
         model: nn.Module,
         optimizer: Optimizer,
         config: Config,
-        transport: Transport,
+        transport: Collectives,
         *,
         parameters: Sequence[Tensor] | None = None,
         modules: Iterable[nn.Module] | None = None,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hvd_adaptive.algorithm.merge_weights import ROW_RULES
-from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.engine.dual_averaging import DualAveraging
 from hvd_adaptive.engine.gradient_mass import GradientMass
 
@@ -38,7 +38,7 @@ class MergeRule(Protocol):
         """Returns what this round's steps started from and all ranks must share, for a change in place."""
 
     def exchange(
-        self, transport: Transport, *, weights: NDArray[np.float64], unions: Mapping[int, Tensor], coded: bool = False
+        self, transport: Collectives, *, weights: NDArray[np.float64], unions: Mapping[int, Tensor], coded: bool = False
     ) -> list[Tensor]:
         """Returns this rank's weights, one tensor a parameter, which broadcasts to it. COLLECTIVE."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer
 
 from hvd_adaptive.combinations import goes_with_dual_averaging
-from hvd_adaptive.comm.protocols import AgreedError, Transport
+from hvd_adaptive.comm.protocols import AgreedError, Collectives
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.dual_averaging import has_accumulators
 from hvd_adaptive.engine.optimizers import LazyMomentum, RowwiseAdagrad
@@ -116,7 +116,7 @@ def checksum(optimizer: Optimizer) -> float:
 @torch.no_grad()
 def average_(
     optimizer: Optimizer,
-    transport: Transport,
+    transport: Collectives,
     weight: float,
     *,
     agreed: bool = False,

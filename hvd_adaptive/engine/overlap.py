@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.algorithm.outer_step import OuterStep
-from hvd_adaptive.comm.protocols import Pending, Transport
+from hvd_adaptive.comm.protocols import Collectives, Pending
 from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.engine.flat_group import scale_
 from hvd_adaptive.engine.flat_model import FlatModel
@@ -35,7 +35,7 @@ class OverlappedMerge:
         transport: the world.
     """
 
-    def __init__(self, flat_model: FlatModel, outer: OuterStep, transport: Transport) -> None:
+    def __init__(self, flat_model: FlatModel, outer: OuterStep, transport: Collectives) -> None:
         self._under_way = UnderWay()
         self._flat_model = flat_model
         self._outer = outer

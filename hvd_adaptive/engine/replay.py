@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvd_adaptive.comm.protocols import AgreedError, Transport
+from hvd_adaptive.comm.protocols import AgreedError, Collectives
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.claims import Claim, Claims, ClaimSize
 from hvd_adaptive.validation import parse_json
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 CLAIMS_FILE = "claims.jsonl"
 # What may differ between a run and its replay: none of them changes a bit of the model.
-_FREE = ("record", "replay", "stall_limit_s", "hash_interval", "slowdown", "drain_limit_s", "straggler_limit")
+_FREE = ("backend", "record", "replay", "stall_limit_s", "hash_interval", "slowdown", "drain_limit_s", "straggler_limit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class Replay:
         AgreedError: on all ranks, if it cannot be read or is of another run.
     """
 
-    def __init__(self, path: str, identity: dict[str, str], transport: Transport) -> None:
+    def __init__(self, path: str, identity: dict[str, str], transport: Collectives) -> None:
         read, error = None, None
         if transport.rank == 0:
             try:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hvd_adaptive.algorithm.outer_step import OuterStep
 from hvd_adaptive.algorithm.row_choice import Array, RowChoice
-from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.touched_rows import TouchedRows
@@ -200,7 +200,7 @@ class RowMerge:
     """
 
     def __init__(
-        self, ranges: Sequence[RowRange], transport: Transport, *, mode: str, rest_bytes: int
+        self, ranges: Sequence[RowRange], transport: Collectives, *, mode: str, rest_bytes: int
     ) -> None:
         self._ranges = ranges
         self._transport = transport
@@ -213,7 +213,7 @@ class RowMerge:
         self.message_bytes = 0
 
     @classmethod
-    def of(cls, ranges: Sequence[RowRange], transport: Transport, config: Config, *, payload_bytes: int) -> RowMerge:
+    def of(cls, ranges: Sequence[RowRange], transport: Collectives, config: Config, *, payload_bytes: int) -> RowMerge:
         """Returns what decides by a configuration; ``payload_bytes`` are those of a merge of all rows."""
         # Seconds, by which 'auto' chooses, do not repeat.
         mode = "always" if config.repeatable and config.sparse_merge == "auto" else config.sparse_merge

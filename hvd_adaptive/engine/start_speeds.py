@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
-from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.protocols import Transport, take_turns
 from hvd_adaptive.engine.batches import Batch, BatchSource
 from hvd_adaptive.engine.emulation import compute_seconds
 from hvd_adaptive.engine.optimizer_state import reset_
@@ -140,6 +140,6 @@ def measure_speeds(
             float(np.median([one.num_samples / one.wall_s for one in results])),
         )
 
-    mine = transport.take_turns("calibration", measure)
+    mine = take_turns(transport, "calibration", measure)
     gathered = transport.allgather_stats(np.array(mine))
     return Speeds(compute=gathered[:, 0], wall=gathered[:, 1])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
-from hvd_adaptive.comm.protocols import Transport, agree_equal
+from hvd_adaptive.comm.protocols import Collectives, agree_equal
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.optimizers import LAZY
 
@@ -82,7 +82,7 @@ class TouchedRows:
             )
 
 
-def mark_rows(model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> dict[int, TouchedRows]:
+def mark_rows(model: nn.Module, optimizer: Optimizer, config: Config, transport: Collectives) -> dict[int, TouchedRows]:
     """Begins to mark the rows of a model's sparse parameters, where merges can make use of it. COLLECTIVE.
 
     Args:

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.protocols import Collectives
 
 log = logging.getLogger(__name__)
 
 
 def fastest(
-    transport: Transport, candidates: Mapping[str, Callable[[Tensor], None]], values: Tensor, *, num_trials: int = 3
+    transport: Collectives, candidates: Mapping[str, Callable[[Tensor], None]], values: Tensor, *, num_trials: int = 3
 ) -> tuple[str, dict[str, float]]:
     """Times each candidate on a tensor and returns the name of the fastest, and the seconds of all. COLLECTIVE.
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.compress.bits import WIDTHS, choose_bits, error_curve, with_bits
 from hvd_adaptive.compress.policy import Policy, TensorInfo
 from hvd_adaptive.compress.quantize import MaxMin
@@ -60,7 +60,7 @@ class BitChooser:
                     values, bucket=self._default.bucket, rounding=self._default.rounding
                 )
 
-    def choose(self, transport: Transport) -> Policy | None:
+    def choose(self, transport: Collectives) -> Policy | None:
         """Returns the policy for the values measured since the last choice, equal on all ranks. COLLECTIVE.
 
         Returns:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from hvd_adaptive.comm.protocols import Collectives
+from hvd_adaptive.comm.protocols import Group
 from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.compress.policy import Policy, TensorInfo
 from hvd_adaptive.exchange.compressed import CompressedSum
@@ -53,7 +53,7 @@ class Bucket(Protocol):
     def take(self, slot: Slot) -> None:
         """Takes a parameter's gradient, whatever it is, or zeros for None."""
 
-    def tasks(self, total: CompressedSum, world: Collectives, factor: float) -> list[Task]:
+    def tasks(self, total: CompressedSum, world: Group, factor: float) -> list[Task]:
         """Returns the exchange of the gradients times the factor."""
 
     def finish(self, total: CompressedSum) -> int:
@@ -116,7 +116,7 @@ class DenseBucket:
         slot.parameter.grad = view
         self._missing.pop(slot, None)
 
-    def tasks(self, total: CompressedSum, world: Collectives, factor: float) -> list[Task]:
+    def tasks(self, total: CompressedSum, world: Group, factor: float) -> list[Task]:
         """See :class:`Bucket`."""
         return total.tasks(self._flat, self._name, weight=factor)
 
@@ -165,7 +165,7 @@ class SparseBucket:
             parameter.grad = parameter.grad.to_sparse(self._sparse_dim)
         self._is_missing = False
 
-    def tasks(self, total: CompressedSum, world: Collectives, factor: float) -> list[Task]:
+    def tasks(self, total: CompressedSum, world: Group, factor: float) -> list[Task]:
         """See :class:`Bucket`."""
         return [self._sum(world, factor)]
 
@@ -180,7 +180,7 @@ class SparseBucket:
         assert gradient is not None
         return all_finite(gradient._values().reshape(-1))
 
-    def _sum(self, world: Collectives, factor: float) -> Task:
+    def _sum(self, world: Group, factor: float) -> Task:
         parameter = self.slots[0].parameter
         assert parameter.grad is not None
         gradient = parameter.grad.coalesce()

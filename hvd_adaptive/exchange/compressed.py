@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvd_adaptive.comm.protocols import AgreedError, Transport
+from hvd_adaptive.comm.protocols import AgreedError, Collectives
 from hvd_adaptive.compress.codec import Codec, compile_kernels
 from hvd_adaptive.compress.policy import Policy, TensorInfo, parse_policy
 from hvd_adaptive.config import Config
@@ -31,7 +31,7 @@ def check_compression(options: Config) -> Policy:
 
 
 class CompressedSum:
-    """Sums weighted values over ranks in encoded form, in place of ``Transport.allreduce_sum_``. Construction is COLLECTIVE.
+    """Sums weighted values over ranks in encoded form, in place of ``Collectives.allreduce_sum_``. Construction is COLLECTIVE.
 
     What a codec loses is added to the next round's values (``error_feedback``): one more copy of the parameters.
 
@@ -50,7 +50,7 @@ class CompressedSum:
     def __init__(
         self,
         options: Config,
-        transport: Transport,
+        transport: Collectives,
         names: Sequence[TensorInfo],
         *,
         devices: Iterable[torch.device],

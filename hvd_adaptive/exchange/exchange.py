@@ -11,7 +11,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from hvd_adaptive.comm.protocols import Collectives, Transport, agree, agree_equal
+from hvd_adaptive.comm.protocols import Collectives, Group, agree, agree_equal
 from hvd_adaptive.compress.feedback import ErrorFeedback
 from hvd_adaptive.compress.kernels.reference import mix_key
 from hvd_adaptive.compress.parse import parse_codec
@@ -41,7 +41,7 @@ def misfit(policy: Policy, reducer: str, tensors: Sequence[TensorInfo]) -> str |
 
 
 class Exchange:
-    """Sums weighted values over ranks, in place of `Transport.allreduce_sum_`.
+    """Sums weighted values over ranks, in place of `Collectives.allreduce_sum_`.
 
     Construction is COLLECTIVE, and so is each method that says so. Every rank ends with the same bits.
 
@@ -65,7 +65,7 @@ class Exchange:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: Collectives,
         policy: Policy,
         *,
         reducer: str = "sra",
@@ -284,7 +284,7 @@ class Exchange:
         )
         self._factors = {key: value for key, value in self._factors.items() if not key.startswith(f"{name}.")}
 
-    def _make_groups(self) -> tuple[Collectives, Collectives] | None:
+    def _make_groups(self) -> tuple[Group, Group] | None:
         transport = self._transport
         hosts = transport.allgather_object((transport.host, transport.local_size))
         sizes = {size for _, size in hosts}

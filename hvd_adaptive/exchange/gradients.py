@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.compress.policy import TensorInfo
 from hvd_adaptive.config import Config
 from hvd_adaptive.exchange.buckets import Bucket, DenseBucket, Slot, SparseBucket, fill_buckets
@@ -60,7 +60,7 @@ class GradientExchange:
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         options: Config,
-        transport: Transport,
+        transport: Collectives,
         *,
         backward_passes: int = 1,
         average: bool = False,

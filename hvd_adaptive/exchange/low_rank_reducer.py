@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hvd_adaptive.comm.protocols import Collectives
+from hvd_adaptive.comm.protocols import Group
 from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.compress.kernels.reference import mix_key, uniform
 from hvd_adaptive.compress.low_rank import factor_shapes, matrix_shape, orthonormal, subtract_product_
@@ -21,7 +21,7 @@ from hvd_adaptive.exchange.reducers import Job
 
 
 def sum_low_rank(
-    world: Collectives, job: Job, *, shapes: Sequence[tuple[int, ...]], rank: int, factors: dict[str, Tensor]
+    world: Group, job: Job, *, shapes: Sequence[tuple[int, ...]], rank: int, factors: dict[str, Tensor]
 ) -> Task:
     """Replaces matrices by a low-rank approximation of their sum over ranks, with the same bits on every rank.
 

@@ -17,7 +17,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from hvd_adaptive.comm.protocols import Collectives, Pending
+from hvd_adaptive.comm.protocols import Group, Pending
 from hvd_adaptive.compress.codec import SUMMABLE, Codec
 from hvd_adaptive.compress.feedback import ErrorFeedback
 from hvd_adaptive.compress.kernels.reference import mix_key
@@ -59,7 +59,7 @@ class Job:
         return self.feedback.residual(f"{self.name}.{side}", like)
 
 
-def allreduce(world: Collectives, job: Job) -> list[Task]:
+def allreduce(world: Group, job: Job) -> list[Task]:
     """Sums a linear code's payloads.
 
     The sum is rounded as Horovod rounds in the payload's type: fp16 adds up in fp16. A codec that loses nothing sums the
@@ -81,13 +81,13 @@ def allreduce(world: Collectives, job: Job) -> list[Task]:
     return [_allreduce_chunk(world, job, span, f"{job.name}.{chunk}") for chunk, span in enumerate(spans)]
 
 
-def _allreduce_itself(world: Collectives, job: Job) -> Task:
+def _allreduce_itself(world: Group, job: Job) -> Task:
     if job.weight != 1.0:
         job.flat.mul_(job.weight)
     yield world.allreduce_sum_async_(job.flat, job.name)
 
 
-def _allreduce_chunk(world: Collectives, job: Job, span: Span, name: str) -> Task:
+def _allreduce_chunk(world: Group, job: Job, span: Span, name: str) -> Task:
     codec, wire_dtype = job.codec, job.codec.wire_dtype
     assert wire_dtype is not None
     out = job.flat[span.start : span.stop]
@@ -99,7 +99,7 @@ def _allreduce_chunk(world: Collectives, job: Job, span: Span, name: str) -> Tas
     codec.decode_(total.view(torch.uint8), out)
 
 
-def scatter_reduce_allgather(world: Collectives, job: Job) -> list[Task]:
+def scatter_reduce_allgather(world: Group, job: Job) -> list[Task]:
     """Sums through one owner of each piece; see the module.
 
     Sums are fp32, whatever the tensor's type. Memory beyond the tensor: the chunks under way; with error feedback one residual
@@ -108,7 +108,7 @@ def scatter_reduce_allgather(world: Collectives, job: Job) -> list[Task]:
     return _Sra(job, cross=world, host=None).tasks() if world.world_size > 1 else []
 
 
-def hierarchical(host: Collectives, cross: Collectives, job: Job) -> list[Task]:
+def hierarchical(host: Group, cross: Group, job: Job) -> list[Task]:
     """Sums in fp32 inside each host, and encoded between hosts, all local ranks in parallel.
 
     Args:
@@ -124,8 +124,8 @@ class _Sra:
     """One run of SRA: a chunk has one piece for each rank, those of one host's place l next to each other."""
 
     job: Job
-    cross: Collectives
-    host: Collectives | None
+    cross: Group
+    host: Group | None
     worker_offsets: list[int] = field(default_factory=list)
     owner_offsets: list[int] = field(default_factory=list)
 
@@ -177,7 +177,7 @@ class _Sra:
             sums = yield self.spread_in_host(self.host, chunk, sums)
         self.decode(chunk, sums)
 
-    def gather_from_host(self, host: Collectives, chunk: int, span: Span) -> Pending:
+    def gather_from_host(self, host: Group, chunk: int, span: Span) -> Pending:
         """Sends every local rank its part of the weighted chunk in fp32."""
         values = self.job.flat[span.start : span.stop].to(torch.float32)
         values = values if self.job.weight == 1.0 else values * self.job.weight
@@ -222,7 +222,7 @@ class _Sra:
             encoded, receive_bytes=sizes, name=f"{self.job.name}.{chunk}.gather"
         )
 
-    def spread_in_host(self, host: Collectives, chunk: int, sums: Tensor | None) -> Pending:
+    def spread_in_host(self, host: Group, chunk: int, sums: Tensor | None) -> Pending:
         """Hands the encoded sums of this place on to the other ranks of the host."""
         sizes = [sum(self.payload_bytes(chunk, rank)) for rank in range(self.local_size)]
         payloads = self.job.flat.new_empty(0, dtype=torch.uint8) if sums is None else sums

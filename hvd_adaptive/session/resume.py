@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 # Fields of Config that say how a run is watched, not what it computes, or what another number of ranks means for it. The rest
 # must be as in the checkpoint.
 _MAY_CHANGE = frozenset({
-    "drain_limit_s", "elastic_batch", "hash_interval", "record", "reference_ranks", "replay", "slowdown", "stall_limit_s",
-    "straggler_limit",
+    "backend", "drain_limit_s", "elastic_batch", "hash_interval", "record", "reference_ranks", "replay", "slowdown",
+    "stall_limit_s", "straggler_limit",
 })  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hvd_adaptive.comm.protocols import Transport, agree
+from hvd_adaptive.comm.protocols import Collectives, agree
 from hvd_adaptive.engine.flat_model import model_hash
 
 
@@ -21,7 +21,7 @@ def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def check_same_model(model: nn.Module, transport: Transport, *, buffers: bool, round_number: int) -> str:
+def check_same_model(model: nn.Module, transport: Collectives, *, buffers: bool, round_number: int) -> str:
     """Compares the ranks' models bit by bit; returns their SHA-256. COLLECTIVE.
 
     Args:

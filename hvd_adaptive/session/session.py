@@ -82,8 +82,9 @@ class Session:
     ) -> None:
         self.config = config or Config()
         self.transport = transport or connect(
-            stall_limit_s=self.config.stall_limit_s, groups=self.config.uses_groups, repeatable=self.config.repeatable
-        )
+            stall_limit_s=self.config.stall_limit_s, backend=self.config.backend, groups=self.config.uses_groups,
+            repeatable=self.config.repeatable,
+        )  # fmt: skip
         self.model = model
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.ledger = Ledger()
@@ -107,7 +108,8 @@ class Session:
         self.identity: dict[str, str] = {}
         if self.config.repeatable:
             threads = self.transport.allgather_object((self.device.type, torch.get_num_threads()))
-            self.identity = run_identity(self.config, {**trained, "ranks' devices and threads": threads})
+            carried = {"backend": self.transport.backend, "ranks' devices and threads": threads}
+            self.identity = run_identity(self.config, {**trained, **carried})
         recording = self.config.replay
         self._replay = Replay(recording, self.identity, self.transport) if recording is not None else None
         self._data, self._lr = "", LearningRateMultiplier(self.optimizer)

@@ -10,7 +10,7 @@ import torch
 
 from hvd_adaptive.algorithm.statistics import Gathered
 from hvd_adaptive.algorithm.straggler import StragglerWatch
-from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.protocols import Collectives
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class StragglerReport:
         limit: how many times slower than the other ranks, or than before, a rank may be; 0: whatever it is.
     """
 
-    def __init__(self, transport: Transport, device: torch.device, limit: float) -> None:
+    def __init__(self, transport: Collectives, device: torch.device, limit: float) -> None:
         self._speaks = transport.rank == 0
         self._watch = StragglerWatch(transport.world_size, limit=limit) if limit else None
         self._places: list[tuple[str, str]] = transport.allgather_object((transport.host, str(device)))

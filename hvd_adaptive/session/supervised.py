@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.session.checkpointer import Checkpointer
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class MemoryCheckpointer(Checkpointer):
             )  # fmt: skip
 
 
-def why_not_in_memory(folder: Path, transport: Transport) -> str | None:
+def why_not_in_memory(folder: Path, transport: Collectives) -> str | None:
     """Returns why checkpoints cannot be kept in memory, however small. COLLECTIVE.
 
     Args:
@@ -126,7 +126,7 @@ def why_not_in_memory(folder: Path, transport: Transport) -> str | None:
     return answer
 
 
-def _why_no_room(folder: Path, transport: Transport, needed: int) -> str | None:
+def _why_no_room(folder: Path, transport: Collectives, needed: int) -> str | None:
     """Why a checkpoint of so many bytes finds no room beside the one that is there. COLLECTIVE."""
     error = lack_of_room(folder, needed) if transport.rank == 0 else None
     answer: str | None = transport.allgather_object(error)[0]

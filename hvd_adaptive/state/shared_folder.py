@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
-from hvd_adaptive.comm.protocols import Transport, agree
+from hvd_adaptive.comm.protocols import Collectives, agree
 from hvd_adaptive.state import checkpoint
 
 
-def check_shared_folder(folder: Path, transport: Transport, remedy: str) -> None:
+def check_shared_folder(folder: Path, transport: Collectives, remedy: str) -> None:
     """Makes a folder and tries whether every rank can write where rank 0 can. COLLECTIVE.
 
     Args:

@@ -1,7 +1,7 @@
 """Strategy ``sync``: every step is one machine's step with the global batch, of which each rank computes a share by its speed.
 
-LB-BSP (Chen et al., SoCC 2020, "Semi-dynamic load balancing"), on Horovod's own overlapped exchange of gradients, or on one that
-encodes them.
+LB-BSP (Chen et al., SoCC 2020, "Semi-dynamic load balancing"), on Horovod's own overlapped exchange of gradients, or on ours,
+which encodes them and needs no Horovod.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class SyncStrategy(FixedWorkStrategy):
         self._compressed: GradientExchange | None = None
         wrapped: Any = optimizer
         exchanger: Exchanger | None = None
-        if config.compression == "none":
+        if config.compression == "none" and transport.backend == "horovod":
             wrapped = transport.distributed_optimizer(
                 optimizer, model, average=self._mean, backward_passes_per_step=config.accumulation_steps, may_sleep=True
             )

@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from hvd_adaptive.cluster.last_checkpoint import commit_name, commits, number_of
 from hvd_adaptive.cluster.output import refuse
 from hvd_adaptive.comm.job_end import end_job
-from hvd_adaptive.comm.protocols import AgreedError, Transport, agree
+from hvd_adaptive.comm.protocols import AgreedError, agree
 from hvd_adaptive.comm.script_world import ScriptWorld
 from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_PREEMPTED
 from hvd_adaptive.session.supervised import lack_of_room, num_bytes
@@ -161,7 +161,7 @@ class Commits:
         if launched.memory is not None:
             return
         try:
-            check_shared_folder(launched.folder, cast(Transport, self._world), "--commit-dir on storage that all hosts share")
+            check_shared_folder(launched.folder, self._world, "--commit-dir on storage that all hosts share")
         except AgreedError as error:
             raise SystemExit(refuse(error, speaks=launched.rank == 0)) from error
         if launched.rank == 0:
@@ -182,7 +182,7 @@ class Commits:
 
     def _agree(self, error: str | None) -> None:
         try:
-            agree(cast(Transport, self._world), error)
+            agree(self._world, error)
         except AgreedError as agreed:
             raise SystemExit(refuse(agreed, speaks=self._launched.rank == 0)) from agreed
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.exchange.gradients import GradientExchange
 from hvd_adaptive.wrap.run_options import RunConfig
 
@@ -21,7 +21,7 @@ class EncodedGradients:
         make_world: makes the world of all ranks, once Horovod runs.
     """
 
-    def __init__(self, config: RunConfig, make_world: Callable[[], Transport]) -> None:
+    def __init__(self, config: RunConfig, make_world: Callable[[], Collectives]) -> None:
         self._config = config
         self._make_world = make_world
         self._num_steps = 0

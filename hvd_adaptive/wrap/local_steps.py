@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.wrap.loaders import Handed, IndexStream
 from hvd_adaptive.wrap.meeting import Meetings
 from hvd_adaptive.wrap.merging import MergeLog, Merger
@@ -46,7 +46,7 @@ class LocalSteps:
         self,
         config: RunConfig,
         *,
-        make_world: Callable[[], Transport],
+        make_world: Callable[[], Collectives],
         note: Callable[[str], None],
     ) -> None:
         self._config = config

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hvd_adaptive.algorithm.batch_sizes import lr_multiplier
 from hvd_adaptive.algorithm.merge_period import LEAST_MERGES_AN_EPOCH, MergePeriod
 from hvd_adaptive.algorithm.statistics import Gathered
-from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.engine.learning_rate import LearningRateMultiplier
 from hvd_adaptive.engine.merge import Merge, MergeStats
 from hvd_adaptive.wrap.run_options import RunConfig
@@ -137,7 +137,7 @@ class Merger:
         named: list[tuple[str, nn.Parameter]],
         roots: list[nn.Module],
         config: RunConfig,
-        world: Transport,
+        world: Collectives,
     ) -> None:
         self._config = config
         self._world = world

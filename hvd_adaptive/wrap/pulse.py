@@ -6,11 +6,11 @@ import logging
 import os
 import socket
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
-from hvd_adaptive.comm.heartbeat import Heartbeat
-from hvd_adaptive.comm.protocols import Transport, long_task
+from hvd_adaptive.comm.protocols import long_task
 from hvd_adaptive.comm.side_channel import SideChannel
+from hvd_adaptive.comm.watched_world import WatchedWorld
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +45,11 @@ class Pulse:
         hosts = self._comm.allgather(socket.gethostname())
         error = None
         try:
-            side = SideChannel(
+            world = WatchedWorld(
                 rank=self._comm.Get_rank(),
-                world_size=self._comm.Get_size(),
+                hosts=hosts,
                 gather=self._comm.allgather,
-                same_host=len(set(hosts)) == 1,
+                end=self._comm.Abort,
                 stall_limit_s=self._limit_s,
             )
         except RuntimeError as failure:
@@ -60,19 +60,10 @@ class Pulse:
             if self._comm.Get_rank() == 0:
                 log.warning("no heartbeats, so a frozen rank will not be noticed: %s", errors[0])
             return
-        heartbeat = Heartbeat(
-            side,
-            rank=self._comm.Get_rank(),
-            host=socket.gethostname(),
-            pid=self._pid,
-            limit_s=self._limit_s,
-            abort=lambda: self._comm.Abort(14),
-        )
-        heartbeat.start()
-        self.side = side
-        self._running.callback(side.close)
-        self._running.callback(heartbeat.leave)
-        self._running.enter_context(long_task(cast(Transport, heartbeat), "the script"))
+        world.start()
+        self.side = world.side
+        self._running.callback(world.leave)
+        self._running.enter_context(long_task(world, "the script"))
 
     def stop(self) -> None:
         """Ends when all ranks have come here. COLLECTIVE. Does nothing in a forked child."""

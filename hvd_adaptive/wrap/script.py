@@ -60,8 +60,10 @@ def start_world(stall_limit_s: float = 60.0) -> Any:
     info = read_launcher(os.environ)
     if info.name == "horovodrun-gloo":
         return None
-    from hvd_adaptive.comm import set_mpi_environment
+    from hvd_adaptive.comm import choose_backend, set_mpi_environment
 
+    if not starts_alone(info, os.environ):
+        choose_backend("horovod", info)
     set_mpi_environment(info)
     if starts_alone(info, os.environ):
         return None

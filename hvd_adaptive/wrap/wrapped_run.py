@@ -9,13 +9,12 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.comm.script_world import ScriptWorld
 from hvd_adaptive.wrap.closing_report import Report
 from hvd_adaptive.wrap.encoded import EncodedGradients
@@ -348,10 +347,10 @@ class Engine:
                     f"batch, run the script with {equal_shares(self.world_size)}]"
                 ) from None
 
-    def _make_world(self) -> Transport:
+    def _make_world(self) -> ScriptWorld:
         import horovod.torch as hvd
 
-        return cast(Transport, ScriptWorld(hvd, self._watch.waiting))
+        return ScriptWorld(hvd, self._watch.waiting)
 
     def _exchange_encoded(self, optimizer: Any) -> bool:
         import horovod.torch as hvd

@@ -168,6 +168,7 @@ class Totals:
             "label": self._train.name or self._config.strategy,
             "strategy": self._config.strategy,
             "merge_weights": self._config.weight_rule,
+            "backend": self._transport.backend,
             "world_size": self._transport.world_size,
             "hosts": [host for host, _ in places],
             "slowdown": self._config.slowdown,

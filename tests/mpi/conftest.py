@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +30,33 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_data(folder)
     MPI.COMM_WORLD.Barrier()
     return folder
+
+
+@pytest.fixture(params=["horovod", "torch"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each backend in turn: the same test runs over both. Ranks over torch are told where they meet."""
+    if request.param == "torch":
+        from mpi4py import MPI
+
+        from hvd_adaptive.cluster.relaunch import meeting_place
+
+        comm = MPI.COMM_WORLD
+        with meeting_place({}) as place:
+            for name, value in comm.bcast(place).items():
+                monkeypatch.setenv(name, value)
+    return str(request.param)
+
+
+@pytest.fixture
+def pretend_host(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has this rank take itself for one on another host."""
+    from hvd_adaptive.comm import horovod_mpi, torch_distributed
+
+    def pretend(name: str) -> None:
+        for module in (horovod_mpi, torch_distributed):
+            monkeypatch.setattr(module, "socket", types.SimpleNamespace(**{**vars(socket), "gethostname": lambda: name}))
+
+    return pretend
 
 
 _LAUNCHERS = ("OMPI_COMM_", "PMIX_", "PMI_", "MPI_LOCAL", "HYDRA_")  # variables of ranks

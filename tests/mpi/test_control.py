@@ -18,14 +18,14 @@ NUM_SAMPLES = 600
 @pytest.mark.mpi(1, 3)
 @pytest.mark.parametrize("dispatch", ["dynamic", "equal"])
 def test_a_rank_with_little_memory_keeps_every_sample_and_the_ranks_agree(
-    dispatch: str, num_ranks: int
+    dispatch: str, num_ranks: int, backend: str
 ) -> None:
     from mpi4py import MPI
 
     x = torch.randn(NUM_SAMPLES, 6, generator=torch.Generator().manual_seed(0))
     model = nn.Linear(6, 2)
     config = Config(
-        batch_size=32, mega_batch=100, dispatch=dispatch, batch_size_rule="proportional", merge_period="auto",
+        backend=backend, batch_size=32, mega_batch=100, dispatch=dispatch, batch_size_rule="proportional", merge_period="auto",
         merge_share=0.2, hash_interval=1,
     )  # fmt: skip
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config)

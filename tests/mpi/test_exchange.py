@@ -1,15 +1,17 @@
-"""Codec x reducer over Horovod: the same bits on every rank, in whichever group, chunk or fusion buffer they met."""
+"""Codec x reducer over Horovod and torch.distributed: the same bits on every rank.
+
+In whichever group, chunk or fusion buffer they met.
+"""
 
 from __future__ import annotations
 
 import socket
-import types
 from typing import Any
 
 import pytest
 import torch
 
-from hvd_adaptive.comm import connect, horovod_mpi
+from hvd_adaptive.comm import connect
 from hvd_adaptive.compress import parse_codec
 from hvd_adaptive.compress.feedback import ErrorFeedback
 from hvd_adaptive.exchange.pipeline import run_pipeline
@@ -36,8 +38,8 @@ def check(transport: Any, spec: str, name: str, run: Any, *, nums: tuple[int, ..
 
 
 @pytest.mark.mpi(2, 3, 4)
-def test_sra_and_allreduce_agree_bit_for_bit_on_all_ranks(num_ranks: int) -> None:
-    transport = connect(stall_limit_s=60)
+def test_sra_and_allreduce_agree_bit_for_bit_on_all_ranks(num_ranks: int, backend: str) -> None:
+    transport = connect(stall_limit_s=60, backend=backend)
     for spec in SPECS:
         check(transport, spec, "sra", lambda job: scatter_reduce_allgather(transport, job))
         if parse_codec(spec).wire_dtype is not None:
@@ -46,13 +48,13 @@ def test_sra_and_allreduce_agree_bit_for_bit_on_all_ranks(num_ranks: int) -> Non
 
 
 @pytest.mark.mpi(4)
-def test_hierarchical_over_two_hosts(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hierarchical_over_two_hosts(num_ranks: int, backend: str, pretend_host: Any) -> None:
     from mpi4py import MPI
 
     name = f"host{MPI.COMM_WORLD.Get_rank() // 2}"
-    monkeypatch.setattr(horovod_mpi, "socket", types.SimpleNamespace(gethostname=lambda: name))
+    pretend_host(name)
     assert socket.gethostname() != name
-    transport = connect(stall_limit_s=60, groups=True)
+    transport = connect(stall_limit_s=60, backend=backend, groups=True)
     assert transport.local_size == 2
     host, cross = transport.split(transport.rank // 2), transport.split(2 + transport.local_rank)
     again = transport.split(transport.rank // 2)
@@ -66,9 +68,9 @@ def test_hierarchical_over_two_hosts(num_ranks: int, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.mpi(3)
-def test_layers_larger_than_the_fusion_buffer(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_larger_than_the_fusion_buffer(num_ranks: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "65536")
-    transport = connect(stall_limit_s=60)
+    transport = connect(stall_limit_s=60, backend=backend)
     for spec in ("maxmin:4", "fp16"):
         for reducer in (scatter_reduce_allgather, allreduce):
             if reducer is allreduce and spec != "fp16":
@@ -84,7 +86,7 @@ def test_layers_larger_than_the_fusion_buffer(num_ranks: int, monkeypatch: pytes
 
 
 @pytest.mark.mpi(2)
-def test_real_ranks_give_the_simulated_ranks_bits(num_ranks: int) -> None:
+def test_real_ranks_give_the_simulated_ranks_bits(num_ranks: int, backend: str) -> None:
     """Nothing of a result depends on what carried the bytes; residuals too."""
     from hvd_adaptive.comm.threads import LocalWorld
 
@@ -97,16 +99,17 @@ def test_real_ranks_give_the_simulated_ranks_bits(num_ranks: int) -> None:
             run_pipeline(scatter_reduce_allgather(transport, job))
         return flat
 
-    transport = connect(stall_limit_s=60)
+    transport = connect(stall_limit_s=60, backend=backend)
     assert torch.equal(body(transport), LocalWorld(2).run(body)[0])
-    with pytest.raises(RuntimeError, match="connect with groups=True"):
-        transport.split(0)
+    if backend == "horovod":
+        with pytest.raises(RuntimeError, match="connect with groups=True"):
+            transport.split(0)
     transport.close()
 
 
 @pytest.mark.mpi(2)
-def test_ranks_whose_codecs_differ_fail_together(num_ranks: int) -> None:
-    transport = connect(stall_limit_s=60)
+def test_ranks_whose_codecs_differ_fail_together(num_ranks: int, backend: str) -> None:
+    transport = connect(stall_limit_s=60, backend=backend)
     codec = parse_codec(f"maxmin:{4 + transport.rank}")
     job = Job(flat=values(0, 900), name="x", codec=codec, key=1, chunk_elements=4096)
     with pytest.raises(RuntimeError, match=r"the ranks sent .* bytes, but .* were expected"):

@@ -1,17 +1,16 @@
-"""The exchange's front over Horovod: a model's layers by policy, in groups, with residuals."""
+"""The exchange's front over Horovod and torch.distributed: a model's layers by policy, in groups, with residuals."""
 
 from __future__ import annotations
 
 import json
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hvd_adaptive.comm import connect, horovod_mpi
+from hvd_adaptive.comm import connect
 from hvd_adaptive.compress.policy import TensorInfo, parse_policy
 from hvd_adaptive.exchange.exchange import Exchange
 
@@ -45,8 +44,8 @@ def train(transport: Any, reducer: str) -> tuple[torch.Tensor, Exchange]:
 
 
 @pytest.mark.mpi(2)
-def test_layers_by_policy_and_auto(num_ranks: int) -> None:
-    transport = connect(stall_limit_s=60)
+def test_layers_by_policy_and_auto(num_ranks: int, backend: str) -> None:
+    transport = connect(stall_limit_s=60, backend=backend)
     inputs = sum(values(rank, step) for rank in range(2) for step in range(3))
     received, exchange = train(transport, "sra")
     exact, got = (dict(zip([t.name for t in MODEL], x.split([t.size for t in MODEL]), strict=True)) for x in (inputs, received))
@@ -60,12 +59,11 @@ def test_layers_by_policy_and_auto(num_ranks: int) -> None:
 
 
 @pytest.mark.mpi(4)
-def test_over_two_hosts(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_two_hosts(num_ranks: int, backend: str, pretend_host: Any) -> None:
     from mpi4py import MPI
 
-    name = f"host{MPI.COMM_WORLD.Get_rank() % 2}"
-    monkeypatch.setattr(horovod_mpi, "socket", types.SimpleNamespace(gethostname=lambda: name))
-    transport = connect(stall_limit_s=60, groups=True)
+    pretend_host(f"host{MPI.COMM_WORLD.Get_rank() % 2}")
+    transport = connect(stall_limit_s=60, backend=backend, groups=True)
     received, exchange = train(transport, "hierarchical")
     inputs = sum(values(rank, step) for rank in range(4) for step in range(3))
     assert float((received[-60000:] - inputs[-60000:]).norm() / inputs[-60000:].norm()) < 0.15

@@ -69,8 +69,8 @@ def check_session(transport: Any, **options: Any) -> None:
 
 
 @pytest.mark.mpi(2, 3, 4, timeout=300)
-def test_overlap_and_sma(num_ranks: int) -> None:
-    transport = connect(stall_limit_s=60)
+def test_overlap_and_sma(num_ranks: int, backend: str) -> None:
+    transport = connect(stall_limit_s=60, backend=backend)
     assert transport.world_size == num_ranks
     check_overlap(transport)
     check_session(transport, overlap_merge=True)

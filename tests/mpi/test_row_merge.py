@@ -39,10 +39,10 @@ def train(transport: Any, **options: Any) -> tuple[list[torch.Tensor], list[floa
 
 
 @pytest.mark.mpi(1, 2, 3, 4, timeout=300)
-def test_touched_rows_merge_as_all_rows(num_ranks: int) -> None:
+def test_touched_rows_merge_as_all_rows(num_ranks: int, backend: str) -> None:
     from mpi4py import MPI
 
-    transport = connect(stall_limit_s=60)
+    transport = connect(stall_limit_s=60, backend=backend)
     assert transport.world_size == num_ranks
     for options in ({}, {"merge_weights": "fisher-rows"}, {"merge_weights": "fisher-rows", "outer_step": "none"}):
         dense, _ = train(transport, sparse_merge="never", **options)

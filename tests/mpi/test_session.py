@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hvd_adaptive import Config, Session
+from hvd_adaptive.cluster.relaunch import meeting_place
 
 
 def make_data() -> TensorDataset:
@@ -41,7 +43,7 @@ def run(session: Session, **options: Any) -> list[Any]:
 
 @pytest.mark.mpi(1, 2, 3, 4)
 @pytest.mark.parametrize("rule", ["updates", "heterogpu"])
-def test_a_merge_is_the_weighted_sum_of_deltas(rule: str, num_ranks: int) -> None:
+def test_a_merge_is_the_weighted_sum_of_deltas(rule: str, num_ranks: int, backend: str) -> None:
     from mpi4py import MPI
 
     torch.manual_seed(MPI.COMM_WORLD.Get_rank())
@@ -49,8 +51,8 @@ def test_a_merge_is_the_weighted_sum_of_deltas(rule: str, num_ranks: int) -> Non
     perturbed: dict[str, Any] = {"perturbation": True, "perturbation_threshold": 10.0} if rule == "heterogpu" else {}
     corrected = rule == "heterogpu"
     config = Config(
-        batch_size=16, mega_batch=200, outer_step="momentum", outer_momentum=0.9, outer_bias_correction=corrected,
-        hash_interval=1, merge_weights=rule, **perturbed,
+        backend=backend, batch_size=16, mega_batch=200, outer_step="momentum", outer_momentum=0.9, hash_interval=1,
+        outer_bias_correction=corrected, merge_weights=rule, **perturbed,
     )  # fmt: skip
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
     assert session.world_size == num_ranks
@@ -134,7 +136,7 @@ def fail(session):
 x = torch.randn(400, 6)
 model = torch.nn.Linear(6, 2)
 session = hvd_adaptive.Session(model, torch.optim.SGD(model.parameters(), lr=0.1),
-                               hvd_adaptive.Config(batch_size=8, mega_batch=200, stall_limit_s={limit_s}))
+                               hvd_adaptive.Config(batch_size=8, mega_batch=200, stall_limit_s={limit_s}, backend={backend!r}))
 print("started", flush=True)
 for batch in session.batches(TensorDataset(x, (x.sum(1) > 0).long()), num_epochs={epochs}):
     with session.step(batch):
@@ -147,15 +149,24 @@ session.close()
 """
 
 
-def script(tmp_path: Path, body: str, *, epochs: int = 4, limit_s: float = 30) -> list[str]:
+@pytest.fixture(params=["horovod", "torch"])
+def job_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each backend in turn, for jobs that the test starts."""
+    with meeting_place({}) as place:
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        yield request.param
+
+
+def script(tmp_path: Path, body: str, backend: str, *, epochs: int = 4, limit_s: float = 30) -> list[str]:
     path = tmp_path / "own_loop.py"
-    path.write_text(SCRIPT.format(body=body, epochs=epochs, limit_s=limit_s))
+    path.write_text(SCRIPT.format(body=body, epochs=epochs, limit_s=limit_s, backend=backend))
     return [sys.executable, str(path)]
 
 
-def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(run_job: Any, tmp_path: Path) -> None:
+def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(run_job: Any, tmp_path: Path, job_backend: str) -> None:
     body = "if session.rank == 1: print('raising at', time.time(), flush=True); raise KeyError('on purpose')"
-    job = run_job(script(tmp_path, body), np=3, timeout=200)
+    job = run_job(script(tmp_path, body, job_backend), np=3, timeout=200)
     end = time.time() - job.outlived_s
     assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
     # Of what ranks say: the launcher's notice of the end comes another way, and may overtake the reason.
@@ -166,14 +177,14 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(run_job: Any, 
     assert raised is not None and end - float(raised[1]) < 20, job.describe()
 
 
-def test_a_rank_that_exits_early_is_named(run_job: Any, tmp_path: Path) -> None:
-    job = run_job(script(tmp_path, "if session.rank == 1: sys.exit(0)"), np=2, timeout=200)
+def test_a_rank_that_exits_early_is_named(run_job: Any, tmp_path: Path, job_backend: str) -> None:
+    job = run_job(script(tmp_path, "if session.rank == 1: sys.exit(0)", job_backend), np=2, timeout=200)
     assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
     assert "rank 1" in job.stderr, job.describe()
 
 
-def test_a_rank_stuck_in_the_users_code_is_named(run_job: Any, tmp_path: Path) -> None:
-    job = run_job(script(tmp_path, "while session.rank == 1: time.sleep(0.1)", limit_s=8), np=2, timeout=200)
+def test_a_rank_stuck_in_the_users_code_is_named(run_job: Any, tmp_path: Path, job_backend: str) -> None:
+    job = run_job(script(tmp_path, "while session.rank == 1: time.sleep(0.1)", job_backend, limit_s=8), np=2, timeout=200)
     assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
     assert "rank 1" in job.stderr and "stuck" in job.stderr, job.describe()
 
@@ -198,11 +209,11 @@ def rank_pid(path: Path, rank: int) -> int:
     ("number", "words"), [(signal.SIGSTOP, ("rank 1", "pid")), (signal.SIGKILL, ("rank 1",))]
 )
 def test_a_rank_frozen_or_killed_in_training_ends_the_job(
-    run_job: Any, tmp_path: Path, number: int, words: Any
+    run_job: Any, tmp_path: Path, number: int, words: Any, job_backend: str
 ) -> None:
     started = tmp_path / "started"
     limit_s = 8 if number == signal.SIGSTOP else 30
-    command = script(tmp_path, f"open({str(started)!r}, 'w').close()", epochs=100_000, limit_s=limit_s)
+    command = script(tmp_path, f"open({str(started)!r}, 'w').close()", job_backend, epochs=100_000, limit_s=limit_s)
 
     def disturb(child: Any) -> None:
         while not started.exists() and child.poll() is None:

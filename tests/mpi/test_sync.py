@@ -114,9 +114,9 @@ CASES = {
 
 
 @pytest.mark.mpi(1, 2, 3, 4, timeout=300)
-def test_any_number_of_ranks_equals_one(num_ranks: int) -> None:
+def test_any_number_of_ranks_equals_one(num_ranks: int, backend: str) -> None:
     # All in one job: starting one takes longer than a case.
-    transport = connect(stall_limit_s=60)
+    transport = connect(stall_limit_s=60, backend=backend)
     for name, case in CASES.items():
         check_equality(name, *case, transport=transport)
     transport.close()

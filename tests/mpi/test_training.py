@@ -33,13 +33,20 @@ def train_arguments(data: Path, out: Path) -> list[str]:
 @pytest.mark.mpi(1, 2, 3, 4)
 @pytest.mark.parametrize("strategy", ["local", "sync", "horovod"])
 def test_any_number_of_ranks_trains_and_agrees(
-    train: Any, shared_tmp_path: Path, num_ranks: int, strategy: str
+    train: Any, shared_tmp_path: Path, num_ranks: int, strategy: str, backend: str
 ) -> None:
-    train(
-        "--strategy", strategy, "--epochs", "2", "--batch-size", "16", "--mega-batch", "500", "--eval-rounds", "1"
-    )
+    from mpi4py import MPI
+
+    options = ["--backend", backend, "--strategy", strategy]
+    if (backend, strategy) == ("torch", "horovod") and num_ranks > 1:
+        stderr = train(*options, code=2).stderr
+        expected = int(MPI.COMM_WORLD.Get_rank() == 0)
+        assert stderr.count("use strategy 'sync', 'local' or 'sma'") == expected, stderr
+        return
+    train(*options, "--epochs", "2", "--batch-size", "16", "--mega-batch", "500", "--eval-rounds", "1")
     summary, rounds = read_run(shared_tmp_path / "run")
     assert summary["world_size"] == num_ranks and summary["ranks_agreed"] is True
+    assert summary["backend"] == backend
     assert summary["samples"] == 4000 and summary["epochs"] == 2
     assert rounds[-1]["loss"] < 0.9 * rounds[0]["loss"]
     assert summary["final"]["p1"] > 0.3

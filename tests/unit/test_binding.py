@@ -47,6 +47,15 @@ SRUN = {
     "PMIX_RANK": "3",
 }
 UNWIRED = {name: value for name, value in SRUN.items() if name != "PMIX_RANK"}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+}
 # What a batch script sees of Slurm: the batch step is one process, whatever --ntasks says.
 BATCH = {
     "SLURM_PROCID": "0",
@@ -58,12 +67,31 @@ BATCH = {
 
 
 @pytest.mark.parametrize(
-    ("name", "env"), [("openmpi", OPEN_MPI), ("hydra", HYDRA), ("horovodrun-gloo", GLOO), ("slurm", SRUN)]
+    ("name", "env"),
+    [("openmpi", OPEN_MPI), ("hydra", HYDRA), ("horovodrun-gloo", GLOO), ("slurm", SRUN), ("torchrun", TORCHRUN)],
 )
 def test_every_launcher_tells_rank_and_world(name, env):
     expected = LauncherInfo(name=name, rank=3, world_size=4, local_rank=1, local_size=2)
     assert read_launcher(env) == expected
     check_world(expected, 4)
+
+
+@pytest.mark.parametrize(("name", "env"), [("openmpi", OPEN_MPI), ("hydra", HYDRA), ("horovodrun-gloo", GLOO)])
+def test_ranks_of_mpi_and_horovod_are_theirs_whatever_torch_was_told(name, env):
+    plain = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
+    assert read_launcher({**plain, **env}).name == name
+
+
+def test_torchrun_may_be_started_by_srun_and_its_variables_by_anybody():
+    assert read_launcher({**SRUN, **TORCHRUN}).name == "torchrun"
+    plain = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
+    assert read_launcher(plain).name == "torchrun"
+    assert read_launcher({**SRUN, **plain}).name == "slurm"
+    # A part of them, as a person's profile or a notebook may have it, starts no rank.
+    for missing in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        assert read_launcher({**plain, missing: ""}).name == "none"
+    alone = read_launcher({**plain, "RANK": "0", "WORLD_SIZE": "1"})
+    assert starts_alone(alone, {}) and not starts_alone(read_launcher(plain), {})
 
 
 def test_no_launcher():

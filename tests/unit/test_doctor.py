@@ -27,6 +27,7 @@ def facts(rank: int = 0, **changes: Any) -> dict[str, Any]:
     whole: dict[str, Any] = {
         "machine": {
             "host": "alpha", "python": "3.11.7", "executable": "/python", "horovod_built_for": "2.13.0+cpu",
+            "backend": "horovod",
             "versions": {"torch": "2.13.0+cpu", "horovod": "0.28.1", "mpi4py": "4.1.2"}, "cores": [0, 1, 2, 3],
             "host_cores": [0, 1, 2, 3], "cpu": "Big CPU", "cpu_quota": None, "shm_bytes": 8 << 30, "shm_free_bytes": 8 << 30,
             "busy_waiting": False, "nvidia_smi": None,
@@ -65,6 +66,18 @@ def gpu(rank: int, uuid: str, flops: float = 5e13, **more: Any) -> dict[str, Any
 
 def bad(ranks: list[dict[str, Any]]) -> list[Finding]:
     return [finding for finding in judge(ranks, joined=True) if finding.status != "ok"]
+
+
+def test_over_torch_neither_horovod_nor_mpi_is_missed() -> None:
+    world = {"rank": 0, "world_size": 2, "carrier": "torch.distributed (Gloo)", "torch_size": 2}
+    changes = {"machine__backend": "torch", "machine__versions": {"torch": "2.13.0+cpu"}, "world": world}
+    ranks = [{k: v for k, v in facts(rank, **changes).items() if k not in ("horovod", "mpi4py")} for rank in range(2)]
+    assert not bad(ranks)
+    (found,) = [finding.text for finding in judge(ranks, joined=True) if finding.subject == "world"]
+    assert found == "2 ranks on 1 host; over torch.distributed (Gloo)"
+    ranks[0]["machine"]["backend"] = "horovod"
+    (missing,) = bad(ranks)
+    assert "not installed: horovod, mpi4py" in missing.text and "--backend torch" in str(missing.remedy)
 
 
 def test_healthy_ranks_give_no_warning() -> None:

@@ -96,7 +96,7 @@ def test_process_state():
 
 WORKERS = """
 import os, subprocess
-from hvd_adaptive.comm.horovod_mpi import _dead_worker
+from hvd_adaptive.comm.job_end import _dead_worker
 well, worker = subprocess.Popen(["true"]), subprocess.Popen(["sleep", "60"])
 if KILL:
     worker.kill()

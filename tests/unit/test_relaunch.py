@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -9,7 +10,15 @@ from pathlib import Path
 import pytest
 import terminal
 
-from hvd_adaptive.cluster.relaunch import Launcher, find_launcher, launch_command, recognize
+from hvd_adaptive.cluster import relaunch as module
+from hvd_adaptive.cluster.relaunch import (
+    Launcher,
+    choose_launcher,
+    find_launcher,
+    launch_command,
+    meeting_place,
+    recognize,
+)
 
 VERSIONS = {
     "openmpi4": "mpirun (Open MPI) 4.1.8\n\nReport bugs to",
@@ -114,6 +123,39 @@ def test_the_launcher_beside_python_comes_first(tmp_path):
 def test_no_launcher_at_all(tmp_path):
     with pytest.raises(RuntimeError, match=r"no mpirun or mpiexec.*scripts/setup\.sh"):
         find_launcher({"PATH": str(tmp_path)}, beside=tmp_path)
+
+
+def test_torchrun_starts_ranks_over_torch_where_there_is_no_mpirun(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "find_launcher", lambda env: find_launcher({"PATH": str(tmp_path)}, beside=tmp_path))
+    launcher = choose_launcher({}, "torch")
+    assert launcher == Launcher(sys.executable, "torchrun")
+    for backend in ("horovod", "auto"):
+        with pytest.raises(RuntimeError, match=r"no mpirun or mpiexec.*--backend torch"):
+            choose_launcher({}, backend)
+    command, env = launch_command(3, ["prog", "--x"], env={}, launcher=launcher, num_cores=6, is_root=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--no-python"]
+    assert command == [*torchrun, "prog", "--x"]
+    assert env["OMP_NUM_THREADS"] == "2" and not any(name.startswith(("OMPI_", "PRTE_")) for name in env)
+
+
+def test_nobody_else_gets_the_port_where_ranks_meet():
+    with meeting_place({}) as place:
+        port = int(place["MASTER_PORT"])
+        assert place["MASTER_ADDR"] == "127.0.0.1"
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        # Rank 0 does, and its connections are not lost to the holder.
+        with socket.create_server(("127.0.0.1", port), reuse_port=True) as rank_0:
+            for _ in range(20):
+                with socket.create_connection(("127.0.0.1", port), timeout=5), rank_0.accept()[0]:
+                    pass
+
+
+def test_a_place_that_the_user_names_stays():
+    with meeting_place({"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}) as place:
+        assert place == {}
+    with meeting_place({"SLURM_JOB_ID": "1"}) as place:
+        assert place["MASTER_ADDR"] == socket.gethostname()
 
 
 # A stand-in for the package: `python -m hvd_adaptive` in this folder runs these ranks instead.

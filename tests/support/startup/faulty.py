@@ -42,7 +42,7 @@ def fill(path: str) -> None:
 
 def arm(spec: dict[str, Any]) -> None:
     """Prepares this rank for its fault."""
-    from hvd_adaptive.comm import horovod_mpi
+    from hvd_adaptive.comm import horovod_mpi, watched_world
     from hvd_adaptive.state import checkpoint
     from hvd_adaptive.xmc import trainer
     from hvd_adaptive.xmc.evaluation import Evaluator
@@ -64,7 +64,7 @@ def arm(spec: dict[str, Any]) -> None:
                     time.sleep(0.005)
 
     owner, name, unless = {
-        "start": (horovod_mpi, "SideChannel", ""),
+        "start": (watched_world, "SideChannel", ""),
         "claim": (transport, "add", ""),
         "step": (trainer.Trainer, "_step", ""),
         "statistics": (transport, "allgather_stats", ""),

@@ -1,0 +1,199 @@
+"""torch.distributed's collectives over a process group, in the background, for tensors on CPU or CUDA.
+
+torch.distributed tells collectives apart by their order alone, and Gloo ends the process where sizes do not fit. So one thread
+runs all of a rank's collectives in the order in which they were started, and compares sizes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Result = TypeVar("Result")
+
+
+class BrokenWorldError(RuntimeError):
+    """A collective failed: another rank has ended, or the network to it is down."""
+
+
+class _Pending:
+    """A collective under way; see :class:`hvd_adaptive.comm.protocols.Pending`."""
+
+    def __init__(self, future: Future[Tensor], finish: Callable[[Future[Tensor]], Tensor]) -> None:
+        self._future = future
+        self._finish = finish
+
+    def done(self) -> bool:
+        # What follows on a result must be started in the same order on all ranks: where they wait, and not where it came.
+        return False
+
+    def wait(self) -> Tensor:
+        return self._finish(self._future)
+
+
+class TorchCollectives:
+    """The ranks of a process group; see :class:`hvd_adaptive.comm.protocols.Group`.
+
+    Args:
+        group: the process group.
+        worker: runs this rank's collectives, one at a time; of the whole world and all groups.
+        waiting: marks this rank as waiting, for the heartbeats.
+        broken: called on the main thread when a collective has failed; raises.
+        on_gpus: whether the group takes CUDA tensors; else they go through host memory.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        worker: ThreadPoolExecutor,
+        waiting: Callable[[str], AbstractContextManager[None]],
+        broken: Callable[[BrokenWorldError], Any],
+        *,
+        on_gpus: bool,
+    ) -> None:
+        self._group = group
+        self._worker = worker
+        self._waiting = waiting
+        self._broken = broken
+        self._on_gpus = on_gpus
+        self.rank: int = dist.get_rank(group)
+        self.world_size: int = dist.get_world_size(group)
+
+    def allreduce_sum_(self, tensor: Tensor, name: str) -> None:
+        self.allreduce_sum_async_(tensor, name).wait()
+
+    def allreduce_sum_async_(self, tensor: Tensor, name: str) -> _Pending:
+        return self._start(f"allreduce of {name}", tensor, lambda: self._allreduce_(tensor, dist.ReduceOp.SUM))
+
+    def alltoall_bytes_async(
+        self, tensor: Tensor, *, send_bytes: Sequence[int], receive_bytes: Sequence[int], name: str
+    ) -> _Pending:
+        sent, expected = list(send_bytes), list(receive_bytes)
+
+        def run() -> Tensor:
+            table = self._gather_numbers([*sent, *expected])
+            sizes, wanted = table[:, : self.world_size], table[:, self.world_size :]
+            _check_sizes(name, sizes.T, wanted, self.rank)
+            source = self._to_wire(tensor)
+            received = source.new_empty(sum(expected))
+            dist.all_to_all_single(received, source, expected, sent, group=self._group)
+            return received.to(tensor.device)
+
+        return self._start(f"alltoall of {name}", tensor, run)
+
+    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int] | None, name: str) -> _Pending:
+        expected = [-1] * self.world_size if receive_bytes is None else list(receive_bytes)
+
+        def run() -> Tensor:
+            table = self._gather_numbers([tensor.numel(), *expected])
+            sizes, wanted = table[:, 0].expand(self.world_size, -1), table[:, 1:]
+            _check_sizes(name, sizes, wanted, self.rank)
+            most = int(sizes.max())
+            if not most:
+                return tensor.new_empty(0)
+            wire = self._to_wire(tensor)
+            # Gloo gathers parts of one size only.
+            padded = wire.new_zeros(most)
+            padded[: wire.numel()] = wire
+            gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
+            dist.all_gather(gathered, padded, group=self._group)
+            parts = [part[:size] for part, size in zip(gathered, sizes[0].tolist(), strict=True)]
+            return torch.cat(parts).to(tensor.device)
+
+        return self._start(f"allgather of {name}", tensor, run)
+
+    def allreduce_max_(self, tensor: Tensor, name: str) -> None:
+        self._start(f"allreduce of {name}", tensor, lambda: self._allreduce_(tensor, dist.ReduceOp.MAX)).wait()
+
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.numel():
+                self._start("broadcast", tensor, lambda tensor=tensor: self._broadcast_(tensor)).wait()  # type: ignore[misc]
+
+    def call(self, what: str, action: Callable[[], Result]) -> Result:
+        """Runs what consists of collectives on host memory, after all that was started before; returns its result. COLLECTIVE."""
+        return self._finish(what, self._worker.submit(_translated, action))
+
+    def _start(self, what: str, tensor: Tensor, action: Callable[[], Tensor]) -> _Pending:
+        filled = None
+        if tensor.is_cuda:
+            filled = torch.cuda.Event()
+            filled.record(torch.cuda.current_stream(tensor.device))
+
+        def run() -> Tensor:
+            # This thread's stream knows nothing of the one that fills the tensor, nor that one of this.
+            with torch.no_grad(), torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
+                if filled is not None:
+                    filled.synchronize()
+                result = action()
+                if filled is not None:
+                    torch.cuda.current_stream(tensor.device).synchronize()
+                return result
+
+        return _Pending(self._worker.submit(_translated, run), lambda future: self._finish(what, future))
+
+    def _finish(self, what: str, future: Future[Result]) -> Result:
+        with self._waiting(what):
+            try:
+                return future.result()
+            except BrokenWorldError as error:
+                self._broken(BrokenWorldError(f"{what}: {error}"))
+                raise
+
+    def _allreduce_(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        wire = self._to_wire(tensor)
+        dist.all_reduce(wire, operation, group=self._group)
+        return tensor if wire is tensor else tensor.copy_(wire)
+
+    def _broadcast_(self, tensor: Tensor) -> Tensor:
+        # Not every backend takes every type; bytes carry them all.
+        wire = self._to_wire(tensor.detach().reshape(-1).contiguous().view(torch.uint8)).clone()
+        dist.broadcast(wire, dist.get_global_rank(self._group, 0), group=self._group)
+        return tensor.copy_(wire.view(tensor.dtype).reshape(tensor.shape))
+
+    def _gather_numbers(self, numbers: Sequence[int]) -> Tensor:
+        """Every rank's numbers, equally many, shape (world_size, len(numbers))."""
+        own = torch.tensor(numbers, dtype=torch.int64)
+        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(gathered, own, group=self._group)
+        return torch.stack(gathered)
+
+    def _to_wire(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu() if tensor.is_cuda and not self._on_gpus else tensor
+
+
+def _translated(action: Callable[[], Result]) -> Result:
+    try:
+        return action()
+    except _SizesError:
+        raise
+    except RuntimeError as error:
+        raise BrokenWorldError(str(error)) from None
+
+
+class _SizesError(RuntimeError):
+    pass
+
+
+def _check_sizes(name: str, sent: Tensor, expected: Tensor, rank: int) -> None:
+    """Raises on every rank if the parts for any rank are not of the sizes that it expects.
+
+    Args:
+        name: of the collective.
+        sent: bytes to each rank from each, shape (world_size, world_size).
+        expected: bytes that each rank expects from each; -1: not known.
+        rank: this rank.
+    """
+    wrong = ((sent != expected) & (expected >= 0)).any(1)
+    if wrong.any():
+        receiver = rank if wrong[rank] else int(wrong.int().argmax())
+        where = "" if receiver == rank else f" on rank {receiver}"
+        raise _SizesError(
+            f"{name}: the ranks sent {sent[receiver].tolist()} bytes, but {expected[receiver].tolist()} were expected{where}"
+        )

@@ -1,0 +1,255 @@
+"""A world of ranks over torch.distributed, without Horovod and without MPI: Gloo on CPUs, NCCL where each rank has a GPU.
+
+Claims, rendezvous and heartbeats are those of every world. What ends the job is the launcher, once one rank has ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvd_adaptive.cluster.binding import LauncherInfo, check_world
+from hvd_adaptive.cluster.device import visible_gpus
+from hvd_adaptive.comm.failures import process_state
+from hvd_adaptive.comm.job_end import end_on_exceptions
+from hvd_adaptive.comm.protocols import AgreedError, Pending
+from hvd_adaptive.comm.torch_collectives import BrokenWorldError, TorchCollectives
+from hvd_adaptive.comm.watched_world import WatchedWorld
+
+# How long a collective may last is for the heartbeats to judge, and the start for the start watch.
+_FOREVER = timedelta(days=7)
+# Whoever started the ranks sees the end of one first, and ends the others.
+_LAUNCHER_S = 3.0
+_FAULT_CODE = 14
+
+
+def start_process_group(info: LauncherInfo) -> None:
+    """Makes the process's default group of all ranks, unless the process has one. COLLECTIVE.
+
+    It stays until the process ends: torchrun's store knows it by its name, and a second one would read the first one's addresses.
+
+    Args:
+        info: what the launcher's environment says.
+
+    Raises:
+        RuntimeError: nothing says where the ranks meet, or rank 0's port is taken.
+    """
+    if dist.is_initialized():
+        return
+    if info.name == "torchrun":
+        # torch reads what torchrun says, and whether torchrun itself serves the store.
+        dist.init_process_group("gloo", timeout=_FOREVER)
+    else:
+        store = _join(info)
+        dist.init_process_group("gloo", store=store, rank=info.rank, world_size=info.world_size, timeout=_FOREVER)
+    atexit.register(_leave_process_group)
+
+
+def _join(info: LauncherInfo) -> dist.TCPStore:
+    """Returns the store where ranks of another launcher meet."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing or info.rank is None or info.world_size is None:
+        raise RuntimeError(
+            f"backend 'torch' under {info.name} needs {' and '.join(missing) or 'rank and world size'}: say where the ranks "
+            "meet by MASTER_ADDR (rank 0's host) and MASTER_PORT (a free port there) on all ranks, or start them by "
+            "`hvd-adaptive ... -np N` or torchrun, which do"
+        )
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if not port.isdecimal():
+        raise RuntimeError(f"MASTER_PORT must be the number of a port, got {port!r}")
+    if info.rank == 0:
+        return _serve(address, int(port))
+    return dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=_FOREVER)
+
+
+def _leave_process_group() -> None:
+    # Gloo's threads would end the process if they still ran when C++ takes it apart.
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _serve(address: str, port: int) -> dist.TCPStore:
+    """Opens the store where the ranks meet; on this host only, if its address is."""
+    is_local = address == "localhost" or address.startswith("127.")
+    dual = not is_local and socket.has_dualstack_ipv6()
+    try:
+        # Whoever started the ranks may hold the port for them.
+        listener = socket.create_server(
+            (address if is_local else "", port),
+            family=socket.AF_INET6 if dual else socket.AF_INET,
+            dualstack_ipv6=dual,
+            reuse_port=True,
+        )
+    except OSError as error:
+        raise RuntimeError(f"rank 0 cannot listen at port {port} (MASTER_PORT): {error}; name a free one") from None
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=_FOREVER, master_listen_fd=listener.detach()
+    )
+
+
+class TorchTransport(WatchedWorld):
+    """One real rank; see :class:`hvd_adaptive.comm.protocols.Transport`. Claims and heartbeats are those of every world.
+
+    Construction is COLLECTIVE. An uncaught exception on any rank then prints its traceback and ends the job.
+
+    Args:
+        info: what the launcher's environment says.
+        stall_limit_s: seconds after which a dead, frozen or stuck rank ends the job.
+        met: called with the hosts by rank as soon as they are known; the start goes on after it.
+
+    Raises:
+        RuntimeError: the ranks cannot meet, or the launcher's world is not torch.distributed's.
+    """
+
+    backend = "torch"
+    groups = True
+
+    def __init__(
+        self,
+        info: LauncherInfo,
+        *,
+        stall_limit_s: float,
+        met: Callable[[Sequence[str]], None] = lambda hosts: None,
+    ) -> None:
+        is_ours = not dist.is_initialized()
+        start_process_group(info)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        check_world(info, world_size)
+        end_on_exceptions(rank, lambda: os._exit(1))
+        # Others in this process may use the default group at the same time.
+        host_group = dist.group.WORLD if is_ours else dist.new_group(backend="gloo", timeout=_FOREVER)
+
+        def gather(value: Any) -> list[Any]:
+            values: list[Any] = [None] * world_size
+            dist.all_gather_object(values, value, group=host_group)
+            return values
+
+        places = gather((socket.gethostname(), os.getpid(), visible_gpus()))
+        hosts = self._hosts = [host for host, _, _ in places]
+        met(hosts)
+        self._pids = [pid for _, pid, _ in places]
+        self._on_gpus = dist.is_nccl_available() and _have_own_gpus([(host, gpus) for host, _, gpus in places])
+        super().__init__(rank=rank, hosts=hosts, gather=gather, end=os._exit, stall_limit_s=stall_limit_s)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="hvd_adaptive-collectives")
+        group = dist.new_group(backend=self._backends, timeout=_FOREVER) if self._on_gpus else host_group
+        self._gather = gather
+        self._world = self._collectives(group)
+        self.start()
+        atexit.register(self.leave)
+
+    @property
+    def _backends(self) -> str:
+        return "cpu:gloo,cuda:nccl" if self._on_gpus else "gloo"
+
+    def _collectives(self, group: Any) -> TorchCollectives:
+        return TorchCollectives(group, self._worker, self.waiting, self._end_broken, on_gpus=self._on_gpus)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns, for people, the world's size and what carries its tensors."""
+        names = "Gloo on CPUs, NCCL on GPUs" if self._on_gpus else "Gloo"
+        return {"carrier": f"torch.distributed ({names})", "torch_size": self.world_size}
+
+    def allgather_stats(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return self.allgather_array(np.ascontiguousarray(values, dtype=np.float64))
+
+    def allgather_array(self, values: NDArray[Any]) -> NDArray[Any]:
+        values = np.ascontiguousarray(values)
+        own = torch.from_numpy(values.reshape(-1).view(np.uint8).copy())
+        received = self._world.allgather_bytes_async(own, receive_bytes=[own.numel()] * self.world_size, name="array").wait()
+        return received.numpy().view(values.dtype).reshape(self.world_size, *values.shape)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        return self._world.call("agreement", lambda: self._gather(value))
+
+    def allreduce_sum_(self, tensor: Tensor, name: str) -> None:
+        self._world.allreduce_sum_(tensor, name)
+
+    def allreduce_sum_async_(self, tensor: Tensor, name: str) -> Pending:
+        return self._world.allreduce_sum_async_(tensor, name)
+
+    def alltoall_bytes_async(
+        self, tensor: Tensor, *, send_bytes: Sequence[int], receive_bytes: Sequence[int], name: str
+    ) -> Pending:
+        return self._world.alltoall_bytes_async(tensor, send_bytes=send_bytes, receive_bytes=receive_bytes, name=name)
+
+    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int] | None, name: str) -> Pending:
+        return self._world.allgather_bytes_async(tensor, receive_bytes=receive_bytes, name=name)
+
+    def split(self, color: int) -> TorchCollectives:
+        colors: list[int] = self.allgather_object(color)
+        mine: Any = None
+        for other in sorted(set(colors)):
+            # Every rank takes part in making every group, in the same order.
+            members = [rank for rank, value in enumerate(colors) if value == other]
+            group = self._world.call("groups", lambda members=members: dist.new_group(  # type: ignore[misc]
+                members, backend=self._backends, timeout=_FOREVER
+            ))  # fmt: skip
+            if other == color:
+                mine = group
+        return self._collectives(mine)
+
+    def allreduce_max_(self, tensor: Tensor, name: str) -> None:
+        self._world.allreduce_max_(tensor, name)
+
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        self._world.broadcast_(tensors)
+
+    def distributed_optimizer(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        average: bool = True,
+        backward_passes_per_step: int = 1,
+        may_sleep: bool = False,
+    ) -> Optimizer:
+        if self.world_size == 1:
+            return optimizer
+        raise AgreedError(
+            "strategy 'horovod' is Horovod's own DistributedOptimizer, and torch.distributed carries this job's tensors: use "
+            "strategy 'sync', 'local' or 'sma'; or start the ranks by mpirun or -np with backend 'horovod'"
+        )
+
+    def close(self) -> None:
+        if not self._has_left:
+            self.rendezvous("close")
+            self._worker.shutdown()
+            self.leave()
+
+    def _end_broken(self, error: BrokenWorldError) -> None:
+        """Ends this rank after a collective that failed, and names the rank that has died if it is on this host.
+
+        Raises:
+            BrokenWorldError: if none is found, and nobody else has ended this rank meanwhile.
+        """
+        time.sleep(_LAUNCHER_S)
+        for rank, (host, pid) in enumerate(zip(self._hosts, self._pids, strict=True)):
+            if rank != self.rank and host == self.host and process_state(pid) in ("", "Z", "X"):
+                self.abort(
+                    f"hvd_adaptive: rank {rank} on {host} (pid {pid}) is dead: rank {self.rank} has lost it in {error}. Look for "
+                    f"its last output, and for the out-of-memory killer (`dmesg`). {self.last_words()}".rstrip(),
+                    _FAULT_CODE,
+                )
+        raise BrokenWorldError(
+            f"{error}. Another rank has ended, or the network to it is down: look for ranks that say something else"
+        )
+
+
+def _have_own_gpus(places: Sequence[tuple[str, Sequence[str]]]) -> bool:
+    """Whether each rank can have a GPU of its own, which NCCL needs: places are each rank's host and the GPUs it sees."""
+    hosts = [host for host, _ in places]
+    seen = {host: {gpu for other, gpus in places if other == host for gpu in gpus} for host in hosts}
+    return all(gpus for _, gpus in places) and all(len(seen[host]) >= hosts.count(host) for host in hosts)

@@ -1,0 +1,105 @@
+"""What every world of real ranks has beside its collectives: claims, rendezvous and heartbeats, on one wiring."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from hvd_adaptive.comm.heartbeat import Heartbeat
+from hvd_adaptive.comm.job_end import end_job
+from hvd_adaptive.comm.side_channel import SideChannel
+
+_FAULT_CODE = 14
+
+
+class WatchedWorld:
+    """A rank's side channel and heartbeat; see :class:`hvd_adaptive.comm.protocols.Store` and ``Heartbeat`` there.
+
+    Construction is COLLECTIVE. The heartbeat begins with `start`.
+
+    Args:
+        rank: this rank.
+        hosts: by rank.
+        gather: gathers a small object from every rank, in rank order, as :class:`SideChannel` needs it.
+        end: ends the whole job with an exit code; called from any thread.
+        stall_limit_s: seconds after which a dead, frozen or stuck rank ends the job.
+
+    Raises:
+        RuntimeError: the ranks cannot reach rank 0's store.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        hosts: Sequence[str],
+        gather: Callable[[Any], list[Any]],
+        end: Callable[[int], object],
+        stall_limit_s: float,
+    ) -> None:
+        self.rank = rank
+        self.world_size = len(hosts)
+        self.host = hosts[rank]
+        self.local_rank = hosts[:rank].count(self.host)
+        self.local_size = hosts.count(self.host)
+        self.last_words: Callable[[], str] = lambda: ""
+        self._end = end
+        self.side = SideChannel(
+            rank=rank,
+            world_size=self.world_size,
+            gather=gather,
+            same_host=len(set(hosts)) == 1,
+            stall_limit_s=stall_limit_s,
+        )
+        self.heartbeat = Heartbeat(
+            self.side,
+            rank=rank,
+            host=self.host,
+            pid=os.getpid(),
+            limit_s=stall_limit_s,
+            abort=lambda: end(_FAULT_CODE),
+            last_words=lambda: self.last_words(),
+        )
+        self._has_left = False
+
+    def start(self) -> None:
+        """Begins to beat and to watch. COLLECTIVE."""
+        self.heartbeat.start()
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a shared counter; returns its new value."""
+        return self.side.add(key, amount)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        """Sets a shared value if it is the expected one; returns what it is then."""
+        return self.side.compare_set(key, expected, desired)
+
+    def forget(self, key: str) -> None:
+        """Deletes a shared counter or value."""
+        self.side.delete(key)
+
+    def rendezvous(self, name: str) -> float:
+        """Waits asleep until every rank has arrived; returns the seconds waited. COLLECTIVE."""
+        with self.waiting(f"rendezvous {name}"):
+            return self.side.arrive(name)
+
+    def waiting(self, what: str = "") -> AbstractContextManager[None]:
+        """Marks this rank as waiting for others."""
+        return self.heartbeat.waiting(what)
+
+    def progress(self, what: str = "") -> None:
+        """Tells the heartbeats that this rank gets on."""
+        self.heartbeat.progress(what)
+
+    def abort(self, text: str, code: int) -> None:
+        """Ends the job on all ranks at once. Does not return."""
+        end_job(text, lambda: self._end(code), code=code)
+
+    def leave(self) -> None:
+        """Ends the heartbeat when all ranks have come here, and the side channel. COLLECTIVE; repeated calls do nothing."""
+        if not self._has_left:
+            self._has_left = True
+            self.heartbeat.leave()
+            self.side.close()
