@@ -179,9 +179,18 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     assert sorted(listed) == sorted({page.name for page in PAGES[1:]} | {"index.md", "CHANGELOG.md"})
 
 
-def test_every_option_of_train_has_its_group_in_the_help() -> None:
-    grouped = [name for names in TRAIN_GROUPS.values() for name in names]
-    assert sorted(grouped) == sorted([*Config.__dataclass_fields__, *TrainConfig.__dataclass_fields__])
+@pytest.mark.parametrize(
+    ("groups", "fields"),
+    [
+        ({**TRAIN, **TRAIN_MORE}, fields_of(TrainConfig, Config)),
+        ({**RUN, **RUN_MORE}, fields_of(RunConfig)),
+        ({**SIMULATE, **SIMULATE_MORE}, simulated_fields()),
+    ],
+    ids=["train", "run", "simulate"],
+)
+def test_every_option_has_its_group_in_the_help(groups: dict[str, tuple[str, ...]], fields: dict[str, type]) -> None:
+    assert sorted(name for names in groups.values() for name in names) == sorted(fields)
+    assert {name for names in CALIBRATE.values() for name in names} < fields_of(TrainConfig, Config).keys()
 
 
 @pytest.mark.parametrize(
