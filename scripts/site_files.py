@@ -18,6 +18,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)(?=[)#])")
 _FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
+_SIGNATURE = re.compile(r"^(#{3,4}) `((?:class )?([\w.]+)\(.+\))`$", re.M)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -37,9 +38,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
-    """Has links lead to where the files are in the site; drops what only the tests read behind a fence's language."""
+    """Has links lead to where the files are in the site; drops what only the tests read behind a fence's language.
+
+    In the reference, names alone are headings, so that the table of contents and the search show names and not signatures.
+    """
     uri = page.file.src_uri
     here = "README.md" if uri == "index.md" else f"docs/{uri}" if (ROOT / "docs" / uri).exists() else uri
+    markdown = _SIGNATURE.sub(r"\1 `\3`\n\n`\2`\n", markdown) if uri == "api.md" else markdown
     return re.sub(r'^(```\w+) skip="[^"]*"$', r"\1", _with_links(markdown, here, lambda path: None), flags=re.M)
 
 
