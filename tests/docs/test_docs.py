@@ -176,7 +176,7 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     """`scripts/docs.sh` finds this, too, where its packages can be had."""
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = re.findall(r"^ +- [^:]+: ([\w-]+\.md)$", config, re.M)
-    assert sorted(listed) == sorted({page.name for page in PAGES[1:]} | {"index.md", "CHANGELOG.md"})
+    assert [page.name for page in PAGES[1:] if page.name not in listed] == []
 
 
 @pytest.mark.parametrize(
