@@ -62,7 +62,7 @@ for epoch in range(1, epochs + 1):
         optimizer.step()
     model.eval()
     with torch.no_grad():
-        correct = sum((model(x).argmax(1) == y).float().mean() * len(y) for x, y in test_loader)
+        correct = sum((model(x).argmax(1) == y).sum() for x, y in test_loader)
     accuracy = hvd.allreduce(correct / len(test_sampler)).item()
     if hvd.rank() == 0:
         print(f"epoch {epoch}: held-out accuracy {accuracy:.4f} after {time.perf_counter() - start:.1f} s", flush=True)

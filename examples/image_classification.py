@@ -38,7 +38,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 config = hvd_adaptive.Config(strategy="sync", batch_size=32, mega_batch=len(train_data), slowdown=args.slowdown)
 session = hvd_adaptive.Session(model, optimizer, config)
 num_steps = -(-len(train_data) // (32 * session.world_size))
-scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * num_steps)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(session.optimizer, epochs * num_steps)
 
 
 def evaluate(record):
