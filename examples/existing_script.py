@@ -26,7 +26,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=24)
 parser.add_argument("--small", action="store_true", help="a few seconds")
 args = parser.parse_args()
-epochs, width = (3, 16) if args.small else (args.epochs, 64)
+epochs, width = (8, 16) if args.small else (args.epochs, 64)
 
 hvd.init()
 torch.manual_seed(1)

@@ -17,18 +17,19 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 HEADS = [path for path in sorted(EXAMPLES.iterdir()) if path.suffix in (".py", ".toml")]
 ADAPTIVE = [sys.executable, "-m", "hvd_adaptive"]
 RUN = [*ADAPTIVE, "run", "-np", "2"]
-# What each measures on data that it has not seen, at the end: with --small two to four times what guessing gives. Of the
-# language model, whose measure falls, guessing gives 8 bits.
+# What each measures at the end on data that it has not seen. A model that has learned nothing, or only how frequent each answer
+# is, has 0.1 (existing_script, image_classification), 0.08 (own_loop), 0.44 (sparse text); the language model, whose bits
+# fall from 8, comes to about 5.
 SMALL = {
-    "existing_script": ([sys.executable, "existing_script.py", "--small"], 0.3),
-    "existing_script under run": ([*RUN, "existing_script.py", "--small"], 0.3),
-    "own_loop": ([sys.executable, "own_loop.py", "--small", "--epochs", "4"], 0.2),
-    "own_loop_horovod": ([sys.executable, "own_loop_horovod.py", "--small", "--epochs", "4"], 0.2),
-    "image_classification": ([sys.executable, "image_classification.py", "--small"], 0.3),
-    "image_classification_horovod": ([sys.executable, "image_classification_horovod.py", "--small"], 0.3),
-    "language_model": ([sys.executable, "language_model.py", "--small"], -5.5),
-    "language_model_horovod": ([sys.executable, "language_model_horovod.py", "--small"], -5.5),
-    "sparse_text_horovod": ([sys.executable, "sparse_text_horovod.py", "--small"], 0.1),
+    "existing_script": ([sys.executable, "existing_script.py", "--small"], 0.5),
+    "existing_script under run": ([*RUN, "existing_script.py", "--small"], 0.5),
+    "own_loop": ([sys.executable, "own_loop.py", "--small", "--epochs", "4"], 0.3),
+    "own_loop_horovod": ([sys.executable, "own_loop_horovod.py", "--small", "--epochs", "4"], 0.3),
+    "image_classification": ([sys.executable, "image_classification.py", "--small"], 0.4),
+    "image_classification_horovod": ([sys.executable, "image_classification_horovod.py", "--small"], 0.4),
+    "language_model": ([sys.executable, "language_model.py", "--small"], -4.8),
+    "language_model_horovod": ([sys.executable, "language_model_horovod.py", "--small"], -4.8),
+    "sparse_text_horovod": ([sys.executable, "sparse_text_horovod.py", "--small"], 0.47),
 }
 
 
@@ -50,7 +51,7 @@ def test_the_built_in_trainer_learns_by_its_file(run_job: Any, tmp_path: Path) -
     job = run_job([*ADAPTIVE, *run], cwd=EXAMPLES, env={"XDG_CACHE_HOME": str(tmp_path)})
     assert job.returncode == 0, job.describe()
     summary, _ = read_run(tmp_path / "run")
-    assert summary["best"]["p1"] > 0.1, job.describe()
+    assert summary["best"]["p1"] > 0.47, job.describe()
 
 
 @pytest.mark.parametrize("path", HEADS, ids=lambda path: path.name)
