@@ -2,7 +2,7 @@
 
 `hvd-adaptive run` makes it adaptive without an edit, so this file is its own twin. Plain, and then adaptive:
 
-    mpirun -np 2 python examples/existing_script.py
+    mpirun -np 2 --bind-to none python examples/existing_script.py
     hvd-adaptive run -np 2 examples/existing_script.py
 
 Compare them on ranks of unequal speed, which `--slowdown` emulates. `--shares 1,1` leaves the script as it is:
@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--epochs", type=int, default=24)
+parser.add_argument("--epochs", type=int, default=10)
 parser.add_argument("--small", action="store_true", help="a few seconds")
 args = parser.parse_args()
-epochs, width = (8, 16) if args.small else (args.epochs, 64)
+epochs, width = (8, 16) if args.small else (args.epochs, 128)
 
 hvd.init()
 torch.manual_seed(1)

@@ -1,6 +1,6 @@
 """The plain-Horovod twin of image_classification.py: the same images, model, optimizer, schedule and batch size.
 
-    mpirun -np 2 python examples/image_classification_horovod.py
+    mpirun -np 2 --bind-to none python examples/image_classification_horovod.py
 """
 
 import argparse
@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--epochs", type=int, default=20)
+parser.add_argument("--epochs", type=int, default=12)
 parser.add_argument("--target", type=float, default=1.0, help="stop at this held-out accuracy")
 parser.add_argument("--small", action="store_true", help="a few seconds")
 args = parser.parse_args()
-epochs, width = (5, 16) if args.small else (args.epochs, 32)
+epochs, width = (5, 16) if args.small else (args.epochs, 64)
 
 hvd.init()
 torch.manual_seed(1)

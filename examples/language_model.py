@@ -1,12 +1,12 @@
 """A small GPT with AdamW and clipping, in a loop with hvd_adaptive.Session. Its twin is language_model_horovod.py:
 
-    mpirun -np 2 python examples/language_model.py
+    mpirun -np 2 --bind-to none python examples/language_model.py
     diff examples/language_model_horovod.py examples/language_model.py
 
 Compare them on ranks of unequal speed, which `--slowdown` emulates, by the time to the same held-out bits a byte:
 
-    mpirun -np 2 python examples/language_model.py --slowdown 1,3 --target 3
-    hvd-adaptive run -np 2 --slowdown 1,3 --shares 1,1 examples/language_model_horovod.py --target 3
+    mpirun -np 2 --bind-to none python examples/language_model.py --slowdown 1,3 --target 3.7
+    hvd-adaptive run -np 2 --slowdown 1,3 --shares 1,1 examples/language_model_horovod.py --target 3.7
 """
 
 import argparse

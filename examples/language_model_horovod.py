@@ -1,6 +1,6 @@
 """The plain-Horovod twin of language_model.py: the same text, model, optimizer, clipping and batch size.
 
-    mpirun -np 2 python examples/language_model_horovod.py
+    mpirun -np 2 --bind-to none python examples/language_model_horovod.py
 """
 
 import argparse

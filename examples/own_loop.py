@@ -1,11 +1,11 @@
 """Your own training loop with hvd_adaptive.Session. Its twin in plain Horovod is own_loop_horovod.py:
 
-    mpirun -np 2 python examples/own_loop.py
+    mpirun -np 2 --bind-to none python examples/own_loop.py
     diff examples/own_loop_horovod.py examples/own_loop.py
 
 Compare them on ranks of unequal speed, which `--slowdown` emulates, by the time to the same held-out accuracy:
 
-    mpirun -np 2 python examples/own_loop.py --slowdown 1,3 --target 0.7
+    mpirun -np 2 --bind-to none python examples/own_loop.py --slowdown 1,3 --target 0.7
     hvd-adaptive run -np 2 --slowdown 1,3 --shares 1,1 examples/own_loop_horovod.py --target 0.7
 """
 

@@ -1,6 +1,6 @@
 """The plain-Horovod twin of own_loop.py: the same data, model, optimizer and batch size.
 
-    mpirun -np 2 python examples/own_loop_horovod.py
+    mpirun -np 2 --bind-to none python examples/own_loop_horovod.py
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The plain-Horovod twin of sparse_text.toml: the same data, model, loss, batch size, and torch's Adagrad.
 
-    mpirun -np 2 python examples/sparse_text_horovod.py
+    mpirun -np 2 --bind-to none python examples/sparse_text_horovod.py
 """
 
 import argparse
