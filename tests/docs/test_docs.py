@@ -35,7 +35,7 @@ from hvd_adaptive.wrap.run_options import RunConfig
 from hvd_adaptive.xmc.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Makes every training in the pages short, and its rounds.
 SHORT = {
     "HVD_ADAPTIVE_MEGA_BATCH": "1000",
