@@ -175,8 +175,9 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     """`scripts/docs.sh` finds this, too, where its packages can be had."""
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    listed = re.findall(r"^ +- [^:]+: ([\w-]+\.md)$", config, re.M)
-    assert [page.name for page in PAGES[1:] if page.name not in listed] == []
+    listed = re.findall(r"^ +- [^:]+: ([\w/-]+\.md)$", config, re.M)
+    paths = [page.relative_to(ROOT).as_posix().removeprefix("docs/") for page in PAGES[1:]]
+    assert [path for path in paths if path not in listed] == []
 
 
 @pytest.mark.parametrize(
