@@ -35,7 +35,7 @@ from hvd_adaptive.wrap.run_options import RunConfig
 from hvd_adaptive.xmc.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Makes every training in the pages short, and its rounds.
 SHORT = {
     "HVD_ADAPTIVE_MEGA_BATCH": "1000",
@@ -170,6 +170,14 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
             links = re.findall(r"\]\(([^)#\s]+\.md)", page.read_text(encoding="utf-8"))
             waiting += [found for link in links if (found := (page.parent / link).resolve()) in PAGES]
     assert [page.name for page in PAGES if page not in reached] == []
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    """`scripts/docs.sh` finds this, too, where its packages can be had."""
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"^ +- [^:]+: ([\w/-]+\.md)$", config, re.M)
+    paths = [page.relative_to(ROOT).as_posix().removeprefix("docs/") for page in PAGES[1:]]
+    assert [path for path in paths if path not in listed] == []
 
 
 @pytest.mark.parametrize(

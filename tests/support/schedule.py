@@ -1,7 +1,7 @@
 """Two workers take tests from one queue, what takes longest first: `scripts/test.sh` does so by pytest-xdist.
 
 Tests that share what is costly to make stay together, on one worker: those of a file for equally many ranks, those over two
-hosts, and those of a file outside mpi, wrap and docs. Seconds of each group, and of each test that is alone, are in
+hosts, and those of a file outside mpi, wrap, docs and examples. Seconds of each group, and of each test that is alone, are in
 durations.json; what is not there is taken to be quick. `--store-durations` writes them from a run.
 """
 
@@ -35,7 +35,7 @@ def group(nodeid: str) -> str:
         return "two hosts"  # Slurm's after the others: the hosts that it runs on have the same names, and stay
     if ranks := re.search(r"\[np(\d+)", name):
         return f"{path} on {ranks[1]}"
-    return nodeid if folder in ("mpi", "wrap", "docs") else path
+    return nodeid if folder in ("mpi", "wrap", "docs", "examples") else path
 
 
 class Groups(LoadScopeScheduling):
