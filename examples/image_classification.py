@@ -33,7 +33,7 @@ torch.manual_seed(1)
 train_data, test_data = Digits(train=True), Digits(train=False)
 device = hvd_adaptive.bind_device()
 model = small_resnet(width).to(device)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
 # A round ends in a look at the held-out images: after each epoch.
 config = hvd_adaptive.Config(strategy="sync", batch_size=32, mega_batch=len(train_data), slowdown=args.slowdown)
 session = hvd_adaptive.Session(model, optimizer, config)
