@@ -54,6 +54,7 @@ def start_process_group(info: LauncherInfo) -> None:
         dist.init_process_group("gloo", timeout=_FOREVER)
     else:
         store = _join(info)
+        assert info.rank is not None and info.world_size is not None, "_join has refused"
         dist.init_process_group("gloo", store=store, rank=info.rank, world_size=info.world_size, timeout=_FOREVER)
     atexit.register(_leave_process_group)
 
