@@ -63,6 +63,11 @@ class ShareControl:
         count = len(self._sizes)
         return self._balance.seconds(np.full(count, self._total / count)) if self._balance.is_ready else np.zeros(count)
 
+    @property
+    def steps_to_look(self) -> int:
+        """Calls of :meth:`count` until one gives a window; 0: none will."""
+        return self._to_skip + self._due - int(self._window.num_steps) if self._due else 0
+
     def begin_round(self) -> None:
         """Begins a round with the present shares."""
         self._changes = [(0, self._list())]

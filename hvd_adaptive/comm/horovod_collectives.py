@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.comm.horovod_wait import wait_asleep
+from hvd_adaptive.comm.host_staging import to_device, to_host
 
 log = logging.getLogger(__name__)
 
@@ -60,15 +61,10 @@ class HorovodCollectives:
         self.rank: int = process_set.rank()
         self.world_size: int = process_set.size()
         self._gpu_built = bool(hvd.nccl_built() or hvd.cuda_built())
-        self._staging: Tensor | None = None
         self._warned = False
 
     def allreduce_sum_(self, tensor: Tensor, name: str) -> None:
-        if self._must_stage(tensor):
-            with self._waiting(f"allreduce of {name}"):
-                self._allreduce_staged_(tensor, name)
-        else:
-            self.allreduce_sum_async_(tensor, name).wait()
+        self.allreduce_sum_async_(tensor, name).wait()
 
     def allreduce_sum_async_(self, tensor: Tensor, name: str) -> _Pending:
         host = self._to_host(tensor)
@@ -78,7 +74,7 @@ class HorovodCollectives:
 
         def finish() -> Tensor:
             self._synchronize(handle)
-            return tensor if host is tensor else tensor.copy_(host)
+            return tensor if host is tensor else tensor.copy_(host, non_blocking=True)
 
         return _Pending(finish, lambda: self._hvd.poll(handle), lambda: self._waiting(f"allreduce of {name}"))
 
@@ -95,7 +91,7 @@ class HorovodCollectives:
                 raise RuntimeError(
                     f"{name}: the ranks sent {received_splits.tolist()} bytes, but {list(receive_bytes)} were expected"
                 )
-            return self._to_device(received, tensor)
+            return to_device(received, tensor.device)
 
         return _Pending(finish, lambda: self._hvd.poll(handle), lambda: self._waiting(f"alltoall of {name}"))
 
@@ -109,14 +105,15 @@ class HorovodCollectives:
                 raise RuntimeError(
                     f"{name}: the ranks sent {received.numel()} bytes, but {sum(receive_bytes)} were expected"
                 )
-            return self._to_device(received, tensor)
+            return to_device(received, tensor.device)
 
         return _Pending(finish, lambda: self._hvd.poll(handle), lambda: self._waiting(f"allgather of {name}"))
 
     def allreduce_max_(self, tensor: Tensor, name: str) -> None:
         with self._waiting(f"allreduce of {name}"):
+            host = to_host(tensor) if tensor.is_cuda else tensor
             value = self._hvd.allreduce(
-                tensor.cpu(), name=self._prefix + name, op=self._hvd.Max, process_set=self._process_set
+                host, name=self._prefix + name, op=self._hvd.Max, process_set=self._process_set
             )
             tensor.copy_(value)
 
@@ -145,19 +142,4 @@ class HorovodCollectives:
         return True
 
     def _to_host(self, tensor: Tensor) -> Tensor:
-        return tensor.cpu() if self._must_stage(tensor) else tensor
-
-    def _to_device(self, received: Tensor, like: Tensor) -> Tensor:
-        return received.to(like.device)
-
-    def _allreduce_staged_(self, tensor: Tensor, name: str) -> None:
-        if (
-            self._staging is None
-            or self._staging.numel() < tensor.numel()
-            or self._staging.dtype != tensor.dtype
-        ):
-            self._staging = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
-        host = self._staging[: tensor.numel()].view(tensor.shape)
-        host.copy_(tensor)
-        self._hvd.allreduce_(host, name=self._prefix + name, op=self._hvd.Sum, process_set=self._process_set)
-        tensor.copy_(host)
+        return to_host(tensor) if self._must_stage(tensor) else tensor

@@ -12,6 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
+from hvd_adaptive.engine.device_clock import Moment
+from hvd_adaptive.engine.device_copies import CopyStream, to_device
+from hvd_adaptive.engine.device_times import DeviceTimes
+from hvd_adaptive.engine.records import RoundStats
+
 Rows = NDArray[np.int64]
 
 
@@ -41,19 +46,6 @@ class Batch:
         return len(self.rows)
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """Moves tensors, whatever has ``to``, and lists, tuples and dicts of them."""
-    if hasattr(value, "to"):
-        return value.to(device)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(v, device) for v in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(to_device(v, device) for v in value)
-    if isinstance(value, dict):
-        return {k: to_device(v, device) for k, v in value.items()}
-    return value
-
-
 class BatchSource:
     """Makes batches from rows of a map-style data set.
 
@@ -63,13 +55,21 @@ class BatchSource:
         collate: makes a batch from a list of samples; torch's ``default_collate`` by default. Not used with ``get_batch``.
             What it returns is (x, y) if it is a tuple of two, and otherwise x alone. ``default_collate`` makes lists of tuples;
             there the samples decide, which are (x, y) if they are tuples of two.
+        times: of the steps that compute the batches; by default those of a device that is this process.
+
+    Attributes:
+        times: as given.
 
     Raises:
         TypeError: for a data set that has no length or cannot be indexed, such as an IterableDataset.
     """
 
     def __init__(
-        self, dataset: Any, device: torch.device, collate: Callable[[list[Any]], Any] | None = None
+        self,
+        dataset: Any,
+        device: torch.device,
+        collate: Callable[[list[Any]], Any] | None = None,
+        times: DeviceTimes | None = None,
     ) -> None:
         indexable = any(hasattr(dataset, name) for name in ("get_batch", "__getitems__", "__getitem__"))
         if not hasattr(dataset, "__len__") or not indexable:
@@ -81,17 +81,47 @@ class BatchSource:
             raise ValueError("dataset must have at least one sample, got none")
         self._dataset = dataset
         self._device = device
+        self._stream = CopyStream(device)
         self._collate = collate or default_collate
+        self.times = times or DeviceTimes()
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def load(self, rows: Rows, work: int) -> Batch:
-        """Returns the batch of these rows."""
+        """Returns the batch of these rows, for the present stream."""
         dataset = self._dataset
         data = dataset.get_batch(rows) if hasattr(dataset, "get_batch") else self._collated(rows.tolist())
         x, y = data if _is_pair(data) else (data, None)
         return Batch(x=to_device(x, self._device), y=to_device(y, self._device), rows=rows, work=work)
+
+    def prefetched(self, fetch: Callable[[int], Batch | None], stats: RoundStats) -> Iterator[Batch]:
+        """Yields ``fetch(pending_work)`` until it returns None, calling it in a thread while the device computes.
+
+        A batch is fetched when the step but one before it is over on the device. On a GPU, ``fetch`` runs on a stream of its own.
+
+        Args:
+            fetch: gets the work that this rank holds and has not computed yet.
+            stats: gets the seconds spent waiting for batches.
+        """
+        times = self.times
+
+        def fetch_after(step: Moment | None, pending_work: int) -> Batch | None:
+            times.wait(step)
+            with self._stream.copying():
+                return fetch(pending_work)
+
+        self._stream.begin()
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="hvd_adaptive-fetch") as executor:
+            future = executor.submit(fetch_after, None, 0)
+            while True:
+                with times.waiting(stats):
+                    batch = future.result()
+                if batch is None:
+                    return
+                self._stream.hand_over(batch.x, batch.y)
+                future = executor.submit(fetch_after, times.last_step, batch.work)
+                yield batch
 
     def _collated(self, indices: list[int]) -> Any:
         fetch_many = getattr(self._dataset, "__getitems__", None)
@@ -112,21 +142,3 @@ class BatchSource:
 def _is_pair(value: Any) -> bool:
     # A list or a string of length two may be two samples.
     return isinstance(value, tuple) and len(value) == 2
-
-
-def prefetched(fetch: Callable[[int], Batch | None], on_wait: Callable[[], Any]) -> Iterator[Batch]:
-    """Yields ``fetch(pending_work)`` until it returns None, calling it in a thread while the caller computes.
-
-    Args:
-        fetch: gets the work that this rank holds and has not computed yet.
-        on_wait: returns a context manager for the time that the caller waits for a batch.
-    """
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="hvd_adaptive-fetch") as executor:
-        future = executor.submit(fetch, 0)
-        while True:
-            with on_wait():
-                batch = future.result()
-            if batch is None:
-                return
-            future = executor.submit(fetch, batch.work)
-            yield batch

@@ -19,6 +19,7 @@ from hvd_adaptive.algorithm.outer_step import OuterStep
 from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.compress.kernels.dispatch import sum_of_squares
 from hvd_adaptive.compress.policy import TensorInfo
+from hvd_adaptive.engine.device_copies import host_bytes
 from hvd_adaptive.engine.flat_buffers import FlatBuffers
 from hvd_adaptive.engine.flat_group import (
     FlatGroup,
@@ -278,6 +279,7 @@ class FlatModel:
 def model_hash(model: nn.Module, *, buffers: bool = True) -> str:
     """Returns the SHA-256 of all parameters' bytes, and all buffers' unless told otherwise, in the model's order."""
     digest = hashlib.sha256()
-    for tensor in (*model.parameters(), *(model.buffers() if buffers else ())):
-        digest.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().data)
+    tensors = (*model.parameters(), *(model.buffers() if buffers else ()))
+    for part in host_bytes([tensor.detach() for tensor in tensors]):
+        digest.update(part.numpy().data)
     return digest.hexdigest()

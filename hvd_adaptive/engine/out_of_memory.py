@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Sequence
 
 import numpy as np
 import torch
 
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
+from hvd_adaptive.engine.records import RoundStats
 
 # What torch and its libraries say where they raise no OutOfMemoryError.
 _MESSAGES = (
@@ -103,7 +103,7 @@ class MemoryCeiling:
         batch: Batch,
         sizes: Sequence[int],
         source: BatchSource,
-        timed: Callable[[], AbstractContextManager[None]],
+        stats: RoundStats,
     ) -> Generator[Batch, None, list[int]]:
         """Yields a batch, or its parts until all of its samples have been computed.
 
@@ -111,7 +111,7 @@ class MemoryCeiling:
             batch: to be computed.
             sizes: samples of the parts to cut it into at once, as a replay does; empty for the whole, if it fits.
             source: makes batches of rows.
-            timed: around the making of a part.
+            stats: gets the seconds of making parts.
 
         Returns:
             Samples of each part that was computed; empty for the whole.
@@ -133,7 +133,7 @@ class MemoryCeiling:
             if len(parts) > 1:
                 self._returned += reversed(cut(rows, work, parts))
                 continue
-            with timed():
+            with source.times.waiting(stats):
                 part = source.load(rows, work)
             yield part
             if not self._failed:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,13 +68,6 @@ class RoundStats(MergeStats):
     preempted: float = 0.0
     payload_bytes: float = 0.0
     equal_share_s: float = 0.0
-
-    @contextlib.contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
-        """Counts the seconds of this block as waiting for a claim and its batch."""
-        start = time.perf_counter()
-        yield
-        self.claim_s += time.perf_counter() - start
 
     def add_step(self, num_samples: int, work: int, loss: float | None) -> None:
         """Counts a step.

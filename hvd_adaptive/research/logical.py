@@ -159,7 +159,7 @@ class LogicalStrategy(LocalStrategy):
             )
 
         while (claim := part.claim(size)) is not None:
-            with stats.waiting_for_data():
+            with source.times.waiting(stats):
                 claimed = mega_batch.claimed(*claim)
                 batch = source.load(claimed, claim[1] - claim[0]) if len(claimed) else None
             if batch is not None:

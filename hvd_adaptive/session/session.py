@@ -31,6 +31,8 @@ from hvd_adaptive.comm import connect
 from hvd_adaptive.comm.protocols import Transport, agree_equal
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource
+from hvd_adaptive.engine.device_clock import device_clock
+from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.emulation import compute_seconds
 from hvd_adaptive.engine.learning_rate import LearningRateMultiplier
 from hvd_adaptive.engine.out_of_memory import begun_step_error, is_out_of_memory
@@ -115,6 +117,7 @@ class Session:
         self._data, self._lr = "", LearningRateMultiplier(self.optimizer)
         self._state = SessionState(self, self._strategy, self._lr)
         self._stragglers = StragglerReport(self.transport, self.device, self.config.straggler_limit)
+        self._times = DeviceTimes(device_clock(self.device))
         self._stats, self._handed_out = RoundStats(), HandedOut(self.rank, self.config.strategy)
         self._stop, self._round_start = False, 0.0
         self._check_hash()
@@ -162,7 +165,7 @@ class Session:
             AgreedError: on all ranks, if their data sets differ in length.
             RuntimeError: if ranks' models stop being equal after a merge, or all ranks' parameters are not finite.
         """
-        source = BatchSource(dataset, self.device, collate)
+        source = BatchSource(dataset, self.device, collate, self._times)
         if (work is not None) != (self.config.work == "nonzeros"):
             given = "None" if work is None else "an array"
             raise ValueError(f"batches(work=...) goes with config.work='nonzeros', got work={given} with {self.config.work!r}")
@@ -218,9 +221,9 @@ class Session:
         Raises:
             RuntimeError: if memory ran out after ``optimizer.step`` had begun, when parameters may have been changed.
         """
-        start = time.perf_counter()
+        start = self._times.mark()
         self._handed_out.begin(batch)
-        factor = self._slowdown.factors(self.train_s + start - self._round_start)[self.rank]
+        factor = self._slowdown.factors(self.train_s + time.perf_counter() - self._round_start)[self.rank]
         # Reading this clock waits for a GPU, which only an emulated slowdown needs.
         compute_start = compute_seconds(self.device) if factor > 1 else 0.0
         num_begun, fits = self._lr.num_begun, True
@@ -234,15 +237,12 @@ class Session:
             self._lr.restore()
         if not fits:
             self.optimizer.zero_grad(set_to_none=True)
-            self._stats.busy_s += time.perf_counter() - start
+            self._times.add(self._stats, "busy_s", start)
             return
         if factor > 1:
             spent = compute_seconds(self.device) - compute_start - self._strategy.take_foreign_seconds()
             time.sleep(max(0.0, (factor - 1) * spent))
-        loss = batch.loss.detach() if isinstance(batch.loss, torch.Tensor) else batch.loss
-        self._stats.add_step(batch.num_samples, batch.work, None if loss is None else float(loss))
-        # After the loss, whose value a GPU may still be computing.
-        self._stats.busy_s += time.perf_counter() - start
+        self._times.end_step(self._stats, start, batch.num_samples, batch.work, batch.loss)
         self.transport.progress(f"step {int(self._stats.num_steps)} of round {self.round}")
 
     def synchronize(self) -> bool:
@@ -352,10 +352,7 @@ class Session:
     def _end_round(self, num_samples: int, dataset_size: int) -> None:
         stats = self._stats
         self._handed_out.end_round(stats, self.round)
-        if self.device.type == "cuda":
-            start = time.perf_counter()
-            torch.cuda.synchronize(self.device)
-            stats.busy_s += time.perf_counter() - start
+        self._times.end_round(stats)
         stats.num_updates = stats.num_samples / stats.batch_size
         stats.lr = self._lr.applied_lr
         stats.train_s = self.train_s + time.perf_counter() - self._round_start

@@ -18,7 +18,7 @@ from hvd_adaptive.algorithm.round_control import RoundControl
 from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.config import Config
-from hvd_adaptive.engine.batches import Batch, BatchSource, Rows, prefetched
+from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.claims import Claim, Claims, OwnPart, SharedCursor
 from hvd_adaptive.engine.merge import Merge
 from hvd_adaptive.engine.out_of_memory import MemoryCeiling
@@ -161,9 +161,9 @@ class LocalStrategy:
                     return source.load(claimed, stop - start)
             return None
 
-        for batch in prefetched(fetch, stats.waiting_for_data):
+        for batch in source.prefetched(fetch, stats):
             number, parts = loaded.popleft()
-            sizes = yield from self._memory.batches(batch, parts, source, stats.waiting_for_data)
+            sizes = yield from self._memory.batches(batch, parts, source, stats)
             if overlap is not None:
                 overlap.poll()
             claims.taken[number] = (*claims.taken[number][:2], *sizes)

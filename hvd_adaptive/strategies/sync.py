@@ -24,6 +24,7 @@ from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
+from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.flat_buffers import FlatBuffers
 from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.engine.strategy import OwnState
@@ -32,7 +33,7 @@ from hvd_adaptive.engine.weighted_gradient import WeightedGradient
 from hvd_adaptive.exchange.gradients import GradientExchange
 from hvd_adaptive.strategies.exactness import what_breaks_equality
 from hvd_adaptive.strategies.sync_optimizer import Exchanger, SyncOptimizer
-from hvd_adaptive.strategies.synchronous import FixedWorkStrategy, SynchronousClock, batches_in_order
+from hvd_adaptive.strategies.synchronous import FixedWorkStrategy, SynchronousClock
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +142,10 @@ class SyncStrategy(FixedWorkStrategy):
                 backward_passes=config.accumulation_steps,
                 auto_bits=config.auto_bits,
             )
+        # Steps that the shares do not know yet, and samples and seconds of those that are over.
+        self._num_uncounted = 0
+        self._measured: list[tuple[int, float]] = []
+        self._own_s = 0.0
         # Horovod averages, so that with equal shares all weights are 1 and no gradient is touched; encoded values add up.
         self._weight_unit = 1.0 if self._compressed else float(world_size)
         self._clock = SynchronousClock(
@@ -189,9 +194,11 @@ class SyncStrategy(FixedWorkStrategy):
             for index, part in enumerate(self._parts(len(rows)))
         )
         opens_window = True
-        own_s = 0.0
+        self._own_s = 0.0
         # The round may be closed before the last part. The thread that loads batches has an iterator of its own.
-        for batch, part in zip(batches_in_order(loads, frontier, stats), self._parts(len(rows)), strict=False):
+        for batch, part in zip(
+            self._in_order(loads, frontier, source, stats), self._parts(len(rows)), strict=False
+        ):
             if self._mean:
                 self._weight.value = part.weight * self._weight_unit
             else:
@@ -200,15 +207,31 @@ class SyncStrategy(FixedWorkStrategy):
             yield batch
             opens_window = part.ends_step
             if part.ends_step:
-                before, own_s = own_s, stats.busy_s - self._clock.waited_s + stats.claim_s
-                if part.batch_stop - part.batch_start == self.round_unit:
-                    self._count_step(part.batch_start // self.round_unit, own_s - before, stats)
+                is_whole = part.batch_stop - part.batch_start == self.round_unit
+                step = part.batch_start // self.round_unit if is_whole else None
+                # A GPU may not be through with it.
+                source.times.then(functools.partial(self._step_is_over, step, stats))
+                if step is not None:
+                    self._count_step(step, source.times, stats)
 
-    def _count_step(self, step: int, own_s: float, stats: RoundStats) -> None:
-        """Counts a step of so many seconds of this rank's own; the ranks look at each other's if that is due."""
-        window = self._shares.count(self._shares.shares_at(step)[self._transport.rank], own_s)
-        if window is None:
+    def _step_is_over(self, step: int | None, stats: RoundStats) -> None:
+        """Takes down this rank's own seconds of a step; None: one whose global batch is not whole."""
+        before, self._own_s = self._own_s, stats.busy_s - self._clock.waited_s + stats.claim_s
+        if step is not None and self._shares.steps_to_look:
+            self._measured.append((self._shares.shares_at(step)[self._transport.rank], self._own_s - before))
+
+    def _count_step(self, step: int, times: DeviceTimes, stats: RoundStats) -> None:
+        """Counts a step; the ranks look at each other's seconds if that is due."""
+        self._num_uncounted += 1
+        if self._num_uncounted != self._shares.steps_to_look:
             return
+        self._num_uncounted = 0
+        times.settle()
+        window = None
+        for num_samples, seconds in self._measured:
+            window = self._shares.count(num_samples, seconds)
+        self._measured.clear()
+        assert window is not None
         stats.wait_s += self._transport.rendezvous("shares")
         start = time.perf_counter()
         self._shares.observe(StepWindow.gathered(self._transport.allgather_stats(window.vector())), step=step)

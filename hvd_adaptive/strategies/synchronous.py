@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from hvd_adaptive.algorithm.world_scale import lr_factor
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.config import Config
-from hvd_adaptive.engine.batches import Batch, BatchSource, Rows, prefetched
+from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.claims import Claim, StepFrontier
+from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.emulation import compute_seconds
 from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.engine.replay import RoundClaims
@@ -33,7 +34,8 @@ class SynchronousClock:
         emulates: whether a slowdown is emulated, for which :meth:`take_foreign_seconds` is needed.
 
     Attributes:
-        waited_s: seconds of the present round.
+        times: of the steps of the present round.
+        waited_s: seconds of the present round; of the device's, where it computes beside this process.
         payload_bytes: of the gradients that this rank has put into Horovod's exchanges in the present round.
     """
 
@@ -51,6 +53,7 @@ class SynchronousClock:
         self._emulates = emulates
         self._foreign_s = 0.0
         self._exchanged = [p for p in exchanged if p.requires_grad and transport.world_size > 1]
+        self.times = DeviceTimes()
         self.waited_s = 0.0
         self.payload_bytes = 0
         if hasattr(optimizer, "synchronize"):
@@ -71,19 +74,22 @@ class SynchronousClock:
         on_gpu = self._device.type == "cuda"
 
         def timed() -> None:
-            if on_gpu:
-                # The backward pass is this rank's own work. Its exchange has begun already, so this delays nothing.
+            if on_gpu and self._emulates:
+                # What this process waits for must not be stretched. The exchange has begun already, so this delays nothing.
                 torch.cuda.current_stream(self._device).synchronize()
             # Afterwards sparse gradients hold all ranks' rows.
             self.payload_bytes += sum(map(_gradient_bytes, self._exchanged))
             reads_cpu = self._emulates and not on_gpu
             wall, compute = time.perf_counter(), compute_seconds(self._device) if reads_cpu else 0.0
+            # On a GPU the backward pass, which is this rank's own work, ends here.
+            start = self.times.mark()
             with self._transport.waiting("gradients"):
                 synchronize()
-            wall_s = time.perf_counter() - wall
-            self.waited_s += wall_s
+            self.times.add(self, "waited_s", start)
             if self._emulates:
-                self._foreign_s += compute_seconds(self._device) - compute if reads_cpu else wall_s
+                self._foreign_s += (
+                    compute_seconds(self._device) - compute if reads_cpu else time.perf_counter() - wall
+                )
 
         return timed
 
@@ -193,22 +199,27 @@ class FixedWorkStrategy:
         shares = padded.reshape(num_steps, world_size, batch_size)[:, self._transport.rank]
         frontier = self._open_round(round_id, num_steps=num_steps, step_samples=batch_size * world_size)
         loads = ((step, functools.partial(source.load, share, len(share))) for step, share in enumerate(shares))
-        yield from batches_in_order(loads, frontier, stats)
+        yield from self._in_order(loads, frontier, source, stats)
 
+    def _in_order(
+        self,
+        loads: Iterator[tuple[int, Callable[[], Batch]]],
+        frontier: StepFrontier,
+        source: BatchSource,
+        stats: RoundStats,
+    ) -> Iterator[Batch]:
+        """Yields the batches that ``loads`` make, each made while the one before computes, until the round is over.
 
-def batches_in_order(
-    loads: Iterator[tuple[int, Callable[[], Batch]]], frontier: StepFrontier, stats: RoundStats
-) -> Iterator[Batch]:
-    """Yields the batches that ``loads`` make, each made while the one before computes, until the round is over.
+        Args:
+            loads: the step of each batch, and what makes it.
+            frontier: of the round.
+            source: of the batches.
+            stats: gets the seconds spent waiting for them.
+        """
+        self._clock.times = source.times
 
-    Args:
-        loads: the step of each batch, and what makes it.
-        frontier: of the round.
-        stats: gets the seconds spent waiting for them.
-    """
+        def fetch(_: int) -> Batch | None:
+            step, load = next(loads, (0, None))
+            return load() if load is not None and frontier.begin(step) else None
 
-    def fetch(_: int) -> Batch | None:
-        step, load = next(loads, (0, None))
-        return load() if load is not None and frontier.begin(step) else None
-
-    yield from prefetched(fetch, stats.waiting_for_data)
+        yield from source.prefetched(fetch, stats)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,20 @@ class SparseRows(NamedTuple):
         """Number of rows, empty ones included."""
         return self.offsets.shape[0] - 1
 
-    def to(self, device: torch.device | str) -> SparseRows:
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SparseRows:
         """Return these rows on ``device``; tensors that are already there are shared, not copied."""
-        values = None if self.values is None else self.values.to(device)
-        return SparseRows(self.indices.to(device), self.offsets.to(device), values)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> SparseRows:
+        """Return these rows in pinned host memory."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def record_stream(self, stream: Any) -> None:
+        """As ``Tensor.record_stream``."""
+        for tensor in self:
+            if tensor is not None:
+                tensor.record_stream(stream)
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> SparseRows:
+        values = None if self.values is None else function(self.values)
+        return SparseRows(function(self.indices), function(self.offsets), values)
