@@ -16,6 +16,7 @@ from hvd_adaptive.cluster.binding import idle_nodes, num_restarts, shared_device
 from hvd_adaptive.cluster.device import bind_device, compute_threads, device_place
 from hvd_adaptive.cluster.host import own_cores
 from hvd_adaptive.comm.protocols import Transport, agree_equal, attempt, long_task
+from hvd_adaptive.comm.shared_gpus import settle_shared_gpus
 from hvd_adaptive.config import Config
 from hvd_adaptive.exchange.compressed import check_compression
 from hvd_adaptive.exit_codes import EXIT_PREEMPTED
@@ -118,9 +119,8 @@ def use_device(option: str, transport: Transport, *, threads: int | None = None)
         lambda: bind_device(option, local_rank=transport.local_rank, local_size=transport.local_size),
     )
     devices = transport.allgather_object(device_place(device, option, transport.host))
-    warning = attempt(transport, lambda: shared_devices(devices))
-    if warning and transport.rank == 0:
-        log.warning(warning)
+    attempt(transport, lambda: shared_devices(devices))
+    settle_shared_gpus(transport, device)
     places = transport.allgather_object((transport.host, own_cores()))
     threads = threads or compute_threads(places, transport.rank)
     torch.set_num_threads(threads)

@@ -286,7 +286,7 @@ def choose_device(option: str, *, local_rank: int, local_size: int, cuda_device_
         return DeviceChoice(
             f"cuda:{index}",
             f"{local_size} ranks share this host's {cuda_device_count} GPUs (this one uses cuda:{index}): "
-            "they take turns, and NCCL refuses two ranks on one GPU; start one rank per GPU instead",
+            "they take turns, and exchange through host memory; start one rank per GPU instead",
         )
     return DeviceChoice(f"cuda:{index}", None)
 
@@ -328,7 +328,7 @@ def shared_devices(places: Sequence[DevicePlace]) -> str | None:
     if not warnings:
         return None
     return (
-        f"{'; '.join(warnings)}: they take turns, and NCCL refuses two ranks on one GPU. If the host has more GPUs, make them "
+        f"{'; '.join(warnings)}: they take turns, and exchange through host memory. If the host has more GPUs, make them "
         "visible (CUDA_VISIBLE_DEVICES, the scheduler's request); else start one rank per GPU"
     )
 

@@ -72,7 +72,7 @@ def device_place(device: torch.device, option: str, host: str) -> DevicePlace:
 
 def visible_gpus() -> tuple[str, ...]:
     """Returns the GPUs that this process sees, by names that are the same for every rank of the host."""
-    return tuple(_gpu_name(index) for index in range(torch.cuda.device_count()))
+    return tuple(gpu_uuid(index) for index in range(torch.cuda.device_count()))
 
 
 def compute_threads(places: Sequence[tuple[str, Sequence[int]]], rank: int) -> int:
@@ -93,7 +93,12 @@ def compute_threads(places: Sequence[tuple[str, Sequence[int]]], rank: int) -> i
     return requested_threads(os.environ) or int(min(most, num_threads(neighbours, local_rank)))
 
 
-def _gpu_name(index: int) -> str:
+def gpu_uuid(index: int) -> str:
+    """Returns what names a GPU on its host, whatever number it has in this process.
+
+    Args:
+        index: its number in this process.
+    """
     properties = torch.cuda.get_device_properties(index)
     uuid = getattr(properties, "uuid", None)
     if uuid is not None:

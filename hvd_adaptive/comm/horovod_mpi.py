@@ -22,6 +22,7 @@ from hvd_adaptive.comm.horovod_wait import waits_asleep
 from hvd_adaptive.comm.job_end import end_on_exceptions
 from hvd_adaptive.comm.mpi_library import check_one_mpi, hold_back_mpi
 from hvd_adaptive.comm.protocols import Pending
+from hvd_adaptive.comm.through_host import host_route
 from hvd_adaptive.comm.watched_world import WatchedWorld
 
 
@@ -199,6 +200,11 @@ class HorovodMpiTransport(WatchedWorld):
             wrapped.synchronize = waits_asleep(self._hvd.mpi_ops.mpi_lib)(wrapped.synchronize)
         result: Optimizer = wrapped
         return result
+
+    def exchange_through_host(self) -> bool:
+        route = host_route()
+        was_taken, route.is_taken = route.is_taken, True
+        return not was_taken
 
     def close(self) -> None:
         if not self._has_left:

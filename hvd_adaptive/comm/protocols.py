@@ -191,6 +191,10 @@ class Transport(Collectives, Store, Heartbeat, Protocol):
             AgreedError: on all ranks, where there are others and Horovod does not carry the tensors.
         """
 
+    def exchange_through_host(self) -> bool:
+        """Has CUDA tensors cross the wire by way of host memory from now on, Horovod's own exchanges among them, as two ranks on
+        one GPU need it. Every rank does it. Returns False where they did before, or there are no other processes."""
+
     def close(self) -> None:
         """Leaves the world in good order. COLLECTIVE."""
 

@@ -197,6 +197,9 @@ class LocalTransport:
             raise RuntimeError("simulated ranks have no Horovod: strategy 'horovod' needs real ranks (mpirun)")
         return optimizer
 
+    def exchange_through_host(self) -> bool:
+        return False
+
     def abort(self, text: str, code: int) -> None:
         end_job(text, lambda: os._exit(code), code=code)
 

@@ -98,13 +98,13 @@ def factor_shapes(shape: tuple[int, ...], rank: int) -> tuple[tuple[int, int], t
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """Returns an orthonormal basis of the columns, computed in fp64 on the CPU; not the same bits on every machine.
+    """Returns an orthonormal basis of the columns, computed in fp64; not the same bits on every machine.
 
     Args:
         matrix: fp32, finite, shape (rows, rank), rows >= rank.
     """
-    basis, _ = torch.linalg.qr(matrix.detach().cpu().double())
-    return basis.to(matrix.dtype).to(matrix.device)
+    basis, _ = torch.linalg.qr(matrix.detach().double())
+    return basis.to(matrix.dtype)
 
 
 def subtract_product_(out: Tensor, p: Tensor, q: Tensor, *, sign: int = 1) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from hvd_adaptive.comm.protocols import Group
-from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.compress.policy import Policy, TensorInfo
 from hvd_adaptive.exchange.compressed import CompressedSum
 from hvd_adaptive.exchange.pipeline import Task
@@ -59,8 +58,8 @@ class Bucket(Protocol):
     def finish(self, total: CompressedSum) -> int:
         """Makes ready for the next step, and returns the bytes of this rank's gradients in encoded form."""
 
-    def is_finite(self) -> bool:
-        """Returns whether all of the sum is finite."""
+    def values(self) -> Tensor:
+        """Returns the summed values."""
 
 
 class DenseBucket:
@@ -125,9 +124,9 @@ class DenseBucket:
         self._missing = dict.fromkeys(self.slots)
         return total.payload_bytes(self._flat, self._name)
 
-    def is_finite(self) -> bool:
+    def values(self) -> Tensor:
         """See :class:`Bucket`."""
-        return all_finite(self._flat)
+        return self._flat
 
 
 class SparseBucket:
@@ -174,11 +173,11 @@ class SparseBucket:
         self._is_missing = True
         return self._payload_bytes
 
-    def is_finite(self) -> bool:
+    def values(self) -> Tensor:
         """See :class:`Bucket`."""
         gradient = self.slots[0].parameter.grad
         assert gradient is not None
-        return all_finite(gradient._values().reshape(-1))
+        return gradient._values()
 
     def _sum(self, world: Group, factor: float) -> Task:
         parameter = self.slots[0].parameter
@@ -195,7 +194,8 @@ class SparseBucket:
 
 def _pack(indices: Tensor, values: Tensor) -> Tensor:
     """Number of entries, indices and values as bytes; each part a multiple of 8 bytes."""
-    count = indices.new_tensor([values.shape[0]])
+    # An argument of a kernel, no copy.
+    count = torch.full((1,), values.shape[0], dtype=torch.int64, device=indices.device)
     raw = values.contiguous().view(-1).view(torch.uint8)
     padding = raw.new_zeros(-raw.numel() % 8)
     return torch.cat([count.view(torch.uint8), indices.contiguous().view(-1).view(torch.uint8), raw, padding])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_adaptive.comm.protocols import Collectives
+from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.compress.policy import TensorInfo
 from hvd_adaptive.config import Config
 from hvd_adaptive.exchange.buckets import Bucket, DenseBucket, Slot, SparseBucket, fill_buckets
@@ -91,6 +92,9 @@ class GradientExchange:
         self._under_way = UnderWay()
         self._lock = threading.Lock()
         self.payload_bytes = 0
+        # Of the last step: the sums, and whether they are finite once that was asked.
+        self._summed: list[Tensor] = []
+        self._is_finite: bool | None = None
         self._handles = []
         if transport.world_size > 1:
             self._handles = [
@@ -102,6 +106,15 @@ class GradientExchange:
     def is_exact(self) -> bool:
         """Whether no gradient's codec loses anything."""
         return all(self._sum.policy.codec(slot.info).exact for slot in self._slots)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all of the sum of the last `synchronize` is finite. Waits for a GPU once a step, however often it is asked."""
+        if self._is_finite is None:
+            devices = {values.device for values in self._summed}
+            self._is_finite = all(all_finite(*(v for v in self._summed if v.device == device)) for device in devices)
+            self._summed = []
+        return self._is_finite
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -120,8 +133,10 @@ class GradientExchange:
             self.payload_bytes += bucket.finish(self._sum)
         for slot in self._slots:
             slot.passes_left = self._backward_passes
+        self._is_finite = None
+        self._summed = [bucket.values() for bucket in self._buckets]
         # Equal bits everywhere, so all ranks are here or none.
-        if self._error_feedback and not all(bucket.is_finite() for bucket in self._buckets):
+        if self._error_feedback and not self.is_finite:
             self._sum.reset()
         if self._sum.begin_round():
             self._buckets = None

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.comm.protocols import Group
-from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.compress.kernels.reference import mix_key, uniform
 from hvd_adaptive.compress.low_rank import factor_shapes, matrix_shape, orthonormal, subtract_product_
 from hvd_adaptive.exchange.pipeline import Task
@@ -50,11 +49,11 @@ def sum_low_rank(
         start = _random_factors(job, num_q)
     p_flat = torch.cat([(m @ q).reshape(-1) for m, q in zip(matrices, _views(start, q_shapes), strict=True)])
     yield world.allreduce_sum_async_(p_flat, f"{job.name}.p")
-    if not all_finite(p_flat):
-        # All ranks hold the same sum, so all return here.
-        flat.fill_(float("nan"))
-        factors[job.name] = _random_factors(job, num_q)
-        return
+    # The same on all ranks, as the sum is. To read it would wait for a GPU.
+    finite = torch.isfinite(p_flat).all()
+    is_known = not p_flat.is_cuda and bool(finite)
+    if not is_known:
+        p_flat = torch.where(finite, p_flat, 0.0)
     if world.rank == 0:
         p_flat = torch.cat([orthonormal(p).reshape(-1) for p in _views(p_flat, p_shapes)])
     sent = p_flat.view(torch.uint8) if world.rank == 0 else p_flat.new_empty(0, dtype=torch.uint8)
@@ -65,15 +64,18 @@ def sum_low_rank(
     q_flat = own.clone()
     yield world.allreduce_sum_async_(q_flat, f"{job.name}.q")
     if residual is not None:
+        before = residual if is_known else residual.clone()
         residual.copy_(values)
         lost = [part.view(matrix_shape(shape)) for part, shape in zip(residual.split(sizes), shapes, strict=True)]
         for out, p, q in zip(lost, bases, _views(own, q_shapes), strict=True):
             subtract_product_(out, p, q)
+        if not is_known:
+            residual.copy_(torch.where(finite, residual, before))
     for matrix, p, q, part in zip(matrices, bases, _views(q_flat, q_shapes), flat.split(sizes), strict=True):
         matrix.zero_()
         subtract_product_(matrix, p, q, sign=-1)
-        part.copy_(matrix.view(-1))
-    factors[job.name] = q_flat
+        part.copy_(matrix.view(-1) if is_known else torch.where(finite, matrix.view(-1), torch.nan))
+    factors[job.name] = q_flat if is_known else torch.where(finite, q_flat, _random_factors(job, num_q))
 
 
 def _random_factors(job: Job, num_elements: int) -> Tensor:

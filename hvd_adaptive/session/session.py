@@ -29,6 +29,7 @@ from hvd_adaptive.algorithm.merge_period import capped_mega_batch
 from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.comm import connect
 from hvd_adaptive.comm.protocols import Transport, agree_equal
+from hvd_adaptive.comm.shared_gpus import settle_shared_gpus
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource
 from hvd_adaptive.engine.device_clock import device_clock
@@ -96,6 +97,7 @@ class Session:
         self.before_gather: list[Callable[[RoundStats], None]] = []
         self.preemption = PREEMPTION
         PREEMPTION.watch_over(self.transport, self.config.drain_limit_s)
+        settle_shared_gpus(self.transport, self.device)
         trained = describe(model, optimizer)
         agree_equal(
             self.transport,

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hvd_adaptive.compress.kernels.dispatch import all_finite
+from hvd_adaptive.exchange.gradients import GradientExchange
 
 
 class Exchanger(Protocol):
@@ -97,12 +98,17 @@ class SyncOptimizer(Optimizer):
         if not self.step_due:
             return
         self.synchronize()
-        if not all_finite(*(p.grad for p in self._parameters() if p.grad is not None)):
+        if not self._is_finite():
             self.num_skipped += 1
             return
         skip = getattr(self._inner, "skip_synchronize", nullcontext)
         with skip():
             self._inner.step()
+
+    def _is_finite(self) -> bool:
+        if isinstance(self._exchanger, GradientExchange):
+            return self._exchanger.is_finite
+        return all_finite(*(p.grad for p in self._parameters() if p.grad is not None))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the wrapped optimizer's state."""

@@ -25,6 +25,7 @@ from hvd_adaptive.wrap.optimizer_calls import intercept_horovod
 from hvd_adaptive.wrap.pulse import Pulse
 from hvd_adaptive.wrap.run_options import RunConfig
 from hvd_adaptive.wrap.share_exchange import DryRunOver
+from hvd_adaptive.wrap.shared_gpu import watch_for_shared_gpus
 from hvd_adaptive.wrap.wrapped_run import BadOptions, Emulation, Engine
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def intercept(
         engine.find_store = lambda: pulse.side
         # Before Horovod's own: then it runs after Horovod's shutdown, which frees ranks that still wait for this one.
         atexit.register(pulse.stop)
+    engine.on_start.append(lambda: watch_for_shared_gpus(engine.report.note))
     # Before that, as it needs it.
     atexit.register(engine.over)
     intercept_loaders(engine)

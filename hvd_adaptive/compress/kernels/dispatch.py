@@ -104,9 +104,10 @@ def all_finite(*tensors: Tensor) -> bool:
     # A finite sum proves all elements finite; an overflow does not prove the contrary.
     if values[0].is_cuda:
         squares = [sum_of_squares(values[0].reshape(-1))] if len(values) == 1 else torch._foreach_norm(values)
-        finite = bool(torch.stack([total.double() for total in squares]).isfinite().all())
-    else:
-        finite = all(math.isfinite(v.sum(dtype=torch.float32 if v.dtype == torch.float16 else None)) for v in values)
+        if torch.stack([total.double() for total in squares]).isfinite().all():
+            return True
+        return bool(torch.stack([v.isfinite().all() for v in values]).all())
+    finite = all(math.isfinite(v.sum(dtype=torch.float32 if v.dtype == torch.float16 else None)) for v in values)
     return finite or all(bool(v.isfinite().all()) for v in values)
 
 

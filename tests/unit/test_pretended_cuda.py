@@ -1,0 +1,323 @@
+"""What a session would do to a GPU, on a pretended one: when the host waits, which copies are pageable, what mixes devices.
+
+Steps must not wait for the GPU (`sync`: once), must copy by pinned memory alone, and must use tensors of other streams only after
+waiting for these. See tests/support/pretended_cuda.py for what this cannot find.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pretended_cuda
+import pytest
+import torch
+from pretended_cuda import Log, Stream, recording
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
+from hvd_adaptive.compress.kernels.dispatch import all_finite
+from hvd_adaptive.compress.low_rank import subtract_product_
+from hvd_adaptive.config import Config
+from hvd_adaptive.engine import device_copies
+from hvd_adaptive.engine.device_times import DeviceTimes
+from hvd_adaptive.engine.flat_model import model_hash
+from hvd_adaptive.session.checkpointer import Checkpointer
+from hvd_adaptive.session.session import Session
+from hvd_adaptive.wrap.encoded import EncodedGradients
+from hvd_adaptive.wrap.merging import Merger
+from hvd_adaptive.wrap.meter import Meter
+from hvd_adaptive.wrap.run_options import RunConfig
+from hvd_adaptive.wrap.stopwatch import Stopwatch
+
+NUM_SAMPLES, NUM_ROUNDS = 640, 4
+
+
+@pytest.fixture(autouse=True)
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with pretended_cuda.pretended_cuda(monkeypatch):
+        yield
+
+
+class Dense:
+    """Some layers with batch normalization, and Adam."""
+
+    def __init__(self) -> None:
+        self.data: Any = TensorDataset(torch.randn(NUM_SAMPLES, 16), torch.randint(0, 4, (NUM_SAMPLES,)))
+        self.model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4)).to("cuda")
+        self.optimizer: Any = torch.optim.Adam(self.model.parameters(), lr=1e-3, foreach=True)
+
+    def loss(self, x: Any, y: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.model(x), y)
+
+
+class Sparse(Dense):
+    """An embedding with sparse gradients, and Adagrad."""
+
+    def __init__(self) -> None:
+        self.data = TensorDataset(torch.randint(0, 200, (NUM_SAMPLES, 5)), torch.randint(0, 4, (NUM_SAMPLES,)))
+        self.model = nn.Sequential(nn.EmbeddingBag(200, 8, mode="sum", sparse=True), nn.Linear(8, 4)).to("cuda")
+        self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.1)
+
+
+def train(
+    transport: LocalTransport,
+    config: Config,
+    kind: Callable[[], Dense],
+    *,
+    amp: bool = False,
+    side_stream: bool = False,
+    records: list[Any] | None = None,
+) -> Log:
+    """Trains for an epoch; phases of the log: "start", "step" (with all between two steps), "round", "end", "fetch"."""
+    log = Log()
+    with recording(log), contextlib.ExitStack() as stack:
+        torch.manual_seed(0)
+        work = kind()
+        if side_stream:
+            stream = Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            state = [value for values in work.optimizer.state.values() for value in values.values()]
+            for tensor in (*work.model.parameters(), *work.model.buffers(), *state):
+                if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                    tensor.record_stream(stream)
+            stack.enter_context(torch.cuda.stream(stream))
+        scaler = torch.amp.GradScaler("cuda", enabled=amp)
+        session = Session(work.model, work.optimizer, config, transport=transport)
+        session.records += [] if records is None else [records.append]
+        end_round = session._end_round
+
+        def ending(*args: Any) -> None:
+            log.phase = "round"
+            end_round(*args)
+            log.phase = "step"
+
+        session._end_round = ending  # type: ignore[method-assign]
+        for batch in session.batches(work.data):
+            log.phase = "step"
+            with session.step(batch):
+                session.optimizer.zero_grad()
+                with torch.autocast("cuda", enabled=amp):
+                    batch.loss = work.loss(batch.x, batch.y)
+                scaler.scale(batch.loss).backward()
+                if amp:
+                    session.synchronize()
+                    scaler.unscale_(session.optimizer)
+                scaler.step(session.optimizer)
+                scaler.update()
+            log.num_steps += 1
+        log.phase = "end"
+        session.close()
+    return log
+
+
+PHASES = ("start", "step", "fetch", "round", "end")
+
+
+def check(log: Log, *, waits: float = 0, kernels: float) -> None:
+    """Asserts what a session may do to a GPU.
+
+    Args:
+        log: of a run.
+        waits: the most times that the host waits for the GPU in a step, the mean over steps.
+        kernels: the most launches in this package's code in a step, the mean over steps.
+    """
+    ours = "\n".join(line for line in log.lines("step", "fetch") if " kernel " not in line)
+    wrong = [line for line in log.lines(*PHASES) if " mix " in line or " race " in line]
+    assert not wrong, "\n".join(wrong)
+    assert not log.count("pageable", "step") and not log.count("pageable", "fetch"), ours
+    assert log.count("wait", "step") <= waits * log.num_steps, ours
+    assert log.kernels["step"] <= kernels * log.num_steps, "\n".join(log.lines("step"))
+
+
+def run(kind: Callable[[], Dense], *, world_size: int = 2, options: dict[str, Any] | None = None, **how: Any) -> Log:
+    config = Config(batch_size=16, mega_batch=NUM_SAMPLES // NUM_ROUNDS, hash_interval=2, **(options or {}))
+    logs: list[Log] = LocalWorld(world_size).run(lambda transport: train(transport, config, kind, **how))
+    assert sum(log.num_steps for log in logs) >= NUM_SAMPLES / 16 and logs[0].num_steps
+    return logs[0]
+
+
+CODECS = ["none", "fp16", "maxmin:4", "maxmin:4,nearest", "sign", "topk:0.1", "topk:0.1,sampled", "powersgd:2"]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_step_of_local_never_waits(codec: str, overlap: bool) -> None:
+    options = {"compression": codec, "overlap_merge": overlap}
+    # An overlapped merge goes on between steps: 2 tensors in 4 kinds of chunks.
+    check(run(Dense, options=options, side_stream=True), kernels=8 if overlap else 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"merge_weights": "fisher-rows"}, {"merge_weights": "fisher"}, {"logical_ranks": 2}, {"strategy": "sma"},
+        {"optimizer_state": "average"}, {"perturbation": True}, {"compression": "maxmin:4", "auto_bits": 1},
+        {"batch_size_rule": "proportional"}, {"dispatch": "equal", "outer_step": "nesterov"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_step_of_local_never_waits_whatever_merges(options: dict[str, Any]) -> None:
+    check(run(Dense, options=options), kernels=17 if "fisher" in str(options) else 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"sparse_merge": "never"}, {"merge_weights": "dual-averaging"}], ids=str)
+def test_a_step_of_local_with_sparse_gradients_never_waits(options: dict[str, Any]) -> None:
+    check(run(Sparse, options=options, side_stream=True), kernels=3)
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("codec", CODECS[1:])
+def test_a_step_of_sync_waits_once(codec: str, feedback: bool) -> None:
+    options = {"strategy": "sync", "compression": codec, "error_feedback": feedback}
+    # One bucket; powersgd codes the matrices one after the other.
+    log = run(Dense, options=options, side_stream=True)
+    check(log, waits=1, kernels=100 if codec.startswith("powersgd") else 60)
+
+
+def test_a_step_of_sync_on_one_rank_waits_once() -> None:
+    check(run(Dense, world_size=1, options={"strategy": "sync"}), waits=1, kernels=20)
+
+
+def test_a_step_of_sync_with_sparse_gradients_waits_for_each_ranks_rows() -> None:
+    # What all do, and to know how many rows there are: before, after, and from each of two ranks.
+    check(run(Sparse, options={"strategy": "sync", "compression": "fp16"}, side_stream=True), waits=1 + 2 + 2, kernels=60)
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "sync", "compression": "maxmin:4"}], ids=str)
+def test_a_gradient_scaler_adds_nothing_of_ours(options: dict[str, Any]) -> None:
+    check(run(Dense, options=options, amp=True), waits=len(options) > 0, kernels=60)
+
+
+def test_losses_are_those_of_the_processor() -> None:
+    """Added up on the device, read once a round."""
+    records: list[Any] = []
+
+    def body(transport: LocalTransport) -> list[Any]:
+        losses: list[Any] = []
+        records.append(losses)
+        return [train(transport, Config(batch_size=16, mega_batch=160), Dense, records=losses)]
+
+    LocalWorld(1).run(body)
+    assert len(records[0]) == NUM_ROUNDS and all(0.5 < record.loss < 3.0 for record in records[0])
+    assert all(record.stats["loss_samples"].sum() == 160 for record in records[0])
+
+
+def test_a_checkpoint_is_taken_and_loaded(tmp_path: Path) -> None:
+    def body(transport: LocalTransport, *, resumes: bool) -> str:
+        with recording(Log()) as log:
+            work = Dense()
+            session = Session(work.model, work.optimizer, Config(batch_size=16, mega_batch=160), transport=transport)
+            checkpointer = Checkpointer(session, tmp_path, interval=1, background=False)
+            if resumes:
+                assert checkpointer.resume() is not None
+                assert all(p.is_cuda for p in work.model.parameters())
+            else:
+                for batch in session.batches(work.data):
+                    with session.step(batch):
+                        session.optimizer.zero_grad()
+                        work.loss(batch.x, batch.y).backward()
+                        session.optimizer.step()
+                checkpointer.close()
+            session.close()
+            wrong = [line for line in log.lines(*PHASES) if " mix " in line or " race " in line]
+            assert not wrong, wrong
+            return model_hash(work.model)
+
+    hashes = {LocalWorld(1).run(lambda t, resumes=resumes: body(t, resumes=resumes))[0] for resumes in (False, True)}
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("codec", ["none", "maxmin:4"])
+def test_a_wrapped_scripts_local_steps_never_wait(codec: str) -> None:
+    def body(transport: LocalTransport) -> Log:
+        with recording(Log()) as log:
+            torch.manual_seed(0)
+            work = Dense()
+            config = RunConfig(strategy="local", compression=codec)
+            named = list(work.model.named_parameters())
+            merger = Merger(work.optimizer, named, [work.model], config, transport)  # type: ignore[arg-type]
+            watch, meter = Stopwatch(time.perf_counter), Meter()
+            x, y = (column.to("cuda") for column in work.data.tensors)
+            for _ in range(2):
+                for _ in range(4):
+                    log.phase = "step"
+                    watch.start()
+                    work.optimizer.zero_grad()
+                    work.loss(x, y).backward()
+                    merger.begin_step(num_samples=8, global_samples=16, epoch_samples=NUM_SAMPLES)
+                    stretch = watch.stop()
+                    meter.step([], [] if stretch is None else [stretch], merger.timed)
+                    work.optimizer.step()
+                    merger.end_step()
+                    log.num_steps += 1
+                log.phase = "round"
+                merger.merge()
+            return log
+
+    check(LocalWorld(2).run(body)[0], kernels=0)
+
+
+def test_a_wrapped_scripts_encoded_gradients_wait_once() -> None:
+    def body(transport: LocalTransport) -> Log:
+        with recording(Log()) as log:
+            torch.manual_seed(0)
+            work = Dense()
+            work.optimizer._parameter_names = {p: name for name, p in work.model.named_parameters()}
+            work.optimizer.backward_passes_per_step = 1
+            encoded = EncodedGradients(RunConfig(compression="maxmin:4"), lambda: transport)  # type: ignore[arg-type, return-value]
+            encoded.registered(work.optimizer)
+            x, y = (column.to("cuda") for column in work.data.tensors)
+            for step in range(5):
+                # The first one lays out.
+                log.phase = "step" if step else "start"
+                work.optimizer.zero_grad()
+                work.loss(x, y).backward()
+                encoded.synchronize(work.optimizer, refused=False, average=True)
+                work.optimizer.step()
+                log.num_steps += step > 0
+            log.phase = "end"
+            return log
+
+    check(LocalWorld(2).run(body)[0], waits=1, kernels=60)
+
+
+class TestWhatIsFound:
+    """Each finding, by taking away what prevents it."""
+
+    def test_a_batch_that_no_stream_waits_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Stream, "wait_stream", lambda self, other: None)
+        with pytest.raises(AssertionError, match="has not waited"):
+            check(run(Dense), kernels=1)
+
+    def test_a_batch_of_which_the_allocator_is_not_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(device_copies, "record_stream", lambda value, stream: None)
+        with pytest.raises(AssertionError, match="no record_stream"):
+            check(run(Dense), kernels=1)
+
+    def test_pageable_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True, raising=False)
+        with pytest.raises(AssertionError, match="pageable host to device"):
+            check(run(Dense), kernels=1)
+
+    def test_waits_and_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        add_loss = DeviceTimes._add_loss
+
+        def waiting(self: DeviceTimes, loss: torch.Tensor, num_samples: int) -> None:
+            add_loss(self, loss, num_samples)
+            all_finite(loss)
+
+        monkeypatch.setattr(DeviceTimes, "_add_loss", waiting)
+        with pytest.raises(AssertionError, match=r"kernels/dispatch.py"):
+            check(run(Dense), kernels=100)
+        with pytest.raises(AssertionError):
+            check(run(Dense), waits=1, kernels=1)
+
+    def test_a_mix_of_devices(self) -> None:
+        with recording(Log()) as log:
+            subtract_product_(torch.ones(3, 2), torch.ones(3, 1, device="cuda"), torch.ones(2, 1))
+        assert log.count("mix", "start")
