@@ -31,7 +31,13 @@ def to_device(value: Any, device: torch.device) -> Any:
         if hasattr(value, "pin_memory"):
             return value.pin_memory().to(device, non_blocking=True)
         return value.to(device)
-    return _mapped(value, lambda one: to_device(one, device))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(one, device) for one in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_device(one, device) for one in value)
+    if isinstance(value, dict):
+        return {key: to_device(one, device) for key, one in value.items()}
+    return value
 
 
 def record_stream(value: Any, stream: Any) -> None:
@@ -39,18 +45,9 @@ def record_stream(value: Any, stream: Any) -> None:
     if hasattr(value, "record_stream"):
         if not isinstance(value, Tensor) or value.is_cuda:
             value.record_stream(stream)
-    else:
-        _mapped(value, lambda one: record_stream(one, stream))
-
-
-def _mapped(value: Any, function: Any) -> Any:
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(function(one) for one in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)([function(one) for one in value])
-    if isinstance(value, dict):
-        return {key: function(one) for key, one in value.items()}
-    return value
+    elif isinstance(value, (list, tuple, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            record_stream(one, stream)
 
 
 def host_bytes(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -61,7 +58,8 @@ def host_bytes(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     Args:
         tensors: on one device.
     """
-    if not any(tensor.is_cuda for tensor in tensors):
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if device is None:
         yield from (_bytes(tensor) for tensor in tensors if tensor.numel())
         return
     size = min(_PART_BYTES, max(1, sum(tensor.nbytes for tensor in tensors)))
@@ -73,7 +71,7 @@ def host_bytes(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
             buffer[start : start + piece.numel()].copy_(piece, non_blocking=True)
             start += piece.numel()
         event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(tensors[0].device))
+        event.record(torch.cuda.current_stream(device))
         before, copied = copied, (buffer[:start], event)
         if before is not None:
             yield _arrived(*before)

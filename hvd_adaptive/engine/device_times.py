@@ -86,13 +86,18 @@ class DeviceTimes:
             work: their work.
             loss: the batch's mean loss, a number or a tensor with one element; None where it is not reported.
         """
-        if isinstance(loss, Tensor):
-            loss = loss.detach()
-        on_device = isinstance(loss, Tensor) and loss.is_cuda
-        stats.add_step(num_samples, work, None if loss is None or on_device else float(loss))
-        if on_device:
-            self._add_loss(loss, num_samples)
-            stats.loss_samples += num_samples
+        if loss is not None:
+            loss = loss.detach() if isinstance(loss, Tensor) else loss
+            if isinstance(loss, Tensor) and loss.is_cuda:
+                self._add_loss(loss, num_samples)
+                stats.loss_samples += num_samples
+                loss = None
+            else:
+                loss = float(loss)
+        stats.add_step(num_samples, work, loss)
+        if self._is_immediate:
+            stats.busy_s += self.mark() - start
+            return
         self.add(stats, "busy_s", start)
         self.last_step = self._last
 

@@ -25,7 +25,7 @@ from hvd_adaptive.wrap.optimizer_calls import intercept_horovod
 from hvd_adaptive.wrap.pulse import Pulse
 from hvd_adaptive.wrap.run_options import RunConfig
 from hvd_adaptive.wrap.share_exchange import DryRunOver
-from hvd_adaptive.wrap.shared_gpu import watch_for_shared_gpus
+from hvd_adaptive.wrap.shared_gpu import prepare_for_shared_gpus, watch_for_shared_gpus
 from hvd_adaptive.wrap.wrapped_run import BadOptions, Emulation, Engine
 
 if TYPE_CHECKING:
@@ -110,6 +110,8 @@ def intercept(
     intercept_compile(engine.unwatched, engine.compiled)
     if config.strategy == "local":
         intercept_modules(engine)
+    # Before the collectives are watched: who watches shall see the script's own tensors.
+    prepare_for_shared_gpus()
     intercept_horovod(engine, count_other_steps=config.dry_run)
     return engine
 

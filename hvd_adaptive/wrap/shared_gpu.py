@@ -14,6 +14,14 @@ from hvd_adaptive.comm.through_host import host_route
 log = logging.getLogger(__name__)
 
 
+def prepare_for_shared_gpus() -> None:
+    """Makes the way through host memory, where Horovod has NCCL; nothing takes it yet."""
+    import horovod.torch as hvd
+
+    if hvd.nccl_built():
+        host_route()
+
+
 def watch_for_shared_gpus(note: Callable[[str], None]) -> None:
     """Has CUDA tensors go through host memory if the first one shows that ranks share a GPU. After hvd.init().
 

@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves
 CUDA = torch.device("cuda", 0)
 A = torch.ops.aten
 _device_of, _is_cuda_of = torch._C.TensorBase.device, torch._C.TensorBase.is_cuda  # type: ignore[attr-defined]
-_HERE = ("pretended_cuda.py", "comm/threads.py")
+# Ranks as threads take each other's tensors, which no GPU's ranks do.
+_TRANSPORT = "comm/threads.py"
 # What reads a value of the device, or makes a tensor whose shape follows from values there.
 _WAITING = {
     A._local_scalar_dense.default, A.nonzero.default, A.masked_select.default, A.equal.default, A._unique2.default,
@@ -61,17 +62,19 @@ class Event:
     """An event, which the device has always passed."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
-        self._blocking = blocking
+        self._is_known = False
 
     def record(self, stream: Any = None) -> None:
         pass
 
     def query(self) -> bool:
+        self._is_known = True
         return True
 
     def synchronize(self) -> None:
-        # In a thread that fetches, where nothing else is held up.
-        note("wait", "Event.synchronize")
+        # Of an event that is known to be past nobody waits.
+        if not self._is_known:
+            note("wait", "Event.synchronize")
 
     def elapsed_time(self, other: Event) -> float:
         return 1.0
@@ -108,27 +111,32 @@ _local = threading.local()
 
 
 def note(kind: str, what: object) -> None:
-    """Takes down a finding, if it is of this package's code."""
+    """Takes down a finding: of this package's code, and of a race or mix also where it shows in the test's."""
     log = getattr(_local, "log", None)
-    line = _line()
-    if log is not None and line is not None:
-        phase = getattr(_local, "phase", None) or log.phase
-        log.found[phase, kind, str(what).replace("aten.", ""), line] += 1
+    line = _line() or ("the loop" if kind in ("race", "mix") else "")
+    if log is not None and line and line != _TRANSPORT:
+        log.found[_phase(log), kind, str(what).replace("aten.", ""), line] += 1
 
 
-def _line() -> str | None:
-    """The line of this package that torch was called from; None if it was somebody else's, such as the test's."""
+def _phase(log: Log) -> str:
+    return getattr(_local, "phase", None) or log.phase
+
+
+def _line() -> str:
+    """The line of this package that torch was called from; empty if it was somebody else's, such as the test's."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if "/torch/optim/" in name:
             # A step of torch's own optimizers, whoever calls it.
-            return None
-        if not name.endswith(_HERE[0]) and "site-packages" not in name and "contextlib" not in name and "<" not in name[:1]:
-            inside = "hvd_adaptive/" in name and not name.endswith(_HERE) and "/tests/" not in name
-            return f"{name.rsplit('hvd_adaptive/', 1)[1]}:{frame.f_lineno} {frame.f_code.co_name}" if inside else None
+            return ""
+        if name.endswith(_TRANSPORT):
+            return _TRANSPORT
+        if name != __file__ and "site-packages" not in name and "contextlib" not in name and name[:1] != "<":
+            is_ours = "hvd_adaptive/" in name and "/tests/" not in name
+            return f"{name.rsplit('hvd_adaptive/', 1)[1]}:{frame.f_lineno} {frame.f_code.co_name}" if is_ours else ""
         frame = frame.f_back
-    return None
+    return ""
 
 
 @contextlib.contextmanager
@@ -252,9 +260,9 @@ class _Operations(TorchDispatchMode):
                 note("mix", func)
             if name not in _VIEWS:
                 log = getattr(_local, "log", None)
-                if log is not None and (line := _line()) is not None:
-                    log.kernels[getattr(_local, "phase", None) or log.phase] += 1
-                    log.found[getattr(_local, "phase", None) or log.phase, "kernel", name, line] += 1
+                if log is not None and (line := _line()) and line != _TRANSPORT:
+                    log.kernels[_phase(log)] += 1
+                    log.found[_phase(log), "kernel", name, line] += 1
                 for own, tensor in zip(on, tensors, strict=True):
                     if own:
                         _check_stream(tensor)
@@ -352,6 +360,11 @@ def recording(log: Log, phase: str | None = None) -> Iterator[Log]:
         _local.log, _local.phase = before
 
 
+class _Generator(torch.Generator):
+    def __new__(cls, device: Any = None) -> Any:
+        return super().__new__(cls)
+
+
 class _Fetcher(ThreadPoolExecutor):
     """Its threads record for the thread that gives them work."""
 
@@ -386,6 +399,7 @@ def pretended_cuda(monkeypatch: Any) -> Iterator[None]:
     for module in (torch.autograd, torch.autograd.graph):
         if hasattr(module, "_engine_run_backward"):
             monkeypatch.setattr(module, "_engine_run_backward", backward)
+    monkeypatch.setattr(torch, "Generator", _Generator)
     properties = types.SimpleNamespace(uuid="GPU-0", name="Pretended GPU", major=9, minor=0)
     for name, value in {
         "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
@@ -407,7 +421,7 @@ def _one_kernel_each(reference: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             log = getattr(_local, "log", None)
             if log is not None:
-                log.kernels[getattr(_local, "phase", None) or log.phase] += 1
+                log.kernels[_phase(log)] += 1
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, torch.Tensor):
                     if not is_on(leaf):
