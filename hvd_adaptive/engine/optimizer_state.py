@@ -140,6 +140,7 @@ def average_(
     specification = {key: spec for w, entries in everyone if w for key, spec in entries.items()}
     shares = {key: sum(w for w, entries in everyone if key in entries) for key in specification}
     flats: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    factors: dict[tuple[torch.dtype, torch.device], list[float]] = defaultdict(list)
     places = []
     for key in sorted(specification):
         shape, dtype = specification[key]
@@ -155,23 +156,39 @@ def average_(
         part = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=dtype)
         part = part if rows is None else part.index_select(0, rows)
         part = part.reshape(-1).to(torch.float64 if dtype == torch.float64 else torch.float32)
-        # Not part * 0: NaN times 0 is NaN.
-        scaled = part * (weight / shares[key]) if weight and key in own else torch.zeros_like(part)
-        group = flats[scaled.dtype, scaled.device]
+        group = flats[part.dtype, part.device]
         places.append((state, key[1], value, rows, group, len(group)))
-        group.append(scaled)
+        group.append(part)
+        factors[part.dtype, part.device].append(weight / shares[key] if key in own else 0.0)
     for (dtype, device), parts in flats.items():
         flat = torch.cat(parts)
+        _scale_(flat, parts, factors[dtype, device])
         name = f"optimizer.{device.type}.{str(dtype).removeprefix('torch.')}"
         transport.allreduce_sum_(flat, name=name)
         parts[:] = flat.split([part.numel() for part in parts])
+    whole: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for state, name, value, rows, group, place in places:
         if not isinstance(value, Tensor):
             state[name] = type(value)(group[place].item())
         elif rows is None:
-            value.copy_(group[place].view(value.shape))
+            targets, sources = whole[value.device]
+            targets.append(value)
+            sources.append(group[place].view(value.shape))
         else:
             value[rows] = group[place].view(len(rows), *value.shape[1:]).to(value.dtype)
+    # A few launches on a GPU, not one a tensor.
+    for targets, sources in whole.values():
+        torch._foreach_copy_(targets, sources)
+
+
+def _scale_(flat: Tensor, parts: list[Tensor], factors: list[float]) -> None:
+    """Multiplies each part of a flat tensor by its factor."""
+    if len(set(factors)) == 1 and factors[0]:
+        flat.mul_(factors[0])
+        return
+    for part, factor in zip(flat.split([part.numel() for part in parts]), factors, strict=True):
+        # Not part * 0: NaN times 0 is NaN.
+        part.mul_(factor) if factor else part.zero_()
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
