@@ -32,8 +32,10 @@ def watch_for_shared_gpus(note: Callable[[str], None]) -> None:
         note: takes down what people should know.
     """
     import horovod.torch as hvd
+    from horovod.torch import mpi_ops
 
-    if not hvd.nccl_built() or hvd.size() == 1 or (hvd.is_homogeneous() and hvd.local_size() == 1):
+    one_each = hvd.local_size() == 1 and mpi_ops._basics.is_homogeneous()
+    if not hvd.nccl_built() or hvd.size() == 1 or one_each:
         return
     route = host_route()
 

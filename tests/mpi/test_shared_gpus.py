@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hvd_adaptive.cluster import device as devices
-from hvd_adaptive.comm import connect
-from hvd_adaptive.comm.through_host import host_route
+from hvd_adaptive.comm import connect, through_host
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.flat_model import model_hash
 from hvd_adaptive.session.session import Session
@@ -47,9 +46,13 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     with pretended_cuda.pretended_cuda(monkeypatch), recording(Log()):
         monkeypatch.setattr(mpi_ops, "_check_function", watching)
         monkeypatch.setattr(hvd, "nccl_built", lambda: True)
-        host_route().is_taken = False
+        for name in through_host._FUNCTIONS:
+            monkeypatch.setattr(mpi_ops, name, getattr(mpi_ops, name))
+        wait = mpi_ops.mpi_lib.horovod_torch_wait_and_clear
+        monkeypatch.setattr(mpi_ops.mpi_lib, "horovod_torch_wait_and_clear", wait)
+        through_host.host_route.cache_clear()
         yield seen
-        host_route().is_taken, host_route().first_use = False, None
+        through_host.host_route.cache_clear()
 
 
 def make_model() -> nn.Module:

@@ -39,6 +39,7 @@ _VIEWS = {
     *("view", "slice", "detach", "t", "transpose", "select", "split", "split_with_sizes", "alias", "expand", "permute"),
     *("unsqueeze", "squeeze", "_unsafe_view", "as_strided", "unbind", "reshape", "view_as", "_reshape_alias", "empty"),
     *("empty_like", "empty_strided", "_values", "_indices", "record_stream", "detach_", "set_", "is_pinned", "_pin_memory"),
+    *("sparse_dim", "dense_dim", "_nnz", "is_coalesced", "indices", "values"),
 }  # fmt: skip
 
 

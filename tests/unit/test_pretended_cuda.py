@@ -155,7 +155,7 @@ def test_a_step_of_local_never_waits(codec: str, overlap: bool) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"merge_weights": "fisher-rows"}, {"merge_weights": "fisher"}, {"optimizer_state": "average"},
+        {"merge_weights": "fisher-rows"}, {"optimizer_state": "average"},
         {"merge_weights": "paper", "perturbation": True}, {"compression": "maxmin:4", "auto_bits": 1},
         {"batch_size_rule": "proportional"}, {"dispatch": "equal", "outer_step": "nesterov"}, {"strategy": "sma"},
     ],
@@ -173,6 +173,7 @@ def test_a_logical_rank_waits_at_the_end_of_its_turn() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"sparse_merge": "never"}, {"merge_weights": "dual-averaging"}], ids=str)
 def test_a_step_of_local_with_sparse_gradients_never_waits(options: dict[str, Any]) -> None:
+    # Dual averaging notes where a round starts.
     check(run(Sparse, options=options, side_stream=True), kernels=3)
 
 
