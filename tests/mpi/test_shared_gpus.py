@@ -104,7 +104,7 @@ def test_no_collective_of_a_session_takes_a_tensor_of_a_shared_gpu(
 def test_all_of_a_scripts_collectives_go_through_the_host(given: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     import horovod.torch as hvd
 
-    connect(stall_limit_s=60)
+    transport = connect(stall_limit_s=60)
     monkeypatch.setattr(devices, "gpu_uuid", on_one)
     notes: list[str] = []
     watch_for_shared_gpus(notes.append)
@@ -122,7 +122,8 @@ def test_all_of_a_scripts_collectives_go_through_the_host(given: list[bool], mon
     assert torch.equal(own, before)
     gathered = hvd.allgather(own, name="all")
     assert gathered.is_cuda and gathered.tolist() == [0.0, 1.0, 2.0, 10.0, 11.0, 12.0, 13.0]
-    received, splits = hvd.alltoall(torch.full((3,), float(rank), device="cuda"), splits=torch.tensor([1, 2]), name="swap")
+    sizes = torch.tensor([1, 2], dtype=torch.int32)
+    received, splits = hvd.alltoall(torch.full((3,), float(rank), device="cuda"), splits=sizes, name="swap")
     assert received.is_cuda and received.tolist() == ([0.0, 1.0] if rank == 0 else [0.0, 0.0, 1.0, 1.0])
     assert splits.tolist() == [[1, 1], [2, 2]][rank]
     both = [torch.ones(2, device="cuda"), torch.full((3,), float(rank), device="cuda")]
@@ -139,3 +140,4 @@ def test_all_of_a_scripts_collectives_go_through_the_host(given: list[bool], mon
     optimizer.step()
     assert len(set(hvd.allgather_object(model_hash(model, buffers=False), name="hashes"))) == 1
     assert given and not any(given) and len(notes) == 1
+    transport.close()

@@ -303,6 +303,8 @@ class _Functions(TorchFunctionMode):
                 return _marks.pin(tensor.clone())
             if name == "is_pinned":
                 return _marks.is_pinned(tensor)
+            if name == "new" and is_on(tensor):
+                return _marks.add(func(*args, **kwargs))
             if name in ("to", "cpu", "cuda"):
                 return self._moved(func, name, tensor, list(args[1:]), kwargs)
         device = kwargs.get("device")
