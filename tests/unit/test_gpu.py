@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.compress.codec import compile_kernels
 from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.config import Config
+from hvd_adaptive.engine import device_copies
 from hvd_adaptive.engine.flat_model import model_hash
 from hvd_adaptive.session.session import Session
 
@@ -117,3 +119,50 @@ def test_a_batch_that_does_not_fit_comes_again_in_parts(gpu: torch.device) -> No
             sizes.append(batch.num_samples)
     session.close()
     assert sum(sizes) == 200 and max(sizes) <= 8
+
+
+def test_a_session_may_run_on_a_stream_of_its_own(gpu: torch.device) -> None:
+    (_, expected), = LocalWorld(1).run(lambda t: train(t, torch.device("cpu")))
+
+    def body(transport: LocalTransport) -> tuple[Session, nn.Module]:
+        stream = torch.cuda.Stream(gpu)
+        with torch.cuda.stream(stream):
+            result = train(transport, gpu)
+        stream.synchronize()
+        return result
+
+    (_, model), = LocalWorld(1).run(body)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-9)
+
+
+def test_a_model_has_one_hash_wherever_it_is(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_copies, "_PART_BYTES", 1000)
+    model = nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40))
+    assert model_hash(model) == model_hash(copy.deepcopy(model).to(gpu))
+
+
+def test_seconds_are_the_gpus_and_claims_stay_one_step_ahead(gpu: torch.device) -> None:
+    model = nn.Linear(6, 2, device=gpu)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = Session(model, optimizer, Config(batch_size=16, mega_batch=320), transport=LocalTransport())
+    records: list[Any] = []
+    session.records.append(records.append)
+    ends: list[Any] = []
+    start = time.perf_counter()
+    for number, batch in enumerate(session.batches(TensorDataset(torch.randn(320, 6)))):
+        if number >= 2:
+            assert ends[number - 2].query()
+        with session.step(batch):
+            optimizer.zero_grad()
+            batch.loss = model(batch.x[0]).square().mean()
+            batch.loss.backward()
+            optimizer.step()
+            torch.cuda._sleep(20_000_000)
+        event = torch.cuda.Event()
+        event.record()
+        ends.append(event)
+    seconds = time.perf_counter() - start
+    session.close()
+    assert 0.7 * seconds < float(records[0].stats["busy_s"].sum()) < seconds
+    assert records[0].loss is not None

@@ -7,6 +7,7 @@ waiting for these. See tests/support/pretended_cuda.py for what this cannot find
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -212,6 +213,19 @@ def test_losses_are_those_of_the_processor() -> None:
     LocalWorld(1).run(body)
     assert len(records[0]) == NUM_ROUNDS and all(0.5 < record.loss < 3.0 for record in records[0])
     assert all(record.stats["loss_samples"].sum() == 160 for record in records[0])
+
+
+def test_a_hash_comes_in_parts_and_is_that_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_copies, "_PART_BYTES", 100)
+    with recording(Log()) as log:
+        model = Dense().model
+        log.phase = "step"
+        found = model_hash(model)
+        log.phase = "end"
+        expected = hashlib.sha256()
+        for tensor in (*model.parameters(), *model.buffers()):
+            expected.update(tensor.detach().cpu().numpy().tobytes())
+    assert found == expected.hexdigest() and not log.count("pageable", "step")
 
 
 def test_a_checkpoint_is_taken_and_loaded(tmp_path: Path) -> None:
