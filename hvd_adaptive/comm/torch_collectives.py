@@ -61,7 +61,7 @@ class TorchCollectives:
         self._worker = worker
         self._waiting = waiting
         self._broken = broken
-        self._on_gpus = on_gpus
+        self.on_gpus = on_gpus
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
 
@@ -165,7 +165,7 @@ class TorchCollectives:
         return torch.stack(gathered)
 
     def _to_wire(self, tensor: Tensor) -> Tensor:
-        return tensor.cpu() if tensor.is_cuda and not self._on_gpus else tensor
+        return tensor.cpu() if tensor.is_cuda and not self.on_gpus else tensor
 
 
 def _translated(action: Callable[[], Result]) -> Result:

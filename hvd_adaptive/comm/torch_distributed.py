@@ -142,6 +142,7 @@ class TorchTransport(WatchedWorld):
         hosts = self._hosts = [host for host, _, _ in places]
         met(hosts)
         self._pids = [pid for _, pid, _ in places]
+        self._is_through_host = False
         self._on_gpus = dist.is_nccl_available() and _have_own_gpus([(host, gpus) for host, _, gpus in places])
         super().__init__(rank=rank, hosts=hosts, gather=gather, end=os._exit, stall_limit_s=stall_limit_s)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="hvd_adaptive-collectives")
@@ -223,6 +224,11 @@ class TorchTransport(WatchedWorld):
             "strategy 'horovod' is Horovod's own DistributedOptimizer, and torch.distributed carries this job's tensors: use "
             "strategy 'sync', 'local' or 'sma'; or start the ranks by mpirun or -np with backend 'horovod'"
         )
+
+    def exchange_through_host(self) -> bool:
+        was_told, self._is_through_host = self._is_through_host, True
+        self._on_gpus = self._world.on_gpus = False
+        return not was_told
 
     def close(self) -> None:
         if not self._has_left:
