@@ -19,12 +19,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 # Who is told of a decision, while a batch is watched.
 _told: Callable[[], None] | None = None
 # What installed packages compare (progress bars, say), or this one, is not what the script decides.
 _INSTALLED = (
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
     str(Path(__file__).resolve().parents[1]),
+)
+# What stands between a script's line and the function that it calls.
+_PASSED = (
+    str(Path(__file__).resolve().parents[1]),
+    *(str(Path(torch.__file__).parent / name) for name in ("overrides.py", "_tensor.py", "functional.py", "nn/functional.py")),
 )
 
 
@@ -46,6 +53,20 @@ class Size(int):
         return int(self) != 0
 
     __hash__ = int.__hash__
+
+
+class Dimension(int):
+    """A length along another dimension of a tensor, which is as long as the batch by chance."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (int(self),)
+
+
+class Part(float):
+    """What a batch's size was divided or multiplied by: decides nothing by itself, but may set a learning rate."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return float, (float(self),)
 
 
 def _tell() -> None:
@@ -83,6 +104,24 @@ def _arithmetic(name: str, *, is_count: bool) -> Callable[..., Any]:
     return method
 
 
+def _real(base: type, name: str) -> Callable[..., Any]:
+    compute = getattr(base, name)
+
+    @functools.wraps(compute)
+    def method(self: Any, *others: Any) -> Any:
+        result = compute(self, *others)
+        if result is NotImplemented and others and isinstance(others[0], float):
+            result = getattr(float(self), name)(*others)
+        return Part(result) if type(result) is float and _told is not None else result
+
+    return method
+
+
+_QUOTIENTS = ("__truediv__", "__rtruediv__", "__pow__", "__rpow__")
+for _name in _QUOTIENTS:
+    setattr(Size, _name, _real(int, _name))
+for _name in ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", *_QUOTIENTS):
+    setattr(Part, _name, _real(float, _name))
 for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
     setattr(Size, _name, _comparison(_name))
 for _name in ("__add__", "__radd__", "__mul__", "__rmul__"):
@@ -115,9 +154,27 @@ def calling_frame() -> FrameType | None:
     return frame
 
 
+def own_frame() -> FrameType | None:
+    """Returns the frame of the script's own code that has called the torch function at hand; None: a library has."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PASSED):
+        frame = frame.f_back
+    return None if frame is None or frame.f_code.co_filename.startswith(_INSTALLED) else frame
+
+
+def as_dimension(value: Any) -> Any:
+    """Returns an integer as a length that is not the batch's."""
+    return Dimension(operator.index(value))
+
+
 def is_size(value: Any) -> bool:
     """Whether a number is a batch's size, or made of one."""
     return isinstance(value, Size)
+
+
+def is_part(value: Any) -> bool:
+    """Whether a number was computed with a batch's size."""
+    return isinstance(value, Part)
 
 
 def as_size(value: Any) -> Any:
