@@ -87,8 +87,6 @@ class Follower:
             self._unwatch = _watch_forwards(self._check_forward)
         loader = stream.loader
         loader.looks.delivered(batch)
-        if loader.looks.has_other_shapes:
-            self._condition("a loader's samples have other shapes from batch to batch, as where they are padded to the longest")
         if not loader.is_traced and loader.num_traces < _MOST_TRACES and stream.current.num_samples:
             loader.num_traces += 1
             self._traced, self.was_traced = stream, True

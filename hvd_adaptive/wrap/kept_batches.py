@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
 from typing import Any
@@ -40,4 +41,8 @@ class FirstBatches:
     def are_kept(self) -> bool:
         """Whether all batches that the script should be through with are still there."""
         old = self._tensors[: len(self._tensors) - _IN_USE]
-        return len(old) > 1 and all(tensor() is not None for tensor in old)
+        if len(old) < 2 or any(tensor() is None for tensor in old):
+            return False
+        # What refers to itself goes when Python looks for it.
+        gc.collect()
+        return all(tensor() is not None for tensor in old)

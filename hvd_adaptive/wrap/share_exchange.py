@@ -22,6 +22,10 @@ _TRIAL, _TRIAL_OVER = 16, 28
 _TRIED = (1.0, 1.5)
 
 
+# A condition of equal updates that the batches themselves show.
+_PADDED = "samples have other shapes from batch to batch, as where each batch is padded to its longest sample"
+
+
 class DryRunOver(SystemExit):
     """Ends a dry run on all ranks at the same step."""
 
@@ -101,7 +105,7 @@ class Shares:
             loader = stream.loader
             if loader.heads.take_ignored():
                 loader.reasons.add(Reason.WEIGHTED_LOSS)
-            if loader.looks.are_kept():
+            if Reason.KEPT not in loader.reasons and loader.looks.are_kept():
                 loader.reasons.add(Reason.KEPT)
             reasons |= loader.reasons | (set() if loader.is_traced else {Reason.NO_FORWARD})
             window.num_delivered, window.num_handed = stream.num_delivered, stream.num_handed
@@ -153,6 +157,8 @@ class Shares:
             usable, agreed = self._on_trial(loader, reasons, agreed)
         loader.fractions = tuple(float(part) for part in agreed) if usable else None
         stream.change_fractions(loader.fractions, first=int(gathered["num_handed"].max()))
+        if usable and loader.looks.has_other_shapes:
+            self._report.condition(_PADDED)
         self._report.window(loader, gathered)
         if not reasons:
             self.controller(loader).propose(gathered, self.config.max_batch_size)

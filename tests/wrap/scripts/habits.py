@@ -176,10 +176,10 @@ num_steps = num_seen = num_seen_by_len = 0
 
 def progress(batches):
     """As tqdm: hands on what it gets, and counts."""
-    count = 0
-    for batch in batches:
+    for count, batch in enumerate(batches):
         yield batch
-        count += 1
+        if count % 10 == 0:
+            print(f"{count} of {len(batches)}")
 
 
 def adversarial(x, y):
