@@ -20,7 +20,6 @@ from hvd_adaptive.wrap.compilers import is_reading
 from hvd_adaptive.wrap.forwards import Tracer
 from hvd_adaptive.wrap.loaders import Handed, IndexStream, Loader
 from hvd_adaptive.wrap.reasons import Reason
-from hvd_adaptive.wrap.sizes import is_part
 from hvd_adaptive.wrap.tensors import tensors_in
 
 # Batches of a loader that are followed all of their way from loader to backward, and how many are tried for that.
@@ -129,21 +128,12 @@ class Follower:
         self._stepped.add(id(optimizer))
         if optimizer is not None:
             self._stepped_last = weakref.ref(optimizer)
-        if self._traced is not None:
-            self._look_at_rates(optimizer)
         stream = self.stream if self._has_gradients else None
         batches = [handed for used, handed in self._used if used is stream]
         self._used.clear()
         self._has_gradients = False
         self.was_traced = self._traced is not None
         return stream, batches
-
-    def _look_at_rates(self, optimizer: Any) -> None:
-        """Takes note of learning rates that were set by a batch's size."""
-        for group in getattr(optimizer, "param_groups", []):
-            if is_part(group.get("lr")):
-                group["lr"] = float(group["lr"])
-                self.refuse(Reason.SIZE_DECIDES)
 
     @property
     def rates(self) -> int:

@@ -2,11 +2,8 @@
 
 Whether a batch of another size goes through a script as one forward and one mean loss cannot be known from the loader. So
 one early batch, while shares are still equal, is followed from torch function to torch function: which tensors are made of
-it, whether it is cut into pieces, what else goes into the forward, and which loss comes out. It costs that batch some
-microseconds a call; inside the model only losses and choices among samples are looked at.
-
-Nothing of this may break a script: what fails here ends the watching, and who reads the script rather than run it (Dynamo, the
-jit's tracer) does not see it.
+it, whether it is cut into pieces, what else goes into the forward, and which loss comes out. Within a forward see inside.py.
+Nothing of this may break a script, and who reads the script rather than run it (Dynamo, the jit's tracer) does not see it.
 """
 
 from __future__ import annotations
@@ -29,6 +26,7 @@ from hvd_adaptive.wrap.compilers import is_reading
 from hvd_adaptive.wrap.decisions import decides_by_length, divides_by_length
 from hvd_adaptive.wrap.losses import Kind
 from hvd_adaptive.wrap.picks import goes_through_batch, number_of_pick
+from hvd_adaptive.wrap.rates import sets_rate_by_size
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.tensors import tensors_in
 
@@ -146,8 +144,8 @@ class Tracer(TorchFunctionMode):
                     return inside.sizes_of(args, result, self._num_samples)
             return result
         self._guarded(lambda: self._follow(func, args, kwargs or {}, result))
-        if func is Tensor.__len__:
-            self._guarded(lambda: self._look_at_length(args[0]))
+        if func in _SIZES:
+            self._guarded(lambda: self._look_at_size(func, args[0]))
         if func in _SHAPES or func in _COUNTS:
             return self._size_of_batch(func, args, result)
         return result
@@ -319,9 +317,13 @@ class Tracer(TorchFunctionMode):
         is_place = isinstance(asked, int) and known[0].dim() and asked % known[0].dim() == place
         return sizes.as_size(result) if is_place else result
 
-    def _look_at_length(self, tensor: Tensor) -> None:
+    def _look_at_size(self, func: Any, tensor: Tensor) -> None:
+        """The script asks for a tensor's size: looks in its source for what follows from that."""
         frame = sizes.calling_frame()
-        if frame is not None and id(tensor) in self._made and self._holds_samples(tensor) and decides_by_length(frame, tensor):
+        if frame is None or id(tensor) not in self._made or not self._holds_samples(tensor):
+            return
+        decides = func is Tensor.__len__ and decides_by_length(frame, tensor)
+        if decides or sets_rate_by_size(frame.f_code.co_filename, frame.f_lineno):
             self.findings.add(Reason.SIZE_DECIDES)
 
     def _is_mean_by_length(self, func: Any, args: tuple[Any, ...]) -> bool:

@@ -45,7 +45,7 @@ def findings(
         num_samples: the batch's.
         length_asked: the script has asked how long the batch is in a way that gives a plain number.
     """
-    found = set()
+    found: set[Reason] = set()
     name = losses.plain_name(func)
     if not length_asked and _is_of_fixed_size(name, args, kwargs, num_samples):
         found.add(Reason.FIXED_SIZE)
@@ -144,8 +144,9 @@ def divides_by_number(func: Any, args: tuple[Any, ...], frame: FrameType) -> boo
 
 def holds_samples(value: Any, num_samples: int) -> bool:
     """Whether a value may hold a row for each sample."""
-    is_tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-    return is_tensor and value.dim() > 0 and value.shape[0] == num_samples
+    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+        return False
+    return value.dim() > 0 and value.shape[0] == num_samples
 
 
 def sizes_of(args: tuple[Any, ...], result: Any, num_samples: int) -> Any:

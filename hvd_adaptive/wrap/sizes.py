@@ -62,13 +62,6 @@ class Dimension(int):
         return int, (int(self),)
 
 
-class Part(float):
-    """What a batch's size was divided or multiplied by: decides nothing by itself, but may set a learning rate."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return float, (float(self),)
-
-
 def _tell() -> None:
     # This function, the number's own, and who compares.
     if _told is not None and not sys._getframe(2).f_code.co_filename.startswith(_INSTALLED):
@@ -104,24 +97,6 @@ def _arithmetic(name: str, *, is_count: bool) -> Callable[..., Any]:
     return method
 
 
-def _real(base: type, name: str) -> Callable[..., Any]:
-    compute = getattr(base, name)
-
-    @functools.wraps(compute)
-    def method(self: Any, *others: Any) -> Any:
-        result = compute(self, *others)
-        if result is NotImplemented and others and isinstance(others[0], float):
-            result = getattr(float(self), name)(*others)
-        return Part(result) if type(result) is float and _told is not None else result
-
-    return method
-
-
-_QUOTIENTS = ("__truediv__", "__rtruediv__", "__pow__", "__rpow__")
-for _name in _QUOTIENTS:
-    setattr(Size, _name, _real(int, _name))
-for _name in ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", *_QUOTIENTS):
-    setattr(Part, _name, _real(float, _name))
 for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
     setattr(Size, _name, _comparison(_name))
 for _name in ("__add__", "__radd__", "__mul__", "__rmul__"):
@@ -170,11 +145,6 @@ def as_dimension(value: Any) -> Any:
 def is_size(value: Any) -> bool:
     """Whether a number is a batch's size, or made of one."""
     return isinstance(value, Size)
-
-
-def is_part(value: Any) -> bool:
-    """Whether a number was computed with a batch's size."""
-    return isinstance(value, Part)
 
 
 def as_size(value: Any) -> Any:

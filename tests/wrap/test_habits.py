@@ -8,12 +8,12 @@ from wrapped_scripts import run_both
 from hvd_adaptive.wrap.reasons import Reason
 
 SHARED = [
-    "own_hidden", "loss_inside", "rows_inside", "pos_weight", "label_smoothing", "mixup", "global_length", "penalty",
+    "own_hidden", "loss_inside", "rows_inside", "pos_weight", "label_smoothing", "global_length", "penalty",
     "validate_often", "synchronize", "two_optimizers", "dictionary", "turns", "accumulate", "adversarial",
 ]  # fmt: skip
 EQUAL = {
-    "fixed_view": Reason.OTHER_INPUT,
-    "fixed_hidden": Reason.OTHER_INPUT,
+    "fixed_view": Reason.FIXED_SIZE,
+    "fixed_hidden": Reason.FIXED_SIZE,
     "assert_inside": Reason.SIZE_DECIDES,
     "gather_inside": Reason.GATHERED,
     "centred": Reason.MIXED,

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hvd_adaptive.wrap import sizes
 from hvd_adaptive.wrap.forwards import Tracer
 from hvd_adaptive.wrap.kept_batches import FirstBatches
 from hvd_adaptive.wrap.reasons import Reason
@@ -146,16 +145,6 @@ def test_samples_that_a_forward_takes_by_their_number_are_there() -> None:
 
     tracer = trace(some, of_results)
     assert not tracer.findings and tracer.least_samples == 4
-
-
-def test_what_is_computed_with_a_size_is_known_until_the_watching_ends() -> None:
-    told = []
-    sizes.watch(lambda: told.append(1))
-    rate = 0.1 * (1 - sizes.as_size(8) / 240)
-    assert sizes.is_part(rate) and rate == 0.1 * (1 - 8 / 240) and not told
-    assert sizes.is_part(sizes.as_size(8) ** 0.5) and type(sizes.as_size(8) + 1) is sizes.Size
-    sizes.stop()
-    assert not sizes.is_part(rate * 2)
 
 
 def test_batches_that_are_kept_and_shapes_that_vary() -> None:

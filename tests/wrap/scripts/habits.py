@@ -206,9 +206,6 @@ def loss_of(x, y):
         return F.binary_cross_entropy_with_logits(out, positive, pos_weight=(positive.numel() - positive.sum()) / positive.sum())
     if mode == "label_smoothing":
         return torch.nn.CrossEntropyLoss(label_smoothing=0.2)(out, y)
-    if mode == "mixup":
-        order = torch.arange(len(y)).flip(0)
-        return 0.7 * F.cross_entropy(out, y) + 0.3 * F.cross_entropy(out, y[order])
     if mode == "global_constant":
         return F.cross_entropy(out, y, reduction="sum") / (BATCH * hvd.size())
     if mode == "global_length":
