@@ -126,7 +126,7 @@ class Follower:
         if self._traced is not None and id(optimizer) in self._stepped:
             self.finish_trace()
         self._stepped.add(id(optimizer))
-        if optimizer is not None:
+        if hasattr(optimizer, "param_groups"):
             self._stepped_last = weakref.ref(optimizer)
         stream = self.stream if self._has_gradients else None
         batches = [handed for used, handed in self._used if used is stream]

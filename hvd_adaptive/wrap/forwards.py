@@ -2,7 +2,7 @@
 
 Whether a batch of another size goes through a script as one forward and one mean loss cannot be known from the loader. So
 one early batch, while shares are still equal, is followed from torch function to torch function: which tensors are made of
-it, whether it is cut into pieces, what else goes into the forward, and which loss comes out. Within a forward see inside.py.
+it, whether it is cut into pieces, what else goes into the forward, and which loss comes out; for its inside see inside.py.
 Nothing of this may break a script, and who reads the script rather than run it (Dynamo, the jit's tracer) does not see it.
 """
 
@@ -99,7 +99,7 @@ class Tracer(TorchFunctionMode):
         self._root, self._depth, self.least_samples = None, 0, 1
         self._size_asked = self._length_asked = self._own_reduction = self._mean_seen = False
         self._num_samples = num_samples
-        self._guarded(lambda: [self._keep(tensor, Kind.ROWS) for tensor in tensors_in([batch])])
+        self._guarded(lambda: self._keep(Kind.ROWS, *tensors_in([batch])))
         self._watching = True
         self._go_on()
 
@@ -200,7 +200,7 @@ class Tracer(TorchFunctionMode):
                     self.findings.add(Reason.MIXED)
             else:
                 kind = Kind.OTHER if losses.rows_dim(tensor, self._num_samples) is None else Kind.ROWS
-            self._keep(tensor, kind)
+            self._keep(kind, tensor)
 
     def _look_at_arguments(self, arguments: Any, places: set[Place]) -> None:
         found = False
@@ -287,11 +287,11 @@ class Tracer(TorchFunctionMode):
                 kind = Kind.OTHER
         for tensor in results:
             if tensor.requires_grad and of_loss:
-                self._keep(tensor, kind)
+                self._keep(kind, tensor)
             elif cut:
-                self._keep(tensor, Kind.CUT)
+                self._keep(Kind.CUT, tensor)
             else:
-                self._keep(tensor, Kind.REDUCED if losses.rows_dim(tensor, self._num_samples) is None else Kind.ROWS)
+                self._keep(Kind.REDUCED if losses.rows_dim(tensor, self._num_samples) is None else Kind.ROWS, tensor)
 
     def _judge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Looks at what backward is called on."""
@@ -351,10 +351,11 @@ class Tracer(TorchFunctionMode):
         is_inside = self._root is not None and tensor.dim() > 0 and tensor.shape[0] == self._num_samples
         return self._watching and (is_inside or self._kind(tensor) in (Kind.ROWS, Kind.CUT))
 
-    def _keep(self, tensor: Tensor, kind: Kind) -> None:
-        self._made[id(tensor)] = (tensor, kind)
-        if tensor.layout == torch.strided and kind is Kind.ROWS:
-            self._memory.add(tensor.untyped_storage().data_ptr())
+    def _keep(self, kind: Kind, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            self._made[id(tensor)] = (tensor, kind)
+            if tensor.layout == torch.strided and kind is Kind.ROWS:
+                self._memory.add(tensor.untyped_storage().data_ptr())
 
     def _kind(self, tensor: Tensor) -> Kind | None:
         """What a tensor holds; None if it is not made of the batch at all."""

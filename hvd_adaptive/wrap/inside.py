@@ -95,7 +95,8 @@ def is_sum(loss: Tensor, means: Collection[Any]) -> bool:
         loss: one number, with gradients.
         means: autograd's nodes of sums that were divided by the number of samples.
     """
-    nodes, known = [loss.grad_fn], set()
+    nodes: list[Any] = [loss.grad_fn]
+    known: set[Any] = set()
     while nodes and len(known) < _MOST_NODES:
         node = nodes.pop()
         if node is None or node in known or node in means:
