@@ -230,10 +230,9 @@ class Tracer(TorchFunctionMode):
             # What the forward makes of it is seen at its result.
             self._mean_seen = True
             return
-        results = list(tensors_in([result]))
+        results, frame = list(tensors_in([result])), sizes.own_frame()
         if losses.mixes_inside(func, args, results, self._num_samples):
             self.findings.add(Reason.MIXED)
-        frame = sizes.own_frame()
         if frame is None:
             return
         self._length_asked |= func is Tensor.__len__
