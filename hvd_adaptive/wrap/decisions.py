@@ -63,7 +63,7 @@ def divides_by_length(frame: FrameType, is_batch: Callable[[Any], bool]) -> bool
         and is_batch(frame.f_locals.get(node.args[0].id, frame.f_globals.get(node.args[0].id)))
     }
     values: dict[str, list[ast.expr]] = {}
-    for target, value in _assignments(scope):
+    for target, value in assignments(scope):
         values.setdefault(ast.unparse(target), []).append(value)
     divisors = [divisor for node in ast.walk(scope) if (divisor := _divisor(node, line)) is not None]
     return bool(divisors) and all(
@@ -116,11 +116,11 @@ def _may_be(node: ast.expr, value: Any, frame: FrameType) -> bool:
 def _names_of(scope: _Scope, lengths: set[int]) -> set[str]:
     """The names that hold one of the lengths, or what was computed with it by adding and the like."""
     names: set[str] = set()
-    assignments = list(_assignments(scope))
+    given = list(assignments(scope))
     while True:
         found = {
             ast.unparse(target)
-            for target, value in assignments
+            for target, value in given
             if _comes_from(value, names, lengths) and isinstance(target, (ast.Name, ast.Attribute))
         }
         if found <= names:
@@ -128,7 +128,8 @@ def _names_of(scope: _Scope, lengths: set[int]) -> set[str]:
         names |= found
 
 
-def _assignments(scope: _Scope) -> Iterator[tuple[ast.expr, ast.expr]]:
+def assignments(scope: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yields what is assigned in a piece of source, and what to."""
     for node in ast.walk(scope):
         if isinstance(node, ast.Assign):
             for target in node.targets:

@@ -7,6 +7,7 @@ validation loop may come between any of them.
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from hvd_adaptive.wrap.compilers import is_reading
-from hvd_adaptive.wrap.forwards import Tracer, tensors_in
+from hvd_adaptive.wrap.forwards import Tracer
 from hvd_adaptive.wrap.loaders import Handed, IndexStream, Loader
 from hvd_adaptive.wrap.reasons import Reason
+from hvd_adaptive.wrap.tensors import tensors_in
 
 # Batches of a loader that are followed all of their way from loader to backward, and how many are tried for that.
 _ENOUGH_TRACES, _MOST_TRACES = 2, 10
@@ -43,6 +45,7 @@ class Follower:
         self.weight = 1.0
         self.stream: IndexStream | None = None
         self.was_traced = False
+        self._stepped_last: Callable[[], Any] = lambda: None
         self._describe = describe
         self._condition = condition
         self._streams: weakref.WeakSet[IndexStream] = weakref.WeakSet()
@@ -82,6 +85,7 @@ class Follower:
         if stream.weight_differs and self._unwatch is None:
             self._unwatch = _watch_forwards(self._check_forward)
         loader = stream.loader
+        loader.looks.delivered(batch)
         if not loader.is_traced and loader.num_traces < _MOST_TRACES and stream.current.num_samples:
             loader.num_traces += 1
             self._traced, self.was_traced = stream, True
@@ -122,12 +126,20 @@ class Follower:
         if self._traced is not None and id(optimizer) in self._stepped:
             self.finish_trace()
         self._stepped.add(id(optimizer))
+        if hasattr(optimizer, "param_groups"):
+            self._stepped_last = weakref.ref(optimizer)
         stream = self.stream if self._has_gradients else None
         batches = [handed for used, handed in self._used if used is stream]
         self._used.clear()
         self._has_gradients = False
         self.was_traced = self._traced is not None
         return stream, batches
+
+    @property
+    def rates(self) -> int:
+        """A checksum of the learning rates of the optimizer that stepped last; 0 if there is none any more."""
+        groups = getattr(self._stepped_last(), "param_groups", [])
+        return zlib.crc32(repr([float(group.get("lr", 0.0)) for group in groups]).encode())
 
     def losses(self, tensors: Sequence[Tensor]) -> None:
         """The script is about to call backward on tensors."""

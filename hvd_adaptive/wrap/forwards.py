@@ -2,18 +2,16 @@
 
 Whether a batch of another size goes through a script as one forward and one mean loss cannot be known from the loader. So
 one early batch, while shares are still equal, is followed from torch function to torch function: which tensors are made of
-it, whether it is cut into pieces, what else goes into the forward, and which loss comes out. It costs that batch some
-microseconds a call; inside the model only losses and choices among samples are looked at.
-
-Nothing of this may break a script: what fails here ends the watching, and who reads the script rather than run it (Dynamo, the
-jit's tracer) does not see it.
+it, whether it is cut into pieces, what else goes into the forward, and which loss comes out; for its inside see inside.py.
+Nothing of this may break a script, and who reads the script rather than run it (Dynamo, the jit's tracer) does not see it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,14 +21,15 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_adaptive.wrap import losses, sizes
+from hvd_adaptive.wrap import inside, losses, sizes
 from hvd_adaptive.wrap.compilers import is_reading
 from hvd_adaptive.wrap.decisions import decides_by_length, divides_by_length
 from hvd_adaptive.wrap.losses import Kind
 from hvd_adaptive.wrap.picks import goes_through_batch, number_of_pick
+from hvd_adaptive.wrap.rates import sets_rate_by_size
 from hvd_adaptive.wrap.reasons import Reason
+from hvd_adaptive.wrap.tensors import tensors_in
 
-_MAX_DEPTH = 6
 _SHAPES = {Tensor.size, Tensor.shape.__get__}  # type: ignore[attr-defined]
 _COUNTS = {Tensor.numel, Tensor.nelement}
 _SIZES = {*_SHAPES, *_COUNTS, Tensor.__len__}
@@ -49,25 +48,6 @@ _OF_LOSS = {
 
 # Where a forward's batch size stands: the number of the tensor among its arguments, the dimension, and samples a row.
 Place = tuple[int, int, int]
-
-
-def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Yields the tensors in a batch or in arguments: in lists, tuples, mappings and simple objects."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth >= _MAX_DEPTH or isinstance(value, (str, bytes, nn.Module)):
-        return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, depth + 1)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item, depth + 1)
-    elif type(value).__module__.startswith("torch."):
-        # Torch's own objects, as fx's nodes, may hold whole graphs.
-        return
-    elif depth and isinstance(getattr(value, "__dict__", None), dict) and not callable(value):
-        yield from tensors_in(vars(value), depth + 1)
 
 
 class Tracer(TorchFunctionMode):
@@ -97,12 +77,14 @@ class Tracer(TorchFunctionMode):
         self._memory: set[int] = set()
         # Tensors as long as the batch and its like: made since, from data or by a script that has asked how long the batch is.
         self._as_long: dict[int, Tensor] = {}
-        self._size_asked = False
+        # Made since, of weights and the like, outside of any forward; and the nodes of sums that were divided by a batch's size.
+        self._beside: dict[int, Tensor] = {}
+        self._means: set[Any] = set()
+        self._size_asked = self._length_asked = False
         # The module that the script itself has called, and how often it is within itself.
         self._root: nn.Module | None = None
         self._depth = 0
-        self._own_reduction = False
-        self._mean_seen = False
+        self._own_reduction = self._mean_seen = False
         self._hooks: list[Any] = []
 
     def train(self, parameters: list[Tensor]) -> None:
@@ -114,11 +96,10 @@ class Tracer(TorchFunctionMode):
         """Begins to follow a batch."""
         self.end()
         self.findings, self.num_forwards, self.num_backwards = set(), 0, 0
-        self._root, self._depth = None, 0
-        self.least_samples = 1
-        self._size_asked = self._own_reduction = self._mean_seen = False
+        self._root, self._depth, self.least_samples = None, 0, 1
+        self._size_asked = self._length_asked = self._own_reduction = self._mean_seen = False
         self._num_samples = num_samples
-        self._guarded(lambda: self._keep_all(batch, Kind.ROWS))
+        self._guarded(lambda: self._keep(Kind.ROWS, *tensors_in([batch])))
         self._watching = True
         self._go_on()
 
@@ -130,6 +111,8 @@ class Tracer(TorchFunctionMode):
         self._pause()
         self._made.clear()
         self._as_long.clear()
+        self._beside.clear()
+        self._means.clear()
         self._memory.clear()
 
     @contextmanager
@@ -157,10 +140,12 @@ class Tracer(TorchFunctionMode):
         if not self._is_followed():
             if self._watching and self._root is not None and torch.is_grad_enabled():
                 self._guarded(lambda: self._look_inside(func, args, kwargs or {}, result))
+                if func in _SHAPES:
+                    return inside.sizes_of(args, result, self._num_samples)
             return result
         self._guarded(lambda: self._follow(func, args, kwargs or {}, result))
-        if func is Tensor.__len__:
-            self._guarded(lambda: self._look_at_length(args[0]))
+        if func in _SIZES:
+            self._guarded(lambda: self._look_at_size(func, args[0]))
         if func in _SHAPES or func in _COUNTS:
             return self._size_of_batch(func, args, result)
         return result
@@ -211,9 +196,11 @@ class Tracer(TorchFunctionMode):
         for tensor in tensors_in([result]):
             if tensor.numel() == 1:
                 kind = Kind.MEAN
+                if tensor.requires_grad and inside.is_sum(tensor, self._means):
+                    self.findings.add(Reason.MIXED)
             else:
                 kind = Kind.OTHER if losses.rows_dim(tensor, self._num_samples) is None else Kind.ROWS
-            self._keep(tensor, kind)
+            self._keep(kind, tensor)
 
     def _look_at_arguments(self, arguments: Any, places: set[Place]) -> None:
         found = False
@@ -240,10 +227,22 @@ class Tracer(TorchFunctionMode):
             self.findings |= losses.findings_of_loss_function(func, args, kwargs)
             if losses.is_sum(func, args, kwargs):
                 self.findings.add(Reason.SUM_LOSS)
-            # What the forward makes of it cannot be told from the model's own arithmetic.
+            # What the forward makes of it is seen at its result.
             self._mean_seen = True
-        elif losses.mixes_inside(func, args, list(tensors_in([result])), self._num_samples):
+            return
+        results, frame = list(tensors_in([result])), sizes.own_frame()
+        if losses.mixes_inside(func, args, results, self._num_samples):
             self.findings.add(Reason.MIXED)
+        if frame is None:
+            return
+        self._length_asked |= func is Tensor.__len__
+        self.findings |= inside.findings(func, args, kwargs, results, self._num_samples, length_asked=self._length_asked)
+        if inside.divides_by_number(func, args, frame):
+            self._means.add(result.grad_fn)
+        if inside.holds_samples(args[0] if args else None, self._num_samples):
+            self._look_at_pick(func, args, frame)
+            if func is Tensor.__len__ and decides_by_length(frame, args[0]):
+                self.findings.add(Reason.SIZE_DECIDES)
 
     # -- all else
 
@@ -257,9 +256,13 @@ class Tracer(TorchFunctionMode):
             is_new = all(id(tensor) in self._as_long for tensor in given if self._num_samples in tensor.shape)
             if is_new and (self._size_asked or func not in _FACTORIES):
                 self._as_long.update((id(tensor), tensor) for tensor in results if self._num_samples in tensor.shape)
+            if not self._are_from_inside(given):
+                self._beside.update((id(tensor), tensor) for tensor in results if tensor.requires_grad)
             return
         self._size_asked |= func in _SIZES
-        self._look_at_pick(func, args)
+        self._length_asked |= func is Tensor.__len__
+        if args and self._holds_samples(args[0]):
+            self._look_at_pick(func, args, sizes.calling_frame())
         for tensor in given:
             # Labels of a fixed number, an order of a fixed length. What trains is as long by chance.
             is_other = self._kind(tensor) is None and id(tensor) not in self._as_long and not tensor.requires_grad
@@ -279,13 +282,15 @@ class Tracer(TorchFunctionMode):
             kind = Kind.CUT if cut and kind is Kind.ROWS else kind
             if kind is Kind.SUM and self._is_mean_by_length(func, args):
                 kind = Kind.MEAN
+            if self._are_from_inside(given):
+                kind = Kind.OTHER
         for tensor in results:
             if tensor.requires_grad and of_loss:
-                self._keep(tensor, kind)
+                self._keep(kind, tensor)
             elif cut:
-                self._keep(tensor, Kind.CUT)
+                self._keep(Kind.CUT, tensor)
             else:
-                self._keep(tensor, Kind.REDUCED if losses.rows_dim(tensor, self._num_samples) is None else Kind.ROWS)
+                self._keep(Kind.REDUCED if losses.rows_dim(tensor, self._num_samples) is None else Kind.ROWS, tensor)
 
     def _judge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Looks at what backward is called on."""
@@ -311,13 +316,14 @@ class Tracer(TorchFunctionMode):
         is_place = isinstance(asked, int) and known[0].dim() and asked % known[0].dim() == place
         return sizes.as_size(result) if is_place else result
 
-    def _look_at_length(self, tensor: Tensor) -> None:
+    def _look_at_size(self, func: Any, tensor: Tensor) -> None:
+        """The script asks for a tensor's size: looks in its source for what follows from that."""
         frame = sizes.calling_frame()
-        known = self._made.get(id(tensor))
-        if known is None or known[1] is not Kind.ROWS or frame is None:
+        if frame is None or id(tensor) not in self._made or not self._holds_samples(tensor):
             return
-        if losses.rows_dim(known[0], self._num_samples) == 0 and decides_by_length(frame, tensor):
-            self._decides()
+        decides = func is Tensor.__len__ and decides_by_length(frame, tensor)
+        if decides or sets_rate_by_size(frame.f_code.co_filename, frame.f_lineno):
+            self.findings.add(Reason.SIZE_DECIDES)
 
     def _is_mean_by_length(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether a sum over samples is divided by ``len(x)``, which Python makes a plain integer of."""
@@ -331,31 +337,24 @@ class Tracer(TorchFunctionMode):
     def _holds_samples(self, value: Any) -> bool:
         return isinstance(value, Tensor) and self._kind(value) is Kind.ROWS and losses.rows_dim(value, self._num_samples) == 0
 
-    def _look_at_pick(self, func: Any, args: tuple[Any, ...]) -> None:
+    def _look_at_pick(self, func: Any, args: tuple[Any, ...], frame: FrameType | None) -> None:
         count = number_of_pick(func, args)
-        if not count or self._kind(args[0]) is not Kind.ROWS or args[0].shape[0] != self._num_samples:
-            return
-        if goes_through_batch(sizes.calling_frame()):
+        if not count or goes_through_batch(frame):
             return
         self.least_samples = max(self.least_samples, count)
         if count >= self._num_samples:
             self.findings.add(Reason.NUMBERED)
 
-    def _decides(self) -> None:
-        self.findings.add(Reason.SIZE_DECIDES)
-
     def is_made_of_batch(self, tensor: Tensor) -> bool:
         """Whether a tensor is made of the batch that is watched now, sample by sample."""
-        return self._watching and self._kind(tensor) in (Kind.ROWS, Kind.CUT)
+        is_inside = self._root is not None and tensor.dim() > 0 and tensor.shape[0] == self._num_samples
+        return self._watching and (is_inside or self._kind(tensor) in (Kind.ROWS, Kind.CUT))
 
-    def _keep_all(self, batch: Any, kind: Kind) -> None:
-        for tensor in tensors_in([batch]):
-            self._keep(tensor, kind)
-
-    def _keep(self, tensor: Tensor, kind: Kind) -> None:
-        self._made[id(tensor)] = (tensor, kind)
-        if tensor.layout == torch.strided and kind is Kind.ROWS:
-            self._memory.add(tensor.untyped_storage().data_ptr())
+    def _keep(self, kind: Kind, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            self._made[id(tensor)] = (tensor, kind)
+            if tensor.layout == torch.strided and kind is Kind.ROWS:
+                self._memory.add(tensor.untyped_storage().data_ptr())
 
     def _kind(self, tensor: Tensor) -> Kind | None:
         """What a tensor holds; None if it is not made of the batch at all."""
@@ -366,6 +365,11 @@ class Tracer(TorchFunctionMode):
         if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in self._memory:
             return Kind.ROWS if self._num_samples in tensor.shape else Kind.CUT
         return None
+
+    def _are_from_inside(self, tensors: list[Tensor]) -> bool:
+        """Whether a tensor with gradients comes from a forward, but by another way than its result."""
+        computed = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
+        return any(id(tensor) not in self._beside and self._kind(tensor) is None for tensor in computed)
 
     def _place(self, tensor: Tensor, number: int) -> Place | None:
         shape = list(tensor.shape)
@@ -380,7 +384,7 @@ class Tracer(TorchFunctionMode):
                 register_module_forward_pre_hook(self._before),
                 register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
             ]
-        sizes.watch(self._decides)
+        sizes.watch(lambda: self.findings.add(Reason.SIZE_DECIDES))
         if not self._entered:
             self.__enter__()
             self._entered = True

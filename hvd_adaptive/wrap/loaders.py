@@ -20,6 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from hvd_adaptive.algorithm.shares import integer_shares
 from hvd_adaptive.wrap.fingerprint import fingerprint
 from hvd_adaptive.wrap.graphs import Heads
+from hvd_adaptive.wrap.kept_batches import FirstBatches
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.sampling import OneOrder, Union, checksum, find_union, take_share
 from hvd_adaptive.wrap.share_rules import Controller
@@ -52,6 +53,7 @@ class Loader:
         num_traces: batches that were followed for that.
         num_followed: those of them that were seen all the way.
         controller: what proposes its shares.
+        looks: what its first batches show.
         ends_together: its passes are known to have as many batches on all ranks.
     """
 
@@ -72,6 +74,7 @@ class Loader:
         self.is_traced = False
         self.num_traces = self.num_followed = 0
         self.controller: Controller | None = None
+        self.looks = FirstBatches()
         self.ends_together = False
         if isinstance(loader.dataset, IterableDataset):
             self.reasons.add(Reason.ITERABLE)

@@ -136,9 +136,9 @@ def mixes_inside(func: Any, args: tuple[Any, ...], results: Sequence[Tensor], nu
         return _takes_some(args[2], given[0], num_samples)
     if name in ("topk", "sort", "kthvalue") and given[0].dim() == 1 and given[0].numel() % num_samples == 0:
         # Of what has a number for each sample, or for each place of each.
-        return not _is_weight(given[0])
+        return not is_weight(given[0])
     if name in ("mm", "matmul", "cdist") and len(given) > 1:
-        whole = all(tensor.dim() == 2 and tensor.requires_grad and not _is_weight(tensor) for tensor in given[:2])
+        whole = all(tensor.dim() == 2 and tensor.requires_grad and not is_weight(tensor) for tensor in given[:2])
         return whole and any(tuple(tensor.shape) == (num_samples, num_samples) for tensor in results)
     return False
 
@@ -151,11 +151,12 @@ def _takes_some(index: Any, source: Tensor, num_samples: int) -> bool:
         return False
     if index.dtype in (torch.bool, torch.uint8):
         return True
-    of_rows = index.dim() == 1 and source.shape[0] == num_samples and not _is_weight(source)
+    of_rows = index.dim() == 1 and source.shape[0] == num_samples and not is_weight(source)
     return of_rows and index.shape[0] % num_samples != 0
 
 
-def _is_weight(tensor: Tensor) -> bool:
+def is_weight(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, a view of one, or data that no function made with gradients."""
     base = tensor._base
     return tensor.is_leaf or (base is not None and base.is_leaf)
 
@@ -215,6 +216,12 @@ def _kind_of_rows(
     if name == "cat":
         return Kind.ROWS if len(given) == len(list(args[0])) or _argument(args, kwargs, 1, 0) not in (0, along) else Kind.OTHER
     return Kind.ROWS if name in _ROWWISE else Kind.OTHER
+
+
+def dims_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> set[int]:
+    """Returns the dimensions that a function works along, given its name; all of them where it is not told any."""
+    position, default = _ALONG.get(name, (1, None))
+    return _dims(_argument(args, kwargs, position, default), tensor)
 
 
 def _dims(value: Any, tensor: Tensor) -> set[int]:

@@ -55,6 +55,11 @@ class Reason(enum.Enum):
     SKIPPED = "the script left out batches of another size than its own"
     COMPILED = "torch.compile: what is compiled cannot be looked into, and would be compiled again for other batch sizes"
     SCRIPTED = "a TorchScript module cannot be looked into"
+    FIXED_SIZE = (
+        "a forward makes or reshapes a tensor for as many samples as the script's batches have, without asking how many there are"
+    )
+    KEPT = "the script keeps its batches, and may train on them once more: what other ranks' shares were then is not known"
+    RATES = "the ranks' learning rates differ, as where the script sets them by the samples that a rank has seen"
     NOT_FOLLOWED = "the way of a batch through the script could not be followed"
 
     @property

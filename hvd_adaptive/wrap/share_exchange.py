@@ -22,6 +22,10 @@ _TRIAL, _TRIAL_OVER = 16, 28
 _TRIED = (1.0, 1.5)
 
 
+# A condition of equal updates that the batches themselves show.
+_PADDED = "samples have other shapes from batch to batch, as where each batch is padded to its longest sample"
+
+
 class DryRunOver(SystemExit):
     """Ends a dry run on all ranks at the same step."""
 
@@ -84,12 +88,13 @@ class Shares:
         if self.config.dry_run and self._num_alone >= _TRIAL:
             raise DryRunOver(0)
 
-    def begin(self, stream: IndexStream | None, window: Window) -> Callable[[], None]:
+    def begin(self, stream: IndexStream | None, window: Window, rates: int) -> Callable[[], None]:
         """Begins an exchange; returns what ends it. COLLECTIVE.
 
         Args:
             stream: the pass that fed the last step; None: no loader did.
             window: what this rank did since the last exchange.
+            rates: a checksum of the optimizer's learning rates.
         """
         import horovod.torch as hvd
 
@@ -100,6 +105,8 @@ class Shares:
             loader = stream.loader
             if loader.heads.take_ignored():
                 loader.reasons.add(Reason.WEIGHTED_LOSS)
+            if Reason.KEPT not in loader.reasons and loader.looks.are_kept():
+                loader.reasons.add(Reason.KEPT)
             reasons |= loader.reasons | (set() if loader.is_traced else {Reason.NO_FORWARD})
             window.num_delivered, window.num_handed = stream.num_delivered, stream.num_handed
             window.dataset = loader.fingerprint()
@@ -107,7 +114,7 @@ class Shares:
             window.smallest = loader.smallest
             window.checksum = stream.last_checksum() or 0
             proposal = self.controller(loader).proposal
-        window.reasons = mask(reasons)
+        window.reasons, window.rates = mask(reasons), rates
         vector = torch.from_numpy(pack(window, proposal, world_size=self._world_size, rank=self._rank))
         handle = hvd.allreduce_async_(vector, name="hvd_adaptive.exchange", op=hvd.Sum)
 
@@ -150,6 +157,8 @@ class Shares:
             usable, agreed = self._on_trial(loader, reasons, agreed)
         loader.fractions = tuple(float(part) for part in agreed) if usable else None
         stream.change_fractions(loader.fractions, first=int(gathered["num_handed"].max()))
+        if usable and loader.looks.has_other_shapes:
+            self._report.condition(_PADDED)
         self._report.window(loader, gathered)
         if not reasons:
             self.controller(loader).propose(gathered, self.config.max_batch_size)

@@ -46,6 +46,7 @@ class Window(Statistics):
     num_batches: int = 0
     wall_steps: int = 0
     wall_s: float = 0.0
+    rates: int = 0
 
 
 def pack(window: Window, proposal: Array, *, world_size: int, rank: int) -> Array:
@@ -74,6 +75,8 @@ def judge(gathered: Gathered) -> set[Reason]:
         reasons.add(Reason.UNION)
     if len(set(gathered["dataset"])) > 1:
         reasons.add(Reason.DATASET)
+    if len(set(gathered["rates"])) > 1:
+        reasons.add(Reason.RATES)
     expected = gathered["global_samples"]
     if not reasons and (gathered["num_samples"].sum() != expected[0] or (expected != expected[0]).any()):
         raise RuntimeError(

@@ -19,12 +19,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 # Who is told of a decision, while a batch is watched.
 _told: Callable[[], None] | None = None
 # What installed packages compare (progress bars, say), or this one, is not what the script decides.
 _INSTALLED = (
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
     str(Path(__file__).resolve().parents[1]),
+)
+# What stands between a script's line and the function that it calls.
+_PASSED = (
+    str(Path(__file__).resolve().parents[1]),
+    *(str(Path(torch.__file__).parent / name) for name in ("overrides.py", "_tensor.py", "functional.py", "nn/functional.py")),
 )
 
 
@@ -46,6 +53,13 @@ class Size(int):
         return int(self) != 0
 
     __hash__ = int.__hash__
+
+
+class Dimension(int):
+    """A length along another dimension of a tensor, which is as long as the batch by chance."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, (int(self),)
 
 
 def _tell() -> None:
@@ -113,6 +127,19 @@ def calling_frame() -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith(_INSTALLED):
         frame = frame.f_back
     return frame
+
+
+def own_frame() -> FrameType | None:
+    """Returns the frame of the script's own code that has called the torch function at hand; None: a library has."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PASSED):
+        frame = frame.f_back
+    return None if frame is None or frame.f_code.co_filename.startswith(_INSTALLED) else frame
+
+
+def as_dimension(value: Any) -> Any:
+    """Returns an integer as a length that is not the batch's."""
+    return Dimension(operator.index(value))
 
 
 def is_size(value: Any) -> bool:

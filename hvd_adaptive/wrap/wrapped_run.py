@@ -214,7 +214,7 @@ class Engine:
         if local:
             self._exchange_due = exchange
         elif exchange:
-            finish = self._shares.begin(self._fed_by, self._meter.take())
+            finish = self._shares.begin(self._fed_by, self._meter.take(), self._follower.rates)
         before_s = self._watch.waiting_s
         by_horovod = not local and not self._exchange_encoded(optimizer)
         if by_horovod:
@@ -382,7 +382,7 @@ class Engine:
         before_s = self._watch.waiting_s
         try:
             if self.world_size > 1:
-                self._shares.begin(self._fed_by, self._meter.take())()
+                self._shares.begin(self._fed_by, self._meter.take(), self._follower.rates)()
             if merge:
                 local.merge(over)
         finally:

@@ -40,6 +40,7 @@ def test_every_rank_gets_every_row_and_rank_0s_proposal() -> None:
         ([window(checksum=0), window(checksum=0)], Reason.UNION),
         ([window(), window(dataset=5)], Reason.DATASET),
         ([window(), window(num_delivered=4)], Reason.OUT_OF_STEP),
+        ([window(rates=5), window(rates=6)], Reason.RATES),
         ([window(), window(reasons=Reason.SUB_BATCHES.bit)], Reason.SUB_BATCHES),
     ],
 )

@@ -14,6 +14,7 @@ import torch
 
 from hvd_adaptive.wrap import sizes
 from hvd_adaptive.wrap.decisions import decides_by_length
+from hvd_adaptive.wrap.rates import sets_rate_by_size
 
 DECIDING = {
     "skip": "if len(x) != 8: pass",
@@ -94,3 +95,44 @@ def test_sizes_are_integers_for_all_else() -> None:
     assert torch.zeros(size, 2).view(size, -1).shape == (6, 2) and np.zeros(size).shape == (6,)
     assert torch.tensor([size]).dtype == torch.int64 and {size: 1}[6] == 1 and list(range(size)) == list(range(6))
     assert type(pickle.loads(pickle.dumps(size))) is int and type(copy.deepcopy(size)) is int
+
+
+RATES = '''
+def train(loader, optimizer):
+    global seen
+    for x, y in loader:
+        size = len(x)
+        seen += size
+        mine = seen / 1000
+        {line}
+
+def set_rate(optimizer, number):
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 * min(1.0, number / 500)
+
+def warm_up(optimizer, loader):
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 / (1 + seen)
+        group["momentum"] = 0.9
+'''
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "optimizer.param_groups[0]['lr'] = 0.1 * (1 - mine)",
+        "set_rate(optimizer, mine)",
+        "set_rate(optimizer, number=2 * size)",
+        "set_rate(optimizer, len(loader))",
+        "print(mine, 100 * seen / len(loader))",
+    ],
+)
+def test_learning_rates_that_follow_from_samples(tmp_path: Any, line: str) -> None:
+    """The last two do by the count that all functions share, and not by one of their own."""
+    shared = RATES.format(line=line)
+    own = shared.replace("    global seen\n", "    seen = 0\n")
+    cases = {"shared": (shared, True), "own": (own, "loader)" not in line), "no_rate": (own.replace("lr", "beta"), False)}
+    for name, (source, expected) in cases.items():
+        path = tmp_path / f"{name}.py"
+        path.write_text(source)
+        assert sets_rate_by_size(str(path), 5) is expected, name

@@ -1,0 +1,166 @@
+"""What a forward of the script's own does with its batch: sizes that are fixed, numbers of the whole batch, losses that add up.
+
+Within a forward most functions are a library's, whose layers treat each sample by itself and take sizes from what they are given.
+So a forward is not followed from tensor to tensor; what is looked at are calls in the script's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvd_adaptive.wrap import losses, sizes
+from hvd_adaptive.wrap.decisions import divides_by_length
+from hvd_adaptive.wrap.reasons import Reason
+
+_RESHAPES = {"view", "reshape", "expand", "repeat"}
+_FACTORIES = {"zeros", "ones", "empty", "full", "rand", "randn", "new_zeros", "new_ones", "new_empty", "new_full"}
+# Over the samples these make a number of the whole batch, which each sample's result then depends on.
+_STATISTICS = {
+    "mean", "sum", "std", "var", "amax", "amin", "max", "min", "norm", "softmax", "log_softmax", "normalize", "logsumexp",
+    "median", "cumsum",
+}  # fmt: skip
+_OF_ALL = {"std", "var", "amax", "amin", "max", "min", "norm", "median"}
+# A loss that is one number goes through these to where it was reduced.
+_BETWEEN = (
+    "Add", "Sub", "Mul", "Div", "Neg", "Stack", "Cat", "ToCopy", "Clone", "View", "Unsqueeze", "Squeeze", "Select", "Alias",
+    "ReshapeAlias",
+)  # fmt: skip
+# What a regularizer does with weights before it adds them up.
+_OF_WEIGHTS = {"Pow", "Mul", "Abs", "Norm", "LinalgVectorNorm", "View", "Add", "Sub", "ToCopy"}
+_MOST_NODES = 64
+
+
+def findings(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor], num_samples: int, *, length_asked: bool
+) -> set[Reason]:
+    """Returns what a torch function shows that the script's own code has called within a forward.
+
+    Args:
+        func: the function, with its arguments and results.
+        num_samples: the batch's.
+        length_asked: the script has asked how long the batch is in a way that gives a plain number.
+    """
+    found: set[Reason] = set()
+    name = losses.plain_name(func)
+    if not length_asked and _is_of_fixed_size(name, args, kwargs, num_samples):
+        found.add(Reason.FIXED_SIZE)
+    if _is_of_whole_batch(name, args, kwargs, results, num_samples):
+        found.add(Reason.MIXED)
+    return found
+
+
+def _is_of_fixed_size(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_samples: int) -> bool:
+    """Whether a tensor is made or given another shape for as many samples as there are, by a number that is not asked of it."""
+    if name in _RESHAPES and len(args) > 1:
+        given = _numbers(args[1:])[:1]
+    elif name in _FACTORIES:
+        given = _numbers([kwargs["size"]] if "size" in kwargs else args[1:] if name.startswith("new_") else args)
+        # The samples stand first or, behind the layers of a recurrent state, second.
+        given = [] if any(sizes.is_size(number) for number in given) else given[:2]
+    else:
+        return False
+    return any(type(number) is int and number == num_samples for number in given)
+
+
+def _numbers(values: Any) -> list[Any]:
+    first = values[0] if len(values) else None
+    values = first if isinstance(first, (list, tuple)) else values
+    return [value for value in values if isinstance(value, int)]
+
+
+def _is_of_whole_batch(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor], num_samples: int
+) -> bool:
+    source = args[0] if args else None
+    if name not in _STATISTICS or not isinstance(source, Tensor) or not source.dim() or not results:
+        return False
+    is_of_two = len(args) > 1 and isinstance(args[1], Tensor)
+    if is_of_two or not source.is_floating_point() or not holds_samples(source, num_samples):
+        return False
+    dims = losses.dims_of(name, args, kwargs, source)
+    # A mean of all numbers is how a loss ends, which has its own look.
+    is_one_number = results[0].dim() == 0
+    return name in _OF_ALL and source.requires_grad if is_one_number else 0 in dims
+
+
+def is_sum(loss: Tensor, means: Collection[Any]) -> bool:
+    """Whether a number that a forward has returned was added up over samples, rather than averaged.
+
+    Args:
+        loss: one number, with gradients.
+        means: autograd's nodes of sums that were divided by the number of samples.
+    """
+    nodes: list[Any] = [loss.grad_fn]
+    known: set[Any] = set()
+    while nodes and len(known) < _MOST_NODES:
+        node = nodes.pop()
+        if node is None or node in known or node in means:
+            continue
+        known.add(node)
+        name = _plain(node)
+        if name == "Sum" and not _is_of_parameters(node) and not _is_of_numbers(node):
+            return True
+        if name in _BETWEEN or name == "Sum":
+            nodes.extend(following for following, _ in node.next_functions)
+    return False
+
+
+def _is_of_numbers(node: Any) -> bool:
+    """Whether a sum adds up several losses, as ``torch.stack(losses).sum()`` does."""
+    return all(following is not None and following.name().startswith("Stack") for following, _ in node.next_functions)
+
+
+def _is_of_parameters(node: Any) -> bool:
+    """Whether a sum is of weights alone, as a regularizer's."""
+    nodes = [following for following, _ in node.next_functions]
+    for _ in range(_MOST_NODES):
+        if not nodes:
+            return True
+        node = nodes.pop()
+        if node is None or not (_is_weight(node) or _plain(node) in _OF_WEIGHTS):
+            return False
+        nodes.extend(following for following, _ in node.next_functions)
+    return False
+
+
+def _is_weight(node: Any) -> bool:
+    return str(node.name()).endswith("AccumulateGrad")
+
+
+def _plain(node: Any) -> str:
+    return str(node.name()).rstrip("0123456789").removesuffix("Backward")
+
+
+def divides_by_number(func: Any, args: tuple[Any, ...], frame: FrameType) -> bool:
+    """Whether something is divided by the number of samples, as the script has it from this batch."""
+    if losses.plain_name(func) not in ("div", "true_divide") or len(args) < 2 or not isinstance(args[1], int):
+        return False
+    return sizes.is_size(args[1]) or divides_by_length(frame, lambda value: isinstance(value, Tensor) and value.dim() > 0)
+
+
+def holds_samples(value: Any, num_samples: int) -> bool:
+    """Whether a value may hold a row for each sample."""
+    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+        return False
+    return value.dim() > 0 and value.shape[0] == num_samples
+
+
+def sizes_of(args: tuple[Any, ...], result: Any, num_samples: int) -> Any:
+    """Returns what a question for a tensor's size gives, in numbers that know whether they count the batch's samples."""
+    with torch._C.DisableTorchFunction():
+        tensor = args[0] if args else None
+        if not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter) or num_samples not in tensor.shape:
+            return result
+        if sizes.own_frame() is None:
+            return result
+        shape = list(tensor.shape)
+    first = shape.index(num_samples)
+    marked = [n if n != num_samples else sizes.as_size(n) if at == first else sizes.as_dimension(n) for at, n in enumerate(shape)]
+    if isinstance(result, tuple):
+        return torch.Size(marked)
+    return marked[args[1]] if len(args) > 1 and isinstance(args[1], int) else result

@@ -1,0 +1,48 @@
+"""What a loader's first batches show beside their way to a loss: whether they are kept, and whether their shapes vary."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from typing import Any
+
+from hvd_adaptive.wrap.tensors import tensors_in
+
+# Batches that are looked at, and how many of the newest a script may hold at a time.
+_LOOKED_AT, _IN_USE = 16, 2
+
+
+class FirstBatches:
+    """The first batches of a loader, none of which is kept alive by this.
+
+    Attributes:
+        has_other_shapes: samples of one batch have another shape than those of another.
+    """
+
+    def __init__(self) -> None:
+        self.has_other_shapes = False
+        self._count = 0
+        self._tensors: list[weakref.ref[Any]] = []
+        self._shapes: list[tuple[int, ...]] | None = None
+
+    def delivered(self, batch: Any) -> None:
+        """The script has got a batch."""
+        if self._count >= _LOOKED_AT:
+            return
+        self._count += 1
+        tensors = list(itertools.islice(tensors_in(batch), 8))
+        if tensors:
+            self._tensors.append(weakref.ref(tensors[0]))
+        shapes = [tuple(tensor.shape[1:]) for tensor in tensors]
+        self.has_other_shapes = self.has_other_shapes or self._shapes not in (None, shapes)
+        self._shapes = shapes
+
+    def are_kept(self) -> bool:
+        """Whether all batches that the script should be through with are still there."""
+        old = self._tensors[: len(self._tensors) - _IN_USE]
+        if len(old) < 2 or any(tensor() is None for tensor in old):
+            return False
+        # What refers to itself goes when Python looks for it.
+        gc.collect()
+        return all(tensor() is not None for tensor in old)

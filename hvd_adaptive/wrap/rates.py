@@ -1,0 +1,102 @@
+"""Whether a script sets its learning rate by the number of samples that it has seen: read in its source.
+
+Looked at is the code in which a batch's size was asked for: the numbers that it goes into, also in other functions of the same
+file that are given one or share it, and whether one of those becomes a learning rate (``group["lr"] = ...``).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from hvd_adaptive.wrap.decisions import assignments, parse, scope_of
+
+_NUMERIC = {"min", "max", "float", "int", "round", "abs", "sum", "pow"}
+_MOST_CALLS = 3
+
+
+@functools.lru_cache(maxsize=256)
+def sets_rate_by_size(path: str, line: int) -> bool:
+    """Whether a batch's size that is asked for in a line goes into a learning rate; False where there is no source."""
+    tree = parse(path)
+    if tree is None:
+        return False
+    scope = scope_of(tree, line)
+    asked = {id(node) for node in ast.walk(scope) if _asks_size(node) and line in _lines(node)}
+    return bool(asked) and _sets_rate(tree, scope, set(), asked, _MOST_CALLS)
+
+
+def _sets_rate(tree: ast.Module, scope: Any, names: set[str], asked: set[int], depth: int) -> bool:
+    values = list(assignments(scope))
+    while True:
+        found = {ast.unparse(target) for target, value in values if _is_made_of(value, names, asked) and not _is_rate(target)}
+        if found <= names:
+            break
+        names = names | found
+    if any(_is_rate(target) and _is_made_of(value, names, asked) for target, value in values):
+        return True
+    return depth > 0 and any(
+        _sets_rate(tree, function, given, set(), depth - 1) for function, given in _others(tree, scope, names, asked)
+    )
+
+
+def _others(tree: ast.Module, scope: Any, names: set[str], asked: set[int]) -> Iterator[tuple[ast.FunctionDef, set[str]]]:
+    """Yields functions that get one of the numbers, and what they call it."""
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node is not scope}
+    for node in ast.walk(scope):
+        function = functions.get(_name_of(node.func)) if isinstance(node, ast.Call) else None
+        if isinstance(node, ast.Call) and function is not None:
+            parameters = [argument.arg for argument in function.args.args]
+            parameters = parameters[1:] if parameters[:1] == ["self"] else parameters
+            given = {name for name, value in zip(parameters, node.args, strict=False) if _is_made_of(value, names, asked)}
+            given |= {keyword.arg for keyword in node.keywords if keyword.arg and _is_made_of(keyword.value, names, asked)}
+            if given:
+                yield function, given
+    is_global = isinstance(scope, ast.Module)
+    declared = {name for node in ast.walk(scope) if isinstance(node, ast.Global) for name in node.names}
+    shared = {name for name in names if is_global or "." in name or name in declared}
+    if shared:
+        yield from ((function, shared) for function in functions.values())
+
+
+def _is_made_of(node: ast.AST, names: set[str], asked: set[int]) -> bool:
+    """Whether an expression is one of the numbers, or arithmetic with one."""
+    if id(node) in asked:
+        return True
+    if isinstance(node, (ast.Name, ast.Attribute)):
+        return ast.unparse(node) in names
+    if isinstance(node, ast.BinOp):
+        return any(_is_made_of(side, names, asked) for side in (node.left, node.right))
+    if isinstance(node, ast.UnaryOp):
+        return _is_made_of(node.operand, names, asked)
+    if isinstance(node, ast.IfExp):
+        return any(_is_made_of(part, names, asked) for part in (node.test, node.body, node.orelse))
+    if isinstance(node, ast.Compare):
+        return any(_is_made_of(side, names, asked) for side in (node.left, *node.comparators))
+    if isinstance(node, ast.Subscript):
+        return _is_made_of(node.value, names, asked)
+    if isinstance(node, ast.Call):
+        module = node.func.value if isinstance(node.func, ast.Attribute) else None
+        is_numeric = _name_of(node.func) in _NUMERIC or (isinstance(module, ast.Name) and module.id in ("math", "np", "numpy"))
+        return is_numeric and any(_is_made_of(argument, names, asked) for argument in node.args)
+    return False
+
+
+def _is_rate(target: ast.AST) -> bool:
+    return isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant) and target.slice.value == "lr"
+
+
+def _asks_size(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return _name_of(node.func) in ("len", "size", "numel")
+    return isinstance(node, ast.Attribute) and node.attr == "shape"
+
+
+def _name_of(func: ast.AST) -> str:
+    return func.id if isinstance(func, ast.Name) else func.attr if isinstance(func, ast.Attribute) else ""
+
+
+def _lines(node: Any) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)

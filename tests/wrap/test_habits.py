@@ -1,0 +1,46 @@
+"""Further loops as people write them, plain and wrapped: shared out and exact, or bit for bit with equal shares, and why."""
+
+from __future__ import annotations
+
+import pytest
+from wrapped_scripts import run_both
+
+from hvd_adaptive.wrap.reasons import Reason
+
+SHARED = [
+    "own_hidden", "loss_inside", "rows_inside", "pos_weight", "label_smoothing", "global_length", "penalty",
+    "validate_often", "synchronize", "two_optimizers", "dictionary", "turns", "accumulate", "adversarial",
+]  # fmt: skip
+EQUAL = {
+    "fixed_view": Reason.FIXED_SIZE,
+    "fixed_hidden": Reason.FIXED_SIZE,
+    "assert_inside": Reason.SIZE_DECIDES,
+    "gather_inside": Reason.GATHERED,
+    "centred": Reason.MIXED,
+    "mask_inside": Reason.MIXED,
+    "loss_beside": Reason.MIXED,
+    "own_pos_weight": Reason.MIXED,
+    "global_constant": Reason.SUM_LOSS,
+    "global_total": Reason.SUM_LOSS,
+    "two_loaders": Reason.INTERLEAVED,
+    "cycle": Reason.KEPT,
+    "kept": Reason.KEPT,
+    "rate_by_size": Reason.SIZE_DECIDES,
+    "rate_by_len": Reason.SIZE_DECIDES,
+}
+
+
+@pytest.mark.mpi(2, timeout=600)
+def test_habits_that_can_be_shared_out(num_ranks: int) -> None:
+    results, _ = run_both([f"habits.py {mode}" for mode in SHARED], num_ranks)
+    for mode, (trained, fractions) in zip(SHARED, results, strict=True):
+        assert not trained[-1].reasons and trained[-1].is_traced, (mode, trained[-1].reasons)
+        assert any(fractions), mode
+
+
+@pytest.mark.mpi(2, timeout=600)
+def test_habits_that_keep_equal_shares_and_say_why(num_ranks: int) -> None:
+    results, _ = run_both([f"habits.py {mode}" for mode in EQUAL], num_ranks, rtol=0.0)
+    for (mode, reason), (trained, fractions) in zip(EQUAL.items(), results, strict=True):
+        assert any(reason in loader.reasons for loader in trained), (mode, [loader.reasons for loader in trained])
+        assert not any(fractions), mode
