@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hvd_adaptive.algorithm.world_scale import lr_factor
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.config import Config
-from hvd_adaptive.engine.batches import Batch, BatchSource, Rows, prefetched
+from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.claims import Claim, StepFrontier
 from hvd_adaptive.engine.emulation import compute_seconds
 from hvd_adaptive.engine.records import RoundRecord, RoundStats
@@ -141,16 +141,19 @@ class FixedWorkStrategy:
         """Returns False: the others wait for this step."""
         return False
 
-    def _open_round(self, round_id: int, *, num_steps: int, step_samples: int) -> StepFrontier:
+    def _open_round(self, round_id: int, source: BatchSource, *, num_steps: int, step_samples: int) -> StepFrontier:
         """Returns the round's frontier, which every rank's batches must ask.
 
         Args:
             round_id: names the round.
+            source: of its batches.
             num_steps: of each rank.
             step_samples: samples of a step over all ranks.
         """
         self._frontier_key = f"steps.{round_id}"
-        self._frontier = StepFrontier(self._transport, self._frontier_key, num_steps=num_steps)
+        self._frontier = StepFrontier(
+            self._transport, self._frontier_key, num_steps=num_steps, num_prefetched=source.num_prefetched
+        )
         self._step_samples = step_samples
         return self._frontier
 
@@ -191,19 +194,20 @@ class FixedWorkStrategy:
         num_steps = -(-len(rows) // (batch_size * world_size))
         padded = np.resize(rows, num_steps * batch_size * world_size)
         shares = padded.reshape(num_steps, world_size, batch_size)[:, self._transport.rank]
-        frontier = self._open_round(round_id, num_steps=num_steps, step_samples=batch_size * world_size)
-        loads = ((step, functools.partial(source.load, share, len(share))) for step, share in enumerate(shares))
-        yield from batches_in_order(loads, frontier, stats)
+        frontier = self._open_round(round_id, source, num_steps=num_steps, step_samples=batch_size * world_size)
+        loads = ((step, functools.partial(source.request, share, len(share))) for step, share in enumerate(shares))
+        yield from batches_in_order(loads, frontier, source, stats)
 
 
 def batches_in_order(
-    loads: Iterator[tuple[int, Callable[[], Batch]]], frontier: StepFrontier, stats: RoundStats
+    loads: Iterator[tuple[int, Callable[[], Batch]]], frontier: StepFrontier, source: BatchSource, stats: RoundStats
 ) -> Iterator[Batch]:
-    """Yields the batches that ``loads`` make, each made while the one before computes, until the round is over.
+    """Yields the batches that ``loads`` request, each made while those before compute, until the round is over.
 
     Args:
-        loads: the step of each batch, and what makes it.
+        loads: the step of each batch, and what requests it.
         frontier: of the round.
+        source: of the batches.
         stats: gets the seconds spent waiting for them.
     """
 
@@ -211,4 +215,4 @@ def batches_in_order(
         step, load = next(loads, (0, None))
         return load() if load is not None and frontier.begin(step) else None
 
-    yield from prefetched(fetch, stats.waiting_for_data)
+    yield from source.prefetched(fetch, stats)
