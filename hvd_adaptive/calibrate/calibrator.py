@@ -250,7 +250,7 @@ class Calibrator:
             else:
                 memory = "measured: larger batches ran out of memory"
         if not repeats:
-            raise RuntimeError(f"a batch of {sizes[0]} samples does not fit into this rank's memory: use a smaller model or batch")
+            raise RuntimeError(f"a batch of {sizes[0]} samples does not fit into this rank's memory: use a smaller model")
         work = np.array([np.median([one.work / one.num_steps for one in results]) for results in repeats.values()])
         seconds = np.array([
             np.median([(one.compute_s if own_core else one.wall_s) / one.num_steps for one in results])

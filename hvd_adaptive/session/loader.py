@@ -27,11 +27,11 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields what is left of the epoch, see :meth:`hvd_adaptive.Session.batches`. COLLECTIVE."""
-        return self._session.batches_from(self._source, num_epochs=self._session.ledger.epoch + 1)
+        return self._session._batches_from(self._source, num_epochs=self._session.ledger.epoch + 1)
 
 
 def loader(
-    session: Session,
+    self: Session,
     dataset: Any,
     *,
     num_workers: int = 0,
@@ -47,7 +47,6 @@ def loader(
     begun, so that a slow rank leaves to the others what it does not come to.
 
     Args:
-        session: whose batches.
         dataset: the same map-style data set on every rank; workers get a copy, as with torch's DataLoader.
         num_workers: worker processes of this rank, the same on every rank; 0: a thread reads, as with ``batches``.
         pin_memory: read batches are copied to page-locked memory, from which a GPU takes them beside its work.
@@ -62,25 +61,25 @@ def loader(
     """
     refuse_stream(dataset)
     agree_equal(
-        session.transport,
+        self.transport,
         {"num_workers": num_workers, "prefetch_factor": prefetch_factor},
         "Give every rank the same loader: what is on its way counts in the ranks' shares.",
     )
-    size = session.config.micro_batch_size
+    size = self.config.micro_batch_size
     if num_workers == 0:
         for name, value in (("prefetch_factor", prefetch_factor), ("persistent_workers", persistent_workers or None)):
             if value is not None:
                 raise ValueError(f"{name} {value} needs num_workers >= 1, got 0: there is no worker")
-        return Loader(session, BatchSource(dataset, session.device, collate_fn, micro_batch_size=size))
+        return Loader(self, BatchSource(dataset, self.device, collate_fn, micro_batch_size=size))
     source = WorkerSource(
         dataset,
-        session.device,
+        self.device,
         collate_fn,
         micro_batch_size=size,
         num_workers=num_workers,
         pin_memory=pin_memory,
         prefetch_factor=2 if prefetch_factor is None else prefetch_factor,
         persistent_workers=persistent_workers,
-        seed=(session.config.seed, session.rank),
+        seed=(self.config.seed, self.rank),
     )
-    return Loader(session, source)
+    return Loader(self, source)

@@ -165,11 +165,11 @@ class Session:
             RuntimeError: if ranks' models stop being equal after a merge, or all ranks' parameters are not finite.
         """
         source = BatchSource(dataset, self.device, collate, micro_batch_size=self.config.micro_batch_size)
-        return self.batches_from(source, num_epochs=num_epochs, work=work)
+        return self._batches_from(source, num_epochs=num_epochs, work=work)
 
     loader = loader
 
-    def batches_from(
+    def _batches_from(
         self, source: BatchSource, *, num_epochs: float | None, work: NDArray[np.int64] | None = None
     ) -> Iterator[Batch]:
         """Yields this rank's batches as :meth:`batches` does, whatever reads them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ def reference(*, reduction: str, lr: float, num_epochs: int) -> nn.Module:
     return model
 
 
-def check_equality(reduction: str, **options: Any) -> None:
+def check_equality(reduction: str, *, num_workers: int = 0, **options: Any) -> None:
     lr = 0.1 if reduction == "mean" else 0.01
     model = make_model()
     config = Config(
@@ -71,7 +72,8 @@ def check_equality(reduction: str, **options: Any) -> None:
     move_shares(session)
     shapes, passes, records, rows = set(), set(), [], []
     session.records.append(records.append)
-    for batch in session.batches(DATA, num_epochs=2):
+    loader = session.loader(DATA, num_workers=num_workers, persistent_workers=num_workers > 0)
+    for batch in itertools.chain(loader, loader) if num_workers else session.batches(DATA, num_epochs=2):
         with session.step(batch):
             session.optimizer.zero_grad()
             passes.add(batch.num_micro_batches)
@@ -96,6 +98,12 @@ def check_equality(reduction: str, **options: Any) -> None:
 @pytest.mark.mpi(2)
 def test_two_ranks_equal_one() -> None:
     check_equality("mean")
+
+
+@pytest.mark.mpi(2)
+def test_two_ranks_whose_workers_read_equal_one() -> None:
+    """The batches of four steps are on their way when the shares change."""
+    check_equality("mean", num_workers=2)
 
 
 @pytest.mark.mpi(3)

@@ -171,11 +171,11 @@ def test_without_workers_a_thread_reads() -> None:
 def play(speeds: list[float], *, depth: int, leaves: bool, total: int = 1000, batch: float = 10.0) -> float:
     """Plays a round in virtual time, each rank with so many batches on their way; returns how long others wait for the last."""
     count = len(speeds)
+    sizes, shares = np.full(count, batch), np.array(speeds) / sum(speeds)
     rules = [
-        ClaimRule.of_round(
-            rank, batch_sizes=np.full(count, batch), speed_shares=np.array(speeds) / sum(speeds), work_per_sample=1.0, dynamic=True
-        ) for rank in range(count)
-    ]  # fmt: skip
+        ClaimRule.of_round(rank, batch_sizes=sizes, speed_shares=shares, work_per_sample=1.0, dynamic=True)
+        for rank in range(count)
+    ]
     taken, left = [0] * count, [False] * count
     position, held, ends = 0, [list[int]() for _ in speeds], [0.0] * count
     events = [(0.0, rank) for rank in range(count)]
