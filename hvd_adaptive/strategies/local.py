@@ -108,10 +108,17 @@ class LocalStrategy:
         self._weight.value = micro.weight
 
     def take_back(self, batch: Batch) -> bool:
-        """Gives the batch's samples to this rank again, as halves, and half its size is this rank's ceiling from now on; but not
-        where micro-batches need the memory, whose size is fixed."""
+        """Gives the batch's samples to this rank again, as halves, and half its size is this rank's ceiling from now on.
+
+        Raises:
+            RuntimeError: for micro-batches, whose size is fixed.
+        """
         if self._weight is not None:
-            return False
+            size = self._config.micro_batch_size
+            raise RuntimeError(
+                f"rank {self._transport.rank} ran out of memory with micro-batches of {size} samples, which cannot be halved: "
+                "lower micro_batch_size"
+            )
         self._memory.take_back(batch)
         return True
 

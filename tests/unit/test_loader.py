@@ -145,6 +145,19 @@ def test_what_a_worker_raises_comes_with_its_words() -> None:
         read(session, session.loader(Broken(), num_workers=2))
 
 
+def test_a_batch_that_does_not_fit_into_memory_comes_again_in_parts() -> None:
+    session = make_session()
+    rows, sizes = [], []
+    for batch in session.loader(Rows(), num_workers=2):
+        with session.step(batch):
+            assert batch.x[:, 0].tolist() == batch.rows.tolist()
+            if len(sizes) < 3 and batch.num_samples > 4:
+                sizes.append(batch.num_samples)
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            rows += batch.rows.tolist()
+    assert sizes and sorted(rows) == list(range(NUM_SAMPLES))
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

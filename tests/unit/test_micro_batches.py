@@ -174,6 +174,17 @@ def test_a_loop_that_does_without_micro_batches_is_told_how() -> None:
         next(batch.micro_batches())
 
 
+def test_micro_batches_that_do_not_fit_into_memory_are_named() -> None:
+    model = make_model()
+    session = Session(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), Config(batch_size=16, micro_batch_size=8), transport=LocalTransport()
+    )
+    with pytest.raises(RuntimeError, match=r"micro-batches of 8 samples.* lower micro_batch_size"), session.step(
+        next(session.batches(DATA))
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 def test_without_micro_batches_the_batch_is_the_only_one() -> None:
     batch = Batch(1, 2, np.arange(3), 3)
     assert list(batch.micro_batches()) == [batch] and batch.num_micro_batches == 1
