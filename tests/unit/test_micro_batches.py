@@ -15,9 +15,11 @@ from hvd_adaptive.algorithm.ledger import ClaimRule, epoch_order, own_parts
 from hvd_adaptive.algorithm.micro_batches import micro_batches, stand_in
 from hvd_adaptive.algorithm.share_control import ShareControl
 from hvd_adaptive.algorithm.shares import cut_round, stub_shares
+from hvd_adaptive.algorithm.world_scale import scaled_config
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
-from hvd_adaptive.engine.batches import Batch
+from hvd_adaptive.engine.batches import Batch, BatchSource
+from hvd_adaptive.engine.start_speeds import StepProbe
 from hvd_adaptive.session.session import Session
 
 NUM_SAMPLES = 203
@@ -188,6 +190,37 @@ def test_micro_batches_that_do_not_fit_into_memory_are_named() -> None:
 def test_without_micro_batches_the_batch_is_the_only_one() -> None:
     batch = Batch(1, 2, np.arange(3), 3)
     assert list(batch.micro_batches()) == [batch] and batch.num_micro_batches == 1
+
+
+@pytest.mark.parametrize("size", [8, None])
+def test_steps_that_calibrate_measures_are_compiled_once(size: int | None) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = make_model()
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: Batch) -> None:
+        optimizer.zero_grad()
+        for micro in batch.micro_batches():
+            nn.functional.cross_entropy(compiled(micro.x), micro.y).backward()
+        optimizer.step()
+
+    source = BatchSource(DATA, torch.device("cpu"), micro_batch_size=size)
+    with StepProbe(model, optimizer, step, source, seed=0, rank=0) as probe:
+        for num_samples in (8, 16, 64):
+            probe.run(2, num_samples)
+    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert num_graphs == 1 if size else num_graphs > 1
+
+
+def test_another_number_of_ranks_has_whole_micro_batches() -> None:
+    """Ranks times the batch that they are meant for stays, up to a micro-batch a rank; in `sync` exactly."""
+    config = Config(batch_size=64, micro_batch_size=8, reference_ranks=4)
+    assert scaled_config(config, 3).batch_size == 88
+    synchronous = scaled_config(Config(strategy="sync", batch_size=64, micro_batch_size=8, reference_ranks=4), 3)
+    assert synchronous.global_batch_size == 256
+    assert config.batch_size_bounds == (8, 64)
 
 
 @pytest.mark.parametrize(
