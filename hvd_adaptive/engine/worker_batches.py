@@ -98,9 +98,10 @@ class WorkerSource(BatchSource):
                 if first is None:
                     return
                 self._claims.begin(first, fetch)
-                loader = self._loader = self._loader or self._start()
+                if self._loader is None:
+                    self._loader = self._start()
                 # Workers begin to read here.
-                passing = iter(loader)
+                passing = iter(self._loader)
             is_over = False
             try:
                 while self._claims.on_their_way:

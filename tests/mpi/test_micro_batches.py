@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 from hvd_adaptive import Config, Session
 from hvd_adaptive.algorithm.ledger import epoch_order
 from hvd_adaptive.algorithm.shares import integer_shares
-from hvd_adaptive.comm import connect
 
 GLOBAL_BATCH, SIZE = 24, 4
 # The last global batch of an epoch has six samples: one micro-batch, and half of another.
@@ -118,14 +117,14 @@ def test_encoded_gradients_add_up_over_micro_batches() -> None:
     check_equality("mean", compression="maxmin:4; *=none")
 
 
-def count_compilations(*, micro_batch_size: int | None, strategy: str) -> int:
-    """Trains an epoch with a compiled model; returns the graphs that were made of it."""
+def count_compilations(*, micro_batch_size: int | None, strategy: str) -> list[int]:
+    """Trains two epochs with a compiled model; returns the graphs that each rank made of it."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = make_model()
     compiled: Any = torch.compile(model, backend="aot_eager")
     config = Config(strategy=strategy, batch_size=12, micro_batch_size=micro_batch_size, mega_batch=72)
-    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=connect())
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
     if strategy == "sync" and micro_batch_size is not None:
         move_shares(session)
     for batch in session.batches(DATA, num_epochs=2):
@@ -134,17 +133,19 @@ def count_compilations(*, micro_batch_size: int | None, strategy: str) -> int:
             for micro in batch.micro_batches():
                 nn.functional.cross_entropy(compiled(micro.x), micro.y).backward()
             session.optimizer.step()
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    counts = session.transport.allgather_object(int(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+    session.close()
+    return counts
 
 
 @pytest.mark.mpi(2)
 @pytest.mark.parametrize("strategy", ["local", "sync"])
 def test_a_compiled_model_is_compiled_once(strategy: str) -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
-        assert count_compilations(micro_batch_size=SIZE, strategy=strategy) == 1
+        assert count_compilations(micro_batch_size=SIZE, strategy=strategy) == [1, 1]
 
 
 @pytest.mark.mpi(2)
 def test_without_micro_batches_it_is_compiled_again() -> None:
     """What the test above would count otherwise."""
-    assert sum(connect().allgather_object(count_compilations(micro_batch_size=None, strategy="local"))) > 2
+    assert sum(count_compilations(micro_batch_size=None, strategy="local")) > 2
