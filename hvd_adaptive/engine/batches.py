@@ -21,14 +21,14 @@ Rows = NDArray[np.int64]
 class InMicroBatches:
     """Stands where a batch has its samples in micro-batches: whoever uses it is told so."""
 
-    def _refuse(self, *_: Any, **__: Any) -> Any:
+    @classmethod
+    def _refuse(cls, *_: Any, **__: Any) -> Any:
         raise RuntimeError(
             "with micro_batch_size a batch has no x and y of its own: write `for micro in batch.micro_batches():` inside of "
             "session.step(batch), use micro.x and micro.y there, and call optimizer.step() once, after that loop"
         )
 
-    __getattr__ = __len__ = __iter__ = __getitem__ = _refuse
-    __torch_function__ = classmethod(_refuse)
+    __getattr__ = __len__ = __iter__ = __getitem__ = __torch_function__ = _refuse
 
 
 @dataclass(slots=True)
