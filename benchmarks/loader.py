@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=400, help="batches that count in each row, at least")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--micro-batch-size", type=int)
-    parser.add_argument("--width", type=int, default=24, help="of the CNN")
+    parser.add_argument("--width", type=int, default=40, help="of the CNN")
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -51,6 +51,7 @@ def test_ranks_with_different_workers_are_told() -> None:
     session = Session(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1), Config())
     with pytest.raises(Exception, match="num_workers"):
         session.loader(DATA, num_workers=1 + session.rank)
+    session.close()
 
 
 SCRIPT = """
