@@ -65,6 +65,13 @@ def loader(
         {"num_workers": num_workers, "prefetch_factor": prefetch_factor},
         "Give every rank the same loader: what is on its way counts in the ranks' shares.",
     )
+    if num_workers < 0:
+        raise ValueError(f"num_workers must be >= 0, got {num_workers}")
+    if num_workers and self.config.logical_ranks is not None:
+        raise ValueError(
+            f"num_workers {num_workers} needs no logical_ranks, got {self.config.logical_ranks}: what a data set draws at random must "
+            "come from the logical rank's own generators, so it is read between its steps"
+        )
     size = self.config.micro_batch_size
     if num_workers == 0:
         for name, value in (("prefetch_factor", prefetch_factor), ("persistent_workers", persistent_workers or None)):

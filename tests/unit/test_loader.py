@@ -163,7 +163,7 @@ def test_a_batch_that_does_not_fit_into_memory_comes_again_in_parts() -> None:
     [
         ({"dataset": Stream(), "num_workers": 2}, TypeError, "got the IterableDataset Stream.*own shard"),
         ({"dataset": Stream()}, TypeError, "IterableDataset"),
-        ({"num_workers": -1}, ValueError, "num_workers must be >= 1"),
+        ({"num_workers": -1}, ValueError, "num_workers must be >= 0"),
         ({"num_workers": 1, "prefetch_factor": 0}, ValueError, "prefetch_factor must be >= 1"),
         ({"prefetch_factor": 2}, ValueError, "prefetch_factor 2 needs num_workers"),
         ({"persistent_workers": True}, ValueError, "persistent_workers True needs num_workers"),
@@ -173,6 +173,11 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], error: type[Exceptio
     session = make_session()
     with pytest.raises(error, match=message):
         session.loader(**{"dataset": Rows(), **options})
+
+
+def test_logical_ranks_read_by_themselves() -> None:
+    with pytest.raises(ValueError, match="needs no logical_ranks"):
+        make_session(logical_ranks=2).loader(Rows(), num_workers=1)
 
 
 def test_without_workers_a_thread_reads() -> None:
