@@ -69,8 +69,8 @@ def loader(
         raise ValueError(f"num_workers must be >= 0, got {num_workers}")
     if num_workers and self.config.logical_ranks is not None:
         raise ValueError(
-            f"num_workers {num_workers} needs no logical_ranks, got {self.config.logical_ranks}: what a data set draws at random must "
-            "come from the logical rank's own generators, so it is read between its steps"
+            f"num_workers {num_workers} needs no logical_ranks, got {self.config.logical_ranks}: what a data set draws "
+            "at random must come from the logical rank's own generators, so it is read between its steps"
         )
     size = self.config.micro_batch_size
     if num_workers == 0:
