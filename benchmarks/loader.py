@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    transport = connect()
+    transport = connect(stall_limit_s=60)
     rows = [play(options, workers, batches, transport) for batches in options.rounds for workers in options.workers]
     if transport.rank == 0 and options.record is not None:
         title = (
