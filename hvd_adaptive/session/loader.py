@@ -27,7 +27,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields what is left of the epoch, see :meth:`hvd_adaptive.Session.batches`. COLLECTIVE."""
-        return self._session._batches_from(self._source, num_epochs=self._session.ledger.epoch + 1)
+        return self._session._batches_from(self._source, self._session.ledger.epoch + 1)
 
 
 def loader(

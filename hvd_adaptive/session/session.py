@@ -165,14 +165,11 @@ class Session:
             RuntimeError: if ranks' models stop being equal after a merge, or all ranks' parameters are not finite.
         """
         source = BatchSource(dataset, self.device, collate, micro_batch_size=self.config.micro_batch_size)
-        return self._batches_from(source, num_epochs=num_epochs, work=work)
+        return self._batches_from(source, num_epochs, work)
 
     loader = loader
 
-    def _batches_from(
-        self, source: BatchSource, *, num_epochs: float | None, work: NDArray[np.int64] | None = None
-    ) -> Iterator[Batch]:
-        """Yields this rank's batches as :meth:`batches` does, whatever reads them."""
+    def _batches_from(self, source: BatchSource, num_epochs: float | None, work: Any = None) -> Iterator[Batch]:
         if (work is not None) != (self.config.work == "nonzeros"):
             given = "None" if work is None else "an array"
             raise ValueError(f"batches(work=...) goes with config.work='nonzeros', got work={given} with {self.config.work!r}")
