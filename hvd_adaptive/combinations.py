@@ -40,6 +40,8 @@ def check_combinations(config: Any) -> None:
             f"batch_size_rule must be one of {', '.join(rules)} for strategy {config.strategy!r}, got {config.batch_size_rule!r}"
         )
     check_needs(config)
+    if config.micro_batch_size is not None:
+        _check_micro_batches(config)
     if config.compression == "none" and config.reducer != "sra":
         raise ValueError(f"reducer {config.reducer!r} needs a compression, got 'none': it would have no effect")
     if config.auto_bits and not config.compression.lstrip().startswith("maxmin"):
@@ -73,6 +75,23 @@ def check_combinations(config: Any) -> None:
             sparse_merge=("auto", "never"),
             weight_rule=MERGE_WEIGHT_RULES,
         )
+
+
+def _check_micro_batches(config: Any) -> None:
+    size = config.micro_batch_size
+    names = ["batch_size", "global_batch_size"] if config.strategy == "sync" else ["batch_size", "min_batch_size"]
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value % size:
+            raise ValueError(
+                f"{name} must be a whole number of micro-batches of micro_batch_size {size}, got {value}: steps are made of "
+                f"whole ones. Nearest: {max(1, round(value / size)) * size}"
+            )
+    if config.max_batch_size is not None and config.max_batch_size < size:
+        raise ValueError(f"max_batch_size must be >= micro_batch_size, got {config.max_batch_size} < {size}")
+    if config.strategy == "local":
+        why = "ranks make steps of one size with micro-batches, and faster ranks make more of them"
+        _check_needed(config, f"micro_batch_size {size}", why, size_rule=("fixed",))
 
 
 def check_needs(config: Any) -> None:

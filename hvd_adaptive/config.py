@@ -147,6 +147,12 @@ class Config:
         1, "micro-batches whose gradients are added up before a step, on every rank, of 'sync'",
         strategy=("sync",),
     )
+    micro_batch_size: int | None = option(
+        None,
+        "samples of every forward pass: a step's gradients add up over a whole number of such micro-batches, so that shapes stay "
+        "and a compiled model is compiled once; of 'local' and 'sync' (default: batches are whole, and of any size)",
+        strategy=("local", "sync"), accumulation_steps=(1,), work=("samples",), logical_ranks=(None,),
+    )
     loss_reduction: str = option(
         "mean", "whether the loss is a mean or a sum over the samples of a batch, for 'sync'", "mean", "sum",
         strategy=("sync",),
@@ -236,7 +242,7 @@ class Config:
         check_positive(
             self, "batch_size", "min_batch_size", "max_batch_size", "mega_batch", "batch_size_step", "reference_batch_size",
             "outer_lr", "stall_limit_s", "drain_limit_s", "perturbation_threshold", "global_batch_size", "accumulation_steps",
-            "logical_ranks", "num_threads", "reference_ranks", "sma_alpha",
+            "micro_batch_size", "logical_ranks", "num_threads", "reference_ranks", "sma_alpha",
         )  # fmt: skip
         check_not_negative(self, "warmup_epochs", "lr_decay", "hash_interval", "seed", "auto_bits")
         if self.sma_alpha is not None and self.sma_alpha > 1:
@@ -282,7 +288,8 @@ class Config:
     @property
     def batch_size_bounds(self) -> tuple[int, int]:
         """Smallest and largest batch size, samples."""
-        low = self.min_batch_size if self.min_batch_size is not None else max(1, self.batch_size // 8)
+        unit = self.micro_batch_size or 1
+        low = self.min_batch_size if self.min_batch_size is not None else max(unit, self.batch_size // 8 // unit * unit)
         # The sum of sizes stays with 'proportional', so the fast ranks' must have room above the starting size.
         room = 8 if self.size_rule == "proportional" else 1
         high = self.max_batch_size if self.max_batch_size is not None else max(room * self.batch_size, low)

@@ -96,15 +96,17 @@ class MegaBatch:
 _SMALLEST_CLAIM = 2.0
 
 
-def own_parts(shares: NDArray[np.float64], total_work: int) -> NDArray[np.int64]:
+def own_parts(shares: NDArray[np.float64], total_work: int, *, unit: int = 1) -> NDArray[np.int64]:
     """Returns where each rank's part of a mega-batch begins, and where the last one ends: int64, shape (world_size + 1,).
 
     Args:
         shares: one number >= 0 a rank, of any scale, shape (world_size,).
         total_work: work of the mega-batch.
+        unit: parts are whole numbers of so much work, but for what is left at the mega-batch's end.
     """
-    edges = np.rint(np.concatenate(([0.0], np.cumsum(shares))) / shares.sum() * total_work)
-    return edges.astype(np.int64)
+    num_units = -(-total_work // unit)
+    edges = np.rint(np.concatenate(([0.0], np.cumsum(shares))) / shares.sum() * num_units)
+    return np.minimum(edges.astype(np.int64) * unit, total_work)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +119,7 @@ class ClaimRule:
         speed_share: this rank's speed over the sum of all ranks' speeds; 1 where nobody else takes of this rank's part.
         work_per_sample: mean work of a sample in this mega-batch, > 0.
         least: work of the smallest claim of any rank, whole, >= 1.
+        unit: a claim is a whole number of so much work, but for the last one.
     """
 
     full_claim: float
@@ -124,6 +127,7 @@ class ClaimRule:
     speed_share: float
     work_per_sample: float
     least: int
+    unit: int = 1
 
     @classmethod
     def of_round(
@@ -134,6 +138,7 @@ class ClaimRule:
         speed_shares: NDArray[np.float64],
         work_per_sample: float,
         dynamic: bool,
+        unit: int = 1,
     ) -> ClaimRule:
         """Returns a rank's rule.
 
@@ -143,6 +148,7 @@ class ClaimRule:
             speed_shares: the ranks' shares of their summed speed, shape (world_size,).
             work_per_sample: mean work of a sample in this mega-batch.
             dynamic: ranks claim from a shared cursor; else each from a part of its own.
+            unit: samples of a micro-batch; 1: batches may have any size.
         """
         # A batch size is in samples, a claim in work.
         full_claims = batch_sizes * work_per_sample
@@ -151,10 +157,14 @@ class ClaimRule:
             others_full_claims=float(full_claims.sum() - full_claims[rank]),
             speed_share=float(speed_shares[rank]) if dynamic else 1.0,
             work_per_sample=work_per_sample,
-            least=max(1, int(min(_SMALLEST_CLAIM * work_per_sample, full_claims.min()))),
+            # The last micro-batch of an epoch may have any number of samples.
+            least=1 if unit > 1 else max(1, int(min(_SMALLEST_CLAIM * work_per_sample, full_claims.min()))),
+            unit=unit,
         )
 
-    def size(self, remaining: int, *, pending: float, ceiling: float = math.inf) -> int:
+    def size(
+        self, remaining: int, *, pending: float, ceiling: float = math.inf, others_claimed: float = math.inf
+    ) -> int:
         """Returns how much work to claim; see :func:`claim_size`.
 
         Args:
@@ -162,15 +172,30 @@ class ClaimRule:
             pending: work this rank has claimed and not computed yet. The claim of the next batch is made when the one
                 before begins to compute, which then is what is pending.
             ceiling: largest batch that fits this rank's memory, samples.
+            others_claimed: work that the other ranks have claimed in this round, computed or not.
         """
-        return claim_size(
-            remaining=remaining,
-            full_claim=min(self.full_claim, ceiling * self.work_per_sample),
-            own_pending=pending,
-            others_full_claims=self.others_full_claims,
+        num_units = claim_size(
+            remaining=-(-remaining // self.unit),
+            full_claim=min(self.full_claim, ceiling * self.work_per_sample) / self.unit,
+            own_pending=pending / self.unit,
+            others_full_claims=self.others_full_claims / self.unit,
+            others_claimed=others_claimed / self.unit,
             speed_share=self.speed_share,
-            smallest=_SMALLEST_CLAIM * self.work_per_sample,
+            smallest=_SMALLEST_CLAIM * self.work_per_sample if self.unit == 1 else 1.0,
         )
+        return min(num_units * self.unit, remaining)
+
+    def leaves(self, remaining: int, *, pending: float, others_claimed: float) -> bool:
+        """Returns whether a rank that holds so much work should leave the rest to the others: it will be the last one as it is.
+
+        Args:
+            remaining: unclaimed work of the mega-batch, >= 1.
+            pending: work this rank has claimed and not computed yet.
+            others_claimed: work that the other ranks have claimed in this round, computed or not.
+        """
+        ahead = _others_pending(pending, self.full_claim, others=self.others_full_claims, claimed=others_claimed)
+        fair = self.speed_share * (remaining + pending + ahead) - pending
+        return fair < 0.0
 
 
 def claim_size(
@@ -181,13 +206,15 @@ def claim_size(
     others_full_claims: float,
     speed_share: float,
     smallest: float = _SMALLEST_CLAIM,
+    others_claimed: float = math.inf,
 ) -> int:
     """Returns how much work a rank claims, so that all ranks finish the mega-batch together.
 
     Far from the end that is a full batch. Near it, the work not yet computed is estimated as what is unclaimed, plus
-    what this rank holds, plus half a batch for each other rank; a rank takes its share of that by speed, less what it
-    holds (guided self-scheduling weighted by speed, as in Hummel et al.'s weighted factoring). Against plain guided
-    self-scheduling this halves the waiting in short rounds at unequal speeds and cuts fewer small batches.
+    what this rank holds, plus as many batches for each other rank, half of one being computed; a rank takes its share of
+    that by speed, less what it holds (guided self-scheduling weighted by speed, as in Hummel et al.'s weighted
+    factoring). Against plain guided self-scheduling this halves the waiting in short rounds at unequal speeds and cuts
+    fewer small batches.
 
     Args:
         remaining: unclaimed work of the mega-batch, >= 1.
@@ -196,15 +223,22 @@ def claim_size(
         others_full_claims: the sum of the other ranks' whole batches, >= 0.
         speed_share: this rank's speed over the sum of all ranks' speeds, in (0, 1].
         smallest: work of the smallest batch to cut, > 0; two samples by default, because BatchNorm refuses one.
+        others_claimed: work that the other ranks have claimed so far; they hold no more.
 
     Returns:
         Work to claim, from 1 to ``remaining``. A claim is at least ``smallest`` and a sixteenth of a batch (a smaller one
         costs more in overhead than it saves in waiting), and so is what it leaves, unless there was less.
     """
     floor = min(max(smallest, full_claim / 16), full_claim)
-    fair = speed_share * (remaining + own_pending + 0.5 * others_full_claims) - own_pending
+    ahead = _others_pending(own_pending, full_claim, others=others_full_claims, claimed=others_claimed)
+    fair = speed_share * (remaining + own_pending + ahead) - own_pending
     size = max(1, round(min(full_claim, max(fair, floor))))
     return remaining if remaining - size < floor else size
+
+
+def _others_pending(own_pending: float, full_claim: float, *, others: float, claimed: float) -> float:
+    # As many batches as this rank holds, of each of which half of the first is computed.
+    return min((max(own_pending / full_claim, 1.0) - 0.5) * others, claimed)
 
 
 # Steps that ranks which make them together promise each other at once: what a signal at the first of them waits for.

@@ -16,8 +16,6 @@ from hvd_adaptive.config import Config
 _LEAST_STEPS, _MOST_STEPS = 4, 32
 # The first step pays for what later ones find ready: memory, kernels, connections.
 _COLD_STEPS = 1
-# Steps after a look whose batches are there by then, with the old shares.
-_PREFETCHED_STEPS = 1
 # What has moved fewer of the samples is a correction and no guess.
 _SMALL_MOVE = 0.02
 
@@ -26,7 +24,8 @@ class ShareControl:
     """The ranks' shares of a fixed global batch.
 
     After each step :meth:`count` is told how long it took; when that gives a window, the ranks gather theirs for
-    :meth:`observe`. The next step's batch is there by then, so new shares hold from the step after it.
+    :meth:`observe`. The batches of some steps are on their way by then, so new shares hold from the step after these. With
+    ``config.micro_batch_size`` shares are whole numbers of micro-batches.
 
     Args:
         config: the rules.
@@ -45,7 +44,9 @@ class ShareControl:
     def __init__(self, config: Config, world_size: int, *, global_batch_size: int, smallest: int) -> None:
         self._rule = config.size_rule
         self._total = global_batch_size
-        self.lower = max(config.accumulation_steps * smallest, config.min_batch_size or 1)
+        self._unit = unit = config.micro_batch_size or 1
+        lower = max(config.accumulation_steps * smallest, config.min_batch_size or 1)
+        self.lower = -(-lower // unit) * unit
         self._upper = config.max_batch_size
         self._balance = ShareBalance(world_size)
         # Steps to measure until the next look, 0: there is none; and steps before them.
@@ -55,6 +56,7 @@ class ShareControl:
             self._due = _MOST_STEPS if self._rule == "static" else _LEAST_STEPS
         self._window = StepWindow()
         self._set(np.full(world_size, global_batch_size / world_size))
+        self._num_prefetched = 1
         self.begin_round()
 
     @property
@@ -68,12 +70,17 @@ class ShareControl:
         """Calls of :meth:`count` until one gives a window; 0: none will."""
         return self._to_skip + self._due - int(self._window.num_steps) if self._due else 0
 
-    def begin_round(self) -> None:
-        """Begins a round with the present shares."""
+    def begin_round(self, *, num_prefetched: int = 1) -> None:
+        """Begins a round with the present shares.
+
+        Args:
+            num_prefetched: steps after the one in work whose batches may be on their way, the same on every rank.
+        """
+        self._num_prefetched = num_prefetched
         self._changes = [(0, self._list())]
 
     def shares_at(self, step: int) -> list[int]:
-        """Returns the shares of a step of the round, if the step but one before it is over. Any thread."""
+        """Returns the shares of a step of the round, if the last one before those prefetched and itself is over. Any thread."""
         return next(shares for first, shares in reversed(self._changes) if first <= step)
 
     def count(self, num_samples: Any, seconds: Any) -> StepWindow | None:
@@ -118,8 +125,8 @@ class ShareControl:
             self._set(self._balance.next(before, lower=lower, upper=upper))
             moved = float(np.abs(self._sizes - before).sum() / 2 / self._total)
             self._due = _LEAST_STEPS if moved > _SMALL_MOVE else min(2 * self._due, _MOST_STEPS)
-            self._to_skip = _PREFETCHED_STEPS if moved else 0
-        self._changes.append((step + 1 + _PREFETCHED_STEPS, self._list()))
+            self._to_skip = self._num_prefetched if moved else 0
+        self._changes.append((step + 1 + self._num_prefetched, self._list()))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what :meth:`load_state_dict` takes; the same on every rank."""
@@ -134,10 +141,11 @@ class ShareControl:
 
     def _set(self, sizes: Array) -> None:
         self._sizes = sizes
-        most = None if self._upper is None else [self._upper] * len(sizes)
+        unit = self._unit
+        most = None if self._upper is None else [self._upper // unit] * len(sizes)
         # Processors may differ in the last bit of a size, but the ranks must not in their shares.
-        shares = integer_shares(sizes.round(6).tolist(), self._total, lower=self.lower, upper=most)
-        self.whole: Array = np.array(shares, dtype=np.float64)
+        shares = integer_shares(sizes.round(6).tolist(), self._total // unit, lower=self.lower // unit, upper=most)
+        self.whole: Array = np.array(shares, dtype=np.float64) * unit
 
     def _list(self) -> list[int]:
         return [int(size) for size in self.whole]

@@ -65,17 +65,22 @@ def integer_shares(
     return shares
 
 
-def stub_shares(shares: Sequence[int], total: int, *, lower: int) -> list[int]:
+def stub_shares(shares: Sequence[int], total: int, *, lower: int, unit: int = 1) -> list[int]:
     """Splits a global batch that is smaller than the others by their shares.
 
     Where it does not hold ``lower`` samples for every rank, the ranks with the largest shares take it and the others
-    get none.
+    get none. What fills no micro-batch is left to the last rank that gets any.
 
     Args:
         shares: the ranks' shares of a whole global batch.
         total: samples to split, >= 1.
         lower: fewest samples of a rank that gets any, >= 1.
+        unit: samples of a micro-batch, of which shares are whole numbers; 1: shares may have any size.
     """
+    if unit > 1:
+        result = [unit * share for share in stub_shares(shares, -(-total // unit), lower=max(1, lower // unit))]
+        result[max(r for r, share in enumerate(result) if share)] -= sum(result) - total
+        return result
     num_active = min(len(shares), max(1, total // lower))
     active = sorted(sorted(range(len(shares)), key=lambda r: (-shares[r], r))[:num_active])
     parts = integer_shares([shares[r] for r in active], total, lower=min(lower, total // num_active))
@@ -110,7 +115,7 @@ class Part:
 
 
 def global_batches(
-    num_rows: int, *, total: int, shares_at: SharesAt, lower: int
+    num_rows: int, *, total: int, shares_at: SharesAt, lower: int, unit: int = 1
 ) -> Iterator[tuple[int, int, Sequence[int]]]:
     """Yields the first row of each global batch of a round, the row after its last, and every rank's share of it.
 
@@ -119,10 +124,12 @@ def global_batches(
         total: rows of a global batch; the last one may be smaller.
         shares_at: gives the ranks' shares of a whole global batch; asked for a step when its batch is due.
         lower: fewest samples of a rank that gets any in the smaller one.
+        unit: samples of a micro-batch, of which shares are whole numbers; 1: shares may have any size.
     """
     for step, first in enumerate(range(0, num_rows, total)):
         last, shares = min(first + total, num_rows), shares_at(step)
-        yield first, last, shares if last - first == total else stub_shares(shares, last - first, lower=lower)
+        is_whole = last - first == total
+        yield first, last, shares if is_whole else stub_shares(shares, last - first, lower=lower, unit=unit)
 
 
 def cut_round(
@@ -133,6 +140,7 @@ def cut_round(
     rank: int,
     num_micro_batches: int = 1,
     smallest: int = 1,
+    unit: int = 1,
 ) -> Iterator[Part]:
     """Yields a rank's micro-batches of a round: the same number on every rank, together every row exactly once.
 
@@ -147,9 +155,10 @@ def cut_round(
         rank: whose micro-batches.
         num_micro_batches: micro-batches a step.
         smallest: fewest samples in a micro-batch that has any, where there are so many.
+        unit: parts are whole numbers of so many samples, but for one part of the last global batch; 1: they may have any size.
     """
     lower = smallest * num_micro_batches
-    for first, last, mine in global_batches(num_rows, total=total, shares_at=shares_at, lower=lower):
+    for first, last, mine in global_batches(num_rows, total=total, shares_at=shares_at, lower=lower, unit=unit):
         position = first + sum(mine[:rank])
         pieces = min(num_micro_batches, max(1, mine[rank] // smallest))
         even, rest = divmod(mine[rank], pieces)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from hvd_adaptive.algorithm.micro_batches import multiple
 from hvd_adaptive.combinations import has_effect
 from hvd_adaptive.config import Config
 
@@ -19,7 +20,7 @@ from hvd_adaptive.config import Config
 def scaled_config(config: Config, world_size: int) -> Config:
     """Returns the configuration that ``config`` means for this many ranks; itself where it names no ``reference_ranks``.
 
-    Batch sizes are rounded to whole samples, at least 1; with strategy ``sync`` the total stays exact.
+    Batch sizes are rounded to whole samples, or micro-batches, at least 1; with strategy ``sync`` the total stays exact.
 
     Args:
         config: as the user gave it.
@@ -29,24 +30,25 @@ def scaled_config(config: Config, world_size: int) -> Config:
     if reference is None or reference == world_size:
         return config
     changes: dict[str, float | None]
+    unit = config.micro_batch_size or 1
     if config.elastic_batch == "fixed-per-rank":
         growth = world_size / reference
         fixed = config.global_batch_size
         changes = {
-            "mega_batch": _scaled(config.mega_batch_samples, growth),
-            "global_batch_size": None if fixed is None else _scaled(fixed, growth),
+            "mega_batch": multiple(config.mega_batch_samples * growth, 1),
+            "global_batch_size": None if fixed is None else multiple(fixed * growth, unit),
         }
     else:
         ratio = reference / world_size
         low, high = config.batch_size_bounds
-        size = _scaled(config.batch_size, ratio)
+        size = multiple(config.batch_size * ratio, unit)
         changes = {
             "batch_size": size,
-            "min_batch_size": min(_scaled(low, ratio), size),
-            "max_batch_size": max(_scaled(high, ratio), size),
+            "min_batch_size": min(multiple(low * ratio, unit), size),
+            "max_batch_size": max(multiple(high * ratio, unit), size),
             "batch_size_step": config.batch_size_step_samples * ratio,
             # A rank's learning rate follows its batch, but not through a change that all ranks share.
-            "reference_batch_size": _scaled(config.reference_batch_size or config.batch_size, ratio),
+            "reference_batch_size": multiple((config.reference_batch_size or config.batch_size) * ratio, 1),
             "mega_batch": config.mega_batch_samples,
             "global_batch_size": config.global_batch_size or config.batch_size * reference,
         }
@@ -67,7 +69,3 @@ def lr_factor(config: Config, world_size: int) -> float:
     if config.reference_ranks is None or config.elastic_batch == "fixed-global" or config.strategy not in ("sync", "horovod"):
         return 1.0
     return world_size / config.reference_ranks
-
-
-def _scaled(samples: int, factor: float) -> int:
-    return max(1, round(samples * factor))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_adaptive.algorithm.micro_batches import multiple
 from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.algorithm.speed_model import fit_line
 from hvd_adaptive.algorithm.statistics import Array
@@ -120,6 +121,9 @@ class Calibrator:
                 dataset_size=len(self._data),
             ),
         )
+        if config.micro_batch_size is not None:
+            # All steps have as many samples.
+            chosen.min_batch_size = chosen.max_batch_size = chosen.batch_size
         line_s = self._factors * (fixed_s + sample_s * chosen.batch_size)
         lines = (self._factors * fixed_s, self._factors * work_s)
 
@@ -201,8 +205,10 @@ class Calibrator:
         device, base = self._device, self._config.batch_size
         model = make_model(self._train, self._data, seed=self._config.seed, device=device)
         optimizer = make_optimizer(self._train, model)
-        source = BatchSource(self._data, device)
-        sizes = sorted({min(max(1, round(base * part)), len(self._data)) for part in _SIZES})
+        micro = self._config.micro_batch_size
+        source = BatchSource(self._data, device, micro_batch_size=micro)
+        unit = micro or 1
+        sizes = sorted({min(multiple(base * part, unit), max(unit, len(self._data) // unit * unit)) for part in _SIZES})
         # Other processes on this core shall not count; with several threads their CPU time says nothing about a step's length.
         own_core = device.type == "cpu" and torch.get_num_threads() == 1
         repeats: dict[int, list[Steps]] = {}
@@ -219,7 +225,8 @@ class Calibrator:
                 reset_peak()
                 fits, results = tried(device, optimizer, partial(probe.repeat, size, repeat_s=_REPEAT_S))
                 if not fits:
-                    largest = largest_fitting(device, optimizer, probe, below=size, above=max(repeats, default=0))
+                    if micro is None:
+                        largest = largest_fitting(device, optimizer, probe, below=size, above=max(repeats, default=0))
                     break
                 peaks[size] = peak_bytes()
                 repeats[size] = results
@@ -234,7 +241,9 @@ class Calibrator:
                 steps = [probe.run(1, middle) for _ in range(_NUM_JITTER_STEPS)]
                 single = [one.compute_s if own_core else one.wall_s for one in steps]
                 jitter = float(np.std(single) / np.mean(single))
-            if largest is None and device.type == "cuda":
+            if micro is not None:
+                memory = f"micro-batches of {micro} samples fit, as many as you like"
+            elif largest is None and device.type == "cuda":
                 largest, memory = largest_on_gpu(device, optimizer, probe, start=sizes[-1], most=len(self._data))
             elif largest is None:
                 largest, memory = largest_by_growth(peaks, self._memory_bytes)
@@ -338,5 +347,7 @@ class Calibrator:
         config = self._config
         own = {name: getattr(config, name) for name in ("slowdown", "seed", "stall_limit_s", "num_threads")}
         mega_batch = _NUM_STEPS * chosen.batch_size * self._transport.world_size
+        if strategy == "sync":
+            own["micro_batch_size"] = config.micro_batch_size
         rounds = self._play(Config(strategy=strategy, batch_size=chosen.batch_size, mega_batch=mega_batch, **own))
         return synchronous(rounds, fixed_s, work_s)

@@ -17,7 +17,7 @@ TRAIN_MORE = {
     "more on the optimizer": (
         *("momentum", "weight_decay", "lr_rule", "reference_batch_size", "warmup_epochs", "lr_decay", "optimizer_state"),
     ),
-    "batch sizes": ("batch_size_rule", "min_batch_size", "max_batch_size"),
+    "batch sizes": ("micro_batch_size", "batch_size_rule", "min_batch_size", "max_batch_size"),
     "merging (strategy local)": (
         *("merge_period", "merge_share", "overlap_merge", "sparse_merge"),
         *("outer_step", "outer_lr", "outer_momentum", "outer_bias_correction"),

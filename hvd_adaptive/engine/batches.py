@@ -12,12 +12,26 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
+from hvd_adaptive.algorithm.micro_batches import micro_batches, stand_in
 from hvd_adaptive.engine.device_clock import Moment
 from hvd_adaptive.engine.device_copies import CopyStream, to_device
 from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.records import RoundStats
 
 Rows = NDArray[np.int64]
+
+
+class InMicroBatches:
+    """Stands where a batch has its samples in micro-batches: whoever uses it is told so."""
+
+    @classmethod
+    def _refuse(cls, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            "with micro_batch_size a batch has no x and y of its own: write `for micro in batch.micro_batches():` inside of "
+            "session.step(batch), use micro.x and micro.y there, and call optimizer.step() once, after that loop"
+        )
+
+    __getattr__ = __len__ = __iter__ = __getitem__ = __torch_function__ = _refuse
 
 
 @dataclass(slots=True)
@@ -29,8 +43,11 @@ class Batch:
         y: the samples' targets; None for a data set whose samples are not pairs.
         rows: the samples' positions in the data set, int64, shape (num_samples,).
         work: cost of the samples, in the unit that the cursor counts.
-        loss: set it to this batch's mean loss, a 0-dim tensor or a number, to have it in the round's record.
+        loss: set it to this batch's mean loss, a 0-dim tensor or a number, to have it in the round's record. Of micro-batches,
+            set each one's.
         number: of this rank's batches, from 1; 0 for one that no session gave.
+        weight: of a micro-batch: what its mean counts in its batch's; below 0 where it takes off again what another one has
+            more than once, 0 where the rank has no samples.
     """
 
     x: Any
@@ -39,11 +56,52 @@ class Batch:
     work: int
     loss: Any = None
     number: int = 0
+    weight: float = 1.0
+    _parts: list[Batch] | None = None
+    _weigh: Callable[[Batch], None] | None = None
+    _num_handed: int = 0
 
     @property
     def num_samples(self) -> int:
         """Samples in the batch."""
         return len(self.rows)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Backward passes of the step."""
+        return 1 if self._parts is None else len(self._parts)
+
+    def micro_batches(self) -> Iterator[Batch]:
+        """Yields the batch in micro-batches of ``Config.micro_batch_size`` samples each; without that, itself.
+
+        Call ``backward`` for the mean loss of each, undivided, and the optimizer's ``step`` once after all of them: each gradient
+        is weighted as it is computed, so that together they are the gradient of the step's samples.
+        """
+        if self._parts is None:
+            yield self
+            return
+        for number, part in enumerate(self._parts, start=1):
+            self._num_handed = max(self._num_handed, number)
+            if self._weigh is not None:
+                self._weigh(part)
+            yield part
+
+    def finish(self) -> None:
+        """Takes the batch's loss from its micro-batches, at the end of its step.
+
+        Raises:
+            RuntimeError: if the step did without some of them.
+        """
+        if self._parts is None:
+            return
+        if self._num_handed < len(self._parts):
+            raise RuntimeError(
+                f"a step ended after {self._num_handed} of its {len(self._parts)} micro-batches: go through all of "
+                "batch.micro_batches() inside of session.step(batch), as its samples count as used"
+            )
+        if self.loss is None and all(part.loss is not None for part in self._parts):
+            losses = [part.loss.detach() if hasattr(part.loss, "detach") else part.loss for part in self._parts]
+            self.loss = sum(part.weight * loss for part, loss in zip(self._parts, losses, strict=True))
 
 
 class BatchSource:
@@ -56,13 +114,18 @@ class BatchSource:
             What it returns is (x, y) if it is a tuple of two, and otherwise x alone. ``default_collate`` makes lists of tuples;
             there the samples decide, which are (x, y) if they are tuples of two.
         times: of the steps that compute the batches; by default those of a device that is this process.
+        micro_batch_size: samples of each micro-batch; None: batches are whole.
 
     Attributes:
         times: as given.
+        num_prefetched: batches after the one in work that may be on their way.
+        description: what the rows are of, as text.
 
     Raises:
         TypeError: for a data set that has no length or cannot be indexed, such as an IterableDataset.
     """
+
+    num_prefetched = 1
 
     def __init__(
         self,
@@ -70,6 +133,8 @@ class BatchSource:
         device: torch.device,
         collate: Callable[[list[Any]], Any] | None = None,
         times: DeviceTimes | None = None,
+        *,
+        micro_batch_size: int | None = None,
     ) -> None:
         indexable = any(hasattr(dataset, name) for name in ("get_batch", "__getitems__", "__getitem__"))
         if not hasattr(dataset, "__len__") or not indexable:
@@ -80,20 +145,32 @@ class BatchSource:
         if len(dataset) == 0:
             raise ValueError("dataset must have at least one sample, got none")
         self._dataset = dataset
+        self.description = f"{len(dataset)} samples, fingerprint {getattr(dataset, 'fingerprint', 'unknown')}"
         self._device = device
         self._stream = CopyStream(device)
-        self._collate = collate or default_collate
+        self._collate = Collate(collate)
+        self._micro_batch_size = micro_batch_size
         self.times = times or DeviceTimes()
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def load(self, rows: Rows, work: int) -> Batch:
-        """Returns the batch of these rows, for the present stream."""
-        dataset = self._dataset
-        data = dataset.get_batch(rows) if hasattr(dataset, "get_batch") else self._collated(rows.tolist())
-        x, y = data if _is_pair(data) else (data, None)
-        return Batch(x=to_device(x, self._device), y=to_device(y, self._device), rows=rows, work=work)
+    def load(self, rows: Rows, work: int, *, stands_in: bool = False) -> Batch:
+        """Returns the batch of these rows, read here and now, for the present stream.
+
+        Args:
+            rows: the samples.
+            work: their cost.
+            stands_in: the samples are other ranks': the batch has none of its own, and counts nothing.
+        """
+        batch, reads = self._outline(rows, work, stands_in=stands_in)
+        for part, part_rows in reads:
+            self._fill(part, self._read(part_rows))
+        return batch
+
+    def request(self, rows: Rows, work: int, *, stands_in: bool = False) -> Batch:
+        """Returns the batch that :meth:`prefetched` yields then; see :meth:`load`. It may be read later."""
+        return self.load(rows, work, stands_in=stands_in)
 
     def prefetched(self, fetch: Callable[[int], Batch | None], stats: RoundStats) -> Iterator[Batch]:
         """Yields ``fetch(pending_work)`` until it returns None, calling it in a thread while the device computes.
@@ -101,7 +178,7 @@ class BatchSource:
         A batch is fetched when the step but one before it is over on the device. On a GPU, ``fetch`` runs on a stream of its own.
 
         Args:
-            fetch: gets the work that this rank holds and has not computed yet.
+            fetch: gets the work that this rank holds and has not computed yet; returns what :meth:`request` gave it.
             stats: gets the seconds spent waiting for batches.
         """
         times = self.times
@@ -119,13 +196,50 @@ class BatchSource:
                     batch = future.result()
                 if batch is None:
                     return
-                self._stream.hand_over(batch.x, batch.y)
+                for part in batch._parts or [batch]:
+                    self._stream.hand_over(part.x, part.y)
                 future = executor.submit(fetch_after, times.last_step, batch.work)
                 yield batch
 
-    def _collated(self, indices: list[int]) -> Any:
-        fetch_many = getattr(self._dataset, "__getitems__", None)
-        samples = fetch_many(indices) if fetch_many else [self._dataset[i] for i in indices]
+    def end_pass(self) -> None:
+        """Takes note that a loop over its batches is over."""
+
+    def _outline(self, rows: Rows, work: int, *, stands_in: bool) -> tuple[Batch, list[tuple[Batch, Rows]]]:
+        """Returns a batch without its samples, and what to fill with which rows."""
+        own = rows[:0] if stands_in else rows
+        size = self._micro_batch_size
+        if size is None:
+            batch = Batch(None, None, own, work)
+            return batch, [(batch, rows)]
+        counts = stand_in(rows, size) if stands_in else micro_batches(rows, size)
+        parts = [Batch(None, None, part, 0, weight=count / max(1, len(own))) for part, count in counts]
+        whole = InMicroBatches()
+        return Batch(whole, whole, own, work, _parts=parts), [(part, part.rows) for part in parts]
+
+    def _read(self, rows: Rows) -> Any:
+        dataset = self._dataset
+        if hasattr(dataset, "get_batch"):
+            return dataset.get_batch(rows)
+        fetch_many, indices = getattr(dataset, "__getitems__", None), rows.tolist()
+        return self._collate(fetch_many(indices) if fetch_many else [dataset[i] for i in indices])
+
+    def _fill(self, batch: Batch, data: Any) -> None:
+        x, y = data if _is_pair(data) else (data, None)
+        batch.x, batch.y = to_device(x, self._device), to_device(y, self._device)
+
+
+class Collate:
+    """Makes a batch from a list of samples: a tuple (x, y), or anything else for x alone.
+
+    Args:
+        collate: see :class:`BatchSource`.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
+        self._collate = collate or default_collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Returns the batch."""
         data = self._collate(samples)
         if not (isinstance(data, list) and len(data) == 2 and _is_pair(samples[0])):
             return data

@@ -11,7 +11,7 @@ from hvd_adaptive.comm.protocols import Store
 
 # The work [start, stop) of a claim; then, where it did not fit into memory, the samples of each batch that it was cut into.
 Claim = tuple[int, ...]
-# How much to claim of so much remaining work.
+# How much to claim of so much remaining work; 0: leave it to others.
 ClaimSize = Callable[[int], int]
 
 
@@ -19,7 +19,7 @@ class Claims(Protocol):
     """Work of one round, handed out piece by piece."""
 
     def claim(self, size: ClaimSize) -> Claim | None:
-        """Takes a piece: the work in [start, stop), never given to anyone else; None when nothing is left."""
+        """Takes a piece: the work in [start, stop), never given to anyone else; None when nothing is left, or nothing wanted."""
 
     def close(self) -> None:
         """Ends the round where it is, for all ranks, if what was taken so far is the first part of it; else does nothing. What
@@ -66,6 +66,8 @@ class SharedCursor:
         position = self._transport.add(self._key, 0)
         if position <= self._last_start:
             wanted = size(self._total_work - position)
+            if not wanted:
+                return None
             position = self._transport.add(self._key, wanted) - wanted
             if position <= self._last_start:
                 stop = position + wanted
@@ -109,15 +111,23 @@ class StepFrontier:
         transport: the world.
         key: names it; never used twice.
         num_steps: steps of the round.
+        num_prefetched: steps that a rank begins before it has made the first of them.
         clock: seconds.
     """
 
     def __init__(
-        self, transport: Store, key: str, *, num_steps: int, clock: Callable[[], float] = time.perf_counter
+        self,
+        transport: Store,
+        key: str,
+        *,
+        num_steps: int,
+        num_prefetched: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._transport = transport
         self._key = key
         self._num_steps = num_steps
+        self._num_prefetched = num_prefetched
         self._clock = clock
         self._seen = ""
         self._asked_step, self._asked_s = 0, 0.0
@@ -126,7 +136,7 @@ class StepFrontier:
         """Returns whether this rank may begin a step, which then every rank will make.
 
         Args:
-            step: its number in the round, from 0; each rank begins them in order, and prefetches one.
+            step: its number in the round, from 0; each rank begins them in order.
         """
         if self._position(self._seen) < step and not self._is_closed(self._seen):
             last = min(step + self._ahead(step), self._num_steps) - 1
@@ -136,8 +146,8 @@ class StepFrontier:
 
     def _ahead(self, step: int) -> int:
         now, ahead = self._clock(), 1
-        # The first two are asked for together, before any was made.
-        if step >= 2 and step > self._asked_step >= 1:
+        # The first ones are asked for together, before any was made.
+        if step > self._asked_step >= self._num_prefetched:
             ahead = steps_ahead((now - self._asked_s) / (step - self._asked_step))
         self._asked_step, self._asked_s = step, now
         return ahead

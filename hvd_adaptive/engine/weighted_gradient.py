@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.optim import Optimizer
 
 # Elements from which on new memory for a product costs more than to find out that it is not needed.
 LARGE = 1 << 15
@@ -69,3 +70,51 @@ class WeightedGradient:
         if factor != 1.0:
             assert parameter.grad is not None
             parameter.grad.mul_(factor)
+
+
+class GradientWeight:
+    """Multiplies every gradient by this rank's weight as soon as it is computed, before Horovod's own hook sends it.
+
+    The hooks are there only while the factor is not 1: each is a call into Python in the middle of the backward pass. Of a
+    sparse gradient, all values for one row are added up first: what comes after, on every rank, has so many fewer of them.
+
+    Args:
+        optimizer: over the parameters.
+        sparse: those whose gradients may be sparse.
+    """
+
+    def __init__(self, optimizer: Optimizer, sparse: Iterable[Tensor]) -> None:
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._coalescing = [p.register_hook(_coalesced) for p in sparse]
+        self._weighted: list[WeightedGradient] = []
+        self._value = 1.0
+
+    @property
+    def value(self) -> float:
+        """The factor."""
+        return self._value
+
+    @value.setter
+    def value(self, value: float) -> None:
+        self._value = value
+        if value == 1.0:
+            self._remove_weights()
+        elif not self._weighted:
+            self._weighted = [WeightedGradient(p, lambda: self._value) for p in self._parameters if p.requires_grad]
+
+    def _remove_weights(self) -> None:
+        for weighted in self._weighted:
+            weighted.remove()
+        self._weighted.clear()
+
+    def remove(self) -> None:
+        """Takes the hooks off the parameters."""
+        self._remove_weights()
+        for handle in self._coalescing:
+            handle.remove()
+        self._coalescing.clear()
+
+
+def _coalesced(gradient: Tensor) -> Tensor:
+    # Dense where the parameter has another use besides.
+    return gradient.coalesce() if gradient.is_sparse else gradient

@@ -141,6 +141,16 @@ class GradientExchange:
         if self._sum.begin_round():
             self._buckets = None
 
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Changes, between two steps, how many backward passes' gradients add up before they are exchanged.
+
+        Args:
+            passes: of this rank, >= 1; other ranks may have another number.
+        """
+        self._backward_passes = passes
+        for slot in self._slots:
+            slot.passes_left = passes
+
     def set_policy(self, options: Config) -> None:
         """Changes the codecs between two steps, and forgets residuals. COLLECTIVE.
 

@@ -41,6 +41,7 @@ from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.engine.replay import Replay, RoundClaims, round_claims, run_identity
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.session.handed_out import HandedOut
+from hvd_adaptive.session.loader import loader
 from hvd_adaptive.session.sameness import check_same_model, describe
 from hvd_adaptive.session.session_state import SessionState, Stateful
 from hvd_adaptive.session.straggler_report import StragglerReport
@@ -67,6 +68,7 @@ class Session:
         train_s: seconds of training so far, without pauses.
         preempted: the signal, on any rank, for which the run ended early; 0: none. See :func:`hvd_adaptive.catch_signals`.
         identity: what a replay must have in common with this run; empty where nothing is recorded or replayed.
+        slowdown: how much slower ranks are made to compute.
         records: callables that get each :class:`RoundRecord`, on every rank.
         before_gather: callables that may add to this rank's statistics of a round just before they are gathered.
 
@@ -104,7 +106,7 @@ class Session:
             {**{f"configuration {k}": v for k, v in dataclasses.asdict(self.config).items()}, **trained},
             "Start every rank with the same options and the same model.",
         )
-        self._slowdown = Slowdown(self.config.slowdown, world_size=self.world_size)
+        self.slowdown = Slowdown(self.config.slowdown, world_size=self.world_size)
         if self.config.compute_threads is not None:
             torch.set_num_threads(self.config.compute_threads)
         self._strategy = make_strategy(model, optimizer, self.config, self.transport)
@@ -167,13 +169,21 @@ class Session:
             AgreedError: on all ranks, if their data sets differ in length.
             RuntimeError: if ranks' models stop being equal after a merge, or all ranks' parameters are not finite.
         """
-        source = BatchSource(dataset, self.device, collate, self._times)
+        source = BatchSource(dataset, self.device, collate, self._times, micro_batch_size=self.config.micro_batch_size)
+        return self._batches_from(source, num_epochs=num_epochs, work=work)
+
+    loader = loader
+
+    def _batches_from(
+        self, source: BatchSource, *, num_epochs: float | None, work: NDArray[np.int64] | None = None
+    ) -> Iterator[Batch]:
+        """Yields this rank's batches as :meth:`batches` does, whatever reads them."""
         if (work is not None) != (self.config.work == "nonzeros"):
             given = "None" if work is None else "an array"
             raise ValueError(f"batches(work=...) goes with config.work='nonzeros', got work={given} with {self.config.work!r}")
         agree_equal(self.transport, {"number of samples": len(source)}, "Give every rank the same data.")
         self._state.check_dataset(len(source))
-        self._data = f"{len(source)} samples, fingerprint {getattr(dataset, 'fingerprint', 'unknown')}"
+        self._data = source.description
         order_epoch = -1
         while not self._stop and (num_epochs is None or self._progress(len(source)) < num_epochs - 1e-9):
             if self.ledger.epoch != order_epoch:
@@ -208,6 +218,7 @@ class Session:
                 if self.preemption.signal_number:
                     self._strategy.close_round()
             self._end_round(self._strategy.round_samples(len(rows)), len(source))
+        source.end_pass()
         self._strategy.drain()
 
     @contextmanager
@@ -225,7 +236,7 @@ class Session:
         """
         start = self._times.mark()
         self._handed_out.begin(batch)
-        factor = self._slowdown.factors(self.train_s + time.perf_counter() - self._round_start)[self.rank]
+        factor = self.slowdown.factors(self.train_s + time.perf_counter() - self._round_start)[self.rank]
         # Reading this clock waits for a GPU, which only an emulated slowdown needs.
         compute_start = compute_seconds(self.device) if factor > 1 else 0.0
         num_begun, fits = self._lr.num_begun, True
@@ -244,6 +255,7 @@ class Session:
         if factor > 1:
             spent = compute_seconds(self.device) - compute_start - self._strategy.take_foreign_seconds()
             time.sleep(max(0.0, (factor - 1) * spent))
+        batch.finish()
         self._times.end_step(self._stats, start, batch.num_samples, batch.work, batch.loss)
         self.transport.progress(f"step {int(self._stats.num_steps)} of round {self.round}")
 
@@ -289,16 +301,6 @@ class Session:
     def gather(self, value: Any) -> list[Any]:
         """Returns every rank's value, of any kind that pickle knows, in rank order: to score a test set together. COLLECTIVE."""
         return self.transport.allgather_object(value)
-
-    def capacity_samples(self, samples_per_s: NDArray[np.float64], start_s: float, stop_s: float) -> float:
-        """Returns the samples that the ranks could compute in a span of training time, each alone and never waiting.
-
-        Args:
-            samples_per_s: the ranks' own speeds without an emulated slowdown, shape (world_size,).
-            start_s: the span's first training second.
-            stop_s: its last.
-        """
-        return float(samples_per_s @ self._slowdown.capacity_s(start_s, stop_s))
 
     def register_state(self, name: str, value: Stateful, *, shared: bool = False) -> None:
         """Makes an object of your own part of the checkpoints: a scheduler, a moving average. Before any is loaded.

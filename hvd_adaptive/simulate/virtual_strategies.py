@@ -91,6 +91,7 @@ class VirtualLocal(VirtualStrategy):
         self._sizes = np.full(cluster.world_size, float(config.batch_size))
         self._shares = np.full(cluster.world_size, 1.0 / cluster.world_size)
         self._exchanged_s = 0.0
+        self.round_unit = config.micro_batch_size or 1
 
     @property
     def mega_batch(self) -> int:
@@ -107,6 +108,7 @@ class VirtualLocal(VirtualStrategy):
                 speed_shares=self._shares,
                 work_per_sample=1.0,
                 dynamic=dispatch == "dynamic",
+                unit=self.round_unit,
             )
             for rank in range(world_size)
         ]
@@ -115,7 +117,7 @@ class VirtualLocal(VirtualStrategy):
             cursors = [shared] * world_size
         else:
             shares = self._shares if dispatch == "proportional" else np.ones(world_size)
-            edges = own_parts(shares, num_samples).tolist()
+            edges = own_parts(shares, num_samples, unit=self.round_unit).tolist()
             cursors = [Cursor(edges[rank], edges[rank + 1]) for rank in range(world_size)]
         times = play_claims(start_s, cursors, rules, self._steps, first_batch_s=cluster.first_batch_s)
         end_s = np.array(times.end_s)
@@ -211,7 +213,14 @@ class VirtualSync(VirtualStrategy):
                 yield np.full(self._cluster.world_size, float(size))
             return
         self._shares.begin_round()
-        for _, _, mine in global_batches(num_samples, total=self.round_unit, shares_at=self._shares.shares_at, lower=1):
+        batches = global_batches(
+            num_samples,
+            total=self.round_unit,
+            shares_at=self._shares.shares_at,
+            lower=1,
+            unit=self._config.micro_batch_size or 1,
+        )
+        for _, _, mine in batches:
             yield np.array(mine, dtype=np.float64)
 
 

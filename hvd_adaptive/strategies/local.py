@@ -25,6 +25,7 @@ from hvd_adaptive.engine.out_of_memory import MemoryCeiling
 from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.engine.replay import RecordedClaims, RoundClaims, WatchedClaims
 from hvd_adaptive.engine.strategy import OwnState
+from hvd_adaptive.engine.weighted_gradient import GradientWeight
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class LocalStrategy:
     Attributes:
         optimizer: the user's own.
         batch_sizes: the ranks' batch sizes, samples, shape (world_size,), equal on every rank.
-        round_unit: 1, rounds may have any number of samples.
+        round_unit: samples of a micro-batch; 1: rounds may have any number of samples.
         inexact: empty.
         merge: what makes the ranks' models one.
         flat_model: its global model.
@@ -55,7 +56,8 @@ class LocalStrategy:
         self._round = 0
         self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
         self._shares = np.full(transport.world_size, 1.0 / transport.world_size)
-        self.round_unit = 1
+        self.round_unit = config.micro_batch_size or 1
+        self._weight = GradientWeight(optimizer, ()) if config.micro_batch_size is not None else None
         self.inexact: list[str] = []
         self._warming_up = False
         self._cursor: SharedCursor | None = None
@@ -97,10 +99,26 @@ class LocalStrategy:
         return True
 
     def close(self) -> None:
-        """Nothing is left on the model."""
+        """Takes the hooks off the model."""
+        if self._weight is not None:
+            self._weight.remove()
+
+    def _weigh(self, micro: Batch) -> None:
+        assert self._weight is not None
+        self._weight.value = micro.weight
 
     def take_back(self, batch: Batch) -> bool:
-        """Gives the batch's samples to this rank again, as halves, and half its size is this rank's ceiling from now on."""
+        """Gives the batch's samples to this rank again, as halves, and half its size is this rank's ceiling from now on.
+
+        Raises:
+            RuntimeError: for micro-batches, whose size is fixed.
+        """
+        if self._weight is not None:
+            size = self._config.micro_batch_size
+            raise RuntimeError(
+                f"rank {self._transport.rank} ran out of memory with micro-batches of {size} samples, which cannot be halved: "
+                "lower micro_batch_size"
+            )
         self._memory.take_back(batch)
         return True
 
@@ -143,6 +161,7 @@ class LocalStrategy:
             speed_shares=self._shares,
             work_per_sample=mega_batch.total_work / max(1, len(rows)),
             dynamic=self._config.dispatch == "dynamic",
+            unit=self.round_unit,
         )
         claims = self._claims = WatchedClaims(self._open_claims(mega_batch.total_work, least=rule.least))
         self.claimed = claims.taken
@@ -151,18 +170,26 @@ class LocalStrategy:
 
         def fetch(pending: int) -> Batch | None:
             def size(remaining: int) -> int:
-                return rule.size(remaining, pending=pending, ceiling=self._memory.samples)
+                if source.num_prefetched == 1:
+                    return rule.size(remaining, pending=pending, ceiling=self._memory.samples)
+                others = mega_batch.total_work - remaining - sum(stop - start for start, stop, *_ in claims.taken)
+                # At the end of a round, a slow rank would keep the others waiting for what is on its way.
+                if pending and rule.leaves(remaining, pending=pending, others_claimed=others):
+                    return 0
+                return rule.size(remaining, pending=pending, ceiling=self._memory.samples, others_claimed=others)
 
             while (claim := claims.claim(size)) is not None:
                 start, stop, *parts = claim
                 claimed = mega_batch.claimed(start, stop)
                 if len(claimed):
                     loaded.append((len(claims.taken) - 1, parts))
-                    return source.load(claimed, stop - start)
+                    return source.request(claimed, stop - start)
             return None
 
         for batch in source.prefetched(fetch, stats):
             number, parts = loaded.popleft()
+            if self._weight is not None:
+                batch._weigh = self._weigh
             sizes = yield from self._memory.batches(batch, parts, source, stats)
             if overlap is not None:
                 overlap.poll()
@@ -196,7 +223,7 @@ class LocalStrategy:
             self._cursor = SharedCursor(self._transport, f"claim.{self._round}", total_work=total_work, least=least)
             return self._cursor
         shares = self._shares if self._config.dispatch == "proportional" else np.ones(world_size)
-        edges = own_parts(shares, total_work)
+        edges = own_parts(shares, total_work, unit=self.round_unit)
         return OwnPart(int(edges[rank]), int(edges[rank + 1]))
 
     def end_round(self, stats: RoundStats) -> tuple[Gathered, Array, int]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.algorithm.share_balance import StepWindow
@@ -29,61 +29,13 @@ from hvd_adaptive.engine.flat_buffers import FlatBuffers
 from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.engine.touched_rows import sparse_parameters
-from hvd_adaptive.engine.weighted_gradient import WeightedGradient
+from hvd_adaptive.engine.weighted_gradient import GradientWeight
 from hvd_adaptive.exchange.gradients import GradientExchange
 from hvd_adaptive.strategies.exactness import what_breaks_equality
 from hvd_adaptive.strategies.sync_optimizer import Exchanger, SyncOptimizer
 from hvd_adaptive.strategies.synchronous import FixedWorkStrategy, SynchronousClock
 
 log = logging.getLogger(__name__)
-
-
-class GradientWeight:
-    """Multiplies every gradient by this rank's weight as soon as it is computed, before Horovod's own hook sends it.
-
-    The hooks are there only while the factor is not 1: each is a call into Python in the middle of the backward pass. Of a
-    sparse gradient, all values for one row are added up first: what comes after, on every rank, has so many fewer of them.
-
-    Args:
-        optimizer: over the parameters.
-        sparse: those whose gradients may be sparse.
-    """
-
-    def __init__(self, optimizer: Optimizer, sparse: Iterable[Tensor]) -> None:
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._coalescing = [p.register_hook(_coalesced) for p in sparse]
-        self._weighted: list[WeightedGradient] = []
-        self._value = 1.0
-
-    @property
-    def value(self) -> float:
-        """The factor."""
-        return self._value
-
-    @value.setter
-    def value(self, value: float) -> None:
-        self._value = value
-        if value == 1.0:
-            self._remove_weights()
-        elif not self._weighted:
-            self._weighted = [WeightedGradient(p, lambda: self._value) for p in self._parameters if p.requires_grad]
-
-    def _remove_weights(self) -> None:
-        for weighted in self._weighted:
-            weighted.remove()
-        self._weighted.clear()
-
-    def remove(self) -> None:
-        """Takes the hooks off the parameters."""
-        self._remove_weights()
-        for handle in self._coalescing:
-            handle.remove()
-        self._coalescing.clear()
-
-
-def _coalesced(gradient: Tensor) -> Tensor:
-    # Dense where the parameter has another use besides.
-    return gradient.coalesce() if gradient.is_sparse else gradient
 
 
 class SyncStrategy(FixedWorkStrategy):
@@ -148,6 +100,7 @@ class SyncStrategy(FixedWorkStrategy):
         self._own_s = 0.0
         # Horovod averages, so that with equal shares all weights are 1 and no gradient is touched; encoded values add up.
         self._weight_unit = 1.0 if self._compressed else float(world_size)
+        self._unit = config.micro_batch_size or 1
         self._clock = SynchronousClock(
             exchanger,
             next(model.parameters()).device,
@@ -185,10 +138,10 @@ class SyncStrategy(FixedWorkStrategy):
         Where the last global batch of an epoch is too small to go round, a rank without samples gets a batch of other ranks' rows
         whose weight is 0 and whose ``rows`` are empty: it must take part in the exchange.
         """
-        self._shares.begin_round()
+        self._shares.begin_round(num_prefetched=source.num_prefetched)
         per_step = self._config.accumulation_steps
         num_steps = -(-len(rows) // self.round_unit)
-        frontier = self._open_round(round_id, num_steps=num_steps, step_samples=self.round_unit)
+        frontier = self._open_round(round_id, source, num_steps=num_steps, step_samples=self.round_unit)
         loads: Iterator[tuple[int, Callable[[], Batch]]] = (
             (index // per_step, functools.partial(self._load, part, rows, source))
             for index, part in enumerate(self._parts(len(rows)))
@@ -199,10 +152,11 @@ class SyncStrategy(FixedWorkStrategy):
         for batch, part in zip(
             self._in_order(loads, frontier, source, stats), self._parts(len(rows)), strict=False
         ):
-            if self._mean:
-                self._weight.value = part.weight * self._weight_unit
+            if self._config.micro_batch_size is None:
+                self._weight.value = part.weight * self._weight_unit if self._mean else float(part.weight > 0)
             else:
-                self._weight.value = float(part.weight > 0)
+                batch._weigh = functools.partial(self._weigh, part)
+                self._steps.expect_passes(batch.num_micro_batches)
             self._steps.begin(opens_window=opens_window, step_due=part.ends_step)
             yield batch
             opens_window = part.ends_step
@@ -213,6 +167,13 @@ class SyncStrategy(FixedWorkStrategy):
                 source.times.then(functools.partial(self._step_is_over, step, stats))
                 if step is not None:
                     self._count_step(step, source.times, stats)
+
+    def _weigh(self, part: Part, micro: Batch) -> None:
+        """Sets the factor on the gradients of a micro-batch of this rank's part."""
+        if self._mean:
+            self._weight.value = micro.weight * part.weight * self._weight_unit
+        else:
+            self._weight.value = micro.weight * (part.stop - part.start) / micro.num_samples
 
     def _step_is_over(self, step: int | None, stats: RoundStats) -> None:
         """Takes down this rank's own seconds of a step; None: one whose global batch is not whole."""
@@ -245,6 +206,7 @@ class SyncStrategy(FixedWorkStrategy):
             rank=self._transport.rank,
             num_micro_batches=self._config.accumulation_steps,
             smallest=self._smallest,
+            unit=self._unit,
         )
 
     def end_round(self, stats: RoundStats) -> tuple[Gathered, Array, int]:
@@ -317,10 +279,8 @@ class SyncStrategy(FixedWorkStrategy):
 
     def _load(self, part: Part, rows: Rows, source: BatchSource) -> Batch:
         if part.start < part.stop:
-            return source.load(rows[part.start : part.stop], part.stop - part.start)
-        batch = source.load(rows[part.batch_start : min(part.batch_start + 2, part.batch_stop)], 0)
-        batch.rows = rows[:0]
-        return batch
+            return source.request(rows[part.start : part.stop], part.stop - part.start)
+        return source.request(rows[part.batch_start : min(part.batch_start + 2, part.batch_stop)], 0, stands_in=True)
 
     def _check_trainable(self) -> None:
         if [p.requires_grad for p in self._model.parameters()] != self._trainable:

@@ -21,6 +21,9 @@ class Exchanger(Protocol):
     def synchronize(self) -> None:
         """Waits for the reduced gradients. COLLECTIVE."""
 
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Sets how many gradients of a parameter add up before they are exchanged, from the next step on."""
+
 
 class SyncOptimizer(Optimizer):
     """Any optimizer and what exchanges its gradients, behind one face.
@@ -47,6 +50,7 @@ class SyncOptimizer(Optimizer):
         self._exchanger = exchanger
         self._opens_window = True
         self._synchronized = False
+        self._num_passes = 0
         self.step_due = True
         self.num_skipped = 0
 
@@ -65,6 +69,12 @@ class SyncOptimizer(Optimizer):
         self._opens_window = opens_window
         self.step_due = step_due
         self._synchronized = False
+
+    def expect_passes(self, passes: int) -> None:
+        """Sets how many backward passes the next step has, on this rank."""
+        if self._exchanger is not None and passes != self._num_passes:
+            self._exchanger.set_backward_passes_per_step(passes)
+        self._num_passes = passes
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients before the first micro-batch of a window; does nothing before the others."""

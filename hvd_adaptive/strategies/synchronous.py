@@ -147,16 +147,19 @@ class FixedWorkStrategy:
         """Returns False: the others wait for this step."""
         return False
 
-    def _open_round(self, round_id: int, *, num_steps: int, step_samples: int) -> StepFrontier:
+    def _open_round(self, round_id: int, source: BatchSource, *, num_steps: int, step_samples: int) -> StepFrontier:
         """Returns the round's frontier, which every rank's batches must ask.
 
         Args:
             round_id: names the round.
+            source: of its batches.
             num_steps: of each rank.
             step_samples: samples of a step over all ranks.
         """
         self._frontier_key = f"steps.{round_id}"
-        self._frontier = StepFrontier(self._transport, self._frontier_key, num_steps=num_steps)
+        self._frontier = StepFrontier(
+            self._transport, self._frontier_key, num_steps=num_steps, num_prefetched=source.num_prefetched
+        )
         self._step_samples = step_samples
         return self._frontier
 
@@ -197,8 +200,8 @@ class FixedWorkStrategy:
         num_steps = -(-len(rows) // (batch_size * world_size))
         padded = np.resize(rows, num_steps * batch_size * world_size)
         shares = padded.reshape(num_steps, world_size, batch_size)[:, self._transport.rank]
-        frontier = self._open_round(round_id, num_steps=num_steps, step_samples=batch_size * world_size)
-        loads = ((step, functools.partial(source.load, share, len(share))) for step, share in enumerate(shares))
+        frontier = self._open_round(round_id, source, num_steps=num_steps, step_samples=batch_size * world_size)
+        loads = ((step, functools.partial(source.request, share, len(share))) for step, share in enumerate(shares))
         yield from self._in_order(loads, frontier, source, stats)
 
     def _in_order(

@@ -95,9 +95,10 @@ class Totals:
         line = {**record.to_json(), "eval": scores, "utilisation": None}
         if self._speeds is not None:
             span = (self._round_start_s, record.train_s)
-            capacity = session.capacity_samples(self._speeds.compute, *span)
+            seconds = session.slowdown.capacity_s(*span)
+            capacity = float(self._speeds.compute @ seconds)
             self._capacity["compute"] += capacity
-            self._capacity["wall"] += session.capacity_samples(self._speeds.wall, *span)
+            self._capacity["wall"] += float(self._speeds.wall @ seconds)
             line["utilisation"] = round((record.num_samples - self.num_samples) / capacity, 4)
         self._round_start_s, self.num_samples = record.train_s, record.num_samples
         return line

@@ -84,11 +84,14 @@ def local_step(model: nn.Module, optimizer: Optimizer, batch: Batch, *, sums_los
         sums_loss: the gradients are those of the sum over the samples.
     """
     optimizer.zero_grad()
-    loss = multilabel_softmax_loss(model(batch.x), batch.y)
-    # The mean over a batch times its samples is the sum; a batch without samples of its own then counts nothing.
-    (loss * batch.num_samples if sums_loss else loss).backward()
+    losses = []
+    for micro in batch.micro_batches():
+        loss = multilabel_softmax_loss(model(micro.x), micro.y)
+        # The mean over a batch times its samples is the sum; a batch without samples of its own then counts nothing.
+        (loss * micro.num_samples if sums_loss else loss).backward()
+        losses.append(micro.weight * loss.detach() if batch.num_micro_batches > 1 else loss.detach())
     optimizer.step()
-    return loss.detach()
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
 
 class Trainer:
@@ -294,7 +297,7 @@ class Trainer:
             self._model,
             optimizer,
             lambda batch: self._step(optimizer, batch),
-            BatchSource(self._data, device),
+            BatchSource(self._data, device, micro_batch_size=config.micro_batch_size),
             batch_size=size,
             seed=config.seed,
             transport=self._transport,

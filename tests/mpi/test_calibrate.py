@@ -38,3 +38,19 @@ def test_what_is_recommended_runs(run_job: Any, data: Path, tmp_path: Path) -> N
     assert config["slowdown"] == "1,2" and config["batch_size"] == 32
     job = run_job([*COMMAND, "simulate", "--calibration", str(file), "--strategies", "local", "--rounds", "4", "--settle", "1"])
     assert job.returncode == 0 and "local" in job.stdout, job.describe()
+
+
+def test_micro_batches_are_measured_and_kept(run_job: Any, data: Path, tmp_path: Path) -> None:
+    file, run = tmp_path / "calibration.toml", tmp_path / "run"
+    options = ["--data", str(data), "--cache-dir", str(tmp_path / "cache"), "--batch-size", "32", "--micro-batch-size", "8"]
+    job = run_job([*COMMAND, "calibrate", "-np", "2", "--out", str(file), *options, "--seconds", "0.1"], timeout=400)
+    assert job.returncode == 0 and not job.leftover, job.describe()
+    found = read_table(read_config_file(str(file), measurements=True)["calibration"], str(file))
+    assert found.ranks[0].batch_size == [8, 16, 32, 64, 128, 256] and found.ranks[0].largest_batch is None
+    kept = read_config_file(str(file))
+    assert kept["micro_batch_size"] == 8 and kept["min_batch_size"] == kept["max_batch_size"] == kept["batch_size"] == 32
+    # What it wrote goes with both strategies.
+    for strategy in ("local", "sync"):
+        command = ["train", "-np", "2", "--config", str(file), "--strategy", strategy, "--out", str(run / strategy)]
+        job = run_job([*COMMAND, *command, "--epochs", "1"], timeout=400)
+        assert job.returncode == 0, job.describe()

@@ -17,10 +17,9 @@ from hvd_adaptive.comm.protocols import AgreedError
 from hvd_adaptive.comm.threads import LocalTransport
 from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.config import Config
-from hvd_adaptive.engine.weighted_gradient import LARGE
+from hvd_adaptive.engine.weighted_gradient import LARGE, GradientWeight
 from hvd_adaptive.session.session import Session
 from hvd_adaptive.strategies.exactness import what_breaks_equality
-from hvd_adaptive.strategies.sync import GradientWeight
 from hvd_adaptive.strategies.sync_optimizer import SyncOptimizer
 
 _generator = torch.Generator().manual_seed(0)

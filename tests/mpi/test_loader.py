@@ -1,0 +1,87 @@
+"""``Session.loader`` over real ranks: workers read what their rank has claimed, and die with their job."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hvd_adaptive import Config, Session
+from hvd_adaptive.engine.flat_model import model_hash
+
+NUM_SAMPLES = 600
+DATA = TensorDataset(torch.arange(float(NUM_SAMPLES)).reshape(-1, 1), torch.zeros(NUM_SAMPLES))
+
+
+@pytest.mark.mpi(2)
+def test_ranks_share_epochs_whose_rows_workers_read() -> None:
+    """The slow rank leaves most of them to the other one."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=1e-6), Config(batch_size=8, mega_batch=150, hash_interval=1))
+    loader = session.loader(DATA, num_workers=1, persistent_workers=True)
+    for epoch in range(2):
+        rows: list[int] = []
+        for batch in loader:
+            with session.step(batch):
+                assert batch.x[:, 0].tolist() == batch.rows.tolist()
+                session.optimizer.zero_grad()
+                model(batch.x).mean().backward()
+                session.optimizer.step()
+                time.sleep(0.04 * session.rank + 0.005)
+            rows += batch.rows.tolist()
+        assert session.ledger.epoch == epoch + 1
+        parts = session.transport.allgather_object(rows)
+        assert sorted(parts[0] + parts[1]) == list(range(NUM_SAMPLES))
+    assert len(parts[1]) < len(parts[0]) / 2, "claims did not follow speeds"
+    hashes = session.transport.allgather_object(model_hash(model))
+    assert hashes[0] == hashes[1]
+    session.close()
+
+
+@pytest.mark.mpi(2)
+def test_ranks_with_different_workers_are_told() -> None:
+    session = Session(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1), Config())
+    with pytest.raises(Exception, match="num_workers"):
+        session.loader(DATA, num_workers=1 + session.rank)
+    session.close()
+
+
+SCRIPT = """
+import multiprocessing, os, signal, time
+import torch, hvd_adaptive
+from torch.utils.data import TensorDataset
+
+model = torch.nn.Linear(6, 2)
+session = hvd_adaptive.Session(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), hvd_adaptive.Config(batch_size=8, mega_batch=100_000, stall_limit_s=60)
+)
+data = TensorDataset(torch.randn(100_000, 6), torch.zeros(100_000, dtype=torch.int64))
+for number, batch in enumerate(session.loader(data, num_workers=1)):
+    if session.rank == 1 and number == 30:
+        print(f"killed at {time.time()}", flush=True)
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+    with session.step(batch):
+        session.optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+        session.optimizer.step()
+"""
+
+
+def test_a_worker_that_dies_ends_the_job_with_its_error(run_job: Any, tmp_path: Path) -> None:
+    script = tmp_path / "worker_dies.py"
+    script.write_text(SCRIPT)
+    job = run_job([sys.executable, str(script)], np=2, timeout=200)
+    end = time.time() - job.outlived_s
+    assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
+    words = r"worker \((pid \d+\) (is|was) killed by signal: Killed|pid\(s\) \d+\) exited unexpectedly)"
+    assert re.search(words, job.stderr) and "rank 1 failed" in job.stderr, job.describe()
+    # PyTorch looks after its workers every five seconds; the stall limit is far longer.
+    assert end - float(job.stdout.partition("killed at ")[2].split()[0]) < 40, job.describe()
