@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
+from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.records import RoundStats
 
 
@@ -24,6 +25,7 @@ class WorkerSource(BatchSource):
         dataset: see :class:`BatchSource`; workers get a copy of it, as with torch's DataLoader.
         device: where x and y go.
         collate: see :class:`BatchSource`; workers call it.
+        times: see :class:`BatchSource`.
         micro_batch_size: samples of each micro-batch; None: batches are whole.
         num_workers: worker processes, >= 1.
         pin_memory: read batches are copied to page-locked memory, from which a GPU takes them beside its work.
@@ -42,6 +44,7 @@ class WorkerSource(BatchSource):
         device: torch.device,
         collate: Callable[[list[Any]], Any] | None = None,
         *,
+        times: DeviceTimes | None = None,
         micro_batch_size: int | None = None,
         num_workers: int,
         pin_memory: bool = False,
@@ -50,7 +53,7 @@ class WorkerSource(BatchSource):
         seed: tuple[int, ...] = (0,),
     ) -> None:
         refuse_stream(dataset)
-        super().__init__(dataset, device, collate, micro_batch_size=micro_batch_size)
+        super().__init__(dataset, device, collate, times, micro_batch_size=micro_batch_size)
         for name, value in (("num_workers", num_workers), ("prefetch_factor", prefetch_factor)):
             if value < 1:
                 raise ValueError(f"{name} must be >= 1, got {value}")
@@ -93,7 +96,7 @@ class WorkerSource(BatchSource):
             RuntimeError: if a worker has died. What a worker raises, is raised here.
         """
         while True:
-            with stats.waiting_for_data():
+            with self.times.waiting(stats):
                 first = fetch(0)
                 if first is None:
                     return
@@ -103,12 +106,16 @@ class WorkerSource(BatchSource):
                 # Workers begin to read here.
                 passing = iter(self._loader)
             is_over = False
+            before = None
             try:
                 while self._claims.on_their_way:
+                    # A GPU may be behind: claims follow the step but one before, as with a thread.
+                    self.times.wait(before)
                     batch = self._claims.on_their_way[0]
-                    with stats.waiting_for_data():
+                    with self.times.waiting(stats):
                         for part, _ in self._requested[id(batch)]:
                             self._fill(part, next(passing))
+                    before = self.times.last_step
                     yield batch
                     self._claims.computed()
                 assert next(passing, None) is None

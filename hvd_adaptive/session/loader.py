@@ -27,7 +27,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields what is left of the epoch, see :meth:`hvd_adaptive.Session.batches`. COLLECTIVE."""
-        return self._session._batches_from(self._source, self._session.ledger.epoch + 1)
+        return self._session._batches_from(self._source, num_epochs=self._session.ledger.epoch + 1)
 
 
 def loader(
@@ -77,11 +77,12 @@ def loader(
         for name, value in (("prefetch_factor", prefetch_factor), ("persistent_workers", persistent_workers or None)):
             if value is not None:
                 raise ValueError(f"{name} {value} needs num_workers >= 1, got 0: there is no worker")
-        return Loader(self, BatchSource(dataset, self.device, collate_fn, micro_batch_size=size))
+        return Loader(self, BatchSource(dataset, self.device, collate_fn, self._times, micro_batch_size=size))
     source = WorkerSource(
         dataset,
         self.device,
         collate_fn,
+        times=self._times,
         micro_batch_size=size,
         num_workers=num_workers,
         pin_memory=pin_memory,

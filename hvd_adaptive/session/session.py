@@ -290,12 +290,8 @@ class Session:
         self._stop = self._stop or agreed
 
     def progress(self, what: str) -> None:
-        """Tells the heartbeats that this rank gets on; for work of your own between batches that others wait for, such as
-        an evaluation on one rank that takes longer than ``stall_limit_s``.
-
-        Args:
-            what: what it does, for the heartbeats' messages.
-        """
+        """Tells the heartbeats that this rank gets on with ``what``, as text; for work of your own between batches that others
+        wait for, such as an evaluation on one rank that takes longer than ``stall_limit_s``."""
         self.transport.progress(what)
 
     def gather(self, value: Any) -> list[Any]:
