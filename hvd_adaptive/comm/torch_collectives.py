@@ -1,7 +1,7 @@
 """torch.distributed's collectives over a process group, in the background, for tensors on CPU or CUDA.
 
 torch.distributed tells collectives apart by their order alone, and Gloo ends the process where sizes do not fit. So one thread
-runs all of a rank's collectives in the order in which they were started, and compares sizes first.
+runs all of a rank's collectives in the order in which they were started, and compares names and sizes first.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 Result = TypeVar("Result")
+_NAME_BYTES = 64  # of a collective's name that are compared, its last ones
 
 
 class BrokenWorldError(RuntimeError):
@@ -69,7 +71,7 @@ class TorchCollectives:
         self.allreduce_sum_async_(tensor, name).wait()
 
     def allreduce_sum_async_(self, tensor: Tensor, name: str) -> _Pending:
-        return self._start(f"allreduce of {name}", tensor, lambda: self._allreduce_(tensor, dist.ReduceOp.SUM))
+        return self._reduce(f"allreduce of {name}", tensor, dist.ReduceOp.SUM)
 
     def alltoall_bytes_async(
         self, tensor: Tensor, *, send_bytes: Sequence[int], receive_bytes: Sequence[int], name: str
@@ -77,7 +79,7 @@ class TorchCollectives:
         sent, expected = list(send_bytes), list(receive_bytes)
 
         def run() -> Tensor:
-            table = self._gather_numbers([*sent, *expected])
+            table = self._gather_numbers(f"alltoall of {name}", [*sent, *expected])
             sizes, wanted = table[:, : self.world_size], table[:, self.world_size :]
             _check_sizes(name, sizes.T, wanted, self.rank)
             source = self._to_wire(tensor)
@@ -91,7 +93,7 @@ class TorchCollectives:
         expected = [-1] * self.world_size if receive_bytes is None else list(receive_bytes)
 
         def run() -> Tensor:
-            table = self._gather_numbers([tensor.numel(), *expected])
+            table = self._gather_numbers(f"allgather of {name}", [tensor.numel(), *expected])
             sizes, wanted = table[:, 0].expand(self.world_size, -1), table[:, 1:]
             _check_sizes(name, sizes, wanted, self.rank)
             most = int(sizes.max())
@@ -109,7 +111,7 @@ class TorchCollectives:
         return self._start(f"allgather of {name}", tensor, run)
 
     def allreduce_max_(self, tensor: Tensor, name: str) -> None:
-        self._start(f"allreduce of {name}", tensor, lambda: self._allreduce_(tensor, dist.ReduceOp.MAX)).wait()
+        self._reduce(f"allreduce of {name}", tensor, dist.ReduceOp.MAX).wait()
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -146,10 +148,16 @@ class TorchCollectives:
                 self._broken(BrokenWorldError(f"{what}: {error}"))
                 raise
 
-    def _allreduce_(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        wire = self._to_wire(tensor)
-        dist.all_reduce(wire, operation, group=self._group)
-        return tensor if wire is tensor else tensor.copy_(wire)
+    def _reduce(self, what: str, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> _Pending:
+        def run() -> Tensor:
+            sizes = self._gather_numbers(what, [tensor.numel()])[:, 0]
+            if (sizes != sizes[0]).any():
+                raise _MismatchError(f"{what}: the ranks' tensors have {sizes.tolist()} elements, and must have equally many")
+            wire = self._to_wire(tensor)
+            dist.all_reduce(wire, operation, group=self._group)
+            return tensor if wire is tensor else tensor.copy_(wire)
+
+        return self._start(what, tensor, run)
 
     def _broadcast_(self, tensor: Tensor) -> Tensor:
         # Not every backend takes every type; bytes carry them all.
@@ -157,12 +165,30 @@ class TorchCollectives:
         dist.broadcast(wire, dist.get_global_rank(self._group, 0), group=self._group)
         return tensor.copy_(wire.view(tensor.dtype).reshape(tensor.shape))
 
-    def _gather_numbers(self, numbers: Sequence[int]) -> Tensor:
-        """Every rank's numbers, equally many, shape (world_size, len(numbers))."""
-        own = torch.tensor(numbers, dtype=torch.int64)
+    def _gather_numbers(self, what: str, numbers: Sequence[int]) -> Tensor:
+        """Every rank's numbers, equally many, shape (world_size, len(numbers)). COLLECTIVE.
+
+        Args:
+            what: the collective that they belong to, the same on every rank.
+            numbers: this rank's, int64; at most 2 * world_size.
+
+        Raises:
+            _MismatchError: on every rank, if they have come to different collectives.
+        """
+        name = np.frombuffer(what.encode()[-_NAME_BYTES:].ljust(_NAME_BYTES), dtype=np.int64)
+        own = torch.zeros(len(name) + 2 * self.world_size, dtype=torch.int64)
+        own[: len(name)] = torch.from_numpy(name.copy())
+        own[len(name) : len(name) + len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
         gathered = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(gathered, own, group=self._group)
-        return torch.stack(gathered)
+        table = torch.stack(gathered)
+        names = [bytes(row.numpy()).decode(errors="replace").strip() for row in table[:, : len(name)]]
+        if len(set(names)) > 1:
+            raise _MismatchError(
+                f"the ranks must start collectives in one order, but came to {dict(enumerate(names))}: with backend 'torch' use "
+                "sessions and exchanges in the same order on every rank, or take Horovod, which tells them apart by name"
+            )
+        return table[:, len(name) : len(name) + len(numbers)]
 
     def _to_wire(self, tensor: Tensor) -> Tensor:
         return tensor.cpu() if tensor.is_cuda and not self.on_gpus else tensor
@@ -171,13 +197,13 @@ class TorchCollectives:
 def _translated(action: Callable[[], Result]) -> Result:
     try:
         return action()
-    except _SizesError:
+    except _MismatchError:
         raise
     except RuntimeError as error:
         raise BrokenWorldError(str(error)) from None
 
 
-class _SizesError(RuntimeError):
+class _MismatchError(RuntimeError):
     pass
 
 
@@ -194,6 +220,6 @@ def _check_sizes(name: str, sent: Tensor, expected: Tensor, rank: int) -> None:
     if wrong.any():
         receiver = rank if wrong[rank] else int(wrong.int().argmax())
         where = "" if receiver == rank else f" on rank {receiver}"
-        raise _SizesError(
+        raise _MismatchError(
             f"{name}: the ranks sent {sent[receiver].tolist()} bytes, but {expected[receiver].tolist()} were expected{where}"
         )
