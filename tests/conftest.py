@@ -124,7 +124,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if _IS_RANK:
         return
     for item in items:
-        if schedule.starts_ranks(item):
+        if schedule.starts_ranks(item) or schedule.takes_long(item.nodeid):
             item.add_marker("slow")
     # One worker: tests for equally many ranks together, as they share their ranks.
     items.sort(key=num_ranks)

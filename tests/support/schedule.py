@@ -7,6 +7,7 @@ durations.json; what is not there is taken to be quick. `--store-durations` writ
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import defaultdict
@@ -20,6 +21,7 @@ from xdist.scheduler import LoadScopeScheduling
 TESTS = Path(__file__).resolve().parents[1]
 DURATIONS = TESTS / "durations.json"
 _WORTH_KEEPING_S = 0.5
+_LONG_S = 8.0  # a group that takes as long is not for --quick
 
 
 def starts_ranks(item: pytest.Item) -> bool:
@@ -45,9 +47,20 @@ class Groups(LoadScopeScheduling):
         return group(nodeid)
 
 
+@functools.cache
+def _known() -> dict[str, float]:
+    """Seconds by group, as a run has stored them."""
+    return json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+
+
+def takes_long(nodeid: str) -> bool:
+    """Whether a test's group takes too long for people who wait for it."""
+    return _known().get(group(nodeid), 0.0) >= _LONG_S
+
+
 def arrange(items: list[pytest.Item]) -> None:
     """Puts the groups that take longest first."""
-    known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    known = _known()
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         groups[group(item.nodeid)].append(item)
