@@ -14,7 +14,7 @@ from hvd_adaptive.calibrate.file import Calibration, write_file
 from hvd_adaptive.calibrate.recommend import Recommendation
 from hvd_adaptive.cli.train import open_data, use_device
 from hvd_adaptive.cluster.host import free_memory_bytes
-from hvd_adaptive.comm.protocols import Transport, agree_equal, attempt
+from hvd_adaptive.comm.protocols import AgreedError, Transport, agree_equal, attempt
 from hvd_adaptive.config import Config
 from hvd_adaptive.xmc.train_config import TrainConfig
 
@@ -43,6 +43,10 @@ def calibrate(
         {**dataclasses.asdict(train), **dataclasses.asdict(config), "seconds": seconds},
         "Start every rank with the same options and the same HVD_ADAPTIVE_* variables.",
     )
+    if transport.backend == "torch":
+        raise AgreedError(
+            "calibrate measures plain Horovod as well: start it by -np, mpirun, horovodrun or srun, without backend 'torch'"
+        )
     device = use_device(train.device, transport, threads=config.compute_threads)
     data, _ = open_data(train.data, train.test_data, train.cache_dir, transport)
     # Of the rounds only what is wrong is news.

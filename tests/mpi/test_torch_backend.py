@@ -87,6 +87,12 @@ def test_horovod_under_torchrun_is_refused(run_job: Any, data: Path, tmp_path: P
     assert "torchrun started the ranks, and Horovod needs them to be MPI's" in job.stderr, job.describe()
 
 
+def test_calibrate_is_refused_at_once(run_job: Any, data: Path, tmp_path: Path) -> None:
+    command = [*TORCHRUN, *COMMAND[1:], "calibrate", "--data", str(data), "--out", str(tmp_path / "found.toml")]
+    job = run_job(command, timeout=200)
+    assert job.returncode != 0 and job.stderr.count("calibrate measures plain Horovod as well") == 1, job.describe()
+
+
 def test_a_rank_that_is_killed_under_torchrun_ends_the_job(run_job: Any, data: Path, tmp_path: Path) -> None:
     def kill(child: Any) -> None:
         end_s = time.monotonic() + 120
