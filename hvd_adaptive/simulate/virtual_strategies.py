@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,7 @@ class Round:
     num_steps: float
 
 
-class VirtualStrategy:
+class VirtualStrategy(ABC):
     """One way of training, in virtual time.
 
     Args:
@@ -70,15 +71,15 @@ class VirtualStrategy:
         """Samples of the next round."""
         return self._config.mega_batch_samples
 
+    @abstractmethod
     def play(self, num_samples: int, start_s: float) -> tuple[float, dict[str, Array], float, float]:
         """Plays a round up to its merge.
 
         Returns:
             The second at which it is over, the ranks' statistics, the bytes each rank sent, and the steps.
         """
-        raise NotImplementedError
 
-    def after_round(self, done: Round, dataset_size: int) -> None:
+    def after_round(self, done: Round, dataset_size: int) -> None:  # noqa: B027 - most have nothing to learn
         """Learns from a completed round."""
 
 
