@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -22,8 +21,25 @@ _FUNCTIONS = {
     "_grouped_reducescatter_async": 2,
 }
 _OWN = "hvd_adaptive."
-_by_optimizer = threading.local()
-_names: dict[int, str] = {}
+
+
+class CollectiveName(NamedTuple):
+    """What a handle stands for; made into words only where a rank waits too long, as each gradient has one."""
+
+    kind: str
+    name: str | None
+    whose: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r} ({self.whose})" if self.name else f"{self.kind} ({self.whose})"
+
+
+class _ByOptimizer(threading.local):
+    is_here = False
+
+
+_by_optimizer = _ByOptimizer()
+_names: dict[int, CollectiveName] = {}
 
 
 class Listener(Protocol):
@@ -33,18 +49,16 @@ class Listener(Protocol):
         """The script gives tensors to a collective."""
 
 
-@contextmanager
-def of_optimizer() -> Iterator[None]:
-    """What is exchanged within belongs to a wrapped optimizer, in this thread."""
-    before = getattr(_by_optimizer, "is_here", False)
-    _by_optimizer.is_here = True
+def of_optimizer(action: Callable[..., Any], *args: Any) -> None:
+    """Calls what exchanges something that belongs to a wrapped optimizer, in this thread."""
+    before, _by_optimizer.is_here = _by_optimizer.is_here, True
     try:
-        yield
+        action(*args)
     finally:
         _by_optimizer.is_here = before
 
 
-def take_name(handle: Any) -> str:
+def take_name(handle: Any) -> CollectiveName | str:
     """Returns what a handle stands for, and forgets it."""
     return _names.pop(handle, "a collective") if isinstance(handle, int) else "a collective"
 
@@ -62,16 +76,18 @@ def intercept_collectives(listener: Listener) -> None:
 def _around(own: Callable[..., Any], kind: str, place: int, listener: Listener) -> Callable[..., Any]:
     @functools.wraps(own)
     def begin(*args: Any, **options: Any) -> Any:
-        name = options.get("name", args[place] if len(args) > place else None)
-        is_own = isinstance(name, str) and name.startswith(_OWN)
-        is_optimizers = getattr(_by_optimizer, "is_here", False)
-        if not is_own and not is_optimizers:
+        name = args[place] if len(args) > place else options.get("name")
+        if _by_optimizer.is_here:
+            whose = "of the optimizer's gradients"
+        elif isinstance(name, str) and name.startswith(_OWN):
+            whose = "between steps"
+        else:
+            whose = "of the script's"
             given = args[0] if args else None
             listener.exchanged(f"{kind} {name!r}" if name else kind, [given] if isinstance(given, Tensor) else list(given or []))
         handle = own(*args, **options)
         if isinstance(handle, int):
-            of = "of the optimizer's gradients" if is_optimizers else "of the script's" if not is_own else "between steps"
-            _names[handle] = f"{kind} {name!r} ({of})" if name else f"{kind} ({of})"
+            _names[handle] = CollectiveName(kind, name, whose)
         return handle
 
     return begin

@@ -29,8 +29,8 @@ class Heads:
     def __init__(self) -> None:
         self._seen: set[tuple[str, ...]] = set()
         self.is_new = False
-        # Targets that torch's loss left out so far, on the device: to read a number is to wait for it.
-        self._ignored: Tensor | None = None
+        # Targets of each loss so far, and how many of them it took, on the device: to read a number is to wait for it.
+        self._targets: list[tuple[int, Tensor]] = []
 
     def look(self, loss: Tensor, *, learn: bool) -> None:
         """Looks at a loss; where it is not to be learnt, another kind than those before is noticed."""
@@ -57,14 +57,13 @@ class Heads:
 
     def take_ignored(self) -> bool:
         """Returns whether targets were left out since this was last asked."""
-        ignored, self._ignored = self._ignored, None
-        return ignored is not None and bool(ignored.item())
+        targets, self._targets = self._targets, []
+        return any(bool(taken != number) for number, taken in targets)
 
     def _count_ignored(self, node: Any) -> None:
         # Reduced as a mean, and not by class weights.
         if getattr(node, "_saved_reduction", 0) == 1 and getattr(node, "_saved_weight", None) is None:
-            missing = node._saved_target.numel() - node._saved_total_weight.detach()
-            self._ignored = missing if self._ignored is None else self._ignored + missing
+            self._targets.append((node._saved_target.numel(), node._saved_total_weight.detach()))
 
 
 def intercept_backward(looks: Callable[[Sequence[Tensor]], None]) -> None:

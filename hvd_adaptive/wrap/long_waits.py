@@ -35,8 +35,8 @@ class LongWaits:
         self._num_ranks = 1
         self._thread: threading.Thread | None = None
         # What is waited for and since when; replaced as a whole.
-        self._wait: tuple[str, float] | None = None
-        self._told: tuple[str, float] | None = None
+        self._wait: tuple[object, float] | None = None
+        self._told: tuple[object, float] | None = None
 
     def start(self, rank: int, num_ranks: int) -> None:
         """Begins to watch, as shares are unequal from now on; a second call does nothing."""
@@ -46,7 +46,7 @@ class LongWaits:
             self._thread.start()
 
     @contextmanager
-    def of(self, what: str) -> Iterator[None]:
+    def of(self, what: object) -> Iterator[None]:
         """A wait for other ranks, in a collective of that name."""
         self._wait = what, time.monotonic()
         try:

@@ -51,7 +51,7 @@ class Listener(Protocol):
     def exchanged(self, what: str, tensors: list[Tensor]) -> None:
         """The script gives tensors to a collective."""
 
-    def waited(self, action: Callable[[], Any], what: str) -> Any:
+    def waited(self, action: Callable[[], Any], what: object) -> Any:
         """Runs what waits for other ranks, in a collective of that name."""
 
 
@@ -158,18 +158,13 @@ def _intercept_optimizer(listener: Listener, cls: Any, all_ranks: Any) -> None:
 
         def hook(*gradients: Any) -> None:
             if not listener.accumulated(self):
-                with of_optimizer():
-                    exchange(*gradients)
+                of_optimizer(exchange, *gradients)
 
         return hook
 
     @functools.wraps(synchronize)
     def synchronize_(self: Any) -> None:
-        def own() -> None:
-            with of_optimizer():
-                synchronize(self)
-
-        if not listener.synchronize(self, own):
+        if not listener.synchronize(self, lambda: of_optimizer(synchronize, self)):
             # As Horovod's own has it, which step() looks at.
             self._synchronized = True
 

@@ -246,7 +246,7 @@ class Engine:
         self._settle()
         self.on_step()
 
-    def waited(self, action: Callable[[], Any], what: str = "a collective") -> Any:
+    def waited(self, action: Callable[[], Any], what: object = "a collective") -> Any:
         """Runs an action that waits for other ranks, in a collective of that name; its seconds do not count as computing.
 
         Raises:
@@ -333,7 +333,7 @@ class Engine:
 
     # -- inside
 
-    def _wait(self, action: Callable[[], Any], what: str) -> Any:
+    def _wait(self, action: Callable[[], Any], what: object) -> Any:
         if not self._weights.are_needed:
             return action()
         with self._waits.of(what):
