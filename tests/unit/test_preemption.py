@@ -344,3 +344,27 @@ def test_a_late_signal_does_not_end_what_has_ended_well() -> None:
     time.sleep(1)
     process.terminate()
     assert process.wait(60) == 75
+
+
+NOTED = """
+import os, signal, time
+from hvd_adaptive.state import preemption
+preemption._SAME_SIGNAL_S, preemption.PREEMPTION.drain_limit_s = 0.0, 0.01
+preemption.PREEMPTION.catch_signals((signal.SIGUSR1,), ends_late=False)
+for _ in range(2):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(0.3)
+child = os.fork()
+if not child:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert preemption.PREEMPTION.signal_number == signal.SIGUSR1
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+
+
+def test_a_signal_that_is_only_noted_ends_nothing_and_the_other_one_is_as_it_was() -> None:
+    done = subprocess.run([sys.executable, "-c", NOTED], capture_output=True, text=True, timeout=90)
+    assert done.returncode == -signal.SIGTERM, done.stderr
