@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,43 +29,50 @@ SUMMABLE = (torch.float16, torch.float32, torch.float64)
 _MANY = 1 << 18
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """How tensors cross the wire: a :class:`ValueCodec` or a :class:`TensorCodec`.
 
     Values and results are of any floating-point type, on CPU or CUDA; codecs compute in fp32. Values that are not finite (or
     overflow fp32, or fp16 in ``fp16``) come back as values that are not finite, at least in their bucket: a check of the
     result finds them.
-
-    Attributes:
-        spec: the codec as text, which `parse_codec` reads.
-        wire_dtype: for a linear code, the type as which payloads are summed element by element; None for others.
-        exact: whether nothing is lost, in any type: the tensor itself may as well be summed.
     """
 
     @property
-    def spec(self) -> str: ...  # noqa: D102
+    @abstractmethod
+    def spec(self) -> str:
+        """The codec as text, which `parse_codec` reads."""
 
     @property
-    def wire_dtype(self) -> torch.dtype | None: ...  # noqa: D102
+    def wire_dtype(self) -> torch.dtype | None:
+        """For a linear code, the type as which payloads are summed element by element; None for others."""
+        return None
 
     @property
-    def exact(self) -> bool: ...  # noqa: D102
+    def exact(self) -> bool:
+        """Whether nothing is lost, in any type: the tensor itself may as well be summed."""
+        return False
 
+    @abstractmethod
     def tensor_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
         """Returns the size of one rank's payload for tensors of these shapes together."""
 
 
-@runtime_checkable
-class ValueCodec(Codec, Protocol):
+class ValueCodec(Codec):
     """Turns values into a payload of known size and back. Never communicates.
 
-    Attributes:
-        granularity: shards of a tensor that begin at multiples of this lose nothing.
+    Derived ones code contiguous fp32 tensors of one dimension, in `_encode` and `_decode`.
     """
 
     @property
-    def granularity(self) -> int: ...  # noqa: D102
+    @abstractmethod
+    def granularity(self) -> int:
+        """Shards of a tensor that begin at multiples of this lose nothing."""
 
+    def tensor_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        """See :class:`Codec`."""
+        return self.payload_bytes(sum(map(math.prod, shapes)))
+
+    @abstractmethod
     def payload_bytes(self, num_elements: int) -> int:
         """Returns the size of a payload for that many values, a multiple of 4; 0 for 0 values."""
 
@@ -85,6 +92,10 @@ class ValueCodec(Codec, Protocol):
             residual: fp32, contiguous, shape (num_elements,), changed in place; None encodes without error feedback.
             weight: rounded to fp32, as the products are.
         """
+        if not values.numel():
+            return
+        flat = values.detach().reshape(-1).to(torch.float32).contiguous()
+        self._encode(flat, payload, key, residual, weight)
 
     def decode_(
         self, payload: Tensor, out: Tensor, *, add: int = 0, num_peers: int = 1, piece: int | None = None
@@ -99,12 +110,29 @@ class ValueCodec(Codec, Protocol):
             piece: values that each payload of a peer holds, a multiple of the granularity; the last ones may hold fewer or none.
                 None: one payload a peer.
         """
+        if not out.numel():
+            return
+        out = out.detach()
+        if out.dtype == torch.float32 and out.is_contiguous():
+            self._decode(payload, out.view(-1), add, num_peers, piece)
+            return
+        values = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
+        self._decode(payload, values, 0, num_peers, piece)
+        store_(values.view(out.shape), out, add)
+
+    @abstractmethod
+    def _encode(
+        self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float
+    ) -> None: ...
+
+    @abstractmethod
+    def _decode(self, payload: Tensor, out: Tensor, add: int, num_peers: int, piece: int | None) -> None: ...
 
 
-@runtime_checkable
-class TensorCodec(Codec, Protocol):
+class TensorCodec(Codec):
     """Sums whole tensors over ranks by itself, whatever the reducer: what one rank sends depends on what the others sent."""
 
+    @abstractmethod
     def sum_tensors(
         self,
         world: Group,
@@ -147,60 +175,7 @@ def of_values(codec: Codec) -> ValueCodec:
     raise ValueError(f"{codec.spec} codes matrices in two sums, not single values: exchange it with Exchange.sum_")
 
 
-class Fp32Codec(ABC):
-    """Base of codecs whose `_encode` and `_decode` take contiguous fp32 tensors of one dimension."""
-
-    @property
-    def wire_dtype(self) -> torch.dtype | None:
-        """See :class:`Codec`."""
-        return None
-
-    @property
-    def exact(self) -> bool:
-        """See :class:`Codec`."""
-        return False
-
-    def tensor_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
-        """See :class:`Codec`."""
-        return self.payload_bytes(sum(map(math.prod, shapes)))
-
-    @abstractmethod
-    def payload_bytes(self, num_elements: int) -> int:
-        """See :class:`ValueCodec`."""
-
-    def encode_(
-        self, values: Tensor, payload: Tensor, *, key: int, residual: Tensor | None = None, weight: float = 1.0
-    ) -> None:
-        """See :class:`ValueCodec`."""
-        if not values.numel():
-            return
-        flat = values.detach().reshape(-1).to(torch.float32).contiguous()
-        self._encode(flat, payload, key, residual, weight)
-
-    def decode_(
-        self, payload: Tensor, out: Tensor, *, add: int = 0, num_peers: int = 1, piece: int | None = None
-    ) -> None:
-        """See :class:`ValueCodec`."""
-        if not out.numel():
-            return
-        out = out.detach()
-        if out.dtype == torch.float32 and out.is_contiguous():
-            self._decode(payload, out.view(-1), add, num_peers, piece)
-            return
-        values = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
-        self._decode(payload, values, 0, num_peers, piece)
-        store_(values.view(out.shape), out, add)
-
-    @abstractmethod
-    def _encode(
-        self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float
-    ) -> None: ...
-
-    @abstractmethod
-    def _decode(self, payload: Tensor, out: Tensor, add: int, num_peers: int, piece: int | None) -> None: ...
-
-
-class PlainCodec(Fp32Codec):
+class PlainCodec(ValueCodec):
     """Base of codecs whose `_write` and `_read` know neither weights nor residuals, and one payload at a time."""
 
     @abstractmethod

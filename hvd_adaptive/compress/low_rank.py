@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hvd_adaptive.compress.codec import TensorCodec
 from hvd_adaptive.compress.feedback import ErrorFeedback
 from hvd_adaptive.compress.kernels.reference import mix_key, uniform
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class PowerSgd:
-    """Factors of that rank; a :class:`~hvd_adaptive.compress.codec.TensorCodec`. Biased: use it with error feedback.
+class PowerSgd(TensorCodec):
+    """Factors of that rank. Biased: use it with error feedback.
 
     Attributes:
         factor_rank: columns of the factors, >= 1.
@@ -42,18 +43,13 @@ class PowerSgd:
 
     @property
     def spec(self) -> str:
-        """The codec as text."""
+        """See :class:`~hvd_adaptive.compress.codec.Codec`."""
         return f"powersgd:{self.factor_rank}"
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
         """The factors are summed as fp32."""
         return torch.float32
-
-    @property
-    def exact(self) -> bool:
-        """Something is lost."""
-        return False
 
     def tensor_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
         """Returns the size of both factors of all matrices."""
