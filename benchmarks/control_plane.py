@@ -24,7 +24,7 @@ from recording import header, publish
 
 from hvd_adaptive.algorithm.batch_sizes import speed_shares
 from hvd_adaptive.algorithm.ledger import ClaimRule
-from hvd_adaptive.algorithm.merge_weights import MERGE_WEIGHT_RULES, merge_weights
+from hvd_adaptive.algorithm.merge_weights import RULES, merge_weights
 from hvd_adaptive.algorithm.round_control import RoundControl
 from hvd_adaptive.algorithm.share_balance import StepWindow
 from hvd_adaptive.algorithm.share_control import ShareControl
@@ -109,7 +109,7 @@ def core_ms(count: int) -> dict[str, float]:
                 rule, batch_sizes=stats["batch_size"], finite=stats["finite"] > 0, **columns
             )
         )
-        for rule in MERGE_WEIGHT_RULES
+        for rule in [Config(merge_weights=name) for name in RULES]
     )
     found["shares of the speed"] = median_ms(lambda: speed_shares(stats["work"], stats["busy_s"]))
     sizes = np.full(count, 64.0)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hvd_adaptive.algorithm.merge_weights import MERGE_WEIGHT_RULES
-
 # The batch-size rules of each strategy, its default first.
 SIZE_RULES = {
     "local": ("fixed", "paper", "heterogpu", "proportional"),
@@ -69,11 +67,11 @@ def check_combinations(config: Any) -> None:
             reference_ranks=(None,),
             size_rule=("fixed",),
             dispatch=("dynamic",),
-            merge_period=("fixed", "qsr"),
+            merge_period=("fixed",),
             overlap_merge=(False,),
             optimizer_state=(None, "keep", "reset"),
             sparse_merge=("auto", "never"),
-            weight_rule=MERGE_WEIGHT_RULES,
+            weight_rule=("paper", "heterogpu", "uniform", "updates", "samples"),
         )
 
 

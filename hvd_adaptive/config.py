@@ -195,17 +195,14 @@ class Config:
     )
     merge_period: str = option(
         "fixed",
-        "samples between two merges; fixed: mega_batch; auto: as many more as keep merges at merge_share of the time; qsr: more "
-        "as lr_decay lowers the learning rate (by its square); auto-qsr: the larger of both",
+        "samples between two merges; fixed: mega_batch; auto: as many more as keep merges at merge_share of the time",
         "fixed",
         "auto",
-        "qsr",
-        "auto-qsr",
         strategy=_LOCAL,
     )
     merge_share: float = option(
         0.03, "part of the time that merges may take, for merge_period auto",
-        merge_period=("auto", "auto-qsr"),
+        merge_period=("auto",),
     )
     sparse_merge: str = option(
         "auto",
@@ -269,10 +266,6 @@ class Config:
             parse_slowdown(self.slowdown)
         if not 0 < self.merge_share < 1:
             raise ValueError(f"merge_share must be in (0, 1), got {self.merge_share}")
-        if self.merge_period.endswith("qsr") and not self.lr_decay:
-            raise ValueError(
-                f"merge_period {self.merge_period!r} follows the learning rate's schedule: set lr_decay, got {self.lr_decay}"
-            )
         check_combinations(self)
 
     @property

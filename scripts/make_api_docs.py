@@ -25,7 +25,7 @@ PUBLIC = {
     "hvd_adaptive.engine.replay": ("RecordingFile",),
     "hvd_adaptive.report.tensorboard": ("ScalarWriter",),
     "hvd_adaptive.xmc.data": ("resolve", "build", "open_splits", "SparseDataset", "DataSource", "SparseRows"),
-    "hvd_adaptive.compress": ("parse_codec", "encode", "decode", "Codec"),
+    "hvd_adaptive.compress": ("parse_codec", "encode", "decode", "Codec", "ValueCodec", "TensorCodec"),
     "hvd_adaptive.exchange.exchange": ("Exchange",),
 }
 _HEAD = """# API reference

@@ -6,11 +6,30 @@ paper's rule moves by fractions); a claim rounds them.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from hvd_adaptive.algorithm.statistics import Array
 
-BATCH_SIZE_RULES = ("fixed", "paper", "heterogpu")
+
+class SizeRule(Protocol):
+    """Returns the sizes of the next round, from those of the last and how far each rank's updates were from the mean."""
+
+    def __call__(self, sizes: Array, difference: Array, *, step: float, low: float, high: float) -> Array: ...  # noqa: D102
+
+
+def _fixed(sizes: Array, difference: Array, *, step: float, low: float, high: float) -> Array:
+    return sizes.copy()
+
+
+def _paper(sizes: Array, difference: Array, *, step: float, low: float, high: float) -> Array:
+    proposed = sizes + step * difference
+    return np.where((proposed >= low) & (proposed <= high), proposed, sizes)
+
+
+# By name; those for comparisons are added from above.
+RULES: dict[str, SizeRule] = {"fixed": _fixed, "paper": _paper}
 LR_RULES = ("linear", "sqrt", "none")
 
 
@@ -27,29 +46,24 @@ def next_batch_sizes(
 
     Args:
         rule: ``fixed``: unchanged. ``paper`` (arXiv 2110.07029, Algorithm 1): b_i += step (u_i - mean u), skipped where
-            that would leave the bounds. ``heterogpu`` (its released code): one step up for a rank that made more than its
-            equal share of updates, one down for less, kept within the bounds.
+            that would leave the bounds; or another one of `RULES`.
         batch_sizes: shape (world_size,), > 0.
         num_updates: samples of each rank over its batch size, shape (world_size,), >= 0.
         min_batch_size: lower bound.
         max_batch_size: upper bound.
-        step: samples a whole update of difference moves (``paper``: beta), or the fixed step (``heterogpu``).
+        step: samples a whole update of difference moves (``paper``: beta), or the rule's step.
 
     Raises:
         ValueError: for an unknown rule.
     """
-    if rule == "fixed" or num_updates.sum() == 0:
+    if rule not in RULES:
+        raise ValueError(f"batch size rule must be one of {', '.join(RULES)}, got {rule!r}")
+    if num_updates.sum() == 0:
         return batch_sizes.copy()
     mean = num_updates.mean()
     # The mean of equal numbers is rounded; that must not move anything.
     difference = np.where(np.isclose(num_updates, mean, rtol=1e-9, atol=0), 0.0, num_updates - mean)
-    if rule == "paper":
-        proposed = batch_sizes + step * difference
-        inside = (proposed >= min_batch_size) & (proposed <= max_batch_size)
-        return np.where(inside, proposed, batch_sizes)
-    if rule == "heterogpu":
-        return np.clip(batch_sizes + step * np.sign(difference), min_batch_size, max_batch_size)
-    raise ValueError(f"batch size rule must be one of {', '.join(BATCH_SIZE_RULES)}, got {rule!r}")
+    return RULES[rule](batch_sizes, difference, step=step, low=min_batch_size, high=max_batch_size)
 
 
 def lr_multiplier(rule: str, *, batch_size: float, reference_batch_size: float) -> float:

@@ -1,4 +1,4 @@
-"""How much is computed between two merges: a fixed amount, or what keeps communication a small part, or more as lr falls."""
+"""How much is computed between two merges: a fixed amount, or what keeps communication a small part."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from hvd_adaptive.config import Config
 
-MERGE_PERIODS = ("fixed", "auto", "qsr", "auto-qsr")
+MERGE_PERIODS = ("fixed", "auto")
 # A hiccup of one merge must not double the rounds: the median of so many counts.
 _NUM_MEASURED = 3
 # A period changes at most by this factor from one round to the next.
@@ -49,9 +49,6 @@ class MergePeriod:
 
     ``fixed``: the starting one. ``auto``: the least for which communication takes at most ``share`` of a round:
     `least_mega_batch`.
-    ``qsr`` (the Quadratic Synchronization Rule, arXiv 2310.14423): H = max(H_base, (alpha / lr)^2) local steps, here with alpha
-    such that both are equal at the starting learning rate: the starting mega-batch over the square of the learning
-    rate's factor. ``auto-qsr``: the larger of the two, H_base being what ``auto`` says.
 
     No period is shorter than the starting one, nor longer than ``largest``, and it at most doubles or halves at a time.
 
@@ -81,16 +78,13 @@ class MergePeriod:
         # Rows of (communication seconds, other seconds a sample), the latest last.
         self._measured = np.zeros((0, 2))
 
-    def observe(
-        self, *, num_samples: int, round_s: float, communication_s: float, lr_factor: float, largest: int
-    ) -> None:
+    def observe(self, *, num_samples: int, round_s: float, communication_s: float, largest: int) -> None:
         """Sets the next mega-batch from the round that is over.
 
         Args:
             num_samples: samples of the round over all ranks, > 0.
             round_s: seconds of the round, > 0.
             communication_s: seconds of it that the merge and its control took, waiting for slower ranks excluded.
-            lr_factor: learning rate now over that at the start, in (0, 1].
             largest: samples that no period may pass, unless it starts there.
         """
         rest_s = max(round_s - communication_s, 1e-9) / num_samples
@@ -98,10 +92,8 @@ class MergePeriod:
         communication_s, rest_s = np.median(self._measured, axis=0)
         self.communication_share = float(communication_s / (communication_s + rest_s * num_samples))
         wanted = float(self._start)
-        if self._rule.startswith("auto"):
+        if self._rule == "auto":
             wanted = max(wanted, least_mega_batch(communication_s, rest_s, share=self._share))
-        if self._rule.endswith("qsr"):
-            wanted = max(wanted, self._start / lr_factor**2)
         wanted = min(wanted, max(largest, self._start))
         low, high = self.mega_batch / _MAX_FACTOR, self.mega_batch * _MAX_FACTOR
         self.mega_batch = round(min(max(wanted, low), high))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hvd_adaptive.algorithm.statistics import Array
 
-# Rules for one weight a rank.
-MERGE_WEIGHT_RULES = ("paper", "heterogpu", "uniform", "updates", "samples")
+if TYPE_CHECKING:
+    from hvd_adaptive.config import Config
+
 # Rules for a weight a row or a coordinate; see hvd_adaptive.engine.merge_rule.
 ROW_RULES = ("dual-averaging", "fisher-rows")
 
@@ -32,55 +35,77 @@ def labels_are_rare(labels_a_sample: float, num_labels: int, mega_batch: int) ->
     return labels_a_sample * mega_batch < _RARE * num_labels
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Perturbation:
-    """The paper's perturbation (arXiv 2110.07029, Algorithm 2): favour the rank with most updates while models are small.
+@dataclass(frozen=True, slots=True)
+class Contributions:
+    """What the ranks did that take part in a merge. Arrays are of shape (world_size,), zeros for the others.
 
     Attributes:
-        threshold: it acts while every rank's model norm, per parameter, is under this.
-        delta: the busiest rank's weight is multiplied by 1 + delta, the laziest one's by 1 - delta, in [0, 1).
+        active: the ranks that take part: finite, and with an update.
+        updates: samples over batch size.
+        samples: their number.
+        sizes: batch sizes.
+        norm_per_parameter: L2 norm of each rank's model over its number of parameters, as far as it was measured.
     """
 
-    threshold: float = 0.1
-    delta: float = 0.1
+    active: NDArray[np.bool_]
+    updates: Array
+    samples: Array
+    sizes: Array
+    norm_per_parameter: Array
+
+
+# Returns weights >= 0, those of ranks that take no part 0.
+Rule = Callable[["Config", Contributions], Array]
+
+
+def by_updates(config: Config, done: Contributions) -> Array:
+    """u_i / sum u."""
+    return done.updates / done.updates.sum()
+
+
+def paper(config: Config, done: Contributions) -> Array:
+    """arXiv 2110.07029, Algorithm 2: b_i / sum b where all u are less than one update apart, else u_i / sum u."""
+    equal = np.ptp(done.updates[done.active]) < 1.0
+    return done.sizes / done.sizes.sum() if equal else by_updates(config, done)
+
+
+# By name; those for comparisons are added from above.
+RULES: dict[str, Rule] = {
+    "paper": paper,
+    "uniform": lambda config, done: done.active / done.active.sum(),
+    "updates": by_updates,
+    "samples": lambda config, done: done.samples / done.samples.sum(),
+}
 
 
 def merge_weights(
-    rule: str,
+    config: Config,
     *,
     num_updates: Array,
     num_samples: Array,
     batch_sizes: Array,
     finite: NDArray[np.bool_],
-    norm_per_parameter: Array | None = None,
-    perturbation: Perturbation | None = None,
+    norm_per_parameter: Array,
 ) -> Array:
     """Returns the weight of each rank's delta, shape (world_size,), float64, >= 0.
 
     Ranks that are not finite or made no update get 0; the rule applies to the others.
 
     Args:
-        rule: with u = updates, n = samples, b = batch size, over the ranks that take part:
-            ``paper`` (Algorithm 2): b_i / sum b where all u are equal, else u_i / sum u. Updates are n_i / b_i here, so equal
-            means less than one update apart. After a perturbation the weights are normalized again, which the paper leaves open.
-            ``heterogpu`` (its released code): u_i / sum u, perturbed WITHOUT normalizing: the sum is 1 + delta (max - min).
-            ``uniform``: 1 / N. ``updates``: u_i / sum u. ``samples``: n_i / sum n.
+        config: names the rule.
         num_updates: shape (world_size,), >= 0.
         num_samples: shape (world_size,), >= 0.
         batch_sizes: shape (world_size,), > 0.
         finite: False for a rank whose parameters hold NaN or Inf, shape (world_size,).
-        norm_per_parameter: L2 norm of each rank's model over its number of parameters, shape (world_size,);
-            needed with a perturbation.
-        perturbation: None switches it off; used by ``paper`` and ``heterogpu`` only.
+        norm_per_parameter: shape (world_size,); only looked at with ``perturbation``.
 
     Raises:
-        ValueError: for an unknown rule.
+        ValueError: for a rule that nobody has added.
         RuntimeError: if no rank is finite, or none made an update.
     """
-    if perturbation is not None and norm_per_parameter is None:
-        raise ValueError("norm_per_parameter must be given with a perturbation, got None")
-    if rule not in MERGE_WEIGHT_RULES:
-        raise ValueError(f"merge weights must be one of {', '.join(MERGE_WEIGHT_RULES)}, got {rule!r}")
+    # Weights by mass differ from row to row; what has one weight a rank, such as buffers, goes by updates.
+    name = "updates" if config.weight_rule in ROW_RULES else config.weight_rule
+    name += ", perturbed" if config.perturbation else ""
     if not finite.any():
         raise RuntimeError(
             "the parameters of ALL ranks hold NaN or Inf: the run has diverged. Lower the learning rate, warm it up for longer, "
@@ -92,27 +117,6 @@ def merge_weights(
             "no finite rank made an update in this round: there is nothing to merge. Lower the learning rate."
         )
     updates, samples, sizes = (np.where(active, x, 0.0) for x in (num_updates, num_samples, batch_sizes))
-
-    if rule == "uniform":
-        weights = active / active.sum()
-    elif rule == "samples":
-        weights = samples / samples.sum()
-    elif rule == "paper" and np.ptp(updates[active]) < 1.0:
-        weights = sizes / sizes.sum()
-    else:
-        weights = updates / updates.sum()
-
-    if (
-        perturbation is not None
-        and norm_per_parameter is not None
-        and rule in ("paper", "heterogpu")
-        and np.ptp(updates[active]) > 0
-        and norm_per_parameter[active].max() < perturbation.threshold
-    ):
-        most = int(np.argmax(np.where(active, updates, -np.inf)))
-        least = int(np.argmin(np.where(active, updates, np.inf)))
-        weights[most] *= 1 + perturbation.delta
-        weights[least] *= 1 - perturbation.delta
-        if rule == "paper":
-            weights /= weights.sum()
-    return weights
+    if name not in RULES:
+        raise ValueError(f"merge weights must be one of {', '.join(RULES)}, got {name!r}")
+    return RULES[name](config, Contributions(active, updates, samples, sizes, norm_per_parameter))

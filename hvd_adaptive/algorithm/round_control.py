@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvd_adaptive.algorithm.batch_sizes import lr_schedule, next_batch_sizes
+from hvd_adaptive.algorithm.batch_sizes import next_batch_sizes
 from hvd_adaptive.algorithm.merge_period import LEAST_MERGES_AN_EPOCH, MergePeriod
-from hvd_adaptive.algorithm.merge_weights import ROW_RULES, Perturbation, merge_weights
+from hvd_adaptive.algorithm.merge_weights import merge_weights
 from hvd_adaptive.algorithm.speed_model import Damping, SpeedModel
 from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.config import Config
@@ -22,9 +22,6 @@ log = logging.getLogger(__name__)
 
 class CompletedRound(Protocol):
     """A round whose merge is over."""
-
-    @property
-    def epoch(self) -> float: ...  # noqa: D102
 
     @property
     def train_s(self) -> float: ...  # noqa: D102
@@ -46,18 +43,13 @@ def round_weights(config: Config, gathered: Gathered) -> Array:
     if finite.any() and not gathered["num_updates"].any():
         # The ranks' loops have left out all batches: nothing has moved.
         return finite / finite.sum()
-    perturbation = None
-    if config.perturbation:
-        perturbation = Perturbation(threshold=config.perturbation_threshold, delta=config.perturbation_delta)
     return merge_weights(
-        # Weights by mass differ from row to row; what has one weight a rank, such as buffers, goes by updates.
-        "updates" if config.weight_rule in ROW_RULES else config.weight_rule,
+        config,
         num_updates=gathered["num_updates"],
         num_samples=gathered["num_samples"],
         batch_sizes=gathered["batch_size"],
         finite=finite,
         norm_per_parameter=gathered["norm_per_parameter"],
-        perturbation=perturbation,
     )
 
 
@@ -149,18 +141,12 @@ class RoundControl:
             num_samples=record.num_samples - self._num_samples,
             round_s=record.train_s - self._train_s,
             communication_s=float((record.stats["merge_s"] + record.stats["control_s"]).max()),
-            # The warm-up's low rates are no reason to merge less.
-            lr_factor=lr_schedule(
-                max(record.epoch, config.warmup_epochs),
-                warmup_epochs=config.warmup_epochs,
-                decay=config.lr_decay,
-            ),
             largest=dataset_size // LEAST_MERGES_AN_EPOCH,
         )
         self._num_samples, self._train_s = record.num_samples, record.train_s
         taken = self._period.communication_share
         at_limit = self.mega_batch >= max(config.mega_batch_samples, dataset_size // LEAST_MERGES_AN_EPOCH)
-        if config.merge_period.startswith("auto") and at_limit and taken > 2 * config.merge_share:
+        if config.merge_period == "auto" and at_limit and taken > 2 * config.merge_share:
             if self._speaks and not self._complained:
                 log.warning(
                     "merges take %.0f%% of the time, although a round has %d samples, as many as merge_period %r goes to "

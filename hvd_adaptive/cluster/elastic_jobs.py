@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvd_adaptive.cluster.hosts import Hosts
-from hvd_adaptive.cluster.last_checkpoint import describe_newest, newest_checkpoint, newest_commit, number_of
+from hvd_adaptive.cluster.last_checkpoint import COMMIT, describe_newest, newest_checkpoint, number_of
 from hvd_adaptive.exit_codes import EXIT_PREEMPTED
 
 RECORDS = "restarts.jsonl"
@@ -216,7 +216,7 @@ class ScriptJob:
 
     def num_done(self) -> int:
         """See :class:`Job`."""
-        newest = newest_commit(*self._commits)
+        newest = newest_checkpoint(*self._commits, kind=COMMIT)
         return number_of(newest) if newest else 0
 
     def arguments(self, number: int, *, local: bool) -> list[str]:
@@ -270,7 +270,7 @@ class ScriptJob:
 
     def saved(self) -> str:
         """See :class:`Job`."""
-        newest = newest_commit(*self._commits)
+        newest = newest_checkpoint(*self._commits, kind=COMMIT)
         if newest is None:
             return "nothing was committed through hvd.elastic, so the script starts from its beginning"
         return f"the last commit is {newest}"
@@ -279,15 +279,15 @@ class ScriptJob:
         """See :class:`Job`."""
         if finished:
             for folder in self._commits:
-                for file in folder.glob("*commit-*"):
-                    file.unlink(missing_ok=True)
+                for path in folder.glob("*commit-*"):
+                    shutil.rmtree(path, ignore_errors=True)
             with contextlib.suppress(OSError):
                 # Not where there is something else in it, as restarts.jsonl in one that a person chose.
                 self._directory.rmdir()
             return ""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._move_out_of_memory()
-        if newest_commit(self._directory) is None:
+        if newest_checkpoint(self._directory, kind=COMMIT) is None:
             with contextlib.suppress(OSError):
                 self._directory.rmdir()
             return ""
@@ -295,8 +295,9 @@ class ScriptJob:
 
     def _move_out_of_memory(self) -> None:
         """Hosts that do not share this one's memory shall find the newest commit."""
-        newest = newest_commit(self._memory)
-        if newest is not None and self.num_done() == number_of(newest):
+        newest = newest_checkpoint(self._directory, self._memory, kind=COMMIT)
+        if newest is not None and newest.parent == self._memory:
             part = self._directory / f".part-{newest.name}"
-            shutil.copyfile(newest, part)
-            os.replace(part, self._directory / newest.name)
+            shutil.rmtree(part, ignore_errors=True)
+            shutil.copytree(newest, part)
+            part.rename(self._directory / newest.name)

@@ -1,33 +1,16 @@
-"""What a job that has ended leaves to go on from, as far as its files' names tell."""
+"""What a job leaves to go on from, as far as names tell: a run's checkpoints, and the commits of a script's state."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-
-def newest_checkpoint(*folders: Path) -> Path | None:
-    """Returns the newest checkpoint of some folders, of equally new ones the first folder's; None if there is none.
-
-    Args:
-        folders: of checkpoints; need not be there.
-    """
-    return next(iter(_found(r"round-\d+", folders)), None)
+ROUND, COMMIT = "round", "commit"
 
 
-def newest_commit(*folders: Path) -> Path | None:
-    """Returns the newest commit of a script's state, as :func:`newest_checkpoint` does."""
-    return next(iter(commits(*folders)), None)
-
-
-def commits(*folders: Path) -> list[Path]:
-    """Returns the commits of a script's state, newest first."""
-    return _found(r"commit-\d+\.safetensors", folders)
-
-
-def commit_name(number: int) -> str:
-    """Returns the file name of a script's commit, which counts from 1."""
-    return f"commit-{number:08d}.safetensors"
+def directory_name(number: int, kind: str = ROUND) -> str:
+    """Returns the name of the checkpoint after this many rounds, or of this commit, which count from 1."""
+    return f"{kind}-{number:08d}"
 
 
 def number_of(path: Path) -> int:
@@ -35,12 +18,25 @@ def number_of(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
 
 
+def find_checkpoints(*folders: Path, kind: str = ROUND) -> list[Path]:
+    """Returns the checkpoints or commits of some folders, newest first, of equally new ones the first folder's; valid or not.
+
+    Args:
+        folders: of checkpoints; need not be there.
+        kind: ROUND or COMMIT.
+    """
+    # Commits of older versions were files, which are to be refused by name and not overlooked.
+    form = re.compile(rf"{kind}-\d{{8,}}(\.safetensors)?", re.ASCII)
+    found = [path for folder in folders for path in folder.glob(f"{kind}-*") if form.fullmatch(path.name)]
+    return sorted(found, key=number_of, reverse=True)
+
+
+def newest_checkpoint(*folders: Path, kind: str = ROUND) -> Path | None:
+    """Returns the first of `find_checkpoints`; None if there is none."""
+    return next(iter(find_checkpoints(*folders, kind=kind)), None)
+
+
 def describe_newest(*folders: Path) -> str:
     """Says in a part of a sentence which checkpoint is the last."""
     newest = newest_checkpoint(*folders)
     return f"the last checkpoint is {newest}" if newest else f"there is no checkpoint in {folders[-1]}"
-
-
-def _found(pattern: str, folders: tuple[Path, ...]) -> list[Path]:
-    found = [path for folder in folders for path in folder.glob("*") if re.fullmatch(pattern, path.name, re.ASCII)]
-    return sorted(found, key=number_of, reverse=True)

@@ -1,4 +1,7 @@
-"""Values on the side channel carry a code that only this job's ranks can make: what has none is not believed."""
+"""Values on the side channel carry a code that only this job's ranks can make: what has none is not believed.
+
+Secret names of keys would not do as much: PyTorch's store lists its keys to everybody who connects.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch.distributed import DistError, DistStoreError, TCPStore  # type: ignor
 
 from hvd_adaptive.comm.in_process_store import InProcessStore
 from hvd_adaptive.comm.seal import Seal
-from hvd_adaptive.comm.store_address import PROBE_S, Offer, find_server, sending_addresses, serve
+from hvd_adaptive.comm.store_address import PROBE_S, Offer, find_server, serve
 
 # How long a rendezvous may last is for the heartbeats to judge: they know whether the others still make
 # progress.
@@ -66,14 +66,11 @@ class SideChannel:
         self._alone = InProcessStore() if world_size == 1 else None
         if self._alone is not None:
             return
-        sources = sorted(set() if same_host else set().union(*gather(sending_addresses())))
         self._server: TCPStore | None = None
-        server = None
         answer: Offer | str | None = None
         if rank == 0:
             try:
-                server, answer = serve(same_host=same_host, world_size=world_size, sources=sources)
-                self._server = server.store
+                self._server, answer = serve(same_host=same_host, world_size=world_size)
             except RuntimeError as error:
                 answer = str(error)
         answer = gather(answer)[0]
@@ -84,10 +81,6 @@ class SideChannel:
         self.seal = Seal(offer.secret)
         self._port = offer.port
         self._address = find_server(offer, rank)
-        if not same_host:
-            used = set(gather(self._address))
-            if server is not None:
-                server.narrow(sources, sorted(used))
         self._claims = self.connect()
         self._arrivals = self.connect()
         self._meet_first()

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import fcntl
-import logging
-import os
 import resource
 import secrets
 import socket
 import struct
 import sys
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
-import psutil
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined,unused-ignore]
 
-from hvd_adaptive.comm.address_filter import admit_only
 from hvd_adaptive.comm.seal import new_secret
 
 PROBE_S = 3.0
@@ -26,9 +21,6 @@ CONNECTIONS_PER_RANK = 4  # claims, rendezvous, heartbeats, and the heartbeats' 
 _OTHER_FILES = 512
 _SIOCGIFADDR = 0x8915
 _TOKEN_KEY = "token"
-_LOOPBACK = ("127.0.0.1", "::1")
-
-log = logging.getLogger(__name__)
 
 
 class Offer(NamedTuple):
@@ -47,39 +39,15 @@ class Offer(NamedTuple):
     secret: str
 
 
-class Server(NamedTuple):
-    """Rank 0's store, and its listening socket, None where nobody on another host can reach it."""
-
-    store: TCPStore
-    door: socket.socket | None
-
-    def narrow(self, sources: Sequence[str], destinations: Sequence[str]) -> None:
-        """Has the kernel drop what does not come from a host of the job to an address that its ranks use.
-
-        Args:
-            sources: addresses of the job's hosts.
-            destinations: addresses of this host.
-        """
-        if self.door is not None:
-            reason = admit_only(self.door, [*sources, *_LOOPBACK], [*destinations, *_LOOPBACK])
-            if reason is not None:
-                log.warning(
-                    "rank 0's side channel on port %d can be reached from every host that reaches this one: %s. See "
-                    "docs/security.md", self.door.getsockname()[1], reason,
-                )  # fmt: skip
-            self.door.close()
-
-
-def serve(*, same_host: bool, world_size: int, sources: Sequence[str] = ()) -> tuple[Server, Offer]:
+def serve(*, same_host: bool, world_size: int) -> tuple[TCPStore, Offer]:
     """Starts the store on a port that the system picks.
 
-    The store itself asks for no password. The kernel drops what other hosts than the job's send to it, and what it says is
-    believed only with a code that needs the job's secret.
+    The store itself asks for no password, and lists its keys to whoever connects. So what it says is believed only with a
+    code that needs the job's secret.
 
     Args:
         same_host: all ranks are on this host, so listen on the loopback interface only.
         world_size: number of ranks that will connect.
-        sources: addresses of the job's hosts.
 
     Raises:
         RuntimeError: this process may not open enough files for that many connections.
@@ -94,9 +62,7 @@ def serve(*, same_host: bool, world_size: int, sources: Sequence[str] = ()) -> t
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         listener = socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=dual)
-        admit_only(listener, [*sources, *addresses, *_LOOPBACK])
     port: int = listener.getsockname()[1]
-    door = None if same_host else socket.socket(fileno=os.dup(listener.fileno()))
     store = TCPStore(
         "127.0.0.1",
         port,
@@ -106,7 +72,7 @@ def serve(*, same_host: bool, world_size: int, sources: Sequence[str] = ()) -> t
     )
     token = secrets.token_hex(8)
     store.set(_TOKEN_KEY, token)
-    return Server(store, door), Offer(addresses, port, token, new_secret())
+    return store, Offer(addresses, port, token, new_secret())
 
 
 def find_server(offer: Offer, rank: int) -> str:
@@ -171,17 +137,6 @@ def own_addresses() -> list[str]:
             "several hosts: bring up the network interface that connects them"
         )
     return usable
-
-
-def sending_addresses() -> list[str]:
-    """Returns all addresses that this host's packets may come from, loopback excluded; of every interface, IPv4 and IPv6."""
-    found = {
-        entry.address.partition("%")[0]
-        for entries in psutil.net_if_addrs().values()
-        for entry in entries
-        if entry.family in (socket.AF_INET, socket.AF_INET6)
-    }
-    return sorted(found - set(_LOOPBACK))
 
 
 def _allow_open_files(needed: int) -> None:

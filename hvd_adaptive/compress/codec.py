@@ -1,15 +1,27 @@
-"""What a codec is, and the plain ones that only change the number format."""
+"""What a codec is, and the plain ones that only change the number format.
+
+A :class:`ValueCodec` turns values into payloads, which a reducer of :mod:`hvd_adaptive.exchange` brings together. A
+:class:`TensorCodec` sums whole tensors over ranks by itself, through collectives that it is handed.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from hvd_adaptive.compress.feedback import ErrorFeedback
 from hvd_adaptive.compress.kernels.reference import each_payload, with_residual
+
+if TYPE_CHECKING:
+    from hvd_adaptive.comm.protocols import Group, Pending
+
+    Steps = Generator[Pending | None, Any, None]
 
 # What collectives add up.
 SUMMABLE = (torch.float16, torch.float32, torch.float64)
@@ -17,36 +29,50 @@ SUMMABLE = (torch.float16, torch.float32, torch.float64)
 _MANY = 1 << 18
 
 
-class Codec(Protocol):
-    """Turns values into a payload of known size and back. Never communicates.
+class Codec(ABC):
+    """How tensors cross the wire: a :class:`ValueCodec` or a :class:`TensorCodec`.
 
-    Values and results are of any floating-point type, shape and stride, on CPU or CUDA; codecs compute in fp32. Values
-    that are not finite (or overflow fp32, or fp16 in ``fp16``) come back as values that are not finite, at least in
-    their bucket: a check of the result finds them.
-
-    Attributes:
-        spec: the codec as text, which `parse_codec` reads.
-        wire_dtype: for a linear code, the type as which payloads may be summed element by element; None for others.
-        exact: whether nothing is lost, in any type: the tensor itself may as well be summed.
-        factor_rank: 0 for a code of values; for a code of matrices the rank of its factors, which are exchanged otherwise.
-        granularity: shards of a tensor that begin at multiples of this lose nothing.
+    Values and results are of any floating-point type, on CPU or CUDA; codecs compute in fp32. Values that are not finite (or
+    overflow fp32, or fp16 in ``fp16``) come back as values that are not finite, at least in their bucket: a check of the
+    result finds them.
     """
 
     @property
-    def spec(self) -> str: ...  # noqa: D102
+    @abstractmethod
+    def spec(self) -> str:
+        """The codec as text, which `parse_codec` reads."""
 
     @property
-    def wire_dtype(self) -> torch.dtype | None: ...  # noqa: D102
+    def wire_dtype(self) -> torch.dtype | None:
+        """For a linear code, the type as which payloads are summed element by element; None for others."""
+        return None
 
     @property
-    def exact(self) -> bool: ...  # noqa: D102
+    def exact(self) -> bool:
+        """Whether nothing is lost, in any type: the tensor itself may as well be summed."""
+        return False
+
+    @abstractmethod
+    def tensor_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        """Returns the size of one rank's payload for tensors of these shapes together."""
+
+
+class ValueCodec(Codec):
+    """Turns values into a payload of known size and back. Never communicates.
+
+    Derived ones code contiguous fp32 tensors of one dimension, in `_encode` and `_decode`.
+    """
 
     @property
-    def factor_rank(self) -> int: ...  # noqa: D102
+    @abstractmethod
+    def granularity(self) -> int:
+        """Shards of a tensor that begin at multiples of this lose nothing."""
 
-    @property
-    def granularity(self) -> int: ...  # noqa: D102
+    def tensor_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        """See :class:`Codec`."""
+        return self.payload_bytes(sum(map(math.prod, shapes)))
 
+    @abstractmethod
     def payload_bytes(self, num_elements: int) -> int:
         """Returns the size of a payload for that many values, a multiple of 4; 0 for 0 values."""
 
@@ -66,6 +92,10 @@ class Codec(Protocol):
             residual: fp32, contiguous, shape (num_elements,), changed in place; None encodes without error feedback.
             weight: rounded to fp32, as the products are.
         """
+        if not values.numel():
+            return
+        flat = values.detach().reshape(-1).to(torch.float32).contiguous()
+        self._encode(flat, payload, key, residual, weight)
 
     def decode_(
         self, payload: Tensor, out: Tensor, *, add: int = 0, num_peers: int = 1, piece: int | None = None
@@ -80,43 +110,6 @@ class Codec(Protocol):
             piece: values that each payload of a peer holds, a multiple of the granularity; the last ones may hold fewer or none.
                 None: one payload a peer.
         """
-
-
-class Fp32Codec(ABC):
-    """Base of codecs whose `_encode` and `_decode` take contiguous fp32 tensors of one dimension."""
-
-    @property
-    def wire_dtype(self) -> torch.dtype | None:
-        """See :class:`Codec`."""
-        return None
-
-    @property
-    def exact(self) -> bool:
-        """See :class:`Codec`."""
-        return False
-
-    @property
-    def factor_rank(self) -> int:
-        """See :class:`Codec`."""
-        return 0
-
-    @abstractmethod
-    def payload_bytes(self, num_elements: int) -> int:
-        """See :class:`Codec`."""
-
-    def encode_(
-        self, values: Tensor, payload: Tensor, *, key: int, residual: Tensor | None = None, weight: float = 1.0
-    ) -> None:
-        """See :class:`Codec`."""
-        if not values.numel():
-            return
-        flat = values.detach().reshape(-1).to(torch.float32).contiguous()
-        self._encode(flat, payload, key, residual, weight)
-
-    def decode_(
-        self, payload: Tensor, out: Tensor, *, add: int = 0, num_peers: int = 1, piece: int | None = None
-    ) -> None:
-        """See :class:`Codec`."""
         if not out.numel():
             return
         out = out.detach()
@@ -136,7 +129,53 @@ class Fp32Codec(ABC):
     def _decode(self, payload: Tensor, out: Tensor, add: int, num_peers: int, piece: int | None) -> None: ...
 
 
-class PlainCodec(Fp32Codec):
+class TensorCodec(Codec):
+    """Sums whole tensors over ranks by itself, whatever the reducer: what one rank sends depends on what the others sent."""
+
+    @abstractmethod
+    def sum_tensors(
+        self,
+        world: Group,
+        flat: Tensor,
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        name: str,
+        key: int,
+        weight: float,
+        feedback: ErrorFeedback | None,
+        memory: dict[str, Tensor],
+    ) -> Steps:
+        """Replaces tensors by what the codec leaves of their weighted sum, with the same bits on every rank. COLLECTIVE.
+
+        A value that is not finite on any rank makes all results NaN, and leaves residuals as they were.
+
+        Args:
+            world: the ranks.
+            flat: the tensors one after the other, contiguous, one dimension.
+            shapes: theirs, in order.
+            name: of the exchange, equal on all ranks and different for each one under way.
+            key: of the random numbers, equal on all ranks.
+            weight: this rank's values are multiplied by it on their way, > 0.
+            feedback: this rank's residuals; None without error feedback.
+            memory: what the codec keeps from one sum to the next by name, equal on all ranks.
+
+        Yields:
+            Each collective that it has started; it goes on with its result.
+        """
+
+
+def of_values(codec: Codec) -> ValueCodec:
+    """Returns the codec if it is one of values.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    if isinstance(codec, ValueCodec):
+        return codec
+    raise ValueError(f"{codec.spec} codes matrices in two sums, not single values: exchange it with Exchange.sum_")
+
+
+class PlainCodec(ValueCodec):
     """Base of codecs whose `_write` and `_read` know neither weights nor residuals, and one payload at a time."""
 
     @abstractmethod
@@ -190,11 +229,11 @@ class Cast(PlainCodec):
 
     @property
     def granularity(self) -> int:
-        """See :class:`Codec`."""
+        """See :class:`ValueCodec`."""
         return 1
 
     def payload_bytes(self, num_elements: int) -> int:
-        """See :class:`Codec`."""
+        """See :class:`ValueCodec`."""
         return -(-num_elements * self.dtype.itemsize // 4) * 4
 
     def _write(self, values: Tensor, payload: Tensor) -> None:
@@ -214,7 +253,7 @@ def compile_kernels(codec: Codec, device: torch.device, *, error_feedback: bool)
         device: of the values.
         error_feedback: whether residuals will be used.
     """
-    if codec.factor_rank:
+    if not isinstance(codec, ValueCodec):
         return
     for num_elements in (codec.granularity, _MANY):
         values = torch.zeros(num_elements, device=device)
@@ -225,7 +264,12 @@ def compile_kernels(codec: Codec, device: torch.device, *, error_feedback: bool)
 
 
 def encode(codec: Codec, values: Tensor, *, key: int = 0) -> Tensor:
-    """Returns the payload of a tensor, uint8, shape (payload_bytes(values.numel()),)."""
+    """Returns the payload of a tensor, uint8, shape (payload_bytes(values.numel()),).
+
+    Raises:
+        ValueError: if the codec is not one of values.
+    """
+    codec = of_values(codec)
     payload = torch.empty(codec.payload_bytes(values.numel()), dtype=torch.uint8, device=values.device)
     codec.encode_(values, payload, key=key)
     return payload
@@ -235,8 +279,9 @@ def decode(codec: Codec, payload: Tensor, num_elements: int, dtype: torch.dtype 
     """Returns the values of a payload, shape (num_elements,).
 
     Raises:
-        ValueError: if the payload is not of the size for that many values.
+        ValueError: if the codec is not one of values, or the payload not of the size for that many.
     """
+    codec = of_values(codec)
     if payload.numel() != codec.payload_bytes(num_elements):
         raise ValueError(
             f"a payload of {codec.spec} for {num_elements} values has {codec.payload_bytes(num_elements)} bytes, "

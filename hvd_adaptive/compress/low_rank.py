@@ -1,23 +1,32 @@
-"""PowerSGD (arXiv 1905.13727): a matrix as the product of two thin ones, which are summed over ranks one after the other.
+"""PowerSGD (arXiv 1905.13727, algorithm 1): matrices as products of two thin factors, in two small sums for all of a run.
 
-Linear, but no code of single values: :mod:`hvd_adaptive.exchange.low_rank_reducer` exchanges it, whatever the reducer.
+With M_i a rank's matrix plus its residual: P = sum M_i Q, made orthonormal; Q = sum M_i^T P; the result is P Q^T. A rank keeps
+what its own matrix has lost, M_i - P (M_i^T P)^T, so that the residuals add up to what the sum has lost (the paper keeps
+M_i minus the mean of all results). Rank 0 makes P orthonormal for all, since libraries differ in the last bit.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hvd_adaptive.compress.codec import TensorCodec
+from hvd_adaptive.compress.feedback import ErrorFeedback
+from hvd_adaptive.compress.kernels.reference import mix_key, uniform
+
+if TYPE_CHECKING:
+    from hvd_adaptive.comm.protocols import Group
+    from hvd_adaptive.compress.codec import Steps
+
 
 @dataclass(frozen=True, slots=True)
-class PowerSgd:
-    """Factors of that rank; see :class:`~hvd_adaptive.compress.codec.Codec` for what the attributes mean.
-
-    Biased: use it with error feedback.
+class PowerSgd(TensorCodec):
+    """Factors of that rank. Biased: use it with error feedback.
 
     Attributes:
         factor_rank: columns of the factors, >= 1.
@@ -34,7 +43,7 @@ class PowerSgd:
 
     @property
     def spec(self) -> str:
-        """The codec as text."""
+        """See :class:`~hvd_adaptive.compress.codec.Codec`."""
         return f"powersgd:{self.factor_rank}"
 
     @property
@@ -42,46 +51,66 @@ class PowerSgd:
         """The factors are summed as fp32."""
         return torch.float32
 
-    @property
-    def exact(self) -> bool:
-        """Something is lost."""
-        return False
+    def tensor_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
+        """Returns the size of both factors of all matrices."""
+        pairs = [factor_shapes(shape, self.factor_rank) for shape in shapes]
+        return 4 * sum(rows * columns for pair in pairs for rows, columns in pair)
 
-    @property
-    def granularity(self) -> int:
-        """Not used."""
-        return 1
-
-    def payload_bytes(self, num_elements: int) -> NoReturn:
-        """Not defined.
-
-        Raises:
-            ValueError: the size of the factors follows from a matrix's shape.
-        """
-        raise self._refusal()
-
-    def encode_(
-        self, values: Tensor, payload: Tensor, *, key: int, residual: Tensor | None = None, weight: float = 1.0
-    ) -> NoReturn:
-        """Not defined.
-
-        Raises:
-            ValueError: the factors of all ranks' sum take two rounds.
-        """
-        raise self._refusal()
-
-    def decode_(
-        self, payload: Tensor, out: Tensor, *, add: int = 0, num_peers: int = 1, piece: int | None = None
-    ) -> NoReturn:
-        """Not defined.
-
-        Raises:
-            ValueError: as `encode_`.
-        """
-        raise self._refusal()
-
-    def _refusal(self) -> ValueError:
-        return ValueError(f"{self.spec} codes matrices in two rounds, not single values: exchange it with Exchange.sum_")
+    def sum_tensors(
+        self,
+        world: Group,
+        flat: Tensor,
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        name: str,
+        key: int,
+        weight: float,
+        feedback: ErrorFeedback | None,
+        memory: dict[str, Tensor],
+    ) -> Steps:
+        """See :class:`~hvd_adaptive.compress.codec.TensorCodec`; the memory holds Q of the last sum, where the next goes on."""
+        values = flat.to(torch.float32)
+        residual = None if feedback is None else feedback.residual(f"{name}.worker", values)
+        if weight != 1.0:
+            values.mul_(weight)
+        if residual is not None:
+            values.add_(residual)
+        sizes = [rows * columns for rows, columns in map(matrix_shape, shapes)]
+        matrices = [part.view(matrix_shape(shape)) for part, shape in zip(values.split(sizes), shapes, strict=True)]
+        p_shapes, q_shapes = zip(*(factor_shapes(shape, self.factor_rank) for shape in shapes), strict=True)
+        num_p, num_q = (sum(rows * columns for rows, columns in factors) for factors in (p_shapes, q_shapes))
+        start = memory.get(name)
+        if start is None:
+            start = _random(num_q, key, flat.device)
+        p_flat = torch.cat([(m @ q).reshape(-1) for m, q in zip(matrices, _views(start, q_shapes), strict=True)])
+        yield world.allreduce_sum_async_(p_flat, f"{name}.p")
+        # The same on all ranks, as the sum is. To read it would wait for a GPU.
+        finite = torch.isfinite(p_flat).all()
+        is_known = not p_flat.is_cuda and bool(finite)
+        if not is_known:
+            p_flat = torch.where(finite, p_flat, 0.0)
+        if world.rank == 0:
+            p_flat = torch.cat([orthonormal(p).reshape(-1) for p in _views(p_flat, p_shapes)])
+        sent = p_flat.view(torch.uint8) if world.rank == 0 else p_flat.new_empty(0, dtype=torch.uint8)
+        receive_bytes = [4 * num_p] + [0] * (world.world_size - 1)
+        received = yield world.allgather_bytes_async(sent, receive_bytes=receive_bytes, name=f"{name}.basis")
+        bases = _views(received.view(torch.float32), p_shapes)
+        own = torch.cat([(m.T @ p).reshape(-1) for m, p in zip(matrices, bases, strict=True)])
+        q_flat = own.clone()
+        yield world.allreduce_sum_async_(q_flat, f"{name}.q")
+        if residual is not None:
+            before = residual if is_known else residual.clone()
+            residual.copy_(values)
+            lost = [part.view(matrix_shape(shape)) for part, shape in zip(residual.split(sizes), shapes, strict=True)]
+            for out, p, q in zip(lost, bases, _views(own, q_shapes), strict=True):
+                subtract_product_(out, p, q)
+            if not is_known:
+                residual.copy_(torch.where(finite, residual, before))
+        for matrix, p, q, part in zip(matrices, bases, _views(q_flat, q_shapes), flat.split(sizes), strict=True):
+            matrix.zero_()
+            subtract_product_(matrix, p, q, sign=-1)
+            part.copy_(matrix.view(-1) if is_known else torch.where(finite, matrix.view(-1), torch.nan))
+        memory[name] = q_flat if is_known else torch.where(finite, q_flat, _random(num_q, key, flat.device))
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -122,3 +151,12 @@ def subtract_product_(out: Tensor, p: Tensor, q: Tensor, *, sign: int = 1) -> No
     for k in range(p.shape[1]):
         torch.mul(p[:, k : k + 1], q[:, k], out=product)
         out.sub_(product) if sign > 0 else out.add_(product)
+
+
+def _random(num_elements: int, key: int, device: torch.device) -> Tensor:
+    return uniform(num_elements, mix_key(key, num_elements), device) - 0.5
+
+
+def _views(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    parts = flat.split([rows * columns for rows, columns in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hvd_adaptive.compress.codec import Fp32Codec
+from hvd_adaptive.compress.codec import ValueCodec
 from hvd_adaptive.compress.kernels import dispatch
 from hvd_adaptive.compress.kernels.reference import maxmin_bytes, sign_bytes
 
@@ -14,7 +14,7 @@ MAX_BUCKET = 65536
 
 
 @dataclass(frozen=True, slots=True)
-class MaxMin(Fp32Codec):
+class MaxMin(ValueCodec):
     """2^bits equally spaced levels from a bucket's minimum to its maximum.
 
     The error of a value is below a unit, (max - min) / (2^bits - 1), or half of one with nearest rounding, both to
@@ -42,16 +42,16 @@ class MaxMin(Fp32Codec):
 
     @property
     def spec(self) -> str:
-        """See :class:`~hvd_adaptive.compress.codec.Codec`."""
+        """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return f"maxmin:{self.bits},bucket={self.bucket},{self.rounding}"
 
     @property
     def granularity(self) -> int:
-        """See :class:`~hvd_adaptive.compress.codec.Codec`."""
+        """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return self.bucket
 
     def payload_bytes(self, num_elements: int) -> int:
-        """See :class:`~hvd_adaptive.compress.codec.Codec`."""
+        """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return maxmin_bytes(num_elements, self.bits, self.bucket)
 
     def _encode(self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float) -> None:
@@ -67,7 +67,7 @@ class MaxMin(Fp32Codec):
 
 
 @dataclass(frozen=True, slots=True)
-class Sign(Fp32Codec):
+class Sign(ValueCodec):
     """One bit a value: its sign, times the mean of |x| of its bucket. Biased: use it with error feedback.
 
     A bucket of one constant is exact; zero counts as positive.
@@ -86,16 +86,16 @@ class Sign(Fp32Codec):
 
     @property
     def spec(self) -> str:
-        """See :class:`~hvd_adaptive.compress.codec.Codec`."""
+        """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return f"sign:bucket={self.bucket}"
 
     @property
     def granularity(self) -> int:
-        """See :class:`~hvd_adaptive.compress.codec.Codec`."""
+        """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return self.bucket
 
     def payload_bytes(self, num_elements: int) -> int:
-        """See :class:`~hvd_adaptive.compress.codec.Codec`."""
+        """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return sign_bytes(num_elements, self.bucket)
 
     def _encode(self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float) -> None:

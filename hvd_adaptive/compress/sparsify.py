@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hvd_adaptive.compress.codec import Fp32Codec
+from hvd_adaptive.compress.codec import ValueCodec
 from hvd_adaptive.compress.kernels import dispatch
 from hvd_adaptive.compress.kernels.reference import each_payload, with_residual
 
@@ -17,7 +17,7 @@ _MAX_ELEMENTS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class TopK(Fp32Codec):
+class TopK(ValueCodec):
     """The ceil(fraction x num_elements) entries of largest magnitude, 8 bytes each (int32 place, fp32 value).
 
     ``sampled`` takes the threshold from up to 65,536 evenly spaced values instead of sorting all: many times faster on
@@ -41,12 +41,12 @@ class TopK(Fp32Codec):
 
     @property
     def spec(self) -> str:
-        """See :class:`~hvd_adaptive.compress.codec.Codec`."""
+        """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return f"topk:{self.fraction}" + (",sampled" if self.sampled else "")
 
     @property
     def granularity(self) -> int:
-        """See :class:`~hvd_adaptive.compress.codec.Codec`."""
+        """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return 1
 
     def num_entries(self, num_elements: int) -> int:
@@ -54,7 +54,7 @@ class TopK(Fp32Codec):
         return min(num_elements, math.ceil(self.fraction * num_elements))
 
     def payload_bytes(self, num_elements: int) -> int:
-        """See :class:`~hvd_adaptive.compress.codec.Codec`."""
+        """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return 8 * self.num_entries(num_elements)
 
     def _encode(self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float) -> None:

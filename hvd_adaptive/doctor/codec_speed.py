@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.compress import decode, encode, parse_codec
-from hvd_adaptive.compress.codec import Codec
+from hvd_adaptive.compress.codec import ValueCodec
 from hvd_adaptive.exchange.pipeline import run_pipeline
 from hvd_adaptive.exchange.reducers import Job, scatter_reduce_allgather
 
@@ -87,10 +87,11 @@ def measure_codecs(
     Raises:
         ValueError: for a codec that cannot be read, or is not one of values.
     """
-    codecs = [parse_codec(spec) for spec in specs]
-    for codec in codecs:
-        if codec.factor_rank:
+    codecs = []
+    for codec in map(parse_codec, specs):
+        if not isinstance(codec, ValueCodec):
             raise ValueError(f"codec {codec.spec} codes matrices in two sums, not values: measure it with bench comm")
+        codecs.append(codec)
     torch.set_num_threads(1)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     values = normal_values(num_values, 0).to(device)
@@ -115,7 +116,7 @@ def measure_codecs(
     return rows
 
 
-def measure_speed(codec: Codec, values: Tensor, *, repeat: int) -> Speed:
+def measure_speed(codec: ValueCodec, values: Tensor, *, repeat: int) -> Speed:
     """Times a codec on contiguous fp32 values, on their device."""
     payload = torch.empty(codec.payload_bytes(len(values)), dtype=torch.uint8, device=values.device)
     out, copied = torch.zeros_like(values), torch.empty_like(values)
@@ -147,13 +148,13 @@ def coding_seconds(speed: Speed, *, num_values: int, num_ranks: int) -> float:
     return gigabytes * ((1 + 1 / num_ranks) / speed.encode_gb_s + 2 / speed.decode_add_gb_s)
 
 
-def break_even_mbit(codec: Codec, speed: Speed, *, num_values: int, num_ranks: int) -> float:
+def break_even_mbit(codec: ValueCodec, speed: Speed, *, num_values: int, num_ranks: int) -> float:
     """Returns the link's Mbit/s below which coding takes less time than the bytes that it saves, were nothing overlapped."""
     saved = 2 * (num_ranks - 1) / num_ranks * (4 * num_values - codec.payload_bytes(num_values))
     return 8e-6 * saved / coding_seconds(speed, num_values=num_values, num_ranks=num_ranks)
 
 
-def errors(codec: Codec, num_values: int, num_ranks: int) -> tuple[float, float]:
+def errors(codec: ValueCodec, num_values: int, num_ranks: int) -> tuple[float, float]:
     """Returns the relative L2 errors of the ranks' sum: each rank's values encoded once, and the sum encoded again (SRA)."""
     exact = sum((normal_values(num_values, rank) for rank in range(num_ranks)), torch.zeros(num_values))
     once = torch.zeros(num_values)

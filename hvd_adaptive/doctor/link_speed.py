@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.comm.protocols import Collectives
+from hvd_adaptive.compress.codec import ValueCodec
 from hvd_adaptive.compress.policy import TensorInfo, parse_policy
 from hvd_adaptive.doctor.codec_speed import break_even_mbit, measure_speed, normal_values
 from hvd_adaptive.exchange.exchange import CHUNK_ELEMENTS, Exchange
@@ -155,7 +156,7 @@ def _make(
     tensors = [TensorInfo("x", (rows, whole // rows)), TensorInfo("rest", (num_values - whole,))]
     codec, steps = exchange.policy.codec(tensors[0]), itertools.count()
     break_even = None
-    if not codec.factor_rank and transport.world_size > 1:
+    if isinstance(codec, ValueCodec) and transport.world_size > 1:
         speed = measure_speed(codec, normal_values(min(num_values, _SPEED_VALUES), 0), repeat=3)
         # The slowest rank's.
         own = break_even_mbit(codec, speed, num_values=num_values, num_ranks=transport.world_size)

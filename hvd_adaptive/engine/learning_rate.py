@@ -42,11 +42,6 @@ class LearningRateMultiplier:
             # Horovod's optimizer waits for the gradients inside its step, and what is known then may change the factor.
             self._apply(self._saved)
 
-    @property
-    def own_lr(self) -> float:
-        """The first group's learning rate without the factor, also inside a step."""
-        return float(self._optimizer.param_groups[0]["lr"] if self._saved is None else self._saved[0])
-
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         self.num_begun += 1
         # A wrapping optimizer (Horovod's) runs the hooks again for the step inside its own.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,13 +13,12 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.comm.protocols import Collectives, Group, agree, agree_equal
+from hvd_adaptive.compress.codec import Cast, TensorCodec, of_values
 from hvd_adaptive.compress.feedback import ErrorFeedback
 from hvd_adaptive.compress.kernels.reference import mix_key
-from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.compress.policy import Policy, TensorInfo
 from hvd_adaptive.exchange.auto import fastest
 from hvd_adaptive.exchange.layout import PACKED_ELEMENTS, Run, lay_out
-from hvd_adaptive.exchange.low_rank_reducer import sum_low_rank
 from hvd_adaptive.exchange.pipeline import Task, run_pipeline
 from hvd_adaptive.exchange.reducers import Job, allreduce, hierarchical, scatter_reduce_allgather
 
@@ -82,7 +82,7 @@ class Exchange:
         self._one_host = False
         self._feedback = ErrorFeedback() if error_feedback else None
         self._layouts: dict[str, list[Run]] = {}
-        self._factors: dict[str, Tensor] = {}
+        self._memory: dict[str, Tensor] = {}
         agree_equal(
             transport,
             {"reducer": reducer, "seed": seed, "error_feedback": error_feedback, "chunk_elements": chunk_elements},
@@ -184,24 +184,22 @@ class Exchange:
         weight: float = 1.0,
     ) -> list[Task]:
         if reducer == "none":
-            job = Job(flat, name, parse_codec("none"), 0, self._chunk_elements, weight=weight)
+            job = Job(flat, name, Cast("none"), 0, self._chunk_elements, weight=weight)
             return allreduce(self._transport, job)
         tasks = []
         for run in runs:
             first = run.spans[0]
             key = mix_key(self._seed, step, crc32(name.encode()), first.start)
-            own, part = f"{name}.{first.start}", flat[first.start : first.stop]
-            job = Job(part, own, run.codec, key, self._chunk_elements, feedback, weight)
-            if len(run.spans) == 1:
-                tasks += self._reduce(job, run, reducer)
-            else:
-                tasks.append(self._packed(flat, job, run, reducer))
+            reduce = functools.partial(
+                self._reduce, run, reducer, name=f"{name}.{first.start}", key=key, weight=weight, feedback=feedback
+            )
+            tasks += reduce(flat[first.start : first.stop]) if len(run.spans) == 1 else [self._packed(flat, run, reduce)]
         return tasks
 
-    def _packed(self, flat: Tensor, job: Job, run: Run, reducer: str) -> Task:
+    def _packed(self, flat: Tensor, run: Run, reduce: Callable[[Tensor], list[Task]]) -> Task:
         parts = [flat[span.start : span.stop] for span in run.spans]
         packed = torch.cat(parts)
-        for task in self._reduce(replace(job, flat=packed), run, reducer):
+        for task in reduce(packed):
             yield from task
         for part, value in zip(parts, packed.split([span.size for span in run.spans]), strict=True):
             part.copy_(value)
@@ -212,7 +210,7 @@ class Exchange:
 
     def reset(self) -> None:
         """Forgets residuals: when the number of ranks or the model changes."""
-        self._factors.clear()
+        self._memory.clear()
         if self._feedback is not None:
             self._feedback.reset()
 
@@ -223,7 +221,7 @@ class Exchange:
             "policy": self._policy.spec,
             "world_size": self._transport.world_size,
             "residuals": residuals,
-            "factors": dict(self._factors),
+            "factors": dict(self._memory),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -235,21 +233,34 @@ class Exchange:
         if fits and self._feedback is not None:
             self._feedback.load_state_dict(state["residuals"])
         if fits:
-            self._factors = {name: value.clone() for name, value in state["factors"].items()}
+            self._memory = {name: value.clone() for name, value in state["factors"].items()}
         elif state["residuals"]:
             log.warning("error feedback starts anew: codecs or the number of ranks have changed since the checkpoint")
 
-    def _reduce(self, job: Job, run: Run, reducer: str) -> list[Task]:
-        if run.codec.factor_rank:
-            rank = run.codec.factor_rank
-            return [sum_low_rank(self._transport, job, shapes=run.shapes, rank=rank, factors=self._factors)]
+    def _reduce(
+        self,
+        run: Run,
+        reducer: str,
+        flat: Tensor,
+        *,
+        name: str,
+        key: int,
+        weight: float,
+        feedback: ErrorFeedback | None,
+    ) -> list[Task]:
+        if isinstance(run.codec, TensorCodec):
+            task = run.codec.sum_tensors(
+                self._transport, flat, run.shapes, name=name, key=key, weight=weight, feedback=feedback, memory=self._memory
+            )
+            return [task]
+        job = Job(flat, name, of_values(run.codec), key, self._chunk_elements, feedback, weight)
         if run.codec.exact or reducer == "allreduce":
             return allreduce(self._transport, job)
         if reducer == "hierarchical" and self._groups is not None:
             return hierarchical(*self._groups, job)
         if reducer == "hierarchical" and self._one_host:
             # All is full precision inside a host.
-            return allreduce(self._transport, replace(job, codec=parse_codec("none"), feedback=None))
+            return allreduce(self._transport, replace(job, codec=Cast("none"), feedback=None))
         return scatter_reduce_allgather(self._transport, job)
 
     def _lay_out(self, name: str, flat: Tensor, tensors: Sequence[TensorInfo]) -> list[Run]:
@@ -282,7 +293,7 @@ class Exchange:
         self._chosen[name], self.trials[name] = fastest(
             self._transport, {option: candidate(option) for option in options}, flat
         )
-        self._factors = {key: value for key, value in self._factors.items() if not key.startswith(f"{name}.")}
+        self._memory = {key: value for key, value in self._memory.items() if not key.startswith(f"{name}.")}
 
     def _make_groups(self) -> tuple[Group, Group] | None:
         transport = self._transport

@@ -9,7 +9,6 @@ import torch
 
 from hvd_adaptive.compress.codec import SUMMABLE, Codec
 from hvd_adaptive.compress.policy import Policy, TensorInfo
-from hvd_adaptive.exchange.low_rank_reducer import low_rank_bytes
 from hvd_adaptive.exchange.plan import Span
 
 # Parts smaller than this travel together: collectives of their own would cost more than copying them.
@@ -42,9 +41,7 @@ class Run:
         """Size of one encoded copy."""
         if self.codec.exact and self.dtype in SUMMABLE:
             return self.size * self.dtype.itemsize
-        if self.codec.factor_rank:
-            return low_rank_bytes(self.shapes, self.codec.factor_rank)
-        return self.codec.payload_bytes(self.size)
+        return self.codec.tensor_bytes(self.shapes)
 
 
 def lay_out(

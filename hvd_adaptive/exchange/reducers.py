@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.comm.protocols import Group, Pending
-from hvd_adaptive.compress.codec import SUMMABLE, Codec
+from hvd_adaptive.compress.codec import SUMMABLE, ValueCodec
 from hvd_adaptive.compress.feedback import ErrorFeedback
 from hvd_adaptive.compress.kernels.reference import mix_key
 from hvd_adaptive.exchange.pipeline import Task
@@ -45,7 +45,7 @@ class Job:
 
     flat: Tensor
     name: str
-    codec: Codec
+    codec: ValueCodec
     key: int
     chunk_elements: int
     feedback: ErrorFeedback | None = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,10 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hvd_adaptive import __version__
+from hvd_adaptive.cluster.last_checkpoint import directory_name, newest_checkpoint, number_of
 from hvd_adaptive.comm.protocols import AgreedError, agree, long_task
 from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.session.resume import Identity, find_candidates, load_newest_valid, set_aside_newer
@@ -166,9 +164,9 @@ class Checkpointer:
                 error = f"checkpoints newer than {path} cannot be set aside: {failure}"
         agree(session.transport, error)
         self._due_from = (session.round, session.train_s)
-        here = checkpoint.find_checkpoints(self.folder) if session.rank == 0 else []
-        if here:
-            self._newest = (checkpoint.round_of(here[0]), here[0])
+        newest = newest_checkpoint(self.folder) if session.rank == 0 else None
+        if newest is not None:
+            self._newest = (number_of(newest), newest)
         return path
 
     def save(self) -> bool:
@@ -279,7 +277,7 @@ class Checkpointer:
         for key, name in self._names().items():
             skeleton, self._copies[name] = flatten_state(state[key], self._copies.get(name))
             parts.append((name, skeleton, self._copies[name]))
-        part = self.folder / checkpoint.part_name(session.round, self._attempt)
+        part = checkpoint.part_of(self.folder / directory_name(session.round), self._attempt)
         added, error = [], None
         try:
             part.mkdir(exist_ok=True)
@@ -296,11 +294,6 @@ class Checkpointer:
             "samples": session.num_samples,
             "train_s": session.train_s,
             "world_size": session.world_size,
-            "versions": {
-                "hvd_adaptive": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
             **asdict(self._identity),
         }
         self._thread = threading.Thread(
@@ -367,7 +360,7 @@ class Checkpointer:
         start = time.perf_counter()
         errors = [f"rank {rank}: {item['error']}" for rank, item in enumerate(reports) if item["error"]]
         round_number = content["round"]
-        path = self.folder / checkpoint.directory_name(round_number)
+        path = self.folder / directory_name(round_number)
         if not errors:
             everyone = {name: Written(**item) for r in reports for name, item in r["files"].items()}
             try:

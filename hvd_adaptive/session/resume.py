@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvd_adaptive.cluster.last_checkpoint import find_checkpoints, number_of
 from hvd_adaptive.comm.protocols import AgreedError, Transport, agree_equal, long_task
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.flat_model import model_hash
@@ -103,12 +104,12 @@ def find_candidates(source: Path, transport: Transport, also: Sequence[Path] = (
     found: list[Path] = []
     if transport.rank == 0:
         # One whose manifest is missing is to be refused by name, not overlooked.
-        if (source / checkpoint.MANIFEST).exists() or checkpoint.find_checkpoints(source.parent).count(source):
+        if (source / checkpoint.MANIFEST).exists() or source in find_checkpoints(source.parent):
             found = [source]
         else:
-            found = checkpoint.find_checkpoints(source) or checkpoint.find_checkpoints(source / "checkpoints")
-        more = [path for folder in also for path in checkpoint.find_checkpoints(folder)]
-        found = sorted(more + found, key=checkpoint.round_of, reverse=True) if more else found
+            found = find_checkpoints(source) or find_checkpoints(source / "checkpoints")
+        if more := find_checkpoints(*also):
+            found = sorted(more + found, key=number_of, reverse=True)
     result: list[Path] = transport.allgather_object(found)[0]
     return result
 
@@ -235,8 +236,8 @@ def _why(failure: Exception) -> str:
 
 def set_aside_newer(folder: Path, chosen: int) -> None:
     """Renames the checkpoints of a folder that are newer than the one a run goes on from: they are no part of it."""
-    for path in checkpoint.find_checkpoints(folder):
-        if checkpoint.round_of(path) > chosen:
+    for path in find_checkpoints(folder):
+        if number_of(path) > chosen:
             number = 1
             while (aside := path.with_name(f"set-aside-{number}-{path.name}")).exists():
                 number += 1

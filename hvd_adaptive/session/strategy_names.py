@@ -11,6 +11,7 @@ from hvd_adaptive.algorithm.world_scale import scaled_config
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.strategy import Strategy
+from hvd_adaptive.research.heterogpu import add_rules
 from hvd_adaptive.research.logical import LogicalStrategy
 from hvd_adaptive.research.sma import SmaStrategy
 from hvd_adaptive.strategies.horovod import HorovodStrategy
@@ -34,5 +35,6 @@ def make_strategy(model: nn.Module, optimizer: Optimizer, config: Config, transp
         config: as the user gave it; names the strategy.
         transport: the world.
     """
+    add_rules()
     make = LogicalStrategy if config.logical_ranks else _STRATEGIES[config.strategy]
     return make(model, optimizer, scaled_config(config, transport.world_size), transport)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hvd_adaptive.algorithm.statistics import Array
-from hvd_adaptive.compress.codec import Codec
+from hvd_adaptive.compress.codec import ValueCodec
 from hvd_adaptive.simulate.links import Links
 from hvd_adaptive.simulate.scenario_options import ClusterConfig
 from hvd_adaptive.simulate.units import parse_factors, parse_rate, parse_seconds
@@ -122,7 +122,7 @@ class Cluster:
         meeting_s = _MEETING_OPERATIONS * (world_size * self.store_operation_s + 2 * links.farthest_latency_s)
         return meeting_s + 2 * links.allgather_s(_STATS_BYTES)
 
-    def exchange_s(self, num_bytes: float, codec: Codec | None, reducer: str) -> float:
+    def exchange_s(self, num_bytes: float, codec: ValueCodec | None, reducer: str) -> float:
         """Returns the seconds in which values are coded and summed over all ranks.
 
         Args:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hvd_adaptive.compress.codec import Codec
+from hvd_adaptive.compress.codec import ValueCodec
 from hvd_adaptive.exchange.plan import Span, pieces
 
 
@@ -60,11 +60,11 @@ class Links:
         slowest = self.host_bandwidth if self.num_hosts == 1 else min(self.bandwidth, self.host_bandwidth)
         return (self.world_size - 1) * num_bytes / slowest + self._doublings * self.farthest_latency_s
 
-    def sra_s(self, codec: Codec, num_elements: int) -> float:
+    def sra_s(self, codec: ValueCodec, num_elements: int) -> float:
         """Returns the seconds of a scatter-reduce-allgather of encoded values, without coding them."""
         return self._spread_s(self.payload_bytes(codec, num_elements, self.world_size), self.world_size)
 
-    def hierarchical_s(self, codec: Codec, num_elements: int) -> float:
+    def hierarchical_s(self, codec: ValueCodec, num_elements: int) -> float:
         """Returns the seconds of the hierarchical reducer: fp32 inside hosts, encoded between them, without coding."""
         local = min(self.ranks_per_host, self.world_size)
         inside = 4 * num_elements * (local - 1) / local / self.host_bandwidth
@@ -74,14 +74,14 @@ class Links:
         messages = 2 * (self.num_hosts - 1) * self.latency_s + 2 * (local - 1) * self.host_latency_s
         return inside + between + spread + messages
 
-    def sent_bytes(self, codec: Codec | None, num_elements: int) -> float:
+    def sent_bytes(self, codec: ValueCodec | None, num_elements: int) -> float:
         """Returns the bytes that a rank sends in one sum of fp32 values: encoded by SRA, or the ring's (None)."""
         size = self.world_size
         total = 4 * num_elements if codec is None else self.payload_bytes(codec, num_elements, size)
         return 2 * (size - 1) / size * total
 
     @staticmethod
-    def payload_bytes(codec: Codec, num_elements: int, num_pieces: int) -> int:
+    def payload_bytes(codec: ValueCodec, num_elements: int, num_pieces: int) -> int:
         """Returns the bytes of all values, encoded in one piece for each owner."""
         cut = pieces(Span(0, num_elements), num_pieces=num_pieces, granularity=codec.granularity)
         # All but the last that has any are alike.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from hvd_adaptive.algorithm.ledger import Ledger, round_size
 from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.config import Config
+from hvd_adaptive.research.heterogpu import add_rules
 from hvd_adaptive.simulate.cluster import Cluster
 from hvd_adaptive.simulate.step_times import StepTimes
 from hvd_adaptive.simulate.virtual_strategies import Round, VirtualLocal, VirtualStrategy, VirtualSync
@@ -29,6 +30,7 @@ def simulate(config: Config, cluster: Cluster, *, num_rounds: int, dataset_size:
     Raises:
         ValueError: if the rules and the cluster do not go together.
     """
+    add_rules()
     size = dataset_size or _NO_END
     slowdown = Slowdown(config.slowdown, world_size=cluster.world_size)
     steps = StepTimes(cluster, slowdown, seed=config.seed)

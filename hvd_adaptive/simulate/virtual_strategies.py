@@ -15,7 +15,7 @@ from hvd_adaptive.algorithm.round_control import RoundControl, round_weights
 from hvd_adaptive.algorithm.share_control import ShareControl
 from hvd_adaptive.algorithm.shares import global_batches
 from hvd_adaptive.algorithm.statistics import Array
-from hvd_adaptive.compress.codec import Codec
+from hvd_adaptive.compress.codec import ValueCodec
 from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.config import Config
 from hvd_adaptive.simulate.cluster import Cluster
@@ -244,14 +244,14 @@ def exchange_cost(cluster: Cluster, config: Config, num_bytes: float) -> tuple[f
         ValueError: for a compression or reducer that the simulator does not know.
     """
     codec = _codec(config)
-    candidates: list[tuple[Codec | None, str]] = [(codec, config.reducer)]
+    candidates: list[tuple[ValueCodec | None, str]] = [(codec, config.reducer)]
     if config.reducer == "auto":
         candidates = [(codec, "sra"), (codec, "hierarchical"), (None, "sra")]
     seconds, _, chosen = min((cluster.exchange_s(num_bytes, *c), n, c[0]) for n, c in enumerate(candidates))
     return seconds, cluster.links.sent_bytes(chosen, int(num_bytes // 4))
 
 
-def _codec(config: Config) -> Codec | None:
+def _codec(config: Config) -> ValueCodec | None:
     """The codec of what is exchanged.
 
     Raises:
@@ -264,6 +264,6 @@ def _codec(config: Config) -> Codec | None:
             f"compression must be one codec for all layers here, got {config.compression!r}: only the model's size is known"
         )
     codec = parse_codec(config.compression)
-    if codec.factor_rank:
+    if not isinstance(codec, ValueCodec):
         raise ValueError(f"compression must not be powersgd here, got {config.compression!r}: only the model's size is known")
     return codec

@@ -1,12 +1,14 @@
-"""A checkpoint on disk: one directory, whole or not at all, whose every byte is checked before it is used.
+"""A checkpoint on disk, of a run or of a script's state: one directory, whole or not at all, whose every byte is checked
+before it is used.
 
 round-00000123/
   global.safetensors       what all ranks hold alike, written by rank 0
   rank-0000.safetensors    what rank 0 holds alone, and so on
   MANIFEST.json            format version, what the run was, size and SHA-256 of every file, and of itself; written last
 
-A safetensors file holds the tensors of a state, and in its metadata the rest of it as JSON. The directory is written as
-``.part-1-round-00000123`` and renamed when all is on the disk, so a reader never sees half of one.
+A script's commit is ``commit-00000123`` and has a global file only. A safetensors file holds the tensors of a state, and in its
+metadata the rest of it as JSON. The directory is written as ``.part-1-round-00000123`` and renamed when all is on the disk, so
+a reader never sees half of one.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
+import platform
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hvd_adaptive import __version__
+from hvd_adaptive.cluster.last_checkpoint import COMMIT, ROUND, directory_name, find_checkpoints
 from hvd_adaptive.state.disk import sync_directory, sync_file
 from hvd_adaptive.state.nested import unflatten_state
 from hvd_adaptive.validation import parse_json
@@ -33,6 +37,11 @@ FORMAT_VERSION = 1
 GLOBAL_FILE = "global.safetensors"
 MANIFEST = "MANIFEST.json"
 _CHUNK_BYTES = 1 << 23
+# What manifests say besides their files: a run's and a script's.
+_RUN_FIELDS: dict[str, type] = {
+    **dict.fromkeys(("round", "epoch", "cursor", "world_size"), int), "model": list, "data": dict, "options": dict
+}  # fmt: skip
+_COMMIT_FIELDS: dict[str, type] = {"commit": int, "world_size": int}
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -65,19 +74,9 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:04d}.safetensors"
 
 
-def directory_name(round_number: int) -> str:
-    """Returns the name of the checkpoint after this many rounds."""
-    return f"round-{round_number:08d}"
-
-
-def round_of(path: Path) -> int:
-    """Returns the number of rounds before a checkpoint, from its name."""
-    return int(path.name.removeprefix("round-"))
-
-
-def part_name(round_number: int, attempt: int) -> str:
-    """Returns the name that a checkpoint has while it is written; an attempt's own, since an older may be being removed."""
-    return f".part-{attempt}-{directory_name(round_number)}"
+def part_of(final: Path, attempt: int) -> Path:
+    """Returns what a checkpoint is called while it is written; an attempt's own, since an older may be being removed."""
+    return final.with_name(f".part-{attempt}-{final.name}")
 
 
 def write_state(path: Path, skeleton: Any, tensors: dict[str, Tensor]) -> Written:
@@ -186,6 +185,7 @@ def commit(part: Path, final: Path, files: dict[str, Written], content: dict[str
     body = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
+        "versions": {"hvd_adaptive": __version__, "torch": torch.__version__, "python": platform.python_version()},
         **content,
         "files": {
             name: {"bytes": item.num_bytes, "sha256": item.sha256} for name, item in sorted(files.items())
@@ -205,6 +205,43 @@ def commit(part: Path, final: Path, files: dict[str, Written], content: dict[str
         raise OSError(error.errno, error.strerror or str(error), str(error.filename or manifest)) from None
 
 
+def write_commit(folder: Path, number: int, skeleton: Any, tensors: dict[str, Tensor], *, world_size: int) -> None:
+    """Writes a checkpoint of a script's state, by the one rank whose state is the state of all.
+
+    Args:
+        folder: of the commits; made where it is missing.
+        number: of the commit, >= 1; one of that number is replaced.
+        skeleton: of `flatten_state`.
+        tensors: of `flatten_state`.
+        world_size: the number of ranks.
+
+    Raises:
+        OSError: naming the file.
+        TypeError: as `write_state`.
+    """
+    final = folder / directory_name(number, COMMIT)
+    part = part_of(final, 1)
+    remove(part)
+    try:
+        part.mkdir(parents=True)
+        files = {GLOBAL_FILE: write_state(part / GLOBAL_FILE, skeleton, tensors)}
+        commit(part, final, files, {"commit": number, "world_size": world_size})
+    finally:
+        remove(part)
+
+
+def read_commit(path: Path) -> Any:
+    """Returns the state in a commit.
+
+    Raises:
+        RefusedError: if it cannot be used.
+    """
+    if path.is_file():
+        raise RefusedError(f"{path} was written by an older version of hvd_adaptive, and this one cannot read it")
+    check_files(path, read_manifest(path, _COMMIT_FIELDS))
+    return read_state(path / GLOBAL_FILE)
+
+
 def remove(path: Path) -> None:
     """Removes a checkpoint or a part of one; a removal that is cut short leaves nothing that looks like a checkpoint."""
     if not path.name.startswith("."):
@@ -212,32 +249,29 @@ def remove(path: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
         path.rename(hidden)
         path = hidden
+    if path.is_file():
+        path.unlink()
     shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_parts(folder: Path) -> None:
     """Removes what interrupted runs left half written."""
     for path in folder.glob(".part-*"):
-        if path.is_dir():
-            remove(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def find_checkpoints(folder: Path) -> list[Path]:
-    """Returns the checkpoints of a folder, newest first, whether valid or not."""
-    found = [path for path in folder.glob("round-*") if re.fullmatch(r"round-\d{8,}", path.name)]
-    return sorted(found, key=round_of, reverse=True)
-
-
-def prune(folder: Path, keep: int) -> None:
-    """Removes all but the newest ``keep`` checkpoints."""
-    for path in find_checkpoints(folder)[keep:]:
         remove(path)
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def prune(folder: Path, keep: int, kind: str = ROUND) -> None:
+    """Removes all but the newest ``keep`` checkpoints or commits."""
+    for path in find_checkpoints(folder, kind=kind)[keep:]:
+        remove(path)
+
+
+def read_manifest(path: Path, fields: dict[str, type] = _RUN_FIELDS) -> dict[str, Any]:
     """Reads and checks a checkpoint's manifest.
+
+    Args:
+        path: the checkpoint.
+        fields: what it must say besides its files.
 
     Raises:
         RefusedError: if there is none, it is damaged, or it is of a newer or foreign format.
@@ -260,15 +294,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
         )
     if manifest.pop("sha256", None) != _digest(manifest):
         raise RefusedError(f"{path / MANIFEST} is damaged: its checksum does not match")
-    _check_shape(path, manifest)
+    _check_shape(path, manifest, fields)
     return manifest
 
 
-def _check_shape(path: Path, manifest: dict[str, Any]) -> None:
+def _check_shape(path: Path, manifest: dict[str, Any], fields: dict[str, type]) -> None:
     """Raises RefusedError for a manifest that is whole, but not one of :func:`commit`'s."""
-    kinds: dict[str, type] = dict.fromkeys(("round", "epoch", "cursor", "world_size"), int)
-    kinds |= {"model": list, "data": dict, "options": dict, "files": dict}
-    wrong = [name for name, kind in kinds.items() if not isinstance(manifest.get(name), kind)]
+    wrong = [name for name, kind in {**fields, "files": dict}.items() if not isinstance(manifest.get(name), kind)]
     if not wrong and manifest["world_size"] < 1:
         wrong = ["world_size"]
     for name, item in {} if wrong else manifest["files"].items():

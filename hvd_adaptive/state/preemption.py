@@ -1,5 +1,7 @@
 """Signals that announce the end of the job: a rank takes note, and the ranks save what they have before the end comes.
 
+All that ranks do about signals is here. Processes that start others pass signals on instead: cluster/signals.py.
+
 Python's own handler writes the signal's number to a socket at once, also while the main thread stands inside MPI or a kernel
 of torch; a thread reads it there, and keeps the time. Nothing else happens in a handler. Imports neither torch nor MPI, so
 that signals can be caught before they are loaded.
@@ -18,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -56,14 +58,19 @@ class Preemption:
         self._writer: socket.socket | None = None
         self._before: dict[int, Any] = {}
         self._is_worker = False
+        self._ends_late = True
 
-    def catch_signals(self) -> None:
-        """Begins to catch SIGUSR1 and SIGTERM; again does nothing. From the main thread.
+    def catch_signals(self, numbers: Sequence[signal.Signals] = SIGNALS, *, ends_late: bool = True) -> None:
+        """Begins to catch signals; again does nothing. From the main thread.
 
-        A second signal that comes two seconds or more after the first ends the job at once. Processes that this one forks do
+        A second one that comes two seconds or more after the first ends the job at once. Processes that this one forks do
         not react to SIGUSR1, and those of multiprocessing (a DataLoader's workers) to SIGTERM of their parent only, also where
         a fork server starts them. Workers that are spawned are so once they have come here: they import the script's main
         module, so that this must not stand behind ``if __name__ == "__main__"``.
+
+        Args:
+            numbers: SIGUSR1, or it and SIGTERM.
+            ends_late: whether a job that is not ready in time, and a second signal, end the job.
 
         Raises:
             ValueError: not in the main thread.
@@ -73,19 +80,21 @@ class Preemption:
         if getattr(multiprocessing.process.current_process(), "_inheriting", False):
             self.become_worker()
             return
-        self._before = {number: signal.signal(number, _take_note) for number in SIGNALS}
-        for number in SIGNALS:
+        self._ends_late = ends_late
+        self._before = {number: signal.signal(number, _take_note) for number in numbers}
+        for number in numbers:
             # System calls of MPI and Horovod go on.
             signal.siginterrupt(number, False)
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        if not self._pid:
+        if not self._pid and signal.SIGTERM in numbers:
             preload = vars(multiprocessing.forkserver._forkserver)["_preload_modules"]
             multiprocessing.set_forkserver_preload([*preload, "hvd_adaptive.state.fork_server"])
+            multiprocessing.util.register_after_fork(self, Preemption._heed_only_parent)
+        if not self._pid:
             atexit.register(self._ignore)
             os.register_at_fork(before=self._hold, after_in_parent=self._release, after_in_child=self._leave_to_parent)
-            multiprocessing.util.register_after_fork(self, Preemption._heed_only_parent)
         self._pid = os.getpid()
         threading.Thread(target=self._watch, args=(reader,), name="hvd_adaptive-signals", daemon=True).start()
 
@@ -113,13 +122,13 @@ class Preemption:
     def _ignore(self) -> None:
         # Python gives its handlers back before MPI has finished, and a late signal would end what has ended well.
         if self._writer is not None:
-            for number in SIGNALS:
+            for number in self._before:
                 signal.signal(number, signal.SIG_IGN)
 
     def _watch(self, reader: socket.socket) -> None:
         with reader:
             while True:
-                if self.signal_number:
+                if self.signal_number and self._ends_late:
                     reader.settimeout(max(0.01, self._first_s + self.drain_limit_s - time.monotonic()))
                 try:
                     numbers = reader.recv(64)
@@ -128,14 +137,14 @@ class Preemption:
                     return
                 if not numbers:
                     return
-                if any(number in SIGNALS for number in numbers) and self._is_second(numbers):
+                if any(number in self._before for number in numbers) and self._is_second(numbers) and self._ends_late:
                     self._end(f"a second signal came while the ranks got ready to end after {self._name}")
                     return
 
     def _is_second(self, numbers: bytes) -> bool:
         if not self.signal_number:
             self._first_s = time.monotonic()
-            self.signal_number = next(number for number in numbers if number in SIGNALS)
+            self.signal_number = next(number for number in numbers if number in self._before)
         return time.monotonic() - self._first_s >= _SAME_SIGNAL_S
 
     @property
@@ -151,11 +160,11 @@ class Preemption:
 
     def _hold(self) -> None:
         if self._writer is not None:
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            signal.pthread_sigmask(signal.SIG_BLOCK, self._before)
 
     def _release(self) -> None:
         if self._writer is not None:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
 
     def _leave_to_parent(self) -> None:
         if self._writer is None:
@@ -164,9 +173,9 @@ class Preemption:
         signal.set_wakeup_fd(-1)
         self._writer.close()
         self._writer, self._is_worker = None, True
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
 
     def become_worker(self) -> None:
         """Reacts to none of the signals but SIGTERM of the process that started this one: in a worker that has an interpreter of

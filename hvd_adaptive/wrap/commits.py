@@ -7,31 +7,28 @@ the gradients of every rank, and ``ElasticSampler`` counts the samples of all ra
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import logging
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from torch import Tensor
 
-from hvd_adaptive.cluster.last_checkpoint import commit_name, commits, number_of
+from hvd_adaptive.cluster.last_checkpoint import COMMIT, find_checkpoints, number_of
 from hvd_adaptive.cluster.output import refuse
 from hvd_adaptive.comm.job_end import end_job
 from hvd_adaptive.comm.protocols import AgreedError, agree
 from hvd_adaptive.comm.script_world import ScriptWorld
 from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_PREEMPTED
 from hvd_adaptive.session.supervised import lack_of_room, num_bytes
-from hvd_adaptive.state.checkpoint import RefusedError, read_state, write_state
-from hvd_adaptive.state.disk import sync_directory
+from hvd_adaptive.state.checkpoint import RefusedError, prune, read_commit, write_commit
 from hvd_adaptive.state.nested import flatten_state
+from hvd_adaptive.state.preemption import PREEMPTION
 from hvd_adaptive.state.shared_folder import check_shared_folder
 from hvd_adaptive.wrap.launched import Launched
 
@@ -88,7 +85,7 @@ class Commits:
         self._state: Any = None
         self._number = 0
         self._tensors: dict[str, Tensor] = {}
-        self._is_asked = self._is_failing = self._is_told = self._is_stored = self._is_refused = False
+        self._is_failing = self._is_told = self._is_stored = self._is_refused = False
 
     def run(self, function: Callable[..., Any], state: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
         """Runs the script's elastic function from the newest commit on. COLLECTIVE.
@@ -115,7 +112,7 @@ class Commits:
 
     def asks_to_stop(self, state: Any) -> bool:
         """Whether to tell the ranks now, once, to stop where they agree on changes of hosts."""
-        is_due = state is self._state and self._is_asked and not self._is_told
+        is_due = state is self._state and PREEMPTION.signal_number > 0 and not self._is_told
         self._is_told |= is_due
         return is_due
 
@@ -129,11 +126,8 @@ class Commits:
             error = f"{reason}. {_NO_PICKLE}"
         self._agree(error)
         is_first, self._state = self._state is None, state
-        # Else the signal would end the rank.
-        signal.signal(signal.SIGUSR1, self._take_note)
-        signal.siginterrupt(signal.SIGUSR1, False)
-        # Python gives its handlers back before MPI has finished.
-        atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
+        # The next commit may be far: the supervisor decides how long to wait for it.
+        PREEMPTION.catch_signals((signal.SIGUSR1,), ends_late=False)
         self._launched.say("commits")
         self._prepare()
         path, saved, error = self._find() if rank == 0 and is_first else (None, None, None)
@@ -141,7 +135,7 @@ class Commits:
         if path is not None:
             try:
                 # On every rank: Horovod fills an optimizer state that is empty by a step, which may move weights.
-                load(state, read_state(path) if saved is None else saved)
+                load(state, read_commit(path) if saved is None else saved)
             except ValueError as reason:
                 error = f"commit {path} cannot be gone on from: {reason}. Remove it, or name another folder with --commit-dir"
         self._agree(error)
@@ -172,9 +166,9 @@ class Commits:
         launched = self._launched
         folders = [folder for folder in (launched.memory, launched.folder) if folder is not None]
         refused = []
-        for path in commits(*folders):
+        for path in find_checkpoints(*folders, kind=COMMIT):
             try:
-                return path, read_state(path), None
+                return path, read_commit(path), None
             except RefusedError as error:
                 log.warning("%s; trying the one before it", error)
                 refused.append(str(error))
@@ -209,23 +203,12 @@ class Commits:
         return True
 
     def _write(self, skeleton: Any) -> None:
-        folder = self._place(num_bytes(self._tensors))
-        name = commit_name(self._number)
-        part = folder / f".part-{name}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            part.unlink(missing_ok=True)
-            write_state(part, skeleton, self._tensors)
-            os.replace(part, folder / name)
-            sync_directory(folder)
-        finally:
-            part.unlink(missing_ok=True)
+        folder, memory = self._place(num_bytes(self._tensors)), self._launched.memory
+        write_commit(folder, self._number, skeleton, self._tensors, world_size=self._hvd.size())
         # Of memory only the newest is kept, of a disk two: one may be damaged.
-        memory = self._launched.memory
-        old = commits(self._launched.folder)[2:]
-        old += commits(memory)[1 if folder == memory else 0 :] if memory is not None else []
-        for path in old:
-            path.unlink(missing_ok=True)
+        prune(self._launched.folder, 2, COMMIT)
+        if memory is not None:
+            prune(memory, 1 if folder == memory else 0, COMMIT)
 
     def _place(self, needed: int) -> Path:
         memory = self._launched.memory
@@ -240,9 +223,6 @@ class Commits:
             log.warning("commits cannot be kept in memory: %s. They go to %s", refusal, self._launched.folder)
         self._is_refused = True
         return self._launched.folder
-
-    def _take_note(self, number: int, frame: FrameType | None) -> None:
-        self._is_asked = True
 
     def _stop(self) -> NoReturn:
         """Leaves with what was done since the last commit; all ranks are at the same place."""

@@ -20,6 +20,7 @@ from hvd_adaptive.algorithm.statistics import Gathered
 from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.engine.learning_rate import LearningRateMultiplier
 from hvd_adaptive.engine.merge import Merge, MergeStats
+from hvd_adaptive.research.heterogpu import add_rules
 from hvd_adaptive.wrap.run_options import RunConfig
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,6 @@ class Round(MergeStats):
         epoch_samples: samples of a pass of the script's loader over all ranks; 0: not known.
         step_s: seconds of computing, stretched to all steps.
         merge_s: seconds of the merge before, waiting for other ranks excluded.
-        lr: learning rate of the first group of parameters, as the script has it.
         checksum: of the global model after the merge before; 0: not looked at.
         generation: merges that this rank's global model has seen; fewer after hvd.join().
         period: steps to the next merge but one, as this rank proposes; 0: nothing yet.
@@ -53,7 +53,6 @@ class Round(MergeStats):
     epoch_samples: float = 0.0
     step_s: float = 0.0
     merge_s: float = 0.0
-    lr: float = 0.0
     checksum: float = 0.0
     generation: float = 0.0
     period: float = 0.0
@@ -139,6 +138,7 @@ class Merger:
         config: RunConfig,
         world: Collectives,
     ) -> None:
+        add_rules()
         self._config = config
         self._world = world
         self._engine = Merge(
@@ -147,7 +147,6 @@ class Merger:
         self._flat = self._engine.flat_model
         self._multiplier = LearningRateMultiplier(optimizer)
         self._period: MergePeriod | None = None
-        self._largest_lr = 0.0
         self._round = Round()
         self._timed = [0, 0.0]
         self._last_merge_s = 0.0
@@ -179,7 +178,6 @@ class Merger:
             self._multiplier.value = lr_multiplier(
                 self._config.lr_rule, batch_size=num_samples, reference_batch_size=global_samples / world_size
             )
-        this.lr = self._multiplier.own_lr
         self.is_due = self.num_calls >= self.log.steps_per_merge
 
     def timed(self, seconds: float) -> None:
@@ -282,7 +280,7 @@ class Merger:
         self._world.allreduce_sum_(values, f"base.{name}")
 
     def _set_period(self, gathered: Gathered, root: int) -> None:
-        num_calls, samples, lr = (float(gathered[name][root]) for name in ("num_calls", "global_samples", "lr"))
+        num_calls, samples = (float(gathered[name][root]) for name in ("num_calls", "global_samples"))
         if not num_calls:
             return
         config = self._config
@@ -291,13 +289,11 @@ class Merger:
             start = config.mega_batch or round(_BATCHES_A_ROUND * batch_size)
             self._period = MergePeriod(config.merge_period, start=start, share=config.merge_share)
         elif gathered["step_s"].any():
-            self._largest_lr = max(self._largest_lr, lr)
             merge_s = float(gathered["merge_s"].max())
             self._period.observe(
                 num_samples=round(samples),
                 round_s=float(gathered["step_s"].max()) + merge_s,
                 communication_s=merge_s,
-                lr_factor=lr / self._largest_lr if lr > 0 else 1.0,
                 largest=int(gathered["epoch_samples"][root]) // LEAST_MERGES_AN_EPOCH,
             )
         self._proposal = max(1, round(self._period.mega_batch * num_calls / samples))

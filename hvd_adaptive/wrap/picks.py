@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hvd_adaptive.wrap.decisions import parse, scope_of
+from hvd_adaptive.wrap.decisions import assignments, parse, scope_of
 
 
 def number_of_pick(func: Any, args: tuple[Any, ...]) -> int:
@@ -44,9 +44,8 @@ def _is_in_long_loop(path: str, line: int) -> bool:
     scope = scope_of(tree, line)
     names = {
         name.id
-        for node in ast.walk(scope)
-        if isinstance(node, ast.Assign) and _asks_length(node.value, set())
-        for target in node.targets
+        for target, value in assignments(scope)
+        if _asks_length(value, set())
         for name in ast.walk(target)
         if isinstance(name, ast.Name)
     }

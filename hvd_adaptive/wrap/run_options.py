@@ -57,11 +57,7 @@ class RunConfig:
     mega_batch: int | None = _as_in_train(
         "mega_batch", text="samples between merges, of all ranks (default: 50 of the script's batches)"
     )
-    merge_period: str = _as_in_train(
-        "merge_period",
-        text="samples between two merges; fixed: mega_batch; auto: as many more as keep merges at merge_share of the time; "
-        "qsr: more as the script lowers its learning rate (by its square); auto-qsr: the larger of both",
-    )
+    merge_period: str = _as_in_train("merge_period")
     merge_share: float = _as_in_train("merge_share")
     merge_weights: str = _as_in_train("merge_weights")
     lr_rule: str = _as_in_train(
@@ -108,8 +104,6 @@ class RunConfig:
             ValueError: for a value that they do not allow.
         """
         values = {name: getattr(self, name) for name in (*LOCAL_OPTIONS, *_ENCODING)}
-        # There QSR needs a schedule of the learning rate, which here is the script's.
-        values["merge_period"] = {"qsr": "fixed", "auto-qsr": "auto"}.get(self.merge_period, self.merge_period)
         return Config(strategy="local", sparse_merge="never", **values)
 
 

@@ -61,7 +61,7 @@ _MORE_BYTES = 3 << 30
 
 CONFIG: dict[str, Any] = {
     "strategy": "local", "batch_size": 64, "min_batch_size": 8, "batch_size_rule": "paper", "lr": 0.5, "slowdown": "0:1,2;30:2,1",
-    "epochs": 3, "merge_period": "qsr", "lr_decay": 0.1, "compression": "maxmin:4; 0*=topk:0.1", "overlap_merge": False,
+    "epochs": 3, "merge_period": "auto", "lr_decay": 0.1, "compression": "maxmin:4; 0*=topk:0.1", "overlap_merge": False,
     "outer_lr": 0.7, "record": False, "out": "runs/a", "resume": "auto", "target_p1": 0.3, "num_threads": 2, "reference_ranks": 4,
 }  # fmt: skip
 CONFIGS: tuple[dict[str, Any], ...] = (

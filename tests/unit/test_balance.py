@@ -8,18 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adaptive.algorithm.batch_sizes import (
-    BATCH_SIZE_RULES,
     LR_RULES,
+    RULES,
     lr_multiplier,
     lr_schedule,
     next_batch_sizes,
     speed_shares,
 )
+from hvd_adaptive.research.heterogpu import add_rules
+
+add_rules()
 
 updates = st.lists(st.floats(0.1, 100), min_size=1, max_size=6).map(np.array)
 
 
-@pytest.mark.parametrize("rule", BATCH_SIZE_RULES)
+@pytest.mark.parametrize("rule", RULES)
 @given(size=st.floats(16, 128), count=st.integers(1, 6), each=st.floats(0.5, 100))
 def test_equal_updates_are_a_fixed_point(rule: str, size: float, count: int, each: float) -> None:
     sizes = np.full(count, size)
@@ -27,7 +30,7 @@ def test_equal_updates_are_a_fixed_point(rule: str, size: float, count: int, eac
     assert np.array_equal(after, sizes)
 
 
-@pytest.mark.parametrize("rule", BATCH_SIZE_RULES)
+@pytest.mark.parametrize("rule", RULES)
 @given(num_updates=updates, step=st.floats(0.1, 64))
 def test_sizes_stay_in_bounds_and_move_with_the_updates(
     rule: str, num_updates: np.ndarray, step: float

@@ -448,13 +448,6 @@ def test_a_fixed_period_stays() -> None:
     assert {record.stats["num_samples"].sum() for record in records} == {100}
 
 
-def test_rounds_grow_as_the_learning_rate_falls() -> None:
-    config = Config(batch_size=4, mega_batch=50, merge_period="qsr", lr_decay=2.0)
-    records = LocalWorld(1).run(lambda t: train(t, config, num_epochs=2))[0]["records"]
-    sizes = [record.stats["num_samples"].sum() for record in records]
-    assert sizes[0] == 50 and sizes[-1] >= NUM_SAMPLES / 4 and sizes[-1] > sizes[len(sizes) // 2] > sizes[0]
-
-
 def test_a_period_at_its_limit_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     control = RoundControl(Config(merge_period="auto", mega_batch=100), world_size=2, speaks=True)
     for number in range(1, 12):

@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 
 from hvd_adaptive.cluster.elastic_jobs import EVENT, Launch, ScriptJob
-from hvd_adaptive.cluster.last_checkpoint import commit_name, newest_checkpoint, newest_commit, number_of
+from hvd_adaptive.cluster.last_checkpoint import COMMIT, directory_name, newest_checkpoint, number_of
 from hvd_adaptive.cluster.output import Lines
+
+
+def commit_name(number: int) -> str:
+    return directory_name(number, COMMIT)
 
 
 def event(name: str, **content: Any) -> str:
@@ -52,12 +56,12 @@ def launch(number: int = 2, num_before: int = 0) -> Launch:
 
 
 def test_commits_and_checkpoints_are_told_by_their_names(tmp_path: Path) -> None:
-    for name in ("commit-00000002.safetensors", "commit-00000010.safetensors", "commit-x.safetensors", "round-9", "round-010"):
-        (tmp_path / name).touch()
-    (tmp_path / ".part-commit-00000011.safetensors").touch()
-    newest, checkpoint = newest_commit(tmp_path / "none", tmp_path), newest_checkpoint(tmp_path)
+    names = ("commit-00000002", "commit-00000010", "commit-00000009.safetensors", "commit-x", "round-9", "round-00000010")
+    for name in (*names, ".part-1-commit-00000011"):
+        (tmp_path / name).mkdir()
+    newest, checkpoint = newest_checkpoint(tmp_path / "none", tmp_path, kind=COMMIT), newest_checkpoint(tmp_path)
     assert newest is not None and newest.name == commit_name(10) and number_of(newest) == 10
-    assert checkpoint is not None and checkpoint.name == "round-010" and number_of(checkpoint) == 10
+    assert checkpoint is not None and checkpoint.name == "round-00000010" and number_of(checkpoint) == 10
 
 
 def test_a_script_without_commits_gets_on_by_stepping_for_a_while_and_not_by_failing(folders: tuple[Path, Path]) -> None:
@@ -82,12 +86,12 @@ def test_a_script_without_commits_gets_on_by_stepping_for_a_while_and_not_by_fai
 def test_a_script_with_commits_gets_on_by_new_ones(folders: tuple[Path, Path]) -> None:
     memory, disk = folders
     job = ScriptJob(["--interval", "5"], ["x.py", "--elastic"], disk, memory)
-    (disk / commit_name(4)).touch()
+    (disk / commit_name(4)).mkdir()
     assert job.num_done() == 4
     job.hear(event("commits"))
     job.hear(event("steady"))
     assert job.stops_in_order and not job.has_got_on(launch(num_before=4), blamed=True)
-    (disk / commit_name(5)).touch()
+    (disk / commit_name(5)).mkdir()
     assert job.has_got_on(launch(num_before=4), blamed=False) and commit_name(5) in job.saved()
     job.hear(event("stopped"))
     assert job.was_stopped(75) and not job.was_stopped(1)
@@ -95,7 +99,7 @@ def test_a_script_with_commits_gets_on_by_new_ones(folders: tuple[Path, Path]) -
     where = ["run", "--launch", "7", "--commit-dir", str(disk)]
     assert job.arguments(7, local=True) == [*where, "--interval", "5", "x.py", "--elastic"]
     assert f"--commit-dir {disk} goes on from its commit 5" in job.close(finished=False)
-    (disk / ("." + "part-" + commit_name(6))).touch()
+    (disk / (".part-1-" + commit_name(6))).mkdir()
     (disk / "restarts.jsonl").touch()
     assert job.close(finished=True) == "" and [path.name for path in disk.iterdir()] == ["restarts.jsonl"]
 
@@ -108,12 +112,13 @@ def test_commits_in_memory_go_where_other_hosts_find_them(
     job = ScriptJob([], ["x.py"], None, memory)
     assert job.arguments(1, local=True)[-3:] == ["--memory-dir", str(memory), "x.py"]
     assert not list(disk.iterdir())
-    (memory / commit_name(3)).write_text("three")
+    (memory / commit_name(3)).mkdir()
+    (memory / commit_name(3) / "file").write_text("three")
     assert "--memory-dir" not in job.arguments(2, local=False)
     folder = next(disk.iterdir())
-    assert (folder / commit_name(3)).read_text() == "three"
+    assert (folder / commit_name(3) / "file").read_text() == "three"
     # One that the disk has newer stays.
-    (folder / commit_name(4)).touch()
+    (folder / commit_name(4)).mkdir()
     assert f"{folder} goes on from its commit 4" in job.close(finished=False)
     assert job.close(finished=True) == "" and not list(disk.iterdir()) and not list(memory.glob("commit*"))
     # Nothing was committed: nothing is left, and nothing said.

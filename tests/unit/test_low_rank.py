@@ -96,7 +96,7 @@ def test_a_value_that_is_not_finite_reaches_all_ranks_and_passes() -> None:
 
 
 def test_it_codes_no_single_values() -> None:
-    with pytest.raises(ValueError, match="codes matrices in two rounds"):
+    with pytest.raises(ValueError, match="codes matrices in two sums"):
         encode(parse_codec("powersgd:2"), torch.zeros(8))
     for text, message in (("powersgd", "takes one option"), ("powersgd:0", "rank must be >= 1, got 0")):
         with pytest.raises(ValueError, match=message):

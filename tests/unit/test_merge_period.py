@@ -1,10 +1,9 @@
-"""The merge period: communication gets its share and no more, changes are bounded, a falling learning rate makes it longer."""
+"""The merge period: communication gets its share and no more, changes are bounded."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,10 +17,9 @@ def run(
     merge_s: Any,
     sample_s: float,
     num_rounds: int,
-    lr: Any = 1.0,
     largest: int = 10**9,
 ) -> list[int]:
-    """Rounds of a job whose merge takes so long; merge_s and lr may be functions of the round."""
+    """Rounds of a job whose merge takes so long; merge_s may be a function of the round."""
     sizes = []
     for number in range(num_rounds):
         merge = merge_s(number) if callable(merge_s) else merge_s
@@ -29,7 +27,6 @@ def run(
             num_samples=period.mega_batch,
             round_s=merge + sample_s * period.mega_batch,
             communication_s=merge,
-            lr_factor=lr(number) if callable(lr) else lr,
             largest=largest,
         )
         sizes.append(period.mega_batch)
@@ -76,22 +73,9 @@ def test_one_slow_merge_changes_nothing() -> None:
 
 @pytest.mark.parametrize("rule", MERGE_PERIODS)
 def test_no_period_passes_the_largest_unless_it_starts_there(rule: str) -> None:
-    slow: dict[str, Any] = {"merge_s": 100.0, "sample_s": 0.001, "num_rounds": 20, "lr": 0.01}
+    slow: dict[str, Any] = {"merge_s": 100.0, "sample_s": 0.001, "num_rounds": 20}
     assert max(run(MergePeriod(rule, start=100, share=0.03), **slow, largest=1000)) <= 1000
     assert set(run(MergePeriod(rule, start=5000, share=0.03), **slow, largest=1000)) == {5000}
-
-
-def test_a_falling_learning_rate_makes_rounds_longer_by_its_square() -> None:
-    lr = lambda number: 1 / (1 + 0.1 * number)  # noqa: E731
-    job: dict[str, Any] = {"merge_s": 0.001, "sample_s": 0.001, "num_rounds": 20, "lr": lr}
-    sizes = run(MergePeriod("qsr", start=1000, share=0.03), **job)
-    assert sizes == pytest.approx([1000 / lr(n) ** 2 for n in range(20)], abs=0.5)
-    assert set(run(MergePeriod("fixed", start=1000, share=0.03), **job)) == {1000}
-    assert set(run(MergePeriod("auto", start=1000, share=0.03), **job)) == {1000}
-    job["merge_s"] = 0.05
-    both = run(MergePeriod("auto-qsr", start=1000, share=0.03), **job)
-    auto = run(MergePeriod("auto", start=1000, share=0.03), **job)
-    assert both == np.maximum(auto, sizes).tolist()
 
 
 def test_the_share_is_told() -> None:
@@ -115,7 +99,7 @@ def test_the_state_survives_a_restart() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rule": "often", "start": 1, "share": 0.1}, "one of fixed, auto, qsr, auto-qsr, got 'often'"),
+        ({"rule": "often", "start": 1, "share": 0.1}, "one of fixed, auto, got 'often'"),
         ({"rule": "auto", "start": 1, "share": 1.0}, r"share must be in \(0, 1\), got 1.0"),
     ],
 )

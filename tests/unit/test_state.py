@@ -74,6 +74,30 @@ def test_any_state_comes_back_as_it_was(seed: int, tmp_path: Path) -> None:
         assert load_file(path).keys() == tensors.keys()
 
 
+def test_a_commit_comes_back_whole_or_not_at_all(tmp_path: Path) -> None:
+    state = {"model": torch.arange(6.0).view(2, 3), "epoch": 3}
+    for number in (1, 2, 2):
+        checkpoint.write_commit(tmp_path / "new", number, *flatten_state(state), world_size=2)
+    first, second = sorted((tmp_path / "new").iterdir())
+    assert [path.name for path in (first, second)] == ["commit-00000001", "commit-00000002"]
+    assert equal(checkpoint.read_commit(second), state)
+    data = bytearray((second / "global.safetensors").read_bytes())
+    data[-1] ^= 1
+    (second / "global.safetensors").write_bytes(data)
+    (first / "MANIFEST.json").unlink()
+    old = tmp_path / "new" / "commit-00000003.safetensors"
+    old.write_bytes(data)
+    for path, reason in ((second, "is damaged: its"), (first, "MANIFEST.json cannot be"), (old, "by an older version")):
+        with pytest.raises(checkpoint.RefusedError, match=reason):
+            checkpoint.read_commit(path)
+    checkpoint.prune(tmp_path / "new", 0, "commit")
+    assert not list((tmp_path / "new").iterdir())
+    # What cannot be written leaves nothing behind.
+    with pytest.raises(TypeError, match="no dtype"):
+        checkpoint.write_commit(tmp_path, 1, {}, {"x": torch.zeros(1, dtype=torch.complex64)}, world_size=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
 def test_flattening_copies() -> None:
     state = {"tensor": torch.zeros(3), "array": np.zeros(3)}
     saved = unflatten_state(*flatten_state(state))

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adaptive.algorithm.merge_weights import (
-    MERGE_WEIGHT_RULES,
-    Perturbation,
-    labels_are_rare,
-    merge_weights,
-)
+from hvd_adaptive.algorithm.merge_weights import labels_are_rare, merge_weights
+from hvd_adaptive.config import Config
+from hvd_adaptive.research.heterogpu import add_rules
+
+RULES = ("paper", "heterogpu", "uniform", "updates", "samples")
+add_rules()
 
 worlds = st.integers(1, 6).flatmap(
     lambda n: st.tuples(
@@ -26,29 +26,29 @@ worlds = st.integers(1, 6).flatmap(
 )
 
 
-def weights_of(rule: str, updates: Any, sizes: Any, finite: Any = None, **options: Any) -> np.ndarray:
+def weights_of(rule: str, updates: Any, sizes: Any, finite: Any = None, norms: Any = None) -> np.ndarray:
+    """By the rule, perturbed where the models' norms are given."""
     updates, sizes = np.asarray(updates, float), np.asarray(sizes, float)
     return merge_weights(
-        rule,
+        Config(merge_weights=rule, perturbation=norms is not None),
         num_updates=updates,
         num_samples=updates * sizes,
         batch_sizes=sizes,
         finite=np.ones(len(updates), bool) if finite is None else np.asarray(finite),
-        **options,
+        norm_per_parameter=np.zeros(len(updates)) if norms is None else norms,
     )
 
 
-@pytest.mark.parametrize("rule", MERGE_WEIGHT_RULES)
-@pytest.mark.parametrize("perturbed", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "perturbed"), [*((rule, False) for rule in RULES), ("paper", True), ("heterogpu", True)]
+)
 @given(world=worlds)
 def test_properties_of_every_rule(rule: str, perturbed: bool, world: Any) -> None:
     updates, sizes, finite, order = map(np.array, world)
     if not finite.any():
         finite[0] = True
-    options: dict[str, Any] = {}
-    if perturbed:
-        options = {"perturbation": Perturbation(), "norm_per_parameter": np.full(len(updates), 0.01)}
-    weights = weights_of(rule, updates, sizes, finite, **options)
+    norms = np.full(len(updates), 0.01) if perturbed else None
+    weights = weights_of(rule, updates, sizes, finite, norms)
     assert weights.dtype == np.float64 and (weights >= 0).all()
     assert (weights[~finite] == 0).all() and (weights[finite] > 0).all()
     # Perturbed, heterogpu's make the merge a longer or shorter step.
@@ -56,14 +56,10 @@ def test_properties_of_every_rule(rule: str, perturbed: bool, world: Any) -> Non
         assert weights.sum() == pytest.approx(1, abs=1e-12)
     # With a tie for most or fewest updates the perturbation picks the first, which depends on the order.
     if not perturbed or len(set(updates)) == len(updates):
-        if perturbed:
-            options["norm_per_parameter"] = options["norm_per_parameter"][order]
-        assert weights_of(rule, updates[order], sizes[order], finite[order], **options) == pytest.approx(
-            weights[order]
-        )
+        assert weights_of(rule, updates[order], sizes[order], finite[order], norms) == pytest.approx(weights[order])
 
 
-@pytest.mark.parametrize("rule", MERGE_WEIGHT_RULES)
+@pytest.mark.parametrize("rule", RULES)
 def test_one_rank_counts_whole(rule: str) -> None:
     assert weights_of(rule, [7.0], [64]).tolist() == [1.0]
 
@@ -79,26 +75,17 @@ def test_rules_by_hand() -> None:
 
 def test_the_perturbation_by_hand() -> None:
     small, large = np.array([0.01, 0.02]), np.array([0.01, 0.2])
-    options = {"perturbation": Perturbation(threshold=0.1, delta=0.1)}
-    assert weights_of("heterogpu", [1.0, 3], [8, 8], norm_per_parameter=small, **options) == pytest.approx(
-        [0.225, 0.825]
-    )
-    assert weights_of(
-        "heterogpu", [1.0, 3], [8, 8], norm_per_parameter=small, **options
-    ).sum() == pytest.approx(1 + 0.1 * (0.75 - 0.25))
-    assert weights_of("paper", [1.0, 3], [8, 8], norm_per_parameter=small, **options) == pytest.approx(
-        np.array([0.225, 0.825]) / 1.05
-    )
-    assert weights_of("heterogpu", [1.0, 3], [8, 8], norm_per_parameter=large, **options) == pytest.approx(
-        [0.25, 0.75]
-    )
+    assert weights_of("heterogpu", [1.0, 3], [8, 8], norms=small) == pytest.approx([0.225, 0.825])
+    assert weights_of("heterogpu", [1.0, 3], [8, 8], norms=small).sum() == pytest.approx(1 + 0.1 * (0.75 - 0.25))
+    assert weights_of("paper", [1.0, 3], [8, 8], norms=small) == pytest.approx(np.array([0.225, 0.825]) / 1.05)
+    assert weights_of("heterogpu", [1.0, 3], [8, 8], norms=large) == pytest.approx([0.25, 0.75])
     # Nobody made most or fewest updates.
     for rule in ("heterogpu", "paper"):
-        assert weights_of(rule, [2.0, 2], [8, 8], norm_per_parameter=small, **options).tolist() == [0.5, 0.5]
+        assert weights_of(rule, [2.0, 2], [8, 8], norms=small).tolist() == [0.5, 0.5]
 
 
 def test_a_rank_without_updates_counts_nothing() -> None:
-    for rule in MERGE_WEIGHT_RULES:
+    for rule in RULES:
         assert weights_of(rule, [0.0, 2, 2], [8, 8, 8])[0] == 0
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,15 +135,17 @@ def test_commits_outlive_killed_ranks_and_jobs_and_take_in_hosts(run_job: Any, j
     assert abandoned() <= before
     folder = next(job.folder.glob("hvd-adaptive-commits-*"))
     newest = numbers[-1][1] + 1
-    assert [path.name for path in folder.iterdir()] == [f"commit-{newest:08d}.safetensors"], first.describe()
+    assert [path.name for path in folder.iterdir()] == [f"commit-{newest:08d}"], first.describe()
     assert f"the same command with --commit-dir {folder} goes on from its commit {newest}" in first.stderr, first.describe()
 
-    # One that is cut short is not taken.
-    damaged = folder / f"commit-{newest + 1:08d}.safetensors"
-    damaged.write_bytes((folder / f"commit-{newest:08d}.safetensors").read_bytes()[:-8])
+    # One that is damaged is not taken.
+    damaged = folder / f"commit-{newest + 1:08d}"
+    shutil.copytree(folder / f"commit-{newest:08d}", damaged)
+    content = (damaged / "global.safetensors").read_bytes()
+    (damaged / "global.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     (job.folder / "finish").touch()
     second = run(run_job, job, "--max-np", "1", "--commit-dir", folder, *script)
-    assert second.returncode == 0 and f"{damaged} cannot be read" in second.stderr, second.describe()
+    assert second.returncode == 0 and f"{damaged / 'global.safetensors'} is damaged" in second.stderr, second.describe()
     assert f"goes on from commit {newest} in {folder}" in second.stderr and not folder.exists(), second.describe()
     result = torch.load(job.folder / "model.pt")
     assert torch.equal(result["model"]["uses"], torch.full((96,), -8.0, dtype=torch.float64)), second.describe()

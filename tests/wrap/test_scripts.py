@@ -151,7 +151,7 @@ def test_merged_models_have_the_same_bits_on_all_ranks(num_ranks: int) -> None:
     for command, options in {
         "mnist.py --wrap-late": {"outer_step": "nesterov", "optimizer_state": "average"},
         "mnist.py --batch-norm": {"compression": "maxmin:4", "merge_weights": "samples", "lr_rule": "none"},
-        "accumulate.py": {"optimizer_state": "reset", "merge_period": "auto-qsr"},
+        "accumulate.py": {"optimizer_state": "reset", "merge_period": "auto"},
         "own_batches.py --sparse": {"merge_weights": "samples", "lr_rule": "none"},
     }.items():
         reconfigure(engine, **common, **options)
