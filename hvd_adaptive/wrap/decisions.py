@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import linecache
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -82,6 +83,29 @@ def _divisor(node: ast.AST, line: int) -> ast.expr | None:
         return node.value
     is_div = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("div", "div_")
     return node.args[0] if is_div and node.args else None  # type: ignore[attr-defined]
+
+
+def leaves_out_samples(collate: Any) -> bool:
+    """Whether a loader's ``collate_fn`` makes batches of some of its samples only, as without those that are None.
+
+    False where there is no source.
+    """
+    while isinstance(collate, functools.partial):
+        collate = collate.func
+    function = inspect.unwrap(getattr(collate, "__func__", collate))
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    if code is None or str(getattr(function, "__module__", "")).split(".")[0] == "torch":
+        return False
+    tree, names = parse(code.co_filename), set(code.co_varnames)
+    return tree is not None and any(_filters(node, names) for node in ast.walk(scope_of(tree, code.co_firstlineno)))
+
+
+def _filters(node: ast.AST, names: set[str]) -> bool:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "filter":
+        return any(isinstance(argument, ast.Name) and argument.id in names for argument in node.args[1:])
+    return isinstance(node, (ast.ListComp, ast.GeneratorExp)) and any(
+        generator.ifs and isinstance(generator.iter, ast.Name) and generator.iter.id in names for generator in node.generators
+    )
 
 
 @functools.lru_cache(maxsize=64)

@@ -32,6 +32,7 @@ class Follower:
     Args:
         describe: says what in a model makes unequal shares differ from equal ones.
         condition: is told what `describe` says.
+        weighs: gradients are weighted by the shares.
 
     Attributes:
         weight: the factor on the gradients of the present backward.
@@ -40,7 +41,7 @@ class Follower:
     """
 
     def __init__(
-        self, describe: Callable[[nn.Module], list[str]], condition: Callable[[str], None]
+        self, describe: Callable[[nn.Module], list[str]], condition: Callable[[str], None], *, weighs: bool = True
     ) -> None:
         self.weight = 1.0
         self.stream: IndexStream | None = None
@@ -48,6 +49,7 @@ class Follower:
         self._stepped_last: Callable[[], Any] = lambda: None
         self._describe = describe
         self._condition = condition
+        self._weighs = weighs
         self._streams: weakref.WeakSet[IndexStream] = weakref.WeakSet()
         self._is_backward = False
         self._has_gradients = False
@@ -60,6 +62,8 @@ class Follower:
         # Optimizers that have stepped on the traced batch.
         self._stepped: set[int] = set()
         self._mismatch: str | None = None
+        # Along any dimension of the present batch, if it has not the script's own size.
+        self._lengths: set[int] = set()
         # Ends the looking at every forward, which begins with the first batch of another size than the script's.
         self._unwatch: Callable[[], None] | None = None
 
@@ -84,6 +88,7 @@ class Follower:
         self._is_backward, self._mismatch = False, None
         if stream.weight_differs and self._unwatch is None:
             self._unwatch = _watch_forwards(self._check_forward)
+        self._lengths = {n for tensor in tensors_in([batch]) for n in tensor.shape} if stream.weight_differs else set()
         loader = stream.loader
         loader.looks.delivered(batch)
         if not loader.is_traced and loader.num_traces < _MOST_TRACES and stream.current.num_samples:
@@ -112,6 +117,8 @@ class Follower:
             RuntimeError: if the weight of its batch, which is not the equal one, is not certain.
         """
         self._has_gradients = True
+        if self._weighs:
+            self._tracer.gradients.arrive()
         if not self._is_backward:
             self._is_backward = True
             self._begin_backward()
@@ -131,7 +138,7 @@ class Follower:
         stream = self.stream if self._has_gradients else None
         batches = [handed for used, handed in self._used if used is stream]
         self._used.clear()
-        self._has_gradients = False
+        self._has_gradients = self._tracer.gradients.are_here = False
         self.was_traced = self._traced is not None
         return stream, batches
 
@@ -274,11 +281,19 @@ class Follower:
             shape = tensors[number].shape if number < len(tensors) else ()
             if dim < len(shape) and shape[dim] == rows * num_samples:
                 return
+            if dim < len(shape) and self._left_out(shape[dim] / rows, num_samples):
+                # The batch came without them, so what follows is what plain Horovod's ranks do with such a batch.
+                candidates[-1].loader.reasons.add(Reason.DROPPED)
+                return
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         self._mismatch = (
             f"the loader gave {num_samples} samples, but a forward of {type(module).__name__} got tensors of shape {shapes}: "
             "its weight would be wrong. The script cuts or repeats batches in a way that its first ones did not show"
         )
+
+    def _left_out(self, count: float, num_samples: int) -> bool:
+        """Whether the batch that the loader gave had only so many of its samples."""
+        return 0 < count < num_samples and count in self._lengths and num_samples not in self._lengths
 
 
 def _watch_forwards(check: Callable[[nn.Module, Callable[[], list[Tensor]]], None]) -> Callable[[], None]:

@@ -25,6 +25,7 @@ from hvd_adaptive.wrap import inside, losses, sizes
 from hvd_adaptive.wrap.compilers import is_reading
 from hvd_adaptive.wrap.decisions import decides_by_length, divides_by_length
 from hvd_adaptive.wrap.losses import Kind
+from hvd_adaptive.wrap.own_gradients import OwnGradients
 from hvd_adaptive.wrap.picks import goes_through_batch, number_of_pick
 from hvd_adaptive.wrap.rates import sets_rate_by_size
 from hvd_adaptive.wrap.reasons import Reason
@@ -38,13 +39,6 @@ _FACTORIES = {
     torch.empty, torch.zeros, torch.ones, torch.full, torch.eye, torch.arange, torch.linspace, torch.range,
     torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal,
 }  # fmt: skip
-_OF_LOSS = {
-    Kind.SUM: Reason.SUM_LOSS,
-    Kind.ROWS: Reason.SUM_LOSS,
-    Kind.CUT: Reason.SELECTED,
-    Kind.OTHER: Reason.MIXED,
-    Kind.REDUCED: Reason.MIXED,
-}
 
 # Where a forward's batch size stands: the number of the tensor among its arguments, the dimension, and samples a row.
 Place = tuple[int, int, int]
@@ -60,6 +54,7 @@ class Tracer(TorchFunctionMode):
         places: the modules that own trained parameters and are called by the script itself, and where the batch size stands in
             their arguments.
         least_samples: how many samples a batch must have for those that the script takes by their number.
+        gradients: what watches for changes of gradients that Horovod has not averaged yet.
     """
 
     def __init__(self) -> None:
@@ -69,6 +64,7 @@ class Tracer(TorchFunctionMode):
         self.least_samples = 1
         self.places: weakref.WeakKeyDictionary[nn.Module, set[Place]] = weakref.WeakKeyDictionary()
         self._trained = WeakTensorKeyDictionary()
+        self.gradients = OwnGradients(self._trained)
         self._entered = False
         self._watching = False
         self._num_samples = 0
@@ -250,6 +246,8 @@ class Tracer(TorchFunctionMode):
         given, results = list(tensors_in([args, kwargs])), list(tensors_in([result]))
         if any(isinstance(tensor, FakeTensor) for tensor in (*given, *results)):
             return
+        if self.gradients.are_changed(func, args):
+            self.findings.add(Reason.CLIPPED)
         made = [(tensor, found) for tensor in given if (found := self._kind(tensor)) is not None]
         if not made:
             # What comes from a tensor that was there before is as fixed as that.
@@ -298,7 +296,7 @@ class Tracer(TorchFunctionMode):
         for tensor in [value] if isinstance(value, Tensor) else list(value):
             self.num_backwards += 1
             kind = self._kind(tensor)
-            reason = Reason.UNKNOWN_LOSS if kind is None else _OF_LOSS.get(kind)
+            reason = Reason.UNKNOWN_LOSS if kind is None else losses.REASONS.get(kind)
             if reason is not None:
                 self.findings.add(reason)
 

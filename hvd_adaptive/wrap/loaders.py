@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hvd_adaptive.algorithm.shares import integer_shares
+from hvd_adaptive.wrap.decisions import leaves_out_samples
 from hvd_adaptive.wrap.fingerprint import fingerprint
 from hvd_adaptive.wrap.graphs import Heads
 from hvd_adaptive.wrap.kept_batches import FirstBatches
@@ -82,6 +83,8 @@ class Loader:
             self.reasons.add(Reason.NO_BATCHING)
         if loader.num_workers > 0 and not getattr(loader, "in_order", True):
             self.reasons.add(Reason.OUT_OF_ORDER)
+        if leaves_out_samples(loader.collate_fn):
+            self.reasons.add(Reason.DROPPED)
 
     @property
     def is_gone(self) -> bool:

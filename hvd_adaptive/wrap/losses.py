@@ -30,6 +30,16 @@ class Kind(enum.Enum):
     OTHER = "something else"
 
 
+# Why shares must be equal where a loss is of that kind.
+REASONS = {
+    Kind.SUM: Reason.SUM_LOSS,
+    Kind.ROWS: Reason.SUM_LOSS,
+    Kind.CUT: Reason.SELECTED,
+    Kind.OTHER: Reason.MIXED,
+    Kind.REDUCED: Reason.MIXED,
+}
+
+
 LOSSES = {
     getattr(F, name): inspect.signature(getattr(F, name))
     for name in (

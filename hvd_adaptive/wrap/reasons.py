@@ -60,6 +60,11 @@ class Reason(enum.Enum):
     )
     KEPT = "the script keeps its batches, and may train on them once more: what other ranks' shares were then is not known"
     RATES = "the ranks' learning rates differ, as where the script sets them by the samples that a rank has seen"
+    DROPPED = "its collate_fn leaves out samples, so that a batch may hold fewer than its weight is for"
+    CLIPPED = (
+        "the script changes gradients before Horovod has averaged them (to clip them, it should call optimizer.synchronize() "
+        "first): what comes of it depends on the ranks' shares"
+    )
     NOT_FOLLOWED = "the way of a batch through the script could not be followed"
 
     @property

@@ -76,7 +76,8 @@ class Engine:
         self._weights = GradientWeights(self._weigh)
         self._meter = Meter()
         self._watch = Stopwatch(clock)
-        self._follower = Follower(describe if config.strategy == "sync" else lambda module: [], self.report.condition)
+        is_sync = config.strategy == "sync"
+        self._follower = Follower(describe if is_sync else lambda module: [], self.report.condition, weighs=is_sync)
         self._tail: Stretch | None = None
         self._untimed = True
         self._local = LocalSteps(config, make_world=self._make_world, note=self.report.note)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from wrapped_scripts import run_both
+from wrapped_scripts import run, run_both
 
 from hvd_adaptive.wrap.reasons import Reason
 
 SHARED = [
     "own_hidden", "loss_inside", "rows_inside", "pos_weight", "label_smoothing", "global_length", "penalty",
     "validate_often", "synchronize", "two_optimizers", "dictionary", "turns", "accumulate", "adversarial",
+    "scale_early",
 ]  # fmt: skip
 EQUAL = {
     "fixed_view": Reason.FIXED_SIZE,
@@ -27,6 +28,8 @@ EQUAL = {
     "kept": Reason.KEPT,
     "rate_by_size": Reason.SIZE_DECIDES,
     "rate_by_len": Reason.SIZE_DECIDES,
+    "clip_early": Reason.CLIPPED,
+    "damaged": Reason.DROPPED,
 }
 
 
@@ -44,3 +47,19 @@ def test_habits_that_keep_equal_shares_and_say_why(num_ranks: int) -> None:
     for (mode, reason), (trained, fractions) in zip(EQUAL.items(), results, strict=True):
         assert any(reason in loader.reasons for loader in trained), (mode, [loader.reasons for loader in trained])
         assert not any(fractions), mode
+
+
+@pytest.mark.mpi(2, timeout=300)
+def test_samples_that_a_batch_lacks_later_on_end_unequal_shares(num_ranks: int) -> None:
+    from hvd_adaptive.wrap.run_options import RunConfig
+    from hvd_adaptive.wrap.script import intercept, start_world
+
+    start_world()
+    engine = intercept(RunConfig(shares="1,3", interval=5))
+    values = run("habits.py damaged_hidden --epochs 3")
+    (loader,) = [loader for loader in engine.report.loaders if loader.num_steps]
+    assert loader.reasons == {Reason.DROPPED} and loader.fractions is None, loader.reasons
+    # 15 batches an epoch, the first samples that cannot be read in the 7th or thereafter.
+    assert values["num_steps"] == 45 and 0 < loader.num_shared < 20, (values["num_steps"], loader.num_shared)
+    lines = engine.report.lines()
+    assert any(f"{loader.num_shared} before that with others" in line for line in lines), lines

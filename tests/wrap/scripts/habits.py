@@ -146,13 +146,42 @@ MODELS = {
     "gather_inside": Gathers, "centred": Centred, "loss_inside": WithLoss, "rows_inside": WithLoss, "mask_inside": WithLoss,
     "loss_beside": Balanced,
 }  # fmt: skip
+
+
+class Damaged(Dataset):
+    """A few of its samples cannot be read."""
+
+    def __len__(self):
+        return len(data)
+
+    def __getitem__(self, number):
+        return None if number in (100, 111, 157) else data[number]
+
+
+def without_damaged(samples):
+    samples = [sample for sample in samples if sample is not None]
+    return torch.utils.data.default_collate(samples)
+
+
+class Keep:
+    """The same, as cannot be seen from outside."""
+
+    def __call__(self, samples):
+        return torch.utils.data.default_collate(self.usable(samples))
+
+    def usable(self, samples):
+        return [sample for sample in samples if sample is not None]
+
+
 hvd.init()
 torch.manual_seed(3)
 torch.set_num_threads(1)
 data = make_data(240)
-dataset = Padded() if mode == "padded" else Dictionary() if mode == "dictionary" else data
-sampler = DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())
-loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler, collate_fn=pad if mode == "padded" else None)
+DATASETS = {"padded": Padded, "dictionary": Dictionary, "damaged": Damaged, "damaged_hidden": Damaged}
+COLLATES = {"padded": pad, "damaged": without_damaged, "damaged_hidden": Keep()}
+dataset = DATASETS[mode]() if mode in DATASETS else data
+sampler = DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank(), shuffle=not mode.startswith("damaged"))
+loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler, collate_fn=COLLATES.get(mode))
 other = make_data(96, 2)
 other_sampler = DistributedSampler(other, num_replicas=hvd.size(), rank=hvd.rank())
 other_loader = DataLoader(other, batch_size=BATCH, sampler=other_sampler)
@@ -163,7 +192,8 @@ optimizers = [
     hvd.DistributedOptimizer(
         torch.optim.SGD(part.parameters(), lr=0.05),
         named_parameters=[(f"{number}.{name}", p) for name, p in part.named_parameters()],
-        backward_passes_per_step=4 if mode.startswith("accumulate") else 1,
+        # With 2, and one backward a step, Horovod begins to reduce in step().
+        backward_passes_per_step=4 if mode.startswith("accumulate") else 2 if mode in ("clip_early", "scale_early") else 1,
         op=hvd.Sum if mode.startswith("global_") else hvd.Average,
     )
     for number, part in enumerate(parts)
@@ -239,6 +269,12 @@ def step(x, y):
     for one in optimizers:
         one.zero_grad()
     loss_of(x, y).backward()
+    if mode == "clip_early":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    if mode == "scale_early":
+        for parameter in model.parameters():
+            parameter.grad *= 0.5
+        print("norm", sum(parameter.grad.norm().item() for parameter in model.parameters()))
     if mode == "synchronize":
         optimizer.synchronize()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)

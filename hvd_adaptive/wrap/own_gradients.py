@@ -1,0 +1,57 @@
+"""Gradients that a script changes before Horovod has averaged them: they are the rank's own, weighted by its share.
+
+A factor of the script's own (a loss scale) is the same on all ranks and does no harm. What follows from the gradients themselves,
+as in clipping without ``optimizer.synchronize()``, comes out otherwise with every other share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_NORMS = {"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm"}
+_SCALES = {"mul_", "div_", "true_divide_", "__imul__", "__itruediv__", "__idiv__", "_foreach_mul_", "_foreach_div_"}
+_OTHERS = {"__iadd__", "__isub__", "__ipow__"}
+# In place, and no change that depends on the gradients.
+_HARMLESS = {"zero_", "detach_", "requires_grad_", "_foreach_zero_", "_amp_foreach_non_finite_check_and_unscale_"}
+
+
+class OwnGradients:
+    """Watches for changes of gradients, function by function.
+
+    Args:
+        trained: the parameters that an optimizer trains.
+
+    Attributes:
+        are_here: a backward has run since Horovod was last waited for.
+    """
+
+    def __init__(self, trained: WeakTensorKeyDictionary) -> None:
+        self._trained = trained
+        self.are_here = self._is_norm_known = False
+
+    def arrive(self) -> None:
+        """A backward has run."""
+        if not self.are_here:
+            self.are_here, self._is_norm_known = True, False
+
+    def are_changed(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether a torch function changes some of them by more than a factor that does not come from them."""
+        name = getattr(func, "__name__", "")
+        is_change = name in _SCALES or name in _OTHERS or (name.endswith("_") and not name.endswith("__"))
+        if not self.are_here or not args or name in _HARMLESS or not (is_change or name in _NORMS) or not self._hold(args[0]):
+            return False
+        if name in _NORMS:
+            self._is_norm_known = True
+            return False
+        is_factor = name in _SCALES and len(args) > 1 and isinstance(args[1], (int, float))
+        return self._is_norm_known or not is_factor
+
+    def _hold(self, value: Any) -> bool:
+        """Whether a value is one of them, or a list of some; ``grad.data`` is another tensor in the same memory."""
+        given = [part for part in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(part, Tensor)]
+        places = {tensor.data_ptr() for tensor in given if not tensor.is_sparse}
+        gradients = (parameter.grad for parameter in self._trained if parameter.grad is not None)
+        return any(gradient.data_ptr() in places for gradient in gradients if not gradient.is_sparse)
