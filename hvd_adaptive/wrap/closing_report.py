@@ -131,7 +131,7 @@ class Report:
             if loader.reasons & {Reason.INTERLEAVED} or (loader.num_losses and any(other.num_steps for other in self.loaders)):
                 why = "its batches go into steps together with those of another loader"
             elif loader.num_losses:
-                why = "its batches lead to steps of no optimizer that is intercepted, so each rank computes its own"
+                why = "no optimizer that is intercepted steps on its batches"
             return [f"  left alone: {loader.label}: {why}"]
         if loader.num_steps and not loader.is_traced and not loader.reasons:
             return [f"  not adaptive: {loader.label}, {loader.num_steps} steps, too few to see how it is used"]

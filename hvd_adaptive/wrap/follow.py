@@ -62,6 +62,8 @@ class Follower:
         # Optimizers that have stepped on the traced batch.
         self._stepped: set[int] = set()
         self._mismatch: str | None = None
+        # The present batch went through a module that is trained, but without gradients.
+        self._is_evaluated = False
         # Along any dimension of the present batch, if it has not the script's own size.
         self._lengths: set[int] = set()
         # Ends the looking at every forward, which begins with the first batch of another size than the script's.
@@ -82,12 +84,13 @@ class Follower:
         """The script has got a batch."""
         self.finish_trace()
         self._look_at_unused(stream)
+        self._is_evaluated = False
         stream.deliver()
         self._event += 1
         stream.delivered_at = self._event
         self._is_backward, self._mismatch = False, None
         if stream.weight_differs and self._unwatch is None:
-            self._unwatch = _watch_forwards(self._check_forward)
+            self._unwatch = _watch_forwards(self._check_forward, self._take_note_of_evaluation)
         self._lengths = {n for tensor in tensors_in([batch]) for n in tensor.shape} if stream.weight_differs else set()
         loader = stream.loader
         loader.looks.delivered(batch)
@@ -98,12 +101,16 @@ class Follower:
             self._tracer.begin(batch, stream.current.num_samples)
 
     def _look_at_unused(self, stream: IndexStream) -> None:
-        """Ends unequal shares where the script leaves out their batches, at the same batch on all ranks that leave it out."""
+        """Ends unequal shares where the script leaves out their batches, at the same batch on all ranks that leave it out.
+
+        In a pass that only evaluates, as for the accuracy on training data, they end for this pass.
+        """
         if stream.weight_differs and stream.num_unused and not stream.num_shared:
-            stream.loader.reasons.add(Reason.SKIPPED)
-            stream.loader.fractions = None
             stream.change_fractions(None, first=stream.num_handed)
-            stream.hand_out_again()
+            if not self._is_evaluated:
+                stream.loader.reasons.add(Reason.SKIPPED)
+                stream.loader.fractions = None
+                stream.hand_out_again()
 
     def exhausted(self, stream: IndexStream) -> None:
         """A pass is over."""
@@ -291,20 +298,33 @@ class Follower:
             "its weight would be wrong. The script cuts or repeats batches in a way that its first ones did not show"
         )
 
+    def _take_note_of_evaluation(self, module: nn.Module) -> None:
+        self._is_evaluated |= module in self._tracer.places
+
     def _left_out(self, count: float, num_samples: int) -> bool:
         """Whether the batch that the loader gave had only so many of its samples."""
         return 0 < count < num_samples and count in self._lengths and num_samples not in self._lengths
 
 
-def _watch_forwards(check: Callable[[nn.Module, Callable[[], list[Tensor]]], None]) -> Callable[[], None]:
-    """Has each forward with gradients looked at, with the module and what finds the tensors in its arguments.
+def _watch_forwards(
+    check: Callable[[nn.Module, Callable[[], list[Tensor]]], None], evaluates: Callable[[nn.Module], None]
+) -> Callable[[], None]:
+    """Has every forward looked at.
+
+    Args:
+        check: is called for each forward with gradients, with the module and what finds the tensors in its arguments.
+        evaluates: is called for each without, with the module.
 
     Returns:
         What ends it.
     """
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if torch.is_grad_enabled() and not is_reading() and torch._C._current_graph_task_id() == -1:
+        if is_reading() or torch._C._current_graph_task_id() != -1:
+            return
+        if not torch.is_grad_enabled():
+            evaluates(module)
+        else:
             check(module, lambda: list(tensors_in([args, kwargs])))
 
     hook: Any = register_module_forward_hook(after, with_kwargs=True)

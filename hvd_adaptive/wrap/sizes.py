@@ -23,7 +23,7 @@ import torch
 
 # Who is told of a decision, while a batch is watched.
 _told: Callable[[], None] | None = None
-# What installed packages compare (progress bars, say), or this one, is not what the script decides.
+# Where installed packages are, and this one; others may be in further folders, which the packages' own records tell.
 _INSTALLED = (
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
     str(Path(__file__).resolve().parents[1]),
@@ -62,9 +62,19 @@ class Dimension(int):
         return int, (int(self),)
 
 
+@functools.lru_cache(maxsize=4096)
+def _is_installed(path: str) -> bool:
+    """Whether a file belongs to an installed package: what progress bars compare, say, is not what the script decides."""
+    if path.startswith(_INSTALLED) or not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts):
+        return True
+    # The first entry is the script's own folder.
+    folders = [entry for entry in sys.path[1:] if entry and entry != sys.path[0] and path.startswith(f"{entry.rstrip('/')}/")]
+    return any(True for _ in Path(max(folders, key=len)).glob("*.dist-info")) if folders else False
+
+
 def _tell() -> None:
     # This function, the number's own, and who compares.
-    if _told is not None and not sys._getframe(2).f_code.co_filename.startswith(_INSTALLED):
+    if _told is not None and not _is_installed(sys._getframe(2).f_code.co_filename):
         _told()
 
 
@@ -124,7 +134,7 @@ def stop() -> None:
 def calling_frame() -> FrameType | None:
     """Returns the innermost frame of the script's own code; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_INSTALLED):
+    while frame is not None and _is_installed(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -134,7 +144,7 @@ def own_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PASSED):
         frame = frame.f_back
-    return None if frame is None or frame.f_code.co_filename.startswith(_INSTALLED) else frame
+    return None if frame is None or _is_installed(frame.f_code.co_filename) else frame
 
 
 def as_dimension(value: Any) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import linecache
 import pickle
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -136,3 +138,29 @@ def test_learning_rates_that_follow_from_samples(tmp_path: Any, line: str) -> No
         path = tmp_path / f"{name}.py"
         path.write_text(source)
         assert sets_rate_by_size(str(path), 5) is expected, name
+
+
+def test_what_installed_packages_compare_decides_nothing_wherever_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a folder of ``pip install --target``, or one that an environment takes over from another."""
+    told: list[bool] = []
+    for number, (folder, record, expected) in enumerate(
+        [("lib", "bar-1.0.dist-info", 0), ("other/dist-packages", None, 0), ("own", None, 1)]
+    ):
+        place = tmp_path / folder
+        place.mkdir(parents=True)
+        if record is not None:
+            (place / record).mkdir()
+        name = f"bar_of_{number}"
+        (place / f"{name}.py").write_text("def update(count):\n    return count > 5\n")
+        monkeypatch.syspath_prepend(str(place))
+        monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+        module = importlib.import_module(name)
+        told.clear()
+        sizes.watch(lambda: told.append(True))
+        try:
+            assert module.update(sizes.as_size(8))
+        finally:
+            sizes.stop()
+        assert len(told) == expected, folder

@@ -10,7 +10,7 @@ from hvd_adaptive.wrap.reasons import Reason
 SHARED = [
     "own_hidden", "loss_inside", "rows_inside", "pos_weight", "label_smoothing", "global_length", "penalty",
     "validate_often", "synchronize", "two_optimizers", "dictionary", "turns", "accumulate", "adversarial",
-    "scale_early",
+    "scale_early", "evaluate_on_it",
 ]  # fmt: skip
 EQUAL = {
     "fixed_view": Reason.FIXED_SIZE,

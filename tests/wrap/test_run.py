@@ -54,7 +54,7 @@ def test_a_dry_run_reports_and_ends(run_job: Any, tmp_path: Path) -> None:
     ("mode", "num_ranks", "said"),
     [
         ("adasum", 2, "intercepted: DistributedOptimizer (SGD, op=Adasum)"),
-        ("manual", 2, "lead to steps of no optimizer that is intercepted"),
+        ("manual", 2, "no optimizer that is intercepted steps on its batches"),
         ("plain", 1, "there is one rank"),
     ],
 )

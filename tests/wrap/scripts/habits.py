@@ -256,6 +256,19 @@ def validate():
     model.train()
 
 
+def evaluate_on_training_data():
+    """The accuracy on training data, from the loader that trains."""
+    counts = torch.zeros(3, dtype=torch.float64)
+    for x, y in loader:
+        model.eval()
+        with torch.no_grad():
+            counts += torch.tensor([1.0, len(x), (model(x).argmax(1) == y).sum()], dtype=torch.float64)
+    model.train()
+    assert counts[0] == len(loader), counts
+    counts = hvd.allreduce(counts, op=hvd.Sum, name="counts")
+    assert counts[1] == len(data), counts
+
+
 def set_rate(number):
     """Sets the learning rate by the samples seen so far, which is the same on equal ranks."""
     for group in optimizer.param_groups:
@@ -299,6 +312,8 @@ def train():
         for batch in progress(loader):
             step(*([batch["pixels"], batch["labels"]] if mode == "dictionary" else batch))
         validate()
+        if mode == "evaluate_on_it":
+            evaluate_on_training_data()
 
 
 def train_in_cycles():
