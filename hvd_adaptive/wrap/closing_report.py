@@ -138,9 +138,9 @@ class Report:
         if loader.reasons:
             # What was seen too late: the script's updates were others for a while.
             unequal = f"; {loader.num_shared} before that with others, whose updates may differ"
-            others = unequal if loader.num_shared else ""
+            others, num_equal = unequal if loader.num_shared else "", loader.num_steps - loader.num_shared
             return [
-                f"  not adaptive: {loader.label}, {loader.num_steps} steps with equal shares{others}, because",
+                f"  not adaptive: {loader.label}, {num_equal} steps with equal shares{others}, because",
                 *(f"    - {reason.value}" for reason in sorted(loader.reasons, key=lambda reason: reason.bit)),
             ]
         would = "would be " if self.is_dry_run else ""

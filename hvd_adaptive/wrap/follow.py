@@ -72,6 +72,9 @@ class Follower:
     def trains(self, parameters: list[Tensor]) -> None:
         """Adds parameters that an optimizer trains."""
         self._tracer.train(parameters)
+        # A backward before that was not seen, as of scripts that make an optimizer in their first step.
+        for stream in self._streams:
+            stream.num_unused = 0
 
     def opened(self, stream: IndexStream) -> None:
         """A pass of a loader begins."""
@@ -259,7 +262,7 @@ class Follower:
                 f"{stream.loader.label}: {self._mismatch}, and its shares are unequal by now; run the script "
                 "with --shares 1,1,... (one number a rank)"
             )
-        if stream.num_unused != 1 and Reason.SKIPPED not in stream.loader.reasons:
+        if stream.num_unused > 1 and Reason.SKIPPED not in stream.loader.reasons:
             stream.loader.reasons.add(Reason.FETCHED_AHEAD)
         stream.num_unused = 0
         stream.num_shared += stream.weight_differs

@@ -59,7 +59,7 @@ class Reason(enum.Enum):
         "a forward makes or reshapes a tensor for as many samples as the script's batches have, without asking how many there are"
     )
     KEPT = "the script keeps its batches, and may train on them once more: what other ranks' shares were then is not known"
-    RATES = "the ranks' learning rates differ, as where the script sets them by the samples that a rank has seen"
+    RATES = "the ranks' learning rates differ, as where the script sets them on some ranks only, or by samples that a rank saw"
     DROPPED = "its collate_fn leaves out samples, so that a batch may hold fewer than its weight is for"
     CLIPPED = (
         "the script changes gradients before Horovod has averaged them (to clip them, it should call optimizer.synchronize() "

@@ -52,6 +52,8 @@ class Shares:
         self._num_steps = 0
         # Steps in which the ranks exchange nothing of ours.
         self._num_alone = 0
+        # An exchange has come after steps that no loader fed.
+        self._is_unfed = False
 
     def started(self, world_size: int, rank: int) -> None:
         """Horovod has been initialized, on every rank.
@@ -137,7 +139,10 @@ class Shares:
             self.reasons.add(Reason.JOIN)
             self._report.note(Reason.JOIN.value)
         if stream is None:
-            self._report.note(Reason.NO_LOADER.value)
+            # Once, it may be a script that makes its optimizers while it is at its first batch.
+            if self._is_unfed or not self._report.loaders:
+                self._report.note(Reason.NO_LOADER.value)
+            self._is_unfed = True
         else:
             self._change(stream, gathered, reasons, agreed)
         is_tried = stream is not None and stream.loader.fractions is not None

@@ -108,6 +108,23 @@ def test_a_step_belongs_to_the_loader_of_its_backward(follower: Follower) -> Non
     assert not known.reasons and not validation.reasons
 
 
+def test_an_optimizer_that_is_made_in_the_first_step_has_missed_its_backward(follower: Follower) -> None:
+    train = make_loader()
+    known = Loader(train, 1)
+    iteration = Iteration(follower, train, known)
+    iteration.next()
+    follower.trains([nn.Parameter(torch.zeros(1))])
+    for _ in range(2):
+        iteration.next()
+        follower.backward()
+        follower.take_step()
+    assert not known.reasons
+    iteration.next()
+    iteration.next()
+    follower.backward()
+    assert known.reasons == {Reason.FETCHED_AHEAD}
+
+
 def test_batches_of_two_loaders_in_one_step_are_noticed(follower: Follower) -> None:
     loaders = [make_loader(), make_loader()]
     known = [Loader(loader, number) for number, loader in enumerate(loaders)]

@@ -10,7 +10,7 @@ from hvd_adaptive.wrap.reasons import Reason
 SHARED = [
     "own_hidden", "loss_inside", "rows_inside", "pos_weight", "label_smoothing", "global_length", "penalty",
     "validate_often", "synchronize", "two_optimizers", "dictionary", "turns", "accumulate", "adversarial",
-    "scale_early", "evaluate_on_it",
+    "scale_early", "evaluate_on_it", "late_optimizers",
 ]  # fmt: skip
 EQUAL = {
     "fixed_view": Reason.FIXED_SIZE,
@@ -35,10 +35,11 @@ EQUAL = {
 
 @pytest.mark.mpi(2, timeout=600)
 def test_habits_that_can_be_shared_out(num_ranks: int) -> None:
-    results, _ = run_both([f"habits.py {mode}" for mode in SHARED], num_ranks)
+    results, engine = run_both([f"habits.py {mode}" for mode in SHARED], num_ranks)
     for mode, (trained, fractions) in zip(SHARED, results, strict=True):
         assert not trained[-1].reasons and trained[-1].is_traced, (mode, trained[-1].reasons)
         assert any(fractions), mode
+    assert not any(line.startswith("  note: ") for line in engine.report.lines())
 
 
 @pytest.mark.mpi(2, timeout=600)

@@ -187,18 +187,22 @@ other_sampler = DistributedSampler(other, num_replicas=hvd.size(), rank=hvd.rank
 other_loader = DataLoader(other, batch_size=BATCH, sampler=other_sampler)
 validation = make_data(40, 1)
 model = MODELS.get(mode, Net)().double()
-parts = [model.fc1, model.fc2] if mode == "two_optimizers" else [model]
-optimizers = [
-    hvd.DistributedOptimizer(
+parts = [model.fc1, model.fc2] if mode in ("two_optimizers", "late_optimizers") else [model]
+
+
+def make_optimizer(number, part):
+    return hvd.DistributedOptimizer(
         torch.optim.SGD(part.parameters(), lr=0.05),
         named_parameters=[(f"{number}.{name}", p) for name, p in part.named_parameters()],
         # With 2, and one backward a step, Horovod begins to reduce in step().
         backward_passes_per_step=4 if mode.startswith("accumulate") else 2 if mode in ("clip_early", "scale_early") else 1,
         op=hvd.Sum if mode.startswith("global_") else hvd.Average,
     )
-    for number, part in enumerate(parts)
-]
-optimizer = optimizers[0]
+
+
+# As libraries do that make one for each parameter when they first see it.
+optimizers = [] if mode == "late_optimizers" else [make_optimizer(number, part) for number, part in enumerate(parts)]
+optimizer = next(iter(optimizers), None)
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 BASE = 0.05 / hvd.size() if mode.startswith("global_") else 0.05
 num_steps = num_seen = num_seen_by_len = 0
@@ -282,6 +286,8 @@ def step(x, y):
     for one in optimizers:
         one.zero_grad()
     loss_of(x, y).backward()
+    if not optimizers:
+        optimizers.extend(make_optimizer(number, part) for number, part in enumerate(parts))
     if mode == "clip_early":
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     if mode == "scale_early":
