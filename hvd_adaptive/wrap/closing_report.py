@@ -43,6 +43,7 @@ class Report:
     _world_size: int = 1
     _optimizers: list[str] = field(default_factory=list)
     _notes: list[str] = field(default_factory=list)
+    _conditions: dict[str, None] = field(default_factory=dict)
     _averaged: dict[str, None] = field(default_factory=dict)
     _windows: dict[int, _Windows] = field(default_factory=dict)
 
@@ -57,7 +58,7 @@ class Report:
 
     def condition(self, text: str) -> None:
         """Adds a condition of equal updates that the script does not meet."""
-        self.note(f"updates differ a little from those with equal shares: {text}")
+        self._conditions[f"updates differ a little from those with equal shares: {text}"] = None
 
     def optimizer(self, optimizer: Any) -> None:
         """The script has wrapped an optimizer."""
@@ -93,6 +94,8 @@ class Report:
         lines = ["compatibility report"]
         lines += [f"  intercepted: {text}" for text in dict.fromkeys(self._optimizers)]
         lines += [f"  note: {text}" for text in self._notes]
+        if any(loader.num_steps and (loader.num_shared or not loader.reasons) for loader in self.loaders):
+            lines += [f"  note: {text}" for text in self._conditions]
         if self._world_size == 1:
             lines.append("  note: there is one rank, so there is nothing to share out")
         lines += self.more()
