@@ -19,7 +19,9 @@ _CLAIM_OPERATIONS, _MEETING_OPERATIONS = 2, 2
 # Round trips to the store that a claim takes.
 _CLAIM_TRIPS = 2
 # A rank's statistics of a round.
-_STATS_BYTES = 8 * 23
+_STATS_BYTES = 8 * 28
+# From so many ranks on, those of a host meet and claim together, as hvd_adaptive.comm.host_store has it.
+_HOST_STORES_FROM = 65
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +92,16 @@ class Cluster:
         return batch_size / (self.fixed_s + self.per_sample_s * batch_size)
 
     @property
+    def has_host_stores(self) -> bool:
+        """Whether the ranks of a host meet and claim together."""
+        return self.world_size >= _HOST_STORES_FROM and 1 < self.links.num_hosts <= self.world_size // 2
+
+    @property
+    def host_claim_trip_s(self) -> float:
+        """Seconds of a claim on its way to its own host's store and, as many again, on its way back."""
+        return _CLAIM_TRIPS * self.links.host_latency_s
+
+    @property
     def claim_trip_s(self) -> float:
         """Seconds of a claim on its way to the store and, as many again, on its way back, the store's own apart."""
         if self.measured is not None:
@@ -118,8 +130,12 @@ class Cluster:
     def _described_control_s(self, world_size: int) -> float:
         if world_size == 1:
             return 0.0
-        links = dataclasses.replace(self.links, world_size=world_size)
-        meeting_s = _MEETING_OPERATIONS * (world_size * self.store_operation_s + 2 * links.farthest_latency_s)
+        described = dataclasses.replace(self, links=dataclasses.replace(self.links, world_size=world_size))
+        links, num_there, meeting_s = described.links, world_size, 0.0
+        if described.has_host_stores:
+            num_there = links.num_hosts
+            meeting_s = _MEETING_OPERATIONS * (links.ranks_per_host * self.store_operation_s + 2 * links.host_latency_s)
+        meeting_s += _MEETING_OPERATIONS * (num_there * self.store_operation_s + 2 * links.farthest_latency_s)
         return meeting_s + 2 * links.allgather_s(_STATS_BYTES)
 
     def exchange_s(self, num_bytes: float, codec: ValueCodec | None, reducer: str) -> float:
