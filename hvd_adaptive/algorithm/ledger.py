@@ -218,6 +218,15 @@ class ClaimRule:
             return min(remaining, max(1, round(num_batches * self.full_claim / self.unit)) * self.unit)
         return self.size(remaining, pending=self.full_claim)
 
+    def left_beside(self, remaining: int, taken: int) -> int:
+        """Returns how much work the cursor leaves while ranks hand out among themselves what they took from it, on the average.
+
+        Args:
+            remaining: what it had left when they took it.
+            taken: what they took; others take as much for their speed meanwhile, and hold half of that.
+        """
+        return max(0, remaining - int(taken / self.speed_share / 2))
+
     def leaves(self, remaining: int, *, pending: float, others_claimed: float) -> bool:
         """Returns whether a rank that holds so much work should leave the rest to the others: it will be the last one as it is.
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from hvd_adaptive.comm.in_process_store import InProcessStore
 from hvd_adaptive.comm.job_end import end_job
+from hvd_adaptive.comm.protocols import HostStore
 
 
 def joined(parts: Sequence[Tensor], receive_bytes: Sequence[int] | None, name: str) -> Tensor:
@@ -120,7 +121,9 @@ class LocalTransport:
         self.local_size = hosts.count(hosts[rank])
         self.groups = True
         mine = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-        self.host_store = _HostStore(self._world, mine, num_hosts) if self._world.host_stores else None
+        self.host_store: HostStore | None = None
+        if self._world.host_stores:
+            self.host_store = _HostStore(self._world, mine, num_hosts)
         self.last_words: Callable[[], str] = lambda: ""
         self.host = socket.gethostname() if num_hosts == 1 else f"host{hosts[rank]}"
 

@@ -10,6 +10,7 @@ from typing import Any
 from hvd_adaptive.comm.heartbeat import Heartbeat
 from hvd_adaptive.comm.host_store import wants_host_stores
 from hvd_adaptive.comm.job_end import end_job
+from hvd_adaptive.comm.protocols import HostStore
 from hvd_adaptive.comm.side_channel import SideChannel
 
 _FAULT_CODE = 14
@@ -58,7 +59,7 @@ class WatchedWorld:
             stall_limit_s=stall_limit_s,
             hosts=hosts if wants_host_stores(hosts) else None,
         )
-        self.host_store = self.side.host
+        self.host_store: HostStore | None = self.side.host
         self.heartbeat = Heartbeat(
             self.side,
             rank=rank,

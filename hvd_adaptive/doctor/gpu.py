@@ -55,11 +55,12 @@ def examine_gpu(
             break
         on_check(name)
         left_s = TOTAL_S - (time.monotonic() - start)
-        if left_s < 5:
+        if left_s < 5 and results:
             results[name] = {"error": f"was not begun: the checks before it took {TOTAL_S - left_s:.0f} s"}
             continue
         ranks = {"allreduce": min(num_gpus, _MOST_RANKS), "sharing": 2, "training": 2}.get(name)
-        device = "cuda:0" if name == "sharing" or (name == "training" and num_gpus == 1) else "cuda"
+        one_gpu = name == "sharing" or (name == "training" and num_gpus == 1)
+        device = "auto" if name == "gpu" else "cuda:0" if one_gpu else "cuda"
         results[name] = run_check(name, device=device, num_ranks=ranks, backend=backend, limit_s=min(limit_s, left_s))
     findings = [judge_check(name, facts) for name, facts in results.items()]
     skipped = [name for name in limits_s if name not in results]

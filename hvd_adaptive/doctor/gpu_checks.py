@@ -252,9 +252,11 @@ def run_check(name: str, device: str, backend: str) -> dict[str, Any]:
 
     Args:
         name: of the check.
-        device: "cpu", "cuda" (the GPU of this local rank) or "cuda:K".
+        device: "auto", "cpu", "cuda" (the GPU of this local rank) or "cuda:K".
         backend: what carries the ranks' tensors.
     """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if name in ALONE:
         return ALONE[name](torch.device("cuda:0" if device == "cuda" else device))
     transport = connect(stall_limit_s=_STALL_LIMIT_S, backend=backend)

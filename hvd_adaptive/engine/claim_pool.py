@@ -33,15 +33,13 @@ def open_pool(
     num_ahead = batches_ahead(transport.world_size if host is None else host.num_hosts)
     if host is None and num_ahead == 1:
         return None
-    rule = rule_of([transport.rank] if host is None else host.ranks)
     return PooledCursor(
         cursor,
         host or InProcessStore(),
         key,
         rank=transport.rank,
-        amount=lambda remaining: rule.size_together(remaining, num_ahead=num_ahead),
-        share=rule.speed_share,
-        least=rule.least,
+        rule=rule_of([transport.rank] if host is None else host.ranks),
+        num_ahead=num_ahead,
     )
 
 
@@ -56,9 +54,8 @@ class PooledCursor:
         store: shared by the ranks of the pool.
         key: names the pool there; never used twice.
         rank: this rank.
-        amount: how much to take from the cursor at once.
-        share: the speed of the pool's ranks over that of all ranks, in (0, 1].
-        least: as the cursor's.
+        rule: how much the ranks of the pool claim together.
+        num_ahead: the most batches for each of them at once.
         sleep: called with the seconds between two looks at a pool that another rank fills.
 
     Attributes:
@@ -72,18 +69,16 @@ class PooledCursor:
         key: str,
         *,
         rank: int,
-        amount: ClaimSize,
-        share: float,
-        least: int = 1,
+        rule: ClaimRule,
+        num_ahead: int = 1,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._cursor = cursor
         self._store = store
         self._key = key
         self._rank = rank
-        self._amount = amount
-        self._share = share
-        self._least = least
+        self._rule = rule
+        self._num_ahead = num_ahead
         self._sleep = sleep
         self._seen = ""
         self._num_moves = 0
@@ -127,7 +122,7 @@ class PooledCursor:
         def amount(remaining: int) -> int:
             nonlocal left, leaves
             leaves = not size(remaining)
-            taken = 0 if leaves else self._amount(remaining)
+            taken = 0 if leaves else self._rule.size_together(remaining, num_ahead=self._num_ahead)
             left = remaining - taken
             return taken
 
@@ -137,14 +132,15 @@ class PooledCursor:
             self._move("pool 0 0 0" if leaves else f"over {'-' if end is None else end}")
             return None
         start, stop = piece[:2]
+        left = self._rule.left_beside(left, stop - start)
         wanted = max(1, self._cut(stop - start, left, size))
         self._move(f"pool {start + wanted} {stop} {left}")
         return start, start + wanted
 
     def _cut(self, held: int, left: int, size: ClaimSize) -> int:
-        # Other pools hold as much for their speed. The cursor had so much left when this one was filled.
-        wanted = min(size(left + math.ceil(held / self._share)), held)
-        return held if wanted and held - wanted < self._least else wanted
+        # Other pools hold as much for their speed.
+        wanted = min(size(left + math.ceil(held / self._rule.speed_share)), held)
+        return held if wanted and held - wanted < self._rule.least else wanted
 
     def _move(self, state: str) -> bool:
         """Changes the pool from what this rank has seen of it; returns whether no other rank was quicker."""

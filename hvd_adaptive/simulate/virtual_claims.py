@@ -52,7 +52,7 @@ class Pool(Cursor):
         cursor: all ranks'.
         rule: of the pool's ranks together.
         num_ahead: batches for each of them at once, far from the end.
-        left: work that the cursor had left when the pool was filled.
+        left: work that others still leave to these ranks, beside the pool's own, by :meth:`ClaimRule.left_beside`.
     """
 
     cursor: Cursor
@@ -71,7 +71,8 @@ class Pool(Cursor):
             served = self.free_s = answered + trip_s
             if not taken:
                 return served, 0
-            self.position, self.stop, self.left = 0, taken, self.cursor.stop - self.cursor.position
+            left = self.cursor.stop - self.cursor.position
+            self.position, self.stop, self.left = 0, taken, self.rule.left_beside(left, taken)
         held = self.stop - self.position
         wanted = min(size(self.left + math.ceil(held / self.rule.speed_share)), held)
         wanted = held if held - wanted < self.rule.least else wanted
