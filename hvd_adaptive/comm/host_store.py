@@ -50,7 +50,7 @@ class HostStore:
     def __init__(
         self, *, rank: int, hosts: Sequence[str], gather: Callable[[Any], list[Any]], seal: Seal, timeout: timedelta
     ) -> None:
-        self.ranks = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+        self.ranks: Sequence[int] = [other for other, host in enumerate(hosts) if host == hosts[rank]]
         self.num_hosts = len(set(hosts))
         self._rank = rank
         self._seal = seal

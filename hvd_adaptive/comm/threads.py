@@ -86,7 +86,8 @@ class _HostStore(InProcessStore):
 
     def __init__(self, world: LocalWorld, ranks: list[int], num_hosts: int) -> None:
         super().__init__()
-        self.ranks, self.num_hosts = ranks, num_hosts
+        self.ranks: Sequence[int] = ranks
+        self.num_hosts = num_hosts
         with world.lock:
             shared = world.host_states.setdefault(ranks[0], self)
         self._lock, self._counters, self._values = shared._lock, shared._counters, shared._values
