@@ -13,13 +13,13 @@ by benchmarks/control_gathers.py.
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import json
 import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from hvd_adaptive.algorithm.share_balance import StepWindow
 from hvd_adaptive.algorithm.share_control import ShareControl
 from hvd_adaptive.algorithm.shares import cut_round
 from hvd_adaptive.algorithm.statistics import Gathered
-from hvd_adaptive.comm import store_address
+from hvd_adaptive.comm import host_store, store_address
 from hvd_adaptive.comm.side_channel import SideChannel
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.claim_pool import open_pool
@@ -49,10 +49,10 @@ store_address.PROBE_S = 60.0
 
 STEPS = 25  # a rank's in a round
 ROUNDS, MEETINGS = 3, 10
-RANKS_PER_HOST = 8  # of the pretended hosts, and of the model's
+RANKS_PER_HOST = 8  # of the pretended hosts
 # Of the rules, what a round of strategy `local` runs.
 _ROUND_OF_LOCAL = ("weights, the slowest of all rules", "shares of the speed", "batch sizes, proportional", "merge period")
-Rows = dict[tuple[int, "int | None"], dict[str, float]]
+Rows = dict[tuple[int, "str | None"], dict[str, float]]
 
 
 def main() -> None:
@@ -75,67 +75,112 @@ def main() -> None:
     for count in map(int, options.processes.split(",")):
         rows[count, None] = store_row(count, None)
         if count > RANKS_PER_HOST:
-            rows[count, RANKS_PER_HOST] = store_row(count, RANKS_PER_HOST)
+            rows[count, "hosts"] = store_row(count, "hosts")
+        if count > 4 * RANKS_PER_HOST:
+            rows[count, "hosts, districts"] = store_row(count, "hosts, districts")
     names = list(next(iter(rows.values())))
     lines += [
         "",
         f"Processes that claim {ROUNDS} rounds of {STEPS} batches a rank without computing, and meet {MEETINGS} times after each "
         "(all share this machine's cores):",
         "",
-        f"| ranks | a host's | {' | '.join(names)} |",
+        f"| ranks | stores | {' | '.join(names)} |",
         f"| --- | --- |{' --- |' * len(names)}",
     ]
-    for (count, together), row in rows.items():
-        lines.append(f"| {count} | {together or 'no store'} | {' | '.join(f'{row[name]:,.4g}' for name in names)} |")
+    for (count, layout), row in rows.items():
+        lines.append(f"| {count} | {layout or 'one'} | {' | '.join(f'{row[name]:,.4g}' for name in names)} |")
     lines += ["", *check_lines(rows), "", *model_lines(rows, columns)]
     publish(lines, options.record)
 
 
 def check_lines(rows: Rows) -> list[str]:
-    """The model of a meeting on this machine's own cores, fitted without the largest size, beside what was measured."""
-    lines = [
-        "Last arrival to last departure on this machine, as the CPU time of stores and ranks over its cores predicts it from the "
-        "rows of at most half the processes, and as measured, ms:",
-        "",
-        "| ranks | a host's | predicted | measured |",
-        "| --- | --- | --- | --- |",
-    ]
+    """The model of a meeting, fitted to the smaller half of the sizes, beside what was measured."""
     cores = len(os.sched_getaffinity(0))
-    for (count, together), row in rows.items():
-        smaller = [rows[key] for key in rows if key[1] == together and key[0] <= count // 2 and key[0] > 2]
-        if smaller:
-            at_root, at_host, own = (
-                statistics.median(s[name] for s in smaller)
-                for name in ("us a rank at rank 0's", "us a rank at its host's", "own us")
-            )
-            num_there = count if together is None else -(-count // together)
-            busy_us = num_there * at_root + count * (own + (at_host if together else 0.0))
-            measured = row["last arrival to last departure, ms"]
-            lines.append(f"| {count} | {together or 'no store'} | {busy_us / cores / 1e3:.2f} | {measured:.2f} |")
+    lines = [
+        "The model against these rows, fitted to the rows of one store and at most half the processes. CPU: of all stores and "
+        f"ranks, us a rank. Time: that CPU over this machine's {cores} cores, which other work shares, ms from the last arrival "
+        "to the last departure:",
+        "",
+        "| ranks | stores | CPU predicted | measured | time predicted at least | measured |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for (count, layout), row in rows.items():
+        smaller = [rows[key] for key in rows if key[1] is None and 4 < key[0] <= count // 2]
+        if not smaller:
+            continue
+        store_us, own_us = cost_of(smaller)
+        turns = sum(sum(level) for level in levels_of(count, layout))
+        predicted = (turns * store_us + count * own_us) / count
+        lines.append(
+            f"| {count} | {layout or 'one'} | {predicted:.0f} | {row['own us'] + row['us of all stores a rank']:.0f} | "
+            f"{predicted * count / cores / 1e3:.2f} | {row['last arrival to last departure, ms']:.2f} |"
+        )
     return lines
+
+
+def cost_of(rows: list[dict[str, float]]) -> tuple[float, float]:
+    """CPU microseconds of a store for each that meets there, and of a rank that does."""
+    return statistics.median(r["us of all stores a rank"] for r in rows), statistics.median(r["own us"] for r in rows)
+
+
+def levels_of(count: int, layout: str | None) -> list[list[int]]:
+    """How many meet in each store, one list a level, the last of them of rank 0's."""
+    if layout is None:
+        return [[count]]
+    hosts = [f"host {rank // RANKS_PER_HOST}" for rank in range(count)]
+    with patched(layout):
+        levels, present = [], list(range(count))
+        groups = [lambda rank: [r for r in range(count) if hosts[r] == hosts[rank]]] if host_store.has_host_stores(hosts) else []
+        if host_store.district(0, hosts) is not None:
+            groups.append(lambda rank: host_store.district(rank, hosts) or [])
+        for group in groups:
+            firsts = sorted({group(rank)[0] for rank in present})
+            levels.append([sum(group(rank)[0] == first for rank in present) for first in firsts])
+            present = firsts
+    return [*levels, [len(present)]]
+
+
+@contextlib.contextmanager
+def patched(layout: str | None) -> Iterator[None]:
+    """Has few ranks meet as many do."""
+    before = host_store._FROM_RANKS, host_store._MOST_HOSTS
+    host_store._FROM_RANKS, host_store._MOST_HOSTS = 2, 4 if layout == "hosts, districts" else 64
+    yield
+    host_store._FROM_RANKS, host_store._MOST_HOSTS = before
 
 
 def model_lines(rows: Rows, columns: dict[int, dict[str, float]]) -> list[str]:
     """A round's control on hosts with cores of their own."""
-    links = Links(
-        world_size=1, ranks_per_host=1, bandwidth=1.25e9, latency_s=50e-6, host_bandwidth=1e10, host_latency_s=2e-6
-    )  # fmt: skip
-    found = {}
-    for count in (512, 4096):
-        if count in columns:
-            rules_ms = sum(columns[count][name] for name in _ROUND_OF_LOCAL)
-            for per_host in (1, 4, RANKS_PER_HOST):
-                found[count, per_host] = model_ms(count, per_host, rows, rules_ms, gather=links)
-    names = list(next(iter(found.values())))
     lines = [
-        "The model: ms of a round's control once the last rank is there, on hosts with cores of their own, 10 Gbit/s, 50 us:",
+        "The model: ms of a round's control once the last rank is there, if all come at once, on hosts with cores of their own, "
+        "with 10 Gbit/s and 50 us between them:",
         "",
-        f"| ranks | a host's | {' | '.join(names)} | together |",
-        f"| --- | --- |{' --- |' * len(names)} --- |",
+        "| ranks | a host's | stores | meeting | two gathers of statistics | rules | together | before: meeting in one store |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for (count, per_host), row in found.items():
-        parts = " | ".join(f"{row[name]:.2f}" for name in names)
-        lines.append(f"| {count} | {per_host} | {parts} | {sum(row.values()):.1f} |")
+    store_us, own_us = cost_of([row for (count, layout), row in rows.items() if layout is None and count > 4])
+    for count in [size for size in columns if size > 64]:
+        for per_host in (1, 4, 8):
+            links = Links(
+                world_size=count, ranks_per_host=per_host, bandwidth=1.25e9, latency_s=50e-6, host_bandwidth=1e10,
+                host_latency_s=2e-6,
+            )  # fmt: skip
+            hosts = [f"host {rank // per_host}" for rank in range(count)]
+            sizes = [per_host] if host_store.has_host_stores(hosts) else []
+            left = links.num_hosts if sizes else count
+            if (ranks := host_store.district(0, hosts)) is not None:
+                sizes.append(len(ranks) // per_host if sizes else len(ranks))
+                left = -(-left // sizes[-1])
+            sizes.append(left)
+            trips_ms = 1e3 * 6 * links.latency_s * len(sizes)
+            meeting_ms = sum(sizes) * store_us / 1e3 + own_us / 1e3 * len(sizes) + trips_ms
+            before_ms = (count * store_us + own_us) / 1e3 + 1e3 * 6 * links.latency_s
+            gathers_ms = 2e3 * links.allgather_s(8 * len(RoundStats.names()))
+            rules_ms = sum(columns[count][name] for name in _ROUND_OF_LOCAL)
+            lines.append(
+                f"| {count} | {per_host} | {' + '.join(map(str, sizes))} | {meeting_ms:.1f} | {gathers_ms:.1f} | "
+                f"{rules_ms:.1f} | {meeting_ms + gathers_ms + rules_ms:.1f} | {before_ms:.1f} |"
+            )
     return lines
 
 
@@ -235,7 +280,7 @@ class Found:
         num_host_operations: of its claims, on its host's.
         claim_s: seconds of its claims.
         own_s: CPU seconds of its meetings.
-        server_s: CPU seconds of rank 0's store for the claims, for the meetings, and for those of its host; rank 0 only.
+        server_s: CPU seconds of the stores that it serves: rank 0's for the claims, and all for the meetings.
     """
 
     arrived: list[float] = field(default_factory=list)
@@ -245,20 +290,21 @@ class Found:
     num_host_operations: int = 0
     claim_s: float = 0.0
     own_s: float = 0.0
-    server_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    server_s: tuple[float, float] = (0.0, 0.0)
 
 
-def play_control(count: int, ranks_per_host: int | None) -> list[Found]:
+def play_control(count: int, layout: str | None) -> list[Found]:
     """Lets so many processes claim the pieces of some rounds and meet after each; returns what each found.
 
     Args:
         count: of the ranks.
-        ranks_per_host: ranks of each pretended host, which then has a store of its own; None: all ask rank 0's.
+        layout: "hosts": of 8 ranks, each with a store of its own; "hosts, districts": two or three of them meet, too; None: all
+            ask rank 0's.
     """
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe() for _ in range(count)]
     children = [
-        context.Process(target=one_rank, args=(rank, count, ranks_per_host, pipes[rank][1])) for rank in range(count)
+        context.Process(target=one_rank, args=(rank, count, layout, pipes[rank][1])) for rank in range(count)
     ]
     for child in children:
         child.start()
@@ -274,7 +320,7 @@ def play_control(count: int, ranks_per_host: int | None) -> list[Found]:
     return values
 
 
-def one_rank(rank: int, count: int, ranks_per_host: int | None, pipe: Any) -> None:
+def one_rank(rank: int, count: int, layout: str | None, pipe: Any) -> None:
     """A rank's claims and meetings, in a process of its own."""
 
     def gather(value: Any) -> list[Any]:
@@ -282,15 +328,16 @@ def one_rank(rank: int, count: int, ranks_per_host: int | None, pipe: Any) -> No
         values: list[Any] = pipe.recv()
         return values
 
-    hosts = None if ranks_per_host is None else [f"host {other // ranks_per_host}" for other in range(count)]
+    hosts = None if layout is None else [f"host {other // RANKS_PER_HOST}" for other in range(count)]
     before = set(os.listdir("/proc/self/task"))
-    side = SideChannel(rank=rank, world_size=count, gather=gather, same_host=True, stall_limit_s=300, hosts=hosts)
-    # One thread serves a store, and rank 0's is older than its host's.
+    with patched(layout):
+        side = SideChannel(rank=rank, world_size=count, gather=gather, same_host=True, stall_limit_s=300, hosts=hosts)
+    # One thread serves a store, and rank 0's is older than its host's and its district's.
     servers = sorted(map(int, set(os.listdir("/proc/self/task")) - before))
     found = Found()
     transport: Any = Counting(side, rank, count)
     sizes, shares = np.full(count, 64.0), np.full(count, 1 / count)
-    claimed_s = met_s = np.zeros(2)
+    claimed_s = met_s = np.zeros(3)
     for number in range(ROUNDS):
         total = 64 * STEPS * count
         rule_of = partial(ClaimRule.of_round, batch_sizes=sizes, speed_shares=shares, work_per_sample=1.0, dynamic=True)
@@ -314,7 +361,7 @@ def one_rank(rank: int, count: int, ranks_per_host: int | None, pipe: Any) -> No
         found.own_s += time.thread_time() - own
         claimed_s, met_s = claimed_s + between_s - start_s, met_s + cpu_seconds(servers) - between_s
     found.num_operations, found.num_host_operations = transport.num_operations, transport.num_host_operations
-    found.server_s = (float(claimed_s[0]), float(met_s[0]), float(met_s[1]))
+    found.server_s = (float(claimed_s[0]), float(met_s.sum()))
     pipe.send(found)
     side.close()
 
@@ -339,56 +386,26 @@ class Counting:
 
 
 def cpu_seconds(threads: list[int]) -> np.ndarray:
-    """CPU seconds of the first two of some threads of this process; 0 where there are fewer."""
-    nanoseconds = [int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) for thread in threads[:2]]
-    return np.array([*nanoseconds, 0, 0][:2]) * 1e-9
+    """CPU seconds of the first three of some threads of this process; 0 where there are fewer."""
+    nanoseconds = [int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) for thread in threads[:3]]
+    return np.array([*nanoseconds, 0, 0, 0][:3]) * 1e-9
 
 
-def store_row(count: int, ranks_per_host: int | None) -> dict[str, float]:
+def store_row(count: int, layout: str | None) -> dict[str, float]:
     """What claims and meetings of so many processes cost."""
-    found = play_control(count, ranks_per_host)
+    found = play_control(count, layout)
     arrivals, departures = (np.array([getattr(f, name) for f in found]) for name in ("arrived", "departed"))
     num_meetings = arrivals.shape[1]
     claims, operations = sum(f.num_claims for f in found), sum(f.num_operations for f in found)
-    at_claims_s, at_meetings_s, at_host_s = found[0].server_s
-    at_root = count if ranks_per_host is None else -(-count // ranks_per_host)
     return {
         "claims": claims,
         "operations a claim": operations / claims,
         "host operations a claim": sum(f.num_host_operations for f in found) / claims,
-        "us an operation": 1e6 * at_claims_s / operations,
+        "us an operation": 1e6 * found[0].server_s[0] / operations,
         "claims a second": claims / max(f.claim_s for f in found),
-        "us a rank at rank 0's": 1e6 * at_meetings_s / num_meetings / at_root,
-        "us a rank at its host's": 1e6 * at_host_s / num_meetings / min(count, ranks_per_host or count),
+        "us of all stores a rank": 1e6 * sum(f.server_s[1] for f in found) / num_meetings / count,
         "own us": 1e6 * sum(f.own_s for f in found) / num_meetings / count,
         "last arrival to last departure, ms": 1e3 * float(np.median(departures.max(axis=0) - arrivals.max(axis=0))),
-    }
-
-
-# The model
-
-
-def model_ms(count: int, ranks_per_host: int, rows: Rows, rules_ms: float, *, gather: Links) -> dict[str, float]:
-    """What a round's control costs so many ranks on hosts of their own, in ms, from what was measured here.
-
-    Args:
-        count: of the ranks.
-        ranks_per_host: of each host.
-        rows: what was measured, by (processes, ranks a host).
-        rules_ms: of the rules, measured with so many ranks.
-        gather: the network.
-    """
-    row = rows[max(key for key in rows if key[1] is not None)]
-    num_hosts = -(-count // ranks_per_host)
-    together = count > 64 and ranks_per_host > 1
-    at_root = num_hosts if together else count
-    meeting_s = 1e-6 * (at_root * row["us a rank at rank 0's"] + (together * ranks_per_host) * row["us a rank at its host's"])
-    meeting_s += 1e-6 * row["own us"] + 4 * gather.latency_s + 4 * gather.host_latency_s * together
-    links = dataclasses.replace(gather, world_size=count, ranks_per_host=ranks_per_host)
-    return {
-        "meeting": 1e3 * meeting_s,
-        "two gathers of statistics": 2e3 * links.allgather_s(8 * len(RoundStats.names())),
-        "rules": rules_ms,
     }
 
 

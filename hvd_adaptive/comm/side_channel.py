@@ -2,8 +2,8 @@
 
 Rank 0 holds the store; a C++ thread serves it while that rank computes, so a claim costs one short round trip
 and no rank has to be inside MPI for it. A TCPStore client serialises its calls, so each rank opens one
-connection for claims (any thread may use it), one for rendezvous and one for heartbeats. Where many ranks meet, those of a
-host meet in a store of their own first (:mod:`hvd_adaptive.comm.host_store`), and the last of them goes on to rank 0's.
+connection for claims (any thread may use it), one for rendezvous and one for heartbeats. Where many ranks meet, they do so in
+stores of hosts and districts first (:mod:`hvd_adaptive.comm.host_store`), and the last one there goes on to rank 0's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed import DistError, DistStoreError, TCPStore  # type: ignore[attr-defined,unused-ignore]
 
-from hvd_adaptive.comm.host_store import HostStore, sealed_compare_set
+from hvd_adaptive.comm.host_store import Hall, HostStore, district, has_host_stores, sealed_compare_set
 from hvd_adaptive.comm.in_process_store import InProcessStore
 from hvd_adaptive.comm.seal import Seal
 from hvd_adaptive.comm.store_address import PROBE_S, Offer, find_server, serve
@@ -37,7 +37,10 @@ class SideChannel:
         world_size: number of ranks, >= 1. A single rank needs no server: its counters are in this process.
         gather: gathers a small object from every rank, in rank order, on a way that strangers cannot reach. COLLECTIVE.
         same_host: all ranks are on one host; the store then listens on the loopback interface only.
-        hosts: by rank, where the ranks of each host shall share a store of their own; None: they do without.
+        hosts: by rank; many ranks meet in stores of hosts and districts first. None: they do not.
+
+    Attributes:
+        host: the store that the ranks of this host share; None where they do not.
         stall_limit_s: how long `close` and the first meeting of the ranks wait before they raise, in
             seconds.
 
@@ -68,6 +71,8 @@ class SideChannel:
         self._num_arrivals = 0
         self._closed = False
         self.host: HostStore | None = None
+        # From the smallest to the largest, where a rank meets others before it comes to rank 0's store.
+        self._halls: list[Hall] = []
         self._alone = InProcessStore() if world_size == 1 else None
         if self._alone is not None:
             return
@@ -89,8 +94,12 @@ class SideChannel:
         self._claims = self.connect()
         self._arrivals = self.connect()
         self._meet_first()
-        if hosts is not None:
-            self.host = HostStore(rank=rank, hosts=hosts, gather=gather, seal=self.seal, timeout=_FOREVER)
+        shared: dict[str, Any] = {"rank": rank, "gather": gather, "seal": self.seal, "timeout": _FOREVER}
+        if hosts is not None and has_host_stores(hosts):
+            self.host = HostStore(hosts=hosts, **shared)
+            self._halls.append(self.host)
+        if hosts is not None and (ranks := district(rank, hosts)) is not None:
+            self._halls.append(Hall(ranks=ranks, same_host=same_host, **shared))
 
     def connect(self) -> TCPStore:
         """Opens another connection to the store; calls on one connection wait for each other.
@@ -197,8 +206,8 @@ class SideChannel:
         self._closed = True
         if self._alone is not None:
             return
-        if self.host is not None:
-            self.host.close(self._stall_limit_s)
+        for hall in self._halls:
+            hall.close(self._stall_limit_s)
         # A peer whose rank 0 is gone has nothing left to say goodbye to.
         with contextlib.suppress(DistError):
             last = self._arrivals.add("closed", 1) == self.world_size
@@ -230,14 +239,25 @@ class SideChannel:
     def _meet(self, number: int, name: str, limit: timedelta) -> bytes:
         # The counter's low bits count ranks, the high ones add up a checksum of the names: equal names give N
         # times it.
-        store, key, checksum = self._arrivals, f"arrive/{number}", zlib.crc32(name.encode()) & 0x3FFFFF
+        key, checksum = f"arrive/{number}", zlib.crc32(name.encode()) & 0x3FFFFF
         go, before = key + "/go", [f"arrive/{number - 1}", f"arrive/{number - 1}/go"]
-        own = 1 + (checksum << _COUNT_BITS)
-        if self.host is not None:
-            own = self.host.count_in(key, own)
-            if own % (1 << _COUNT_BITS) < len(self.host.ranks):
-                return self.host.hear(go)
-        # The last rank of a host counts for all of them.
+        own, last_of = 1 + (checksum << _COUNT_BITS), []
+        for hall in self._halls:
+            # The last rank in a hall counts for all of them in the next one.
+            own = hall.count_in(key, own)
+            if own % (1 << _COUNT_BITS) < len(hall.ranks):
+                verdict = hall.hear(go)
+                break
+            last_of.append(hall)
+        else:
+            verdict = self._meet_all(key, own, checksum, limit, forget=before)
+        for hall in reversed(last_of):
+            hall.tell(go, verdict, forget=before)
+        return verdict
+
+    def _meet_all(self, key: str, own: int, checksum: int, limit: timedelta, *, forget: Sequence[str]) -> bytes:
+        """Meets the other ranks in rank 0's store."""
+        store, go = self._arrivals, key + "/go"
         total = store.add(key, own)
         if total % (1 << _COUNT_BITS) < self.world_size:
             if limit is not _FOREVER:
@@ -248,10 +268,8 @@ class SideChannel:
             verdict = b"together" if total >> _COUNT_BITS == checksum * self.world_size else b"apart"
             store.set(go, self.seal.close(go, verdict))  # type: ignore[arg-type]
             # Every rank is here, so none still reads the previous rendezvous.
-            for old in before:
+            for old in forget:
                 store.delete_key(old)
-        if self.host is not None:
-            self.host.tell(go, verdict, forget=before)
         return verdict
 
     @contextlib.contextmanager

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from hvd_adaptive.comm.heartbeat import Heartbeat
-from hvd_adaptive.comm.host_store import wants_host_stores
 from hvd_adaptive.comm.job_end import end_job
 from hvd_adaptive.comm.protocols import HostStore
 from hvd_adaptive.comm.side_channel import SideChannel
@@ -57,7 +56,7 @@ class WatchedWorld:
             gather=gather,
             same_host=len(set(hosts)) == 1,
             stall_limit_s=stall_limit_s,
-            hosts=hosts if wants_host_stores(hosts) else None,
+            hosts=hosts,
         )
         self.host_store: HostStore | None = self.side.host
         self.heartbeat = Heartbeat(

@@ -21,7 +21,7 @@ from hvd_adaptive.algorithm.ledger import ClaimRule
 from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.calibrate.file import read_table, to_toml
 from hvd_adaptive.cli.main import main
-from hvd_adaptive.comm.host_store import wants_host_stores
+from hvd_adaptive.comm.host_store import district, has_host_stores
 from hvd_adaptive.comm.threads import LocalTransport
 from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.config import Config
@@ -127,7 +127,10 @@ def one_cursor(strategy: Any, num_samples: int, rule_of: Any) -> list[Cursor]:
 @pytest.mark.parametrize(("ranks", "per_host"), [(64, 8), (65, 8), (128, 1), (128, 128), (128, 64), (66, 33), (4096, 4)])
 def test_hosts_have_stores_where_those_of_real_runs_have_them(ranks: int, per_host: int) -> None:
     cluster = described_cluster(but(FREE, ranks_per_host=per_host), ranks)
-    assert cluster.has_host_stores == wants_host_stores([f"host {rank // per_host}" for rank in range(ranks)])
+    hosts = [f"host {rank // per_host}" for rank in range(ranks)]
+    assert cluster.has_host_stores == has_host_stores(hosts)
+    districts = {tuple(district(rank, hosts) or ()) for rank in range(0, ranks, per_host)}
+    assert cluster.num_districts == (0 if districts == {()} else len(districts))
 
 
 @pytest.mark.parametrize(("ranks", "most_ms"), [(512, 10), (4096, 40)])
