@@ -24,6 +24,7 @@ from hvd_adaptive.cluster.device import visible_gpus
 from hvd_adaptive.comm import connect
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.comm.shared_gpus import gpu_of, settle_shared_gpus, sharing_notice
+from hvd_adaptive.compress.codec import ValueCodec
 from hvd_adaptive.compress.kernels import reference
 from hvd_adaptive.compress.kernels.reference import maxmin_bytes, mix_key, sign_bytes
 from hvd_adaptive.compress.parse import parse_codec
@@ -113,7 +114,9 @@ def codec_speeds(device: torch.device, num_values: int = 1 << 26) -> dict[str, A
     values = normal_values(min(num_values, 1 << 22), 0).to(device).repeat(-(-num_values // (1 << 22)))[:num_values]
     found = {}
     for spec in _SPEEDS:
-        speed = measure_speed(parse_codec(spec), values, repeat=_REPEATS)
+        codec = parse_codec(spec)
+        assert isinstance(codec, ValueCodec), spec
+        speed = measure_speed(codec, values, repeat=_REPEATS)
         found[spec] = {
             "encode_gb_s": speed.encode_gb_s, "decode_add_gb_s": speed.decode_add_gb_s, "copy_gb_s": speed.copy_gb_s
         }  # fmt: skip
