@@ -56,6 +56,15 @@ def check_combinations(config: Any) -> None:
         )
         if config.repeatable and config.reducer == "auto":
             raise ValueError("record and replay need a fixed reducer, got 'auto', which chooses by seconds")
+    if config.outer_state == "host":
+        _check_needed(
+            config,
+            "outer_state 'host'",
+            "its merges take the whole global model piece by piece",
+            overlap_merge=(False,),
+            sparse_merge=("auto", "never"),
+            logical_ranks=(None,),
+        )
     if config.merge_weights == "dual-averaging":
         _check_needed(config, "merge_weights 'dual-averaging'", _DUAL_WHY, **_DUAL_NEEDS)
     if config.logical_ranks is not None:

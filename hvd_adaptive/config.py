@@ -117,6 +117,13 @@ class Config:
         "from the first merge on, move the model as far as when the outer step's velocity has grown: for runs of few merges",
         strategy=_LOCAL, outer_step=(None, "momentum", "nesterov"),
     )
+    outer_state: str = option(
+        "device",
+        "where the global model and the outer step's velocity are; host: in pinned host memory, from where each merge takes them "
+        "piece by piece, for models near the GPU's size",
+        "device", "host",
+        strategy=_LOCAL,
+    )
     optimizer_state: str | None = option(
         None,
         "a rank's optimizer state after a merge (default: average for Adagrad's accumulators, torch's Adagrad's only without "

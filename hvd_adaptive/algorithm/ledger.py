@@ -7,6 +7,7 @@ here is a pure function of the seed, the ledger and the cursor's values; the ato
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,6 +93,21 @@ class MegaBatch:
         return len(self.claimed(0, stop))
 
 
+# Of their fair part of what is left, what ranks claim at once at most.
+_AHEAD_PART = 0.5
+# So many that claim one batch at a time leave the thread that serves the cursor most of its time.
+_MOST_CLAIMANTS = 64
+
+
+def batches_ahead(num_claimants: int) -> int:
+    """Returns how many batches each claims at once far from a round's end, so that the cursor is not asked too often.
+
+    Args:
+        num_claimants: how many claim from the cursor: ranks, or hosts whose ranks claim together.
+    """
+    return -(-num_claimants // _MOST_CLAIMANTS)
+
+
 # Samples: BatchNorm refuses one.
 _SMALLEST_CLAIM = 2.0
 
@@ -111,12 +127,12 @@ def own_parts(shares: NDArray[np.float64], total_work: int, *, unit: int = 1) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClaimRule:
-    """How much one rank claims at a time in one round.
+    """How much one rank claims at a time in one round, or how much several ranks do together.
 
     Attributes:
-        full_claim: work of this rank's whole batch, > 0.
+        full_claim: work of this rank's whole batch, or of one of each of these ranks, > 0.
         others_full_claims: the sum of the other ranks' whole batches, >= 0.
-        speed_share: this rank's speed over the sum of all ranks' speeds; 1 where nobody else takes of this rank's part.
+        speed_share: this rank's speed, or that of these, over the sum of all ranks'; 1 where nobody else takes of this part.
         work_per_sample: mean work of a sample in this mega-batch, > 0.
         least: work of the smallest claim of any rank, whole, >= 1.
         unit: a claim is a whole number of so much work, but for the last one.
@@ -132,7 +148,7 @@ class ClaimRule:
     @classmethod
     def of_round(
         cls,
-        rank: int,
+        rank: int | Sequence[int],
         *,
         batch_sizes: NDArray[np.float64],
         speed_shares: NDArray[np.float64],
@@ -140,10 +156,10 @@ class ClaimRule:
         dynamic: bool,
         unit: int = 1,
     ) -> ClaimRule:
-        """Returns a rank's rule.
+        """Returns a rank's rule, or that of several which claim together.
 
         Args:
-            rank: whose.
+            rank: whose, or theirs.
             batch_sizes: the ranks' batch sizes, samples, shape (world_size,).
             speed_shares: the ranks' shares of their summed speed, shape (world_size,).
             work_per_sample: mean work of a sample in this mega-batch.
@@ -152,10 +168,12 @@ class ClaimRule:
         """
         # A batch size is in samples, a claim in work.
         full_claims = batch_sizes * work_per_sample
+        ranks = [rank] if isinstance(rank, int) else list(rank)
+        full_claim = float(full_claims[ranks].sum())
         return cls(
-            full_claim=float(full_claims[rank]),
-            others_full_claims=float(full_claims.sum() - full_claims[rank]),
-            speed_share=float(speed_shares[rank]) if dynamic else 1.0,
+            full_claim=full_claim,
+            others_full_claims=max(0.0, float(full_claims.sum()) - full_claim),
+            speed_share=float(speed_shares[ranks].sum()) if dynamic else 1.0,
             work_per_sample=work_per_sample,
             # The last micro-batch of an epoch may have any number of samples.
             least=1 if unit > 1 else max(1, int(min(_SMALLEST_CLAIM * work_per_sample, full_claims.min()))),
@@ -184,6 +202,30 @@ class ClaimRule:
             smallest=_SMALLEST_CLAIM * self.work_per_sample if self.unit == 1 else 1.0,
         )
         return min(num_units * self.unit, remaining)
+
+    def size_together(self, remaining: int, *, num_ahead: int) -> int:
+        """Returns how much work ranks claim at once, to hand it out among themselves.
+
+        Far from the end these are some batches for each, at most half of their fair part of what is left: whoever becomes slower
+        meanwhile keeps nobody waiting. Near the end they claim as one rank does, a batch for each and less.
+
+        Args:
+            remaining: unclaimed work of the mega-batch, >= 1.
+            num_ahead: the most batches for each of them, >= 1.
+        """
+        num_batches = min(num_ahead, int(_AHEAD_PART * self.speed_share * remaining / self.full_claim))
+        if num_batches > 1:
+            return min(remaining, max(1, round(num_batches * self.full_claim / self.unit)) * self.unit)
+        return self.size(remaining, pending=self.full_claim)
+
+    def left_beside(self, remaining: int, taken: int) -> int:
+        """Returns how much work the cursor leaves while ranks hand out among themselves what they took from it, on the average.
+
+        Args:
+            remaining: what it had left when they took it.
+            taken: what they took; others take as much for their speed meanwhile, and hold half of that.
+        """
+        return max(0, remaining - int(taken / self.speed_share / 2))
 
     def leaves(self, remaining: int, *, pending: float, others_claimed: float) -> bool:
         """Returns whether a rank that holds so much work should leave the rest to the others: it will be the last one as it is.

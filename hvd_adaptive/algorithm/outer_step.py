@@ -12,6 +12,8 @@ from hvd_adaptive.config import Config
 OUTER_STEPS = ("none", "momentum", "nesterov")
 # Elements a pass works on, so that its three operands stay in the cache of a core. A GPU takes all at once.
 _CPU_CHUNK = 1 << 16
+# Elements that come from host memory to a GPU at a time.
+_HOST_CHUNK = 1 << 22
 
 
 class OuterStep:
@@ -68,7 +70,7 @@ class OuterStep:
             return None
         velocity = self.velocity.get(weights.dtype)
         if velocity is None:
-            velocity = self.velocity[weights.dtype] = torch.zeros_like(weights)
+            velocity = self.velocity[weights.dtype] = torch.zeros_like(weights, pin_memory=weights.is_pinned())
         return velocity
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -81,7 +83,12 @@ class OuterStep:
         """Takes over a velocity, copied to the weights' device; one whose growth was not saved counts as grown."""
         grown = torch.full((1,), 1 / (1 - self.momentum), dtype=torch.float64)
         self.growth = state.get("growth", grown if state else torch.zeros(1, dtype=torch.float64)).cpu().clone()
-        self.velocity = {getattr(torch, name): v.to(device, copy=True) for name, v in state.items() if name != "growth"}
+        pinned = device.type == "cpu" and torch.cuda.is_available()
+        self.velocity = {
+            getattr(torch, name): v.to(device, copy=True).pin_memory() if pinned else v.to(device, copy=True)
+            for name, v in state.items()
+            if name != "growth"
+        }
 
     def begin(self) -> None:
         """Counts a merge; call it once before its deltas are applied, which may be in several parts."""
@@ -97,17 +104,34 @@ class OuterStep:
     def apply_(self, weights: Tensor, delta: Tensor, parts: Iterable[slice] | None = None) -> None:
         """Moves ``weights`` by ``delta`` in place and overwrites ``delta``.
 
+        Where the weights are in host memory and the delta on a GPU, they and the velocity come to it piece by piece. The bits are
+        the same, and this process waits for the last piece.
+
         Args:
             weights: the flat global model, shape (num_elements,), fp32 or fp64; one tensor a dtype.
             delta: the sum of weighted deltas, same shape and dtype.
             parts: the elements to move, the others stay as they are; None: all.
         """
         velocity = self.velocity_of(weights)
+        if weights.device != delta.device:
+            self._apply_from_host_(weights, delta, velocity)
+            return
         chunk = _CPU_CHUNK if weights.device.type == "cpu" else max(1, weights.numel())
         for whole in parts if parts is not None else (slice(0, weights.numel()),):
             for start in range(whole.start, whole.stop, chunk):
                 part = slice(start, min(start + chunk, whole.stop))
                 self.move_(weights[part], delta[part], None if velocity is None else velocity[part])
+
+    def _apply_from_host_(self, weights: Tensor, delta: Tensor, velocity: Tensor | None) -> None:
+        device, host = delta.device, [weights] if velocity is None else [weights, velocity]
+        for start in range(0, weights.numel(), _HOST_CHUNK):
+            part = slice(start, start + _HOST_CHUNK)
+            staged = [tensor[part].to(device, non_blocking=True) for tensor in host]
+            self.move_(staged[0], delta[part], staged[1] if len(staged) > 1 else None)
+            for tensor, moved in zip(host, staged, strict=True):
+                tensor[part].copy_(moved, non_blocking=True)
+        # Checkpoints and comparisons read host memory.
+        torch.cuda.current_stream(device).synchronize()
 
     def move_(self, w: Tensor, d: Tensor, v: Tensor | None) -> None:
         """Moves any elements of the model by their deltas, in place; overwrites the deltas.

@@ -36,7 +36,7 @@ from hvd_adaptive.calibrate.memory_ceiling import (
 )
 from hvd_adaptive.calibrate.recommend import Recommendation, predict, recommend_batches, recommend_mega_batch
 from hvd_adaptive.calibrate.rounds import Rounds, lengthened, play_rounds, synchronous
-from hvd_adaptive.comm.protocols import Transport, agree, attempt, long_task
+from hvd_adaptive.comm.protocols import Transport, agree, attempt, take_turns
 from hvd_adaptive.comm.threads import LocalTransport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import BatchSource
@@ -181,23 +181,21 @@ class Calibrator:
         )
 
     def _in_turn(self, action: Callable[[], Any]) -> Any:
-        """Runs an action on the ranks of a host one after the other; hosts do not disturb each other. COLLECTIVE.
+        """Runs an action on the ranks of a host one after the other, on all hosts at once. COLLECTIVE.
 
         Raises:
             AgreedError: on all ranks, if it failed on one.
         """
-        transport = self._transport
         self._say("steps of each rank alone")
-        result, error = None, None
-        for turn in range(int(transport.allgather_stats(np.array([float(transport.local_size)])).max())):
-            if turn == transport.local_rank:
-                with long_task(transport, "measuring steps"):
-                    try:
-                        result = action()
-                    except RuntimeError as failure:
-                        error = str(failure)
-            transport.rendezvous(f"calibrate {turn}")
-        agree(transport, error)
+
+        def tried_action() -> tuple[Any, str | None]:
+            try:
+                return action(), None
+            except RuntimeError as failure:
+                return None, str(failure)
+
+        result, error = take_turns(self._transport, "measuring steps", tried_action)
+        agree(self._transport, error)
         return result
 
     def _measure_rank(self) -> dict[str, Any]:

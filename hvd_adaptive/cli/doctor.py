@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hvd_adaptive.cli.fields import add_backend
@@ -18,7 +20,9 @@ from hvd_adaptive.doctor.examine import (
     tell_launching_process,
     wait_for_rank_0,
 )
+from hvd_adaptive.doctor.gpu import examine_gpu
 from hvd_adaptive.doctor.page import page
+from hvd_adaptive.doctor.supervise import Ended
 from hvd_adaptive.exit_codes import EXIT_PROBLEMS
 
 
@@ -46,6 +50,14 @@ def add_doctor(commands: Any, launch: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", type=float, default=60.0, metavar="S", help="seconds that each check may take (default: 60)"
     )
+    parser.add_argument(
+        "--gpu",
+        nargs="?",
+        const="hvd-adaptive-gpu.json",
+        metavar="FILE",
+        help="check a first GPU node in at most three minutes instead: kernels, codecs, events, NCCL, ranks that share a GPU, a "
+        "short training; FILE (default: hvd-adaptive-gpu.json) can be attached to a report",
+    )
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -64,6 +76,8 @@ def doctor(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if not options.limit > options.probe_seconds:
         raise ValueError(f"--limit must be longer than --probe-seconds, got {options.limit} and {options.probe_seconds}")
     rank, backend = read_launcher(os.environ).rank or 0, chosen_backend(options)
+    if options.gpu is not None:
+        return _doctor_gpu(options.gpu, options.num_ranks, backend)
     progress = _Progress(options.as_rank and not rank)
     if options.num_ranks is not None:
         found: dict[str, Any] | None = examine_by_launching(
@@ -95,13 +109,48 @@ def doctor(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return EXIT_PROBLEMS if found["problems"] else 0
 
 
+def _doctor_gpu(file: str, num_ranks: int | None, backend: str) -> int:
+    """Checks this node's GPUs, prints the verdict and writes the file.
+
+    Raises:
+        ValueError: for options that do not go together, and a file that cannot be written.
+    """
+    if num_ranks is not None or read_launcher(os.environ).name != "none":
+        raise ValueError("--gpu starts its ranks itself: run it once, on one node, without a launcher and without -np")
+    if backend == "auto":
+        # What is missing is for the checks to say, where MPI and Horovod are not there at all.
+        backend = "horovod" if all(importlib.util.find_spec(name) for name in ("horovod", "mpi4py")) else "torch"
+    _write(file, {})
+    progress = _Progress(as_rank=False)
+    try:
+        found = examine_gpu(backend=backend, on_check=progress.show)
+    except Ended:
+        progress.end()
+        raise RuntimeError("ended by a signal before all checks were made; nothing was written") from None
+    progress.end()
+    _write(file, found)
+    print(page(found, symbols=_has_symbols()), flush=True)
+    print(f"\nAll that was found: {file}. It names no host, person or environment; attach it to a report.", flush=True)
+    return EXIT_PROBLEMS if found["problems"] else 0
+
+
+def _write(file: str, found: dict[str, Any]) -> None:
+    try:
+        Path(file).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--gpu {file}: cannot be written: {error}") from None
+
+
+def _has_symbols() -> bool:
+    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+
+
 def _show(found: dict[str, Any], json_file: str | None) -> None:
     text = json.dumps(found, indent=1)
     if json_file == "-":
         print(text, flush=True)
         return
-    symbols = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-    print(page(found, symbols=symbols), flush=True)
+    print(page(found, symbols=_has_symbols()), flush=True)
     if json_file is not None:
         try:
             with open(json_file, "w", encoding="utf-8") as file:

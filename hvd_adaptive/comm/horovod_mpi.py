@@ -134,6 +134,12 @@ class HorovodMpiTransport(WatchedWorld):
             self._comm.Allgather(values, gathered)
         return gathered
 
+    def allreduce_or_(self, bits: NDArray[np.uint8]) -> None:
+        from mpi4py import MPI
+
+        with self.waiting("row marks"):
+            self._comm.Allreduce(MPI.IN_PLACE, bits, op=MPI.BOR)
+
     def allgather_object(self, value: Any) -> list[Any]:
         with self.waiting("agreement"):
             gathered: list[Any] = self._comm.allgather(value)

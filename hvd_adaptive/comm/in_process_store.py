@@ -26,7 +26,7 @@ class InProcessStore:
                 self._values[key] = desired
             return self._values.get(key, "")
 
-    def delete(self, key: str) -> None:
+    def forget(self, key: str) -> None:
         """Forgets a counter or value."""
         with self._lock:
             self._counters.pop(key, None)

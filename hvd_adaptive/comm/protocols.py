@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -106,6 +107,9 @@ class Collectives(Group, Protocol):
             RuntimeError: if the transport was not asked for groups when it was made.
         """
 
+    def allreduce_or_(self, bits: NDArray[np.uint8]) -> None:
+        """Replaces bytes by their bitwise OR over ranks, in place; equally many on every rank. COLLECTIVE."""
+
     def allreduce_max_(self, tensor: Tensor, name: str) -> None:
         """Replaces an integer tensor by its maximum over ranks, in place. COLLECTIVE."""
 
@@ -128,6 +132,18 @@ class Store(Protocol):
 
     def forget(self, key: str) -> None:
         """Deletes a shared counter or value that no rank will use again."""
+
+
+class HostStore(Store, Protocol):
+    """What the ranks of one host share, each key by itself; where there are too many ranks for one store.
+
+    Attributes:
+        ranks: those of this host, ascending.
+        num_hosts: of the world.
+    """
+
+    ranks: Sequence[int]
+    num_hosts: int
 
 
 class Heartbeat(Protocol):
@@ -159,9 +175,11 @@ class Transport(Collectives, Store, Heartbeat, Protocol):
 
     Attributes:
         backend: "horovod", "torch", or "none" for a world inside one process.
+        host_store: what the ranks of this host share; None where all ranks ask the world's store.
     """
 
     backend: str
+    host_store: HostStore | None
 
     def describe(self) -> dict[str, Any]:
         """Returns, for people, what the world says of itself: ``carrier``, in words what carries its tensors, "" for one process;
@@ -200,7 +218,9 @@ class Transport(Collectives, Store, Heartbeat, Protocol):
 
 
 def take_turns(transport: Transport, name: str, action: Callable[[], Result]) -> Result:
-    """Runs ``action`` on one rank of the whole world after the other, the others asleep. COLLECTIVE.
+    """Runs ``action`` on the ranks of each host one after the other, its other ranks asleep. COLLECTIVE.
+
+    Hosts do not disturb each other: it takes as many turns as the fullest host has ranks.
 
     Args:
         transport: the world.
@@ -208,10 +228,10 @@ def take_turns(transport: Transport, name: str, action: Callable[[], Result]) ->
         action: returns this rank's result.
     """
     results = []
-    for turn in range(transport.world_size):
-        if turn == transport.rank:
-            results.append(action())
-            transport.progress(name)
+    for turn in range(int(transport.allgather_stats(np.array([float(transport.local_size)])).max())):
+        if turn == transport.local_rank:
+            with long_task(transport, name):
+                results.append(action())
         transport.rendezvous(f"{name}.{turn}")
     return results[0]
 
@@ -253,12 +273,13 @@ def agree(world: Collectives, error: str | None) -> None:
     Raises:
         AgreedError: with the distinct messages and the ranks that have them.
     """
+    # A byte of each rank; the messages only where there are any.
+    if not world.allgather_array(np.array([error is not None], dtype=np.uint8)).any():
+        return
     ranks_by_error: dict[str, list[str]] = {}
     for rank, text in enumerate(world.allgather_object(error)):
         if text is not None:
             ranks_by_error.setdefault(text, []).append(str(rank))
-    if not ranks_by_error:
-        return
     lines = []
     for text, ranks in ranks_by_error.items():
         everyone = len(ranks) == world.world_size
@@ -281,17 +302,27 @@ def attempt(world: Collectives, action: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
+def gather_digests(world: Collectives, content: bytes) -> list[bytes]:
+    """Returns the SHA-256 of every rank's content, in rank order. COLLECTIVE."""
+    own = np.frombuffer(hashlib.sha256(content).digest(), dtype=np.uint8)
+    return [row.tobytes() for row in world.allgather_array(own)]
+
+
 def agree_equal(world: Collectives, values: dict[str, Any], remedy: str) -> None:
     """Raises on every rank if the ranks' values differ. COLLECTIVE.
 
+    The ranks compare 32 bytes each. Only where these differ does every rank get the others' values, which take kilobytes a rank.
+
     Args:
         world: all ranks.
-        values: names and small comparable values that must be equal on all ranks.
+        values: names and small comparable values that must be equal on all ranks; those with one ``repr`` are equal.
         remedy: what to do about a difference.
 
     Raises:
         AgreedError: naming the first few values that differ, and which rank has what.
     """
+    if len(set(gather_digests(world, repr(sorted(values.items())).encode()))) == 1:
+        return
     gathered = world.allgather_object(values)
     differing = []
     for name in sorted(set().union(*gathered)):

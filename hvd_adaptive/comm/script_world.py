@@ -41,7 +41,19 @@ class ScriptWorld(HorovodCollectives):
 
     def allgather_array(self, values: NDArray[Any]) -> NDArray[Any]:
         """Gathers an array of one shape and dtype from every rank: shape (world_size, *shape). COLLECTIVE."""
-        return np.stack(self.allgather_object(values))
+        own = torch.from_numpy(np.ascontiguousarray(values).reshape(1, -1).view(np.uint8).copy())
+        with self._waiting("gathering"):
+            gathered = self._hvd.allgather(own, name=_PREFIX + "array")
+        return np.asarray(gathered.numpy().view(values.dtype).reshape(-1, *values.shape))
+
+    def allreduce_or_(self, bits: NDArray[np.uint8]) -> None:
+        """Replaces bytes by their bitwise OR over ranks, in place. COLLECTIVE."""
+        # Horovod knows no OR, but sums of int64: each bit becomes a count in a lane of its own, which no carry leaves.
+        lane = np.uint8 if self.world_size < 1 << 8 else np.uint16 if self.world_size < 1 << 16 else np.uint32
+        counts = np.unpackbits(bits).astype(lane)
+        with self._waiting("row marks"):
+            total = self._hvd.allreduce(torch.from_numpy(counts.view(np.int64)), name=_PREFIX + "or", op=self._hvd.Sum)
+        bits[:] = np.packbits(total.numpy().view(lane) > 0)
 
     def split(self, color: int) -> Group:
         """Is refused: the script has initialized Horovod, without process sets that can be added."""

@@ -2,7 +2,8 @@
 
 Rank 0 holds the store; a C++ thread serves it while that rank computes, so a claim costs one short round trip
 and no rank has to be inside MPI for it. A TCPStore client serialises its calls, so each rank opens one
-connection for claims (any thread may use it), one for rendezvous and one for heartbeats.
+connection for claims (any thread may use it), one for rendezvous and one for heartbeats. Where many ranks meet, they do so in
+stores of hosts and districts first (:mod:`hvd_adaptive.comm.host_store`), and the last one there goes on to rank 0's.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import contextlib
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistError, DistStoreError, TCPStore  # type: ignore[attr-defined,unused-ignore]
 
+from hvd_adaptive.comm.host_store import Hall, HostStore, district, has_host_stores, sealed_compare_set
 from hvd_adaptive.comm.in_process_store import InProcessStore
 from hvd_adaptive.comm.seal import Seal
 from hvd_adaptive.comm.store_address import PROBE_S, Offer, find_server, serve
@@ -35,6 +37,10 @@ class SideChannel:
         world_size: number of ranks, >= 1. A single rank needs no server: its counters are in this process.
         gather: gathers a small object from every rank, in rank order, on a way that strangers cannot reach. COLLECTIVE.
         same_host: all ranks are on one host; the store then listens on the loopback interface only.
+        hosts: by rank; many ranks meet in stores of hosts and districts first. None: they do not.
+
+    Attributes:
+        host: the store that the ranks of this host share; None where they do not.
         stall_limit_s: how long `close` and the first meeting of the ranks wait before they raise, in
             seconds.
 
@@ -51,6 +57,7 @@ class SideChannel:
         gather: Callable[[Any], list[Any]],
         same_host: bool,
         stall_limit_s: float,
+        hosts: Sequence[str] | None = None,
     ) -> None:
         if not 0 <= rank < world_size < 1 << _COUNT_BITS:
             raise ValueError(
@@ -63,6 +70,9 @@ class SideChannel:
         self._stall_limit_s = stall_limit_s
         self._num_arrivals = 0
         self._closed = False
+        self.host: HostStore | None = None
+        # From the smallest to the largest, where a rank meets others before it comes to rank 0's store.
+        self._halls: list[Hall] = []
         self._alone = InProcessStore() if world_size == 1 else None
         if self._alone is not None:
             return
@@ -84,6 +94,12 @@ class SideChannel:
         self._claims = self.connect()
         self._arrivals = self.connect()
         self._meet_first()
+        shared: dict[str, Any] = {"rank": rank, "gather": gather, "seal": self.seal, "timeout": _FOREVER}
+        if hosts is not None and has_host_stores(hosts):
+            self.host = HostStore(hosts=hosts, **shared)
+            self._halls.append(self.host)
+        if hosts is not None and (ranks := district(rank, hosts)) is not None:
+            self._halls.append(Hall(ranks=ranks, same_host=same_host, **shared))
 
     def connect(self) -> TCPStore:
         """Opens another connection to the store; calls on one connection wait for each other.
@@ -137,9 +153,7 @@ class SideChannel:
         if self._alone is not None:
             return self._alone.compare_set(key, expected, desired)
         with self._translated():
-            name = f"user/{key}"
-            sealed = [self.seal.close(name, text.encode()).decode() if text else "" for text in (expected, desired)]
-            return self.seal.open(name, bytes(self._claims.compare_set(name, *sealed))).decode()
+            return sealed_compare_set(self._claims, self.seal, f"user/{key}", expected, desired)
 
     def delete(self, key: str) -> None:
         """Forgets a counter or value; a key that is not there is no error. Any thread.
@@ -148,7 +162,7 @@ class SideChannel:
             RuntimeError: rank 0 is gone.
         """
         if self._alone is not None:
-            self._alone.delete(key)
+            self._alone.forget(key)
             return
         with self._translated():
             self._claims.delete_key(f"user/{key}")
@@ -192,6 +206,8 @@ class SideChannel:
         self._closed = True
         if self._alone is not None:
             return
+        for hall in self._halls:
+            hall.close(self._stall_limit_s)
         # A peer whose rank 0 is gone has nothing left to say goodbye to.
         with contextlib.suppress(DistError):
             last = self._arrivals.add("closed", 1) == self.world_size
@@ -223,19 +239,38 @@ class SideChannel:
     def _meet(self, number: int, name: str, limit: timedelta) -> bytes:
         # The counter's low bits count ranks, the high ones add up a checksum of the names: equal names give N
         # times it.
-        store, key, checksum = self._arrivals, f"arrive/{number}", zlib.crc32(name.encode()) & 0x3FFFFF
-        total = store.add(key, 1 + (checksum << _COUNT_BITS))
+        key, checksum = f"arrive/{number}", zlib.crc32(name.encode()) & 0x3FFFFF
+        go, before = key + "/go", [f"arrive/{number - 1}", f"arrive/{number - 1}/go"]
+        own, last_of = 1 + (checksum << _COUNT_BITS), []
+        for hall in self._halls:
+            # The last rank in a hall counts for all of them in the next one.
+            own = hall.count_in(key, own)
+            if own % (1 << _COUNT_BITS) < len(hall.ranks):
+                verdict = hall.hear(go)
+                break
+            last_of.append(hall)
+        else:
+            verdict = self._meet_all(key, own, checksum, limit, forget=before)
+        for hall in reversed(last_of):
+            hall.tell(go, verdict, forget=before)
+        return verdict
+
+    def _meet_all(self, key: str, own: int, checksum: int, limit: timedelta, *, forget: Sequence[str]) -> bytes:
+        """Meets the other ranks in rank 0's store."""
+        store, go = self._arrivals, key + "/go"
+        total = store.add(key, own)
         if total % (1 << _COUNT_BITS) < self.world_size:
             if limit is not _FOREVER:
-                store.wait([key + "/go"], limit)
+                store.wait([go], limit)
             # Waits as long as the connection may; a wait before it would be another message from every rank at once.
-            return self.seal.open(key + "/go", bytes(store.get(key + "/go")))
-        verdict = "together" if total >> _COUNT_BITS == checksum * self.world_size else "apart"
-        store.set(key + "/go", self.seal.close(key + "/go", verdict.encode()))  # type: ignore[arg-type]
-        # Every rank is here, so none still reads the previous rendezvous.
-        store.delete_key(f"arrive/{number - 1}")
-        store.delete_key(f"arrive/{number - 1}/go")
-        return verdict.encode()
+            verdict = self.seal.open(go, bytes(store.get(go)))
+        else:
+            verdict = b"together" if total >> _COUNT_BITS == checksum * self.world_size else b"apart"
+            store.set(go, self.seal.close(go, verdict))  # type: ignore[arg-type]
+            # Every rank is here, so none still reads the previous rendezvous.
+            for old in forget:
+                store.delete_key(old)
+        return verdict
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:

@@ -75,7 +75,7 @@ def serve(*, same_host: bool, world_size: int) -> tuple[TCPStore, Offer]:
     return store, Offer(addresses, port, token, new_secret())
 
 
-def find_server(offer: Offer, rank: int) -> str:
+def find_server(offer: Offer, rank: int, *, server: str = "rank 0's side channel") -> str:
     """Returns the first of the offered addresses at which rank 0's store answers with its token.
 
     An address may lead elsewhere: container bridges have the same address on every host.
@@ -83,6 +83,7 @@ def find_server(offer: Offer, rank: int) -> str:
     Args:
         offer: what rank 0 broadcast.
         rank: this rank, for the message.
+        server: what is looked for, for the message.
 
     Raises:
         RuntimeError: none answers.
@@ -103,7 +104,7 @@ def find_server(offer: Offer, rank: int) -> str:
             except (OSError, DistError) as error:
                 failures.append(f"{address}: {error}")
     raise RuntimeError(
-        f"rank {rank} on {socket.gethostname()} cannot reach rank 0's side channel at port {offer.port} "
+        f"rank {rank} on {socket.gethostname()} cannot reach {server} at port {offer.port} "
         f"({'; '.join(failures)}): the hosts must accept TCP connections from each other on all ports; ask "
         "for a firewall rule between the job's hosts, or fix rank 0's host name"
     )

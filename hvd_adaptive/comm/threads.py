@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvd_adaptive.comm.in_process_store import InProcessStore
 from hvd_adaptive.comm.job_end import end_job
+from hvd_adaptive.comm.protocols import HostStore
 
 
 def joined(parts: Sequence[Tensor], receive_bytes: Sequence[int] | None, name: str) -> Tensor:
@@ -28,10 +30,17 @@ def joined(parts: Sequence[Tensor], receive_bytes: Sequence[int] | None, name: s
 
 
 class LocalWorld:
-    """The state that the ranks of one process share; ranks follow each other on pretended hosts."""
+    """The state that the ranks of one process share; ranks follow each other on pretended hosts.
 
-    def __init__(self, world_size: int = 1, *, num_hosts: int = 1) -> None:
+    Args:
+        world_size: number of ranks.
+        num_hosts: pretended hosts.
+        host_stores: whether these have stores of their own.
+    """
+
+    def __init__(self, world_size: int = 1, *, num_hosts: int = 1, host_stores: bool = False) -> None:
         self.world_size = world_size
+        self.host_stores = host_stores
         self.num_hosts = num_hosts
         self.barrier = threading.Barrier(world_size)
         self.lock = threading.Lock()
@@ -39,6 +48,7 @@ class LocalWorld:
         self.values: dict[str, str] = {}
         self.slots: list[Any] = [None] * world_size
         self.groups: dict[tuple[int, ...], LocalWorld] = {}
+        self.host_states: dict[int, InProcessStore] = {}
 
     def run(self, function: Callable[[LocalTransport], Any], timeout_s: float = 120.0) -> list[Any]:
         """Runs ``function`` on one thread a rank; returns the results in rank order.
@@ -71,6 +81,18 @@ class LocalWorld:
         return results
 
 
+class _HostStore(InProcessStore):
+    """A pretended host's store; see :class:`hvd_adaptive.comm.protocols.HostStore`."""
+
+    def __init__(self, world: LocalWorld, ranks: list[int], num_hosts: int) -> None:
+        super().__init__()
+        self.ranks: Sequence[int] = ranks
+        self.num_hosts = num_hosts
+        with world.lock:
+            shared = world.host_states.setdefault(ranks[0], self)
+        self._lock, self._counters, self._values = shared._lock, shared._counters, shared._values
+
+
 class _Done:
     """A collective that is over when it is started; see :class:`hvd_adaptive.comm.protocols.Pending`."""
 
@@ -99,6 +121,10 @@ class LocalTransport:
         self.local_rank = hosts[:rank].count(hosts[rank])
         self.local_size = hosts.count(hosts[rank])
         self.groups = True
+        mine = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+        self.host_store: HostStore | None = None
+        if self._world.host_stores:
+            self.host_store = _HostStore(self._world, mine, num_hosts)
         self.last_words: Callable[[], str] = lambda: ""
         self.host = socket.gethostname() if num_hosts == 1 else f"host{hosts[rank]}"
 
@@ -117,6 +143,9 @@ class LocalTransport:
 
     def allgather_array(self, values: NDArray[Any]) -> NDArray[Any]:
         return np.stack(self.allgather_object(values.copy()))
+
+    def allreduce_or_(self, bits: NDArray[np.uint8]) -> None:
+        bits[:] = np.bitwise_or.reduce(self.allgather_object(bits.copy()))
 
     def allreduce_sum_(self, tensor: Tensor, name: str) -> None:
         if self.world_size == 1:

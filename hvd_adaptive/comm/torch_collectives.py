@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hvd_adaptive.comm.size_check import MismatchError, balance, check_sizes, fingerprint, is_balanced
+
 Result = TypeVar("Result")
 _NAME_BYTES = 64  # of a collective's name that are compared, its last ones
 
@@ -79,9 +81,10 @@ class TorchCollectives:
         sent, expected = list(send_bytes), list(receive_bytes)
 
         def run() -> Tensor:
-            table = self._gather_numbers(f"alltoall of {name}", [*sent, *expected])
-            sizes, wanted = table[:, : self.world_size], table[:, self.world_size :]
-            _check_sizes(name, sizes.T, wanted, self.rank)
+            balances = self._gather_numbers(f"alltoall of {name}", balance(self.rank, sent=sent, expected=expected))[:, 0]
+            if not is_balanced(balances):
+                table = self._gather([*sent, *expected])
+                check_sizes(name, table[:, : self.world_size].T, table[:, self.world_size :], self.rank)
             source = self._to_wire(tensor)
             received = source.new_empty(sum(expected))
             dist.all_to_all_single(received, source, expected, sent, group=self._group)
@@ -93,9 +96,12 @@ class TorchCollectives:
         expected = [-1] * self.world_size if receive_bytes is None else list(receive_bytes)
 
         def run() -> Tensor:
-            table = self._gather_numbers(f"allgather of {name}", [tensor.numel(), *expected])
-            sizes, wanted = table[:, 0].expand(self.world_size, -1), table[:, 1:]
-            _check_sizes(name, sizes, wanted, self.rank)
+            table = self._gather_numbers(
+                f"allgather of {name}", tensor.numel(), int(receive_bytes is not None), fingerprint(expected)
+            )
+            sizes, knows, wanted = table.T
+            if (wanted[knows > 0] != fingerprint(sizes.tolist())).any():
+                check_sizes(name, sizes.expand(self.world_size, -1), self._gather(expected), self.rank)
             most = int(sizes.max())
             if not most:
                 return tensor.new_empty(0)
@@ -105,13 +111,16 @@ class TorchCollectives:
             padded[: wire.numel()] = wire
             gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
             dist.all_gather(gathered, padded, group=self._group)
-            parts = [part[:size] for part, size in zip(gathered, sizes[0].tolist(), strict=True)]
+            parts = [part[:size] for part, size in zip(gathered, sizes.tolist(), strict=True)]
             return torch.cat(parts).to(tensor.device)
 
         return self._start(f"allgather of {name}", tensor, run)
 
     def allreduce_max_(self, tensor: Tensor, name: str) -> None:
         self._reduce(f"allreduce of {name}", tensor, dist.ReduceOp.MAX).wait()
+
+    def allreduce_or_(self, bits: Tensor) -> None:
+        self._reduce("OR of bits", bits, dist.ReduceOp.BOR).wait()
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -150,9 +159,9 @@ class TorchCollectives:
 
     def _reduce(self, what: str, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> _Pending:
         def run() -> Tensor:
-            sizes = self._gather_numbers(what, [tensor.numel()])[:, 0]
+            sizes = self._gather_numbers(what, tensor.numel())[:, 0]
             if (sizes != sizes[0]).any():
-                raise _MismatchError(f"{what}: the ranks' tensors have {sizes.tolist()} elements, and must have equally many")
+                raise MismatchError(f"{what}: the ranks' tensors have {sizes.tolist()} elements, and must have equally many")
             wire = self._to_wire(tensor)
             dist.all_reduce(wire, operation, group=self._group)
             return tensor if wire is tensor else tensor.copy_(wire)
@@ -165,30 +174,32 @@ class TorchCollectives:
         dist.broadcast(wire, dist.get_global_rank(self._group, 0), group=self._group)
         return tensor.copy_(wire.view(tensor.dtype).reshape(tensor.shape))
 
-    def _gather_numbers(self, what: str, numbers: Sequence[int]) -> Tensor:
-        """Every rank's numbers, equally many, shape (world_size, len(numbers)). COLLECTIVE.
+    def _gather_numbers(self, what: str, *numbers: int) -> Tensor:
+        """Every rank's numbers, shape (world_size, 3), with zeros where there are fewer. COLLECTIVE.
 
         Args:
             what: the collective that they belong to, the same on every rank.
-            numbers: this rank's, int64; at most 2 * world_size.
+            numbers: this rank's, int64; at most three.
 
         Raises:
-            _MismatchError: on every rank, if they have come to different collectives.
+            MismatchError: on every rank, if they have come to different collectives.
         """
-        name = np.frombuffer(what.encode()[-_NAME_BYTES:].ljust(_NAME_BYTES), dtype=np.int64)
-        own = torch.zeros(len(name) + 2 * self.world_size, dtype=torch.int64)
-        own[: len(name)] = torch.from_numpy(name.copy())
-        own[len(name) : len(name) + len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
-        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(gathered, own, group=self._group)
-        table = torch.stack(gathered)
+        name = np.frombuffer(what.encode()[-_NAME_BYTES:].ljust(_NAME_BYTES), dtype=np.int64).tolist()
+        table = self._gather([*name, *numbers, *[0] * (3 - len(numbers))])
         names = [bytes(row.numpy()).decode(errors="replace").strip() for row in table[:, : len(name)]]
         if len(set(names)) > 1:
-            raise _MismatchError(
+            raise MismatchError(
                 f"the ranks must start collectives in one order, but came to {dict(enumerate(names))}: with backend 'torch' use "
                 "sessions and exchanges in the same order on every rank, or take Horovod, which tells them apart by name"
             )
-        return table[:, len(name) : len(name) + len(numbers)]
+        return table[:, len(name) :]
+
+    def _gather(self, numbers: Sequence[int]) -> Tensor:
+        """Every rank's numbers, equally many, shape (world_size, len(numbers)). COLLECTIVE."""
+        own = torch.tensor(numbers, dtype=torch.int64)
+        table = torch.empty(self.world_size, len(numbers), dtype=torch.int64)
+        dist.all_gather(list(table), own, group=self._group)
+        return table
 
     def _to_wire(self, tensor: Tensor) -> Tensor:
         return tensor.cpu() if tensor.is_cuda and not self.on_gpus else tensor
@@ -197,29 +208,7 @@ class TorchCollectives:
 def _translated(action: Callable[[], Result]) -> Result:
     try:
         return action()
-    except _MismatchError:
+    except MismatchError:
         raise
     except RuntimeError as error:
         raise BrokenWorldError(str(error)) from None
-
-
-class _MismatchError(RuntimeError):
-    pass
-
-
-def _check_sizes(name: str, sent: Tensor, expected: Tensor, rank: int) -> None:
-    """Raises on every rank if the parts for any rank are not of the sizes that it expects.
-
-    Args:
-        name: of the collective.
-        sent: bytes to each rank from each, shape (world_size, world_size).
-        expected: bytes that each rank expects from each; -1: not known.
-        rank: this rank.
-    """
-    wrong = ((sent != expected) & (expected >= 0)).any(1)
-    if wrong.any():
-        receiver = rank if wrong[rank] else int(wrong.int().argmax())
-        where = "" if receiver == rank else f" on rank {receiver}"
-        raise _MismatchError(
-            f"{name}: the ranks sent {sent[receiver].tolist()} bytes, but {expected[receiver].tolist()} were expected{where}"
-        )

@@ -173,6 +173,9 @@ class TorchTransport(WatchedWorld):
         received = self._world.allgather_bytes_async(own, receive_bytes=[own.numel()] * self.world_size, name="array").wait()
         return received.numpy().view(values.dtype).reshape(self.world_size, *values.shape)
 
+    def allreduce_or_(self, bits: NDArray[np.uint8]) -> None:
+        self._world.allreduce_or_(torch.from_numpy(bits))
+
     def allgather_object(self, value: Any) -> list[Any]:
         return self._world.call("agreement", lambda: self._gather(value))
 

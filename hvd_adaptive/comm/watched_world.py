@@ -9,6 +9,7 @@ from typing import Any
 
 from hvd_adaptive.comm.heartbeat import Heartbeat
 from hvd_adaptive.comm.job_end import end_job
+from hvd_adaptive.comm.protocols import HostStore
 from hvd_adaptive.comm.side_channel import SideChannel
 
 _FAULT_CODE = 14
@@ -25,6 +26,9 @@ class WatchedWorld:
         gather: gathers a small object from every rank, in rank order, as :class:`SideChannel` needs it.
         end: ends the whole job with an exit code; called from any thread.
         stall_limit_s: seconds after which a dead, frozen or stuck rank ends the job.
+
+    Attributes:
+        host_store: what the ranks of this host share; None where rank 0's store has time for all.
 
     Raises:
         RuntimeError: the ranks cannot reach rank 0's store.
@@ -52,7 +56,9 @@ class WatchedWorld:
             gather=gather,
             same_host=len(set(hosts)) == 1,
             stall_limit_s=stall_limit_s,
+            hosts=hosts,
         )
+        self.host_store: HostStore | None = self.side.host
         self.heartbeat = Heartbeat(
             self.side,
             rank=rank,

@@ -62,7 +62,7 @@ def page(document: dict[str, Any], *, symbols: bool) -> str:
                 break_long_words=False,
                 break_on_hyphens=False,
             )
-    return "\n".join([*lines, "", _verdict(document["problems"], document["warnings"])])
+    return "\n".join([*lines, "", document.get("verdict") or _verdict(document["problems"], document["warnings"])])
 
 
 def _verdict(problems: int, warnings: int) -> str:

@@ -80,7 +80,7 @@ def supervise(arguments: dict[str, Any], *, limit_s: float, on_stage: Callable[[
             errors.seek(0)
             outcome.text = errors.read().decode(errors="replace").strip()[-_TAIL_CHARACTERS:]
             if outcome.kind == "crash" and child is not None:
-                outcome.text = f"{_how_it_ended(child.returncode)}\n{outcome.text}".strip()
+                outcome.text = f"{how_it_ended(child.returncode)}\n{outcome.text}".strip()
     return outcome
 
 
@@ -136,7 +136,8 @@ def ending_signals() -> Iterator[None]:
         yield
 
 
-def _how_it_ended(code: int | None) -> str:
+def how_it_ended(code: int | None) -> str:
+    """Returns a process's exit code, or the signal that ended it, as text."""
     if code is None or code >= 0:
         return f"exit code {code}"
     return f"ended by {signal.Signals(-code).name}"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.compress.policy import TensorInfo
+from hvd_adaptive.engine import host_state
 from hvd_adaptive.engine.row_merge import RowRange
 from hvd_adaptive.engine.touched_rows import TouchedRows
 
@@ -21,8 +22,8 @@ class FlatGroup:
     Attributes:
         name: names the exchange, the same on every rank.
         tensors: the model's own tensors, in the model's order, each once.
-        weights: the flat global model, fp64 for fp64 tensors, else fp32, shape (num_elements,).
-        delta: same shape and dtype.
+        weights: the flat global model, fp64 for fp64 tensors, else fp32, shape (num_elements,); on the device, or in host memory.
+        delta: same shape and dtype, on the device.
         row_ranges: the sparse parameters among ``tensors``, by position there.
         infos: names and shapes of parameters.
         positions: of parameters, where each tensor stands among the model's trainable ones.
@@ -49,19 +50,24 @@ class FlatGroup:
         return [part.view(t.shape) for part, t in zip(flat.split(sizes), self.tensors, strict=True)]
 
 
-def make_groups(kind: str, tensors: list[Tensor], touched: Mapping[int, TouchedRows] | None = None) -> list[FlatGroup]:
+def make_groups(
+    kind: str, tensors: list[Tensor], touched: Mapping[int, TouchedRows] | None = None, *, on_host: bool = False
+) -> list[FlatGroup]:
     """Returns the tensors as groups, one a dtype of their global values.
 
     Args:
         kind: the first part of the groups' names.
         tensors: detached, each once.
         touched: the sparse parameters whose touched rows are known, by ``id`` of the tensor.
+        on_host: the global model is to be in host memory, also where the tensors are on a GPU; nothing is touched then.
     """
     groups = []
     for dtype, members in by_dtype(tensors).items():
         flat = torch.cat([t.reshape(-1).to(dtype) for t in members])
         name = f"{kind}.{str(dtype).removeprefix('torch.')}"
-        group = FlatGroup(name=name, tensors=members, weights=flat, delta=torch.zeros_like(flat))
+        weights = host_state.to_host(flat) if on_host else flat
+        delta = torch.zeros_like(flat) if weights is flat else flat.zero_()
+        group = FlatGroup(name=name, tensors=members, weights=weights, delta=delta)
         start = 0
         for index, tensor in enumerate(members):
             if touched and id(tensor) in touched:
@@ -90,7 +96,9 @@ def fill_deltas(groups: list[FlatGroup], *, verify: bool = False) -> bool:
         for index, (tensor, weights, delta) in enumerate(
             zip(group.tensors, group.slices(group.weights), group.slices(group.delta), strict=True)
         ):
-            if index in group.row_ranges:
+            if weights.device != delta.device:
+                host_state.fill_delta_(tensor, weights, delta)
+            elif index in group.row_ranges:
                 finite &= group.row_ranges[index].compute_delta_(verify=verify)
             else:
                 # Half-precision parameters hold the rounded global model: that is what they started from.
@@ -102,8 +110,12 @@ def fill_deltas(groups: list[FlatGroup], *, verify: bool = False) -> bool:
 def load_(group: FlatGroup, indices: Iterable[int]) -> None:
     """Loads the global model into some of a group's tensors."""
     slices = group.slices(group.weights)
+    on_host = group.weights.device != group.delta.device
     for index in indices:
-        group.tensors[index].copy_(slices[index])
+        if on_host:
+            host_state.load_(group.tensors[index], slices[index])
+        else:
+            group.tensors[index].copy_(slices[index])
 
 
 def scale_(group: FlatGroup, factor: float) -> None:

@@ -1,7 +1,7 @@
 """The global model as flat vectors, and the way of a rank's model to its delta and back.
 
 Memory beyond the model: two copies of its trainable parameters and float buffers, the global model and the delta. The
-outer step's velocity is a third, where it is on.
+outer step's velocity is a third, where it is on. With ``outer_state="host"`` only the delta is on the GPU.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ class FlatModel:
         model: any module; floating-point parameters on one device.
         transport: the world.
         touched: the sparse parameters whose touched rows are known, by ``id`` of the parameter.
+        on_host: the global parameters are in host memory, and come to the model's device piece by piece.
 
     Attributes:
         device: where the model is.
+        state_device: where the global parameters are.
         compressed: sums the parameters' deltas in encoded form, where it is set.
         rule: weighs rows or coordinates, where it is set.
 
@@ -59,7 +61,12 @@ class FlatModel:
     """
 
     def __init__(
-        self, model: nn.Module, transport: Collectives, touched: Mapping[int, TouchedRows] | None = None
+        self,
+        model: nn.Module,
+        transport: Collectives,
+        touched: Mapping[int, TouchedRows] | None = None,
+        *,
+        on_host: bool = False,
     ) -> None:
         self._model = model
         self._transport = transport
@@ -84,7 +91,8 @@ class FlatModel:
             for p, t in zip((p for p in parameters if p.requires_grad), trainable, strict=True)
             if touched and id(p) in touched
         }
-        self.parameter_groups = make_groups("parameters", trainable, marks)
+        self.parameter_groups = make_groups("parameters", trainable, marks, on_host=on_host)
+        self.state_device = torch.device("cpu") if on_host else self.device
         named = [name for name, p in model.named_parameters() if p.requires_grad]
         names = {id(t): name for name, t in zip(named, trainable, strict=True)}
         places = {id(t): place for place, t in enumerate(trainable)}

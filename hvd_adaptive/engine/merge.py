@@ -93,7 +93,8 @@ class Merge:
         config = self.config = optimizer_state.with_defaults(config, optimizer, parameters)
         self._optimizer = optimizer
         self._transport = transport
-        flat = self.flat_model = FlatModel(model, transport, mark_rows(model, optimizer, config, transport))
+        touched, on_host = mark_rows(model, optimizer, config, transport), config.outer_state == "host"
+        flat = self.flat_model = FlatModel(model, transport, touched, on_host=on_host)
         self.rows = RowMerge.of(flat.row_ranges, transport, config, payload_bytes=flat.payload_bytes) if flat.row_ranges else None
         sparse = {id(p) for module in modules for p in sparse_parameters(module).values()}
         by_rows = [place for place, p in enumerate(parameters) if id(p) in sparse]
@@ -193,7 +194,7 @@ class Merge:
     def load_shared(self, shared: dict[str, Any]) -> None:
         """Takes over a global model and the outer step's velocity."""
         self.flat_model.load_state_dict(shared["model"])
-        self.outer.load_state_dict(shared["outer"], device=self.flat_model.device)
+        self.outer.load_state_dict(shared["outer"], device=self.flat_model.state_device)
 
     def load_own(self, shared: dict[str, Any], own: dict[str, Any], *, same_ranks: bool) -> None:
         """Takes over a rank's own state, after the shared one.

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.engine.merge import MergeStats
 from hvd_adaptive.engine.replay import RoundClaims
@@ -130,7 +132,7 @@ class RoundRecord:
     def to_json(self) -> dict[str, Any]:
         """Returns the record for rounds.jsonl: plain numbers, and one list over ranks a statistic."""
         ranks: dict[str, Any] = {
-            {"num_samples": "samples"}.get(name, name): values.round(6).tolist()
+            {"num_samples": "samples"}.get(name, name): _numbers(values)
             for name, values in self.stats.items()
             if name not in _NOT_RECORDED
         }
@@ -148,3 +150,10 @@ class RoundRecord:
             "stragglers": self.stragglers,
             "ranks": ranks,
         }
+
+
+def _numbers(values: Array) -> list[float]:
+    """Returns rounded numbers for JSON; whole ones as such, as thousands of those take a third of the time to write."""
+    rounded = values.round(6)
+    whole = bool(np.isfinite(rounded).all()) and bool((np.rint(rounded) == rounded).all()) and float(abs(rounded).max()) < 2**53
+    return rounded.astype(np.int64).tolist() if whole else rounded.tolist()

@@ -118,7 +118,7 @@ def measure_speeds(
     seed: int,
     transport: Transport,
 ) -> Speeds:
-    """Measures every rank in turn while the others sleep; the median of five. COLLECTIVE.
+    """Measures the ranks of each host in turn while its others sleep; the median of five. COLLECTIVE.
 
     Trains real batches and then puts model and optimizer back as they were; needs one copy of the model for that long.
 

@@ -100,6 +100,8 @@ def mark_rows(model: nn.Module, optimizer: Optimizer, config: Config, transport:
     """
     if config.overlap_merge or config.compression != "none" or config.sparse_merge == "never" or config.logical_ranks is not None:
         return {}
+    if config.outer_state == "host":
+        return {}
     touched, refused = {}, []
     for name, parameter in sparse_parameters(model).items():
         if (reason := why_dense(optimizer, parameter)) is None:

@@ -227,7 +227,8 @@ class GradientExchange:
             for name, slot in by_name.items()
             if slot.parameter.grad is not None and slot.parameter.grad.is_sparse
         }
-        found = self._transport.allgather_object((self._order, self._sparse | sparse))
+        order = self._order if self._transport.rank == 0 else []
+        found = self._transport.allgather_object((order, self._sparse | sparse))
         for _, other in found:
             self._sparse |= other
         # What has no gradient comes last, in backward's order.

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hvd_adaptive.comm.protocols import Collectives, agree
+from hvd_adaptive.comm.protocols import Collectives, agree, gather_digests
 from hvd_adaptive.engine.flat_model import model_hash
 
 
@@ -34,7 +34,7 @@ def check_same_model(model: nn.Module, transport: Collectives, *, buffers: bool,
         AgreedError: on all ranks, if a model differs.
     """
     own = model_hash(model, buffers=buffers)
-    hashes = transport.allgather_object(own)
+    hashes = gather_digests(transport, own.encode())
     if len(set(hashes)) > 1:
         odd = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
         agree(

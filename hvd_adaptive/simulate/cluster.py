@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +14,17 @@ from hvd_adaptive.simulate.links import Links
 from hvd_adaptive.simulate.scenario_options import ClusterConfig
 from hvd_adaptive.simulate.units import parse_factors, parse_rate, parse_seconds
 
-# Operations on the store's one thread: a claim reads the cursor and moves it; once the last rank is there, each is told and
-# asks whether all meet at the same place.
-_CLAIM_OPERATIONS, _MEETING_OPERATIONS = 2, 2
+# Operations on a store's one thread: a claim reads the cursor and moves it; at a meeting each rank is counted, is told, and asks
+# whether all meet at the same place.
+_CLAIM_OPERATIONS, _MEETING_OPERATIONS = 2, 3
 # Round trips to the store that a claim takes.
 _CLAIM_TRIPS = 2
 # A rank's statistics of a round.
-_STATS_BYTES = 8 * 23
+_STATS_BYTES = 8 * 28
+# From so many ranks on, those of a host meet and claim together, and districts of more hosts meet, as
+# hvd_adaptive.comm.host_store has it.
+_HOST_STORES_FROM = 65
+_MOST_HOSTS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +95,22 @@ class Cluster:
         return batch_size / (self.fixed_s + self.per_sample_s * batch_size)
 
     @property
+    def has_host_stores(self) -> bool:
+        """Whether the ranks of a host meet and claim together."""
+        return self.world_size >= _HOST_STORES_FROM and 1 < self.links.num_hosts <= self.world_size // 2
+
+    @property
+    def num_districts(self) -> int:
+        """Districts of hosts, whose ranks meet before they meet all others; 0: hosts are few enough without."""
+        num_hosts = self.links.num_hosts
+        return 0 if num_hosts <= _MOST_HOSTS else math.ceil(num_hosts / math.ceil(math.sqrt(num_hosts)))
+
+    @property
+    def host_claim_trip_s(self) -> float:
+        """Seconds of a claim on its way to its own host's store and, as many again, on its way back."""
+        return _CLAIM_TRIPS * self.links.host_latency_s
+
+    @property
     def claim_trip_s(self) -> float:
         """Seconds of a claim on its way to the store and, as many again, on its way back, the store's own apart."""
         if self.measured is not None:
@@ -118,8 +139,19 @@ class Cluster:
     def _described_control_s(self, world_size: int) -> float:
         if world_size == 1:
             return 0.0
-        links = dataclasses.replace(self.links, world_size=world_size)
-        meeting_s = _MEETING_OPERATIONS * (world_size * self.store_operation_s + 2 * links.farthest_latency_s)
+        described = dataclasses.replace(self, links=dataclasses.replace(self.links, world_size=world_size))
+        links, num_there, meeting_s = described.links, world_size, 0.0
+
+        def meet_s(count: float, latency_s: float) -> float:
+            return _MEETING_OPERATIONS * (count * self.store_operation_s + 2 * latency_s)
+
+        if described.has_host_stores:
+            num_there = links.num_hosts
+            meeting_s += meet_s(links.ranks_per_host, links.host_latency_s)
+        if described.num_districts:
+            meeting_s += meet_s(num_there / described.num_districts, links.latency_s)
+            num_there = described.num_districts
+        meeting_s += meet_s(num_there, links.farthest_latency_s)
         return meeting_s + 2 * links.allgather_s(_STATS_BYTES)
 
     def exchange_s(self, num_bytes: float, codec: ValueCodec | None, reducer: str) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hvd_adaptive.algorithm.ledger import ClaimRule
@@ -27,6 +29,55 @@ class Cursor:
     trip_s: float = 0.0
     service_s: float = 0.0
     free_s: float = 0.0
+
+    def take(self, now: float, size: Callable[[int], int]) -> tuple[float, int]:
+        """Serves a claim that arrives now.
+
+        Returns:
+            The second at which it is answered, its way back apart, and the work; 0 where nothing is left.
+        """
+        served = self.free_s = (now if now > self.free_s else self.free_s) + self.service_s
+        remaining = self.stop - self.position
+        taken = size(remaining) if remaining else 0
+        self.position += taken
+        return served, taken
+
+
+@dataclass(kw_only=True)
+class Pool(Cursor):
+    """What ranks take from the cursor at once, and hand out among themselves; a real run's is
+    :class:`hvd_adaptive.engine.claim_pool.PooledCursor`.
+
+    Attributes:
+        cursor: all ranks'.
+        rule: of the pool's ranks together.
+        num_ahead: batches for each of them at once, far from the end.
+        left: work that others still leave to these ranks, beside the pool's own, by :meth:`ClaimRule.left_beside`.
+    """
+
+    cursor: Cursor
+    rule: ClaimRule
+    num_ahead: int
+    position: int = 0
+    stop: int = 0
+    left: int = 0
+
+    def take(self, now: float, size: Callable[[int], int]) -> tuple[float, int]:
+        """Serves a claim, for which the pool may have to be filled; whoever comes meanwhile waits."""
+        served = self.free_s = (now if now > self.free_s else self.free_s) + self.service_s
+        if self.position == self.stop:
+            trip_s, together = self.cursor.trip_s, functools.partial(self.rule.size_together, num_ahead=self.num_ahead)
+            answered, taken = self.cursor.take(served + trip_s, together)
+            served = self.free_s = answered + trip_s
+            if not taken:
+                return served, 0
+            left = self.cursor.stop - self.cursor.position
+            self.position, self.stop, self.left = 0, taken, self.rule.left_beside(left, taken)
+        held = self.stop - self.position
+        wanted = min(size(self.left + math.ceil(held / self.rule.speed_share)), held)
+        wanted = held if held - wanted < self.rule.least else wanted
+        self.position += wanted
+        return served, wanted
 
 
 @dataclass
@@ -72,8 +123,7 @@ def play_claims(
     while events:
         now, rank = events[0]
         cursor = cursors[rank]
-        served = (now if now > cursor.free_s else cursor.free_s) + cursor.service_s
-        cursor.free_s = served
+        served, size = cursor.take(now, functools.partial(rules[rank].size, pending=pending[rank]))
         begin = served + cursor.trip_s
         if not made[rank]:
             begin += first_batch_s
@@ -81,14 +131,11 @@ def play_claims(
             claim_s[rank] += begin - end_s[rank]
         else:
             begin = end_s[rank]
-        remaining = cursor.stop - cursor.position
-        if not remaining:
+        if not size:
             end_s[rank] = begin
             steps.leave(rank)
             heapq.heappop(events)
             continue
-        size = rules[rank].size(remaining, pending=pending[rank])
-        cursor.position += size
         seconds = steps.one(rank, size)
         busy_s[rank] += seconds
         samples[rank] += size

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from hvd_adaptive.algorithm.batch_sizes import speed_shares
-from hvd_adaptive.algorithm.ledger import ClaimRule, own_parts, steps_ahead
+from hvd_adaptive.algorithm.ledger import ClaimRule, batches_ahead, own_parts, steps_ahead
 from hvd_adaptive.algorithm.round_control import RoundControl, round_weights
 from hvd_adaptive.algorithm.share_control import ShareControl
 from hvd_adaptive.algorithm.shares import global_batches
@@ -20,7 +21,7 @@ from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.config import Config
 from hvd_adaptive.simulate.cluster import Cluster
 from hvd_adaptive.simulate.step_times import StepTimes
-from hvd_adaptive.simulate.virtual_claims import Cursor, play_claims
+from hvd_adaptive.simulate.virtual_claims import Cursor, Pool, play_claims
 
 
 @dataclass(kw_only=True)
@@ -102,20 +103,17 @@ class VirtualLocal(VirtualStrategy):
     def play(self, num_samples: int, start_s: float) -> tuple[float, dict[str, Array], float, float]:
         """Plays a round; see :class:`VirtualStrategy`."""
         cluster, world_size, dispatch = self._cluster, self._cluster.world_size, self._config.dispatch
-        rules = [
-            ClaimRule.of_round(
-                rank,
-                batch_sizes=self._sizes,
-                speed_shares=self._shares,
-                work_per_sample=1.0,
-                dynamic=dispatch == "dynamic",
-                unit=self.round_unit,
-            )
-            for rank in range(world_size)
-        ]
+        rule_of = functools.partial(
+            ClaimRule.of_round,
+            batch_sizes=self._sizes,
+            speed_shares=self._shares,
+            work_per_sample=1.0,
+            dynamic=dispatch == "dynamic",
+            unit=self.round_unit,
+        )
+        rules = [rule_of(rank) for rank in range(world_size)]
         if dispatch == "dynamic":
-            shared = Cursor(0, num_samples, trip_s=cluster.claim_trip_s, service_s=cluster.claim_service_s)
-            cursors = [shared] * world_size
+            cursors = self._open_cursors(num_samples, rule_of)
         else:
             shares = self._shares if dispatch == "proportional" else np.ones(world_size)
             edges = own_parts(shares, num_samples, unit=self.round_unit).tolist()
@@ -139,6 +137,23 @@ class VirtualLocal(VirtualStrategy):
         meet_s = last_s + cluster.control_s
         stats["merge_s"] = np.full(world_size, self._merge_s(meet_s))
         return meet_s + float(stats["merge_s"][0]), stats, self._sent_bytes, float(stats["num_steps"].mean())
+
+    def _open_cursors(self, num_samples: int, rule_of: Callable[[Sequence[int]], ClaimRule]) -> list[Cursor]:
+        """What each rank claims from, as :func:`hvd_adaptive.engine.claim_pool.open_pool` chooses it."""
+        cluster, world_size = self._cluster, self._cluster.world_size
+        shared = Cursor(0, num_samples, trip_s=cluster.claim_trip_s, service_s=cluster.claim_service_s)
+        num_together = cluster.links.ranks_per_host if cluster.has_host_stores else 1
+        firsts = range(0, world_size, num_together)
+        num_ahead = batches_ahead(len(firsts))
+        if num_together == num_ahead == 1:
+            return [shared] * world_size
+        cursors: list[Cursor] = []
+        for first in firsts:
+            ranks = range(first, min(first + num_together, world_size))
+            trip_s, service_s = (cluster.host_claim_trip_s, shared.service_s) if cluster.has_host_stores else (0.0, 0.0)
+            pool = Pool(cursor=shared, rule=rule_of(ranks), num_ahead=num_ahead, trip_s=trip_s, service_s=service_s)
+            cursors += [pool] * len(ranks)
+        return cursors
 
     def after_round(self, done: Round, dataset_size: int) -> None:
         """Chooses the next merge period."""

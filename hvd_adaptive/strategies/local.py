@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
+from hvd_adaptive.engine.claim_pool import PooledCursor, open_pool
 from hvd_adaptive.engine.claims import Claim, Claims, OwnPart, SharedCursor
 from hvd_adaptive.engine.merge import Merge
 from hvd_adaptive.engine.out_of_memory import MemoryCeiling
@@ -61,6 +63,7 @@ class LocalStrategy:
         self.inexact: list[str] = []
         self._warming_up = False
         self._cursor: SharedCursor | None = None
+        self._pool: PooledCursor | None = None
         self._control = RoundControl(config, transport.world_size, speaks=transport.rank == 0)
         # This rank's own, which the others know after the round.
         self._memory = MemoryCeiling(next(model.parameters()).device)
@@ -155,15 +158,16 @@ class LocalStrategy:
         # A control that was loaded from a checkpoint may know more.
         self._memory.samples = min(self._memory.samples, float(self._control.ceilings[rank]))
         self._round = round_id
-        rule = ClaimRule.of_round(
-            rank,
+        rule_of = functools.partial(
+            ClaimRule.of_round,
             batch_sizes=self.batch_sizes,
             speed_shares=self._shares,
             work_per_sample=mega_batch.total_work / max(1, len(rows)),
             dynamic=self._config.dispatch == "dynamic",
             unit=self.round_unit,
         )
-        claims = self._claims = WatchedClaims(self._open_claims(mega_batch.total_work, least=rule.least))
+        rule = rule_of(rank)
+        claims = self._claims = WatchedClaims(self._open_claims(mega_batch.total_work, rule_of, least=rule.least))
         self.claimed = claims.taken
         # Of each batch that was loaded and not yet computed: the number of its claim, and how a replay has to cut it.
         loaded: deque[tuple[int, list[int]]] = deque()
@@ -215,13 +219,14 @@ class LocalStrategy:
                 "(end it by session.stop()), or its cursor was moved by something else than claims. See docs/security.md"
             )
 
-    def _open_claims(self, total_work: int, *, least: int) -> Claims:
+    def _open_claims(self, total_work: int, rule_of: Callable[[Sequence[int]], ClaimRule], *, least: int) -> Claims:
         world_size, rank = self._transport.world_size, self._transport.rank
         if self.repeat is not None:
             return RecordedClaims(self.repeat)
         if self._config.dispatch == "dynamic":
             self._cursor = SharedCursor(self._transport, f"claim.{self._round}", total_work=total_work, least=least)
-            return self._cursor
+            self._pool = open_pool(self._cursor, self._transport, f"pool.{self._round}", rule_of=rule_of)
+            return self._pool or self._cursor
         shares = self._shares if self._config.dispatch == "proportional" else np.ones(world_size)
         edges = own_parts(shares, total_work, unit=self.round_unit)
         return OwnPart(int(edges[rank]), int(edges[rank + 1]))
@@ -258,6 +263,8 @@ class LocalStrategy:
         stats.merge_rows = self.merge.num_rows
         if self._transport.rank == 0 and self._cursor is not None:
             self._cursor.forget()
+        if self._transport.local_rank == 0 and self._pool is not None:
+            self._pool.forget()
         stats.merge_s += delta_s + time.perf_counter() - start
         return gathered, weight, self.flat_model.payload_bytes
 

@@ -1,8 +1,8 @@
 """Whether all ranks have come to the same point of a script, without waiting for a rank that does not come.
 
 A script may validate or save on all ranks or on rank 0 alone, and only the first is a place for a merge. So ranks tell where
-they are in a store beside Horovod: a position that rises before every optimizer step and before every wait for other ranks. A
-rank that stands at a point waits until all others stand there or one of them has gone further.
+they are in a store beside Horovod: the farthest position of any, which rises before every optimizer step and before every wait
+for other ranks. A rank that stands at a point waits until all others stand there or one of them has gone further.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Protocol
 _POLL_S = 0.5e-3
 # Positions since the last merge count in the low bits, so that ranks that count differently agree again after a merge.
 _MERGE_BITS = 32
+_FARTHEST = "position.farthest"
 # Beyond all positions: a rank whose script is over.
 _OVER = 1 << 61
 
@@ -33,7 +34,6 @@ class Meetings:
 
     Args:
         store: shared by all ranks.
-        rank: this rank.
         world_size: number of ranks.
         patience_s: seconds after which a rank gives up a point, for all ranks: another one may wait for it in a way that is not
             seen here (MPI's own calls).
@@ -44,19 +44,18 @@ class Meetings:
         self,
         store: Store,
         *,
-        rank: int,
         world_size: int,
         patience_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
-        self._rank = rank
-        self._others = [other for other in range(world_size) if other != rank]
         self._world_size = world_size
         self._patience_s = patience_s
         self._clock = clock
         self._position = 0
         self._asked_at = -1
+        # The farthest position of any rank, as far as this rank knows.
+        self._farthest = ""
 
     def advance(self) -> None:
         """Takes note that this rank goes on: to a step, or to a wait for others."""
@@ -87,7 +86,7 @@ class Meetings:
         end = self._clock() + self._patience_s
         while True:
             # In this order: who has gone further after it stood here has seen that all stood here.
-            gone = any(self._store.add(f"position.{other}", 0) > self._position for other in self._others)
+            gone = self._look() > self._position
             if self._store.add(here, 0) == self._world_size:
                 return self._store.compare_set(verdict, "", "all") == "all"
             if gone:
@@ -97,6 +96,12 @@ class Meetings:
             time.sleep(_POLL_S)
 
     def _move(self, position: int) -> None:
-        if position != self._position:
-            self._store.add(f"position.{self._rank}", position - self._position)
-            self._position = position
+        self._position = position
+        while int(self._farthest or "0") < position:
+            # One operation, unless another rank has come to a place between since this one looked.
+            self._farthest = self._store.compare_set(_FARTHEST, self._farthest, str(position))
+
+    def _look(self) -> int:
+        """Returns the farthest position of any rank: one operation, however many ranks there are."""
+        self._farthest = self._store.compare_set(_FARTHEST, self._farthest, self._farthest or "0")
+        return int(self._farthest)

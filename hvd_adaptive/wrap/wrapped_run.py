@@ -110,9 +110,7 @@ class Engine:
             action()
         store = self.find_store() if self.config.strategy == "local" and world_size > 1 else None
         if store is not None and self._meetings is None:
-            self._meetings = Meetings(
-                store, rank=rank, world_size=world_size, patience_s=min(_PATIENCE_S, self.config.stall_limit_s)
-            )
+            self._meetings = Meetings(store, world_size=world_size, patience_s=min(_PATIENCE_S, self.config.stall_limit_s))
         self._local.meet_through(self._meetings)
 
     def refuse(self, reason: Reason) -> None:

@@ -28,7 +28,7 @@ ALLOWED = {
     "xmc": {"algorithm", "comm", "engine", "session", "state"},
     "wrap": {"algorithm", "cluster", "comm", "engine", "exchange", "research", "session", "state"},
     "calibrate": {"algorithm", "comm", "engine", "session", "xmc"},
-    "doctor": {"cluster", "comm", "compress", "exchange"},
+    "doctor": {"cluster", "comm", "compress", "engine", "exchange", "session"},
     "report": set(),
     # The rules of algorithm, and the bytes that codecs and reducers put on the wire; it never meets a rank.
     "simulate": {"algorithm", "calibrate", "compress", "exchange", "research"},

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hvd_adaptive.comm import side_channel
+from hvd_adaptive.comm import host_store, side_channel
 from hvd_adaptive.comm.heartbeat import Heartbeat
 from hvd_adaptive.comm.seal import UnsealedError
 from hvd_adaptive.comm.side_channel import SideChannel
@@ -22,7 +22,7 @@ from hvd_adaptive.comm.store_address import PROBE_S, find_server, own_addresses,
 class Ranks:
     """Several ranks as threads of this process; each function is called with every rank's channel at once."""
 
-    def __init__(self, world_size, *, same_host=True, stall_limit_s=20.0):
+    def __init__(self, world_size, *, same_host=True, stall_limit_s=20.0, hosts=None):
         self.world_size = world_size
         self.pool = ThreadPoolExecutor(world_size)
         barrier, box = threading.Barrier(world_size), {}
@@ -41,6 +41,7 @@ class Ranks:
                 gather=lambda value: gather(rank, value),
                 same_host=same_host,
                 stall_limit_s=stall_limit_s,
+                hosts=hosts,
             )
 
         self.channels = list(self.pool.map(open_channel, range(world_size)))
@@ -116,6 +117,83 @@ def test_arrive_waits_for_the_last_and_says_how_long(make_ranks):
         late.append(max(woken) - begun[2])
     # A busy machine holds up a rank now and then, but not each time.
     assert min(late) < 0.2
+
+
+HOSTS = ["a", "a", "b", "a", "b", "c"]  # a host with one rank, and ranks that do not follow each other
+
+
+@pytest.fixture
+def few(monkeypatch, request):
+    """Few ranks meet as many do: in hosts, and where it is asked for in two districts of them."""
+    monkeypatch.setattr(host_store, "_FROM_RANKS", 6)
+    monkeypatch.setattr(host_store, "_MOST_HOSTS", 2 if getattr(request, "param", False) else 64)
+
+
+with_and_without_districts = pytest.mark.parametrize("few", [False, True], indirect=True)
+
+
+@with_and_without_districts
+def test_hosts_meet_by_themselves_first(make_ranks, few):
+    ranks = make_ranks(6, hosts=HOSTS)
+    store = ranks.channels[0].connect()
+
+    def arrive(channel):
+        for number in range(1, 6):
+            if channel.rank == 4:
+                # Those of host a wait in the district that host b is of, where there are districts.
+                wait_for_arrivals(store, number, 1)
+                time.sleep(0.05)
+                late.append(time.monotonic())
+            channel.arrive("here")
+            woken.append((number, time.monotonic()))
+        return channel.host.ranks
+
+    late, woken = [], []
+    assert ranks.run(arrive) == [[0, 1, 3], [0, 1, 3], [2, 4], [0, 1, 3], [2, 4], [5]]
+    assert all(seconds >= late[number - 1] for number, seconds in woken) and len(woken) == 30
+    assert store.num_keys() < 12
+
+
+def test_a_hosts_counters_and_values_are_its_own(make_ranks, few):
+    ranks = make_ranks(6, hosts=HOSTS)
+    assert sorted(ranks.run(lambda channel: channel.host.add("n", 1))) == [1, 1, 1, 2, 2, 3]
+    ranks.run(lambda channel: channel.arrive("added"))
+    assert ranks.run(lambda channel: channel.host.add("n", 0)) == [3, 3, 2, 3, 2, 1]
+    assert ranks.channels[0].add("n", 0) == 0
+    won = ranks.run(lambda channel: channel.host.compare_set("key", "", f"rank {channel.rank}"))
+    assert won[0] == won[1] == won[3] and won[2] == won[4] and won[5] == "rank 5"
+    ranks.channels[3].host.forget("n")
+    assert ranks.channels[0].host.add("n", 0) == 0
+
+
+@with_and_without_districts
+@pytest.mark.parametrize("stray", [0, 4])
+def test_hosts_that_meet_in_different_places_all_raise(make_ranks, stray, few):
+    def arrive(channel):
+        with pytest.raises(RuntimeError, match=r"arrived at '.*' while another rank arrived elsewhere"):
+            channel.arrive("there" if channel.rank == stray else "here")
+
+    make_ranks(6, hosts=HOSTS).run(arrive)
+
+
+def test_districts_are_reached_at_real_addresses(make_ranks, monkeypatch):
+    monkeypatch.setattr(host_store, "_MOST_HOSTS", 2)
+    ranks = make_ranks(5, hosts=list("abcde"), same_host=False)
+    assert [host_store.district(rank, list("abcde")) for rank in (0, 2, 4)] == [[0, 1, 2], [0, 1, 2], [3, 4]]
+    assert ranks.channels[0].host is None
+    for _ in range(3):
+        ranks.run(lambda channel: channel.arrive("here"))
+
+
+def test_every_rank_hears_that_a_host_has_no_store(make_ranks, monkeypatch, few):
+    def refuse(*, same_host, world_size):
+        if world_size == 2:
+            raise RuntimeError("no room")
+        return serve(same_host=same_host, world_size=world_size)
+
+    monkeypatch.setattr("hvd_adaptive.comm.host_store.serve", refuse)
+    with pytest.raises(RuntimeError, match="rank 2: no room"):
+        make_ranks(6, hosts=HOSTS)
 
 
 def test_arrive_sleeps(make_ranks):

@@ -17,7 +17,7 @@ def run(scripts: list[Script], patience_s: float = 60.0) -> list[list[bool]]:
     results: list[list[bool]] = [[] for _ in scripts]
 
     def body(rank: int) -> None:
-        meetings = Meetings(store, rank=rank, world_size=len(scripts), patience_s=patience_s)
+        meetings = Meetings(store, world_size=len(scripts), patience_s=patience_s)
         results[rank] = scripts[rank](meetings)
         meetings.over()
 
@@ -96,3 +96,28 @@ def test_a_rank_that_comes_too_late_finds_that_the_others_have_given_up() -> Non
         return everywhere(meetings)
 
     assert run([gives_up, comes_late], patience_s=0.1) == [[False, False]] * 2
+
+
+def test_a_look_takes_two_operations_however_many_ranks_there_are() -> None:
+    counted: list[str] = []
+
+    class Counting(InProcessStore):
+        def add(self, key: str, amount: int) -> int:
+            counted.append(key)
+            return super().add(key, amount)
+
+        def compare_set(self, key: str, expected: str, desired: str) -> str:
+            counted.append(key)
+            return super().compare_set(key, expected, desired)
+
+    store = Counting()
+    first, second = (Meetings(store, world_size=1000, patience_s=0.05) for _ in range(2))
+    for meetings in (first, second):
+        for _ in range(5):
+            meetings.advance()
+    # The first rank moves on at each step; the other finds it ahead of it at the first one.
+    assert len(counted) == 6
+    counted.clear()
+    second.advance()
+    assert not first.all_here()
+    assert len(counted) <= 4

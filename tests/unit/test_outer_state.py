@@ -1,0 +1,113 @@
+"""The global model and the velocity in host memory: the same bits, and the bytes a parameter that docs/training.md promises."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pretended_cuda
+import pytest
+import torch
+from pretended_cuda import Log, is_on, recording
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hvd_adaptive.algorithm import outer_step
+from hvd_adaptive.comm.threads import LocalTransport
+from hvd_adaptive.config import Config
+from hvd_adaptive.engine import host_state
+from hvd_adaptive.session.session import Session
+
+SIZE = 300
+DOCS = Path(__file__).parents[2] / "docs" / "training.md"
+
+
+@pytest.fixture(autouse=True)
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Several pieces.
+    monkeypatch.setattr(host_state, "PIECE", 1000)
+    monkeypatch.setattr(outer_step, "_HOST_CHUNK", 1000)
+    with pretended_cuda.pretended_cuda(monkeypatch):
+        yield
+
+
+def begin(config: Config, dtype: torch.dtype = torch.float32) -> tuple[Session, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(SIZE, SIZE, bias=False, dtype=dtype).to("cuda")
+    data = TensorDataset(torch.randn(128, SIZE, dtype=dtype), torch.randn(128, SIZE, dtype=dtype))
+    return Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=LocalTransport()), data
+
+
+def train(session: Session, data: Any, num_epochs: float) -> None:
+    for batch in session.batches(data, num_epochs=num_epochs):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            (session.model(batch.x) - batch.y).square().mean().backward()
+            session.optimizer.step()
+
+
+def config(**options: Any) -> Config:
+    return Config(batch_size=16, mega_batch=64, outer_step="nesterov", **options)
+
+
+@pytest.mark.parametrize("outer", ["nesterov", "momentum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_bits_are_those_of_the_device(outer: str, dtype: torch.dtype) -> None:
+    found = []
+    with recording(Log()):
+        for place in ("device", "host"):
+            options = {"outer_step": outer, "outer_state": place}
+            session, data = begin(Config(batch_size=16, mega_batch=64, **options), dtype)
+            train(session, data, 1.0)
+            state = session.state_dict()
+            session.load_state_dict(state)
+            train(session, data, 2.0)
+            (group,) = session._strategy.flat_model.parameter_groups
+            assert is_on(group.delta) and is_on(group.weights) is (place == "device")
+            velocity = session._strategy.merge.outer.velocity
+            assert bool(velocity) == (outer != "none")
+            assert all(is_on(v) is (place == "device") for v in velocity.values())
+            found.append((next(session.model.parameters()).detach().cpu(), group.weights.cpu()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def bytes_on_device() -> int:
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and is_on(thing):
+            storage = thing.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "state_bytes"),
+    [
+        ("`local`, no outer step", {"outer_step": "none"}, 8),
+        ("`local`, no outer step, `--outer-state host`", {"outer_step": "none", "outer_state": "host"}, 4),
+        ("`local`, outer step", {"outer_step": "nesterov"}, 12),
+        ("`local`, outer step, `--outer-state host`", {"outer_step": "nesterov", "outer_state": "host"}, 4),
+        ("`sync`, `horovod`", {"strategy": "sync"}, 0),
+    ],
+)
+def test_bytes_a_parameter_are_those_of_the_table(name: str, options: dict[str, Any], state_bytes: int) -> None:
+    with recording(Log()):
+        before = bytes_on_device()
+        session, data = begin(Config(batch_size=16, mega_batch=64, **options))
+        train(session, data, 1.0)
+        # Without the parameter and its gradient; batches are small.
+        found = (bytes_on_device() - before) / SIZE**2 - 8
+    row = re.search(rf"^\| {re.escape(name)} \| (\d+) \|", DOCS.read_text(), re.MULTILINE)
+    assert row is not None, name
+    assert found == pytest.approx(int(row[1]), abs=1.0)
+    assert state_bytes == int(row[1])
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    for other in ({"overlap_merge": True}, {"sparse_merge": "always"}, {"logical_ranks": 2}):
+        with pytest.raises(ValueError, match="outer_state 'host'"):
+            config(outer_state="host", **other)  # type: ignore[arg-type]
