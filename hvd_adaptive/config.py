@@ -28,7 +28,7 @@ class Config:
 
     strategy: str = option(
         "local",
-        "local (default): models are merged; sync: steps are shared; horovod: plain Horovod",
+        "local (default): ranks step alone and merge their models; sync: ranks share each step; horovod: plain Horovod",
         "local",
         "sync",
         "horovod",
@@ -36,7 +36,8 @@ class Config:
     )
     backend: str = option(
         "auto",
-        "what carries tensors; auto (default): torch, without Horovod, under torchrun, else horovod",
+        "what carries tensors between ranks: horovod, or torch (torch.distributed, without Horovod and MPI); auto (default): "
+        "torch under torchrun, else horovod",
         *("auto", "horovod", "torch"),
     )
     batch_size: int = option(64, "samples in a rank's batch, at the start")
@@ -48,11 +49,11 @@ class Config:
         "largest batch of a rank, samples (default: batch_size; 8 x batch_size for 'proportional')",
     )
     mega_batch: int | None = option(
-        None, "samples between merges, of all ranks (default: 50 batches, at most 1/8 of the data)"
+        None, "samples over all ranks between two merges (default: 50 batches, at most 1/8 of the data)"
     )
     batch_size_rule: str | None = option(
         None,
-        "how batch sizes follow the ranks' speeds; proportional: steps of all ranks take equally long, the sum of sizes stays; "
+        "how batch sizes follow the ranks' speeds; proportional: all ranks' steps take equally long, the sum of sizes stays; "
         "local: fixed (default), paper, heterogpu, proportional; sync: proportional (default), static (by the first 33 steps' "
         "speeds), fixed",
         *("fixed", "paper", "heterogpu", "static", "proportional"),
@@ -73,19 +74,19 @@ class Config:
         strategy=_LOCAL,
     )
     warmup_epochs: float = option(
-        0.0, "epochs with the smallest batch size and a linear ramp of the learning rate"
+        0.0, "epochs at the start with the smallest batch size and a learning rate that rises linearly"
     )
     lr_decay: float = option(0.0, "learning rate is divided by 1 + lr_decay x (epoch - warmup_epochs)")
     work: str = option(
         "samples",
-        "what a batch size and the cursor count; with nonzeros a batch of heavy rows is a smaller batch",
+        "what a batch size counts; with nonzeros a batch of long rows has fewer samples",
         "samples",
         "nonzeros",
         strategy=_LOCAL,
     )
     merge_weights: str = option(
         "auto",
-        "weights of ranks in a merge: auto (default), updates, dual-averaging or fisher-rows",
+        "how much each rank counts in a merge: auto (default), updates, dual-averaging or fisher-rows",
         *("auto", "updates", "samples", "uniform", "paper", "heterogpu", "dual-averaging", "fisher-rows"),
         strategy=_LOCAL,
     )
@@ -97,8 +98,8 @@ class Config:
     perturbation_delta: float = option(0.1, "size of the perturbation", perturbation=(True,))
     outer_step: str | None = option(
         None,
-        "how the merged delta moves the model; none: by itself; momentum is the paper's, nesterov DiLoCo's (default: nesterov "
-        "for SGD, none for other optimizers)",
+        "how the merged change moves the model; none: directly; momentum (the paper's), nesterov (DiLoCo's): with momentum over "
+        "merges (default: nesterov for SGD, none for other optimizers)",
         "none",
         "momentum",
         "nesterov",
@@ -109,12 +110,12 @@ class Config:
         strategy=_LOCAL,
     )
     outer_momentum: float = option(
-        0.9, "gamma of the outer step",
+        0.9, "momentum of the outer step",
         strategy=("local", "sma"), outer_step=(None, "momentum", "nesterov"),
     )
     outer_bias_correction: bool = option(
         False,
-        "from the first merge on, move the model as far as when the outer step's velocity has grown: for runs of few merges",
+        "use the full outer step from the first merge on, before its velocity has grown: for runs of few merges",
         strategy=_LOCAL, outer_step=(None, "momentum", "nesterov"),
     )
     outer_state: str = option(
@@ -135,29 +136,29 @@ class Config:
     seed: int = option(0, "seed of the shuffling and of the model's initial weights")
     stall_limit_s: float = option(60.0, "seconds after which a dead, frozen or stuck rank ends the job")
     straggler_limit: float = option(
-        3.0, "warn of a rank that computes so many times slower than the other ranks, or than before; 0: never"
+        3.0, "warn of a rank that computes this many times slower than the other ranks, or than before; 0: never"
     )
     drain_limit_s: float = option(
         60.0,
-        "seconds after SIGUSR1 or SIGTERM in which the ranks have to close the round and write a checkpoint, before the job ends "
-        "with an older one",
+        "seconds that the ranks have after SIGUSR1 or SIGTERM to close the round and write a checkpoint; then the job ends with "
+        "an older one",
     )
     slowdown: str | None = option(
         None,
-        "try unequal ranks: each one's steps take so many times as long, as in 8,8,4,2",
+        "emulate unequal ranks: for each rank, how many times as long its steps take, as in 8,8,4,2",
     )
     global_batch_size: int | None = option(
-        None, "samples of a step over all ranks, of 'sync' (default: batch_size x number of ranks)",
+        None, "samples of a step over all ranks, for 'sync' (default: batch_size x number of ranks)",
         strategy=("sync",),
     )
     accumulation_steps: int = option(
-        1, "micro-batches whose gradients are added up before a step, on every rank, of 'sync'",
+        1, "micro-batches of each rank whose gradients are added up before a step, for 'sync'",
         strategy=("sync",),
     )
     micro_batch_size: int | None = option(
         None,
-        "samples of every forward pass: a step's gradients add up over a whole number of such micro-batches, so that shapes stay "
-        "and a compiled model is compiled once; of 'local' and 'sync' (default: batches are whole, and of any size)",
+        "samples of every forward pass; a step adds up the gradients of several, so shapes stay the same and a compiled model is "
+        "compiled once; for 'local' and 'sync' (default: whole batches, of any size)",
         strategy=("local", "sync"), accumulation_steps=(1,), work=("samples",), logical_ranks=(None,),
     )
     loss_reduction: str = option(
@@ -166,8 +167,8 @@ class Config:
     )
     logical_ranks: int | None = option(
         None,
-        "train as this many logical ranks, which the ranks play in turn: the result is bit-identical for any number of ranks "
-        "up to this on equal hardware; no adaptivity",
+        "train as this many logical ranks, which the ranks play in turn: the same bits for any number of ranks up to this, on "
+        "equal hardware; nothing adapts to speeds",
     )
     record: bool = option(
         False, "write what --replay needs to repeat the run bit for bit"
@@ -183,18 +184,18 @@ class Config:
     reference_ranks: int | None = option(
         None,
         "number of ranks that batch_size and the learning rate are meant for; with another number elastic_batch says what "
-        "changes (default: whatever their number is; with --elastic: --max-np)",
+        "changes (default: the present number; with --elastic: --max-np)",
     )
     elastic_batch: str = option(
         "fixed-global",
-        "what stays with another number of ranks; fixed-global: total batch and learning rate; fixed-per-rank: a rank's batch, "
-        "while the learning rate of sync and horovod, and the mega_batch, follow the number of ranks",
+        "what stays the same with another number of ranks; fixed-global: total batch and learning rate; fixed-per-rank: a rank's "
+        "batch, while mega_batch, and the learning rate of sync and horovod, follow the number of ranks",
         *("fixed-global", "fixed-per-rank"),
     )
     dispatch: str = option(
         "dynamic",
-        "who computes what of a mega-batch; dynamic: whoever is free claims the next batch; equal: each rank has one Nth, "
-        "which with merge_weights uniform is plain local SGD; proportional: each rank has a part by its speed in the last round",
+        "who computes what of a mega-batch; dynamic: a rank that is free takes the next batch; equal: each rank has one Nth "
+        "(with merge_weights uniform: plain local SGD); proportional: each rank has a part by its speed in the last round",
         "dynamic",
         "equal",
         "proportional",
@@ -202,7 +203,7 @@ class Config:
     )
     merge_period: str = option(
         "fixed",
-        "samples between two merges; fixed: mega_batch; auto: as many more as keep merges at merge_share of the time",
+        "samples between two merges; fixed: mega_batch; auto: more, so that merges take merge_share of the time",
         "fixed",
         "auto",
         strategy=_LOCAL,
@@ -213,16 +214,16 @@ class Config:
     )
     sparse_merge: str = option(
         "auto",
-        "merge only those rows of parameters with sparse gradients that some rank touched; auto: where that takes less time",
+        "of parameters with sparse gradients, merge only the rows that some rank touched; auto: where that takes less time",
         *("auto", "always", "never"),
         strategy=_LOCAL,
     )
     sma_alpha: float | None = option(
-        None, "how far strategy sma (CROSSBOW's model averaging) pulls replicas, in (0, 1] (default: 1 / ranks)",
+        None, "how far strategy sma (CROSSBOW's model averaging) pulls replicas to their mean, in (0, 1] (default: 1 / ranks)",
         strategy=("sma",),
     )
     overlap_merge: bool = option(
-        False, "exchange a round's deltas beside the next round's steps; the merged model is one round behind",
+        False, "exchange a round's changes during the next round's steps; the merged model is one round old",
         strategy=_LOCAL,
     )
     compression: str = option(
@@ -232,13 +233,13 @@ class Config:
     )
     reducer: str = option(
         "sra",
-        "how encoded values meet; auto tries them, and no compression, at the first exchange",
+        "how encoded values are summed; auto: at the first exchange, tries these and no compression, and keeps the fastest",
         *("sra", "hierarchical", "allreduce", "auto"),
         strategy=("local", "sync"),
     )
-    error_feedback: bool = option(True, "add what a codec has lost to the next delta or gradient; costs a copy of the model")
+    error_feedback: bool = option(True, "add what a codec has lost to what it encodes next; costs a copy of the model")
     auto_bits: int = option(
-        0, "merges ('local') or steps ('sync') between choices of each layer's bits at --compression's error; 0: off"
+        0, "every so many merges ('local') or steps ('sync'), choose each layer's bits anew at --compression's error; 0: off"
     )
 
     def __post_init__(self) -> None:

@@ -101,7 +101,7 @@ def recommend_mega_batch(
         return chosen, None
     taken = communication_s / (communication_s + chosen / samples_per_s)
     return chosen, (
-        f"merges take {taken:.0%} of the time although a round has a quarter of the data: a faster link, --compression or a "
+        f"merges take {taken:.0%} of the time even in rounds of a quarter of the data: a faster link, --compression or a "
         "smaller model makes them shorter"
     )
 

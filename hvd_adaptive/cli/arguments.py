@@ -19,6 +19,12 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=33, width=min(shutil.get_terminal_size().columns, 112) - 2)
 
+    def add_argument(self, action: argparse.Action) -> None:
+        """Adds an argument; makes room for the names of commands, which argparse indents and does not count."""
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            self._action_max_length += self._indent_increment
+
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" in text:
             return text

@@ -110,7 +110,7 @@ def describe(chosen: Recommendation, found: Calibration, path: Path) -> str:
         "",
         f"claim {1e6 * found.claim_s:.0f} us; allreduce {1e3 * link.latency_s:.2g} ms + "
         f"{1e3 * link.per_byte_s * 2**20:.2g} ms a MiB; merge of {merge.payload_bytes[-1] / 2**20:.3g} MiB "
-        f"{1e3 * merge.merge_s[-1]:.3g} ms every {1e3 * merge.round_s[-1]:.3g} ms",
+        f"{1e3 * merge.merge_s[-1]:.3g} ms every {merge.round_s[-1]:.3g} s",
         "",
         f"recommended: batch_size {chosen.batch_size}, min_batch_size {chosen.min_batch_size}, "
         f"max_batch_size {chosen.max_batch_size}, mega_batch {chosen.mega_batch}",

@@ -24,7 +24,8 @@ def add_calibrate(commands: Any, launch: argparse.ArgumentParser) -> None:
         "calibrate",
         parents=[launch],
         help="measure ranks, link and merges, and write the options that fit them",
-        description="Trains for some seconds, changes nothing but the file, and recommends batch-size bounds and a mega-batch.",
+        description="Trains for about a minute, writes what it measured to one file, and recommends batch-size bounds and a "
+        "mega-batch.",
     )
     parser.add_argument("--config", metavar="FILE", help=".toml or .json of options to start from")
     parser.add_argument(
@@ -32,14 +33,14 @@ def add_calibrate(commands: Any, launch: argparse.ArgumentParser) -> None:
         dest="calibration_file",
         metavar="FILE",
         default="calibration.toml",
-        help="what to write, .toml or .json, for train --config (default: calibration.toml)",
+        help="file to write, .toml or .json, for train --config (default: calibration.toml)",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         metavar="S",
         default=4.0,
-        help="measure each kind of round for at least so long (default: 4)",
+        help="measure each kind of round for at least S seconds (default: 4)",
     )
     fields = {**dict.fromkeys(CALIBRATED_OPTIONS, TrainConfig), **fields_of(Config)}
     add_options(parser, fields, CALIBRATE, {**TRAIN, **TRAIN_MORE})

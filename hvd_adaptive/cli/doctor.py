@@ -32,11 +32,11 @@ def add_doctor(commands: Any, launch: argparse.ArgumentParser) -> None:
         "doctor",
         parents=[launch],
         help="say whether this machine or allocation will work, and what to do if not",
-        description="Tries all that training needs, over all ranks, and prints one page. Exit codes: 0 training will work here, "
-        "perhaps with warnings; 1 there is a problem; 2 bad options.",
+        description="Tries on all ranks what training needs, and prints one page. Exit codes: 0 training will work here, perhaps "
+        "with warnings; 1 there is a problem; 2 bad options.",
     )
     parser.add_argument(
-        "--json", metavar="FILE|-", help="write all that was found as JSON; - is the standard output, instead of the page"
+        "--json", metavar="FILE|-", help="also write what was found as JSON; - prints it in place of the page"
     )
     add_backend(parser)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:K, as for train (default: auto)")
@@ -45,7 +45,7 @@ def add_doctor(commands: Any, launch: argparse.ArgumentParser) -> None:
         type=float,
         default=2.0,
         metavar="S",
-        help="length of the compute probe; 30 shows cards that throttle (default: 2)",
+        help="seconds for which each rank computes to show its speed; 30 shows GPUs that get slow when hot (default: 2)",
     )
     parser.add_argument(
         "--limit", type=float, default=60.0, metavar="S", help="seconds that each check may take (default: 60)"

@@ -8,8 +8,8 @@ from __future__ import annotations
 TRAIN = {
     "data and model": ("data", "hidden_size", "optimizer", "lr", "seed"),
     "how ranks share the work": ("strategy", "batch_size", "mega_batch", "merge_weights", "compression", "slowdown"),
-    "until when": ("epochs", "time_limit", "patience"),
-    "what is kept": ("out", "resume", "checkpoint_interval", "eval_rounds", "record"),
+    "when it ends": ("epochs", "time_limit", "patience"),
+    "what is saved": ("out", "resume", "checkpoint_interval", "eval_rounds", "record"),
 }
 TRAIN_MORE = {
     "what carries tensors": ("backend",),
@@ -23,10 +23,10 @@ TRAIN_MORE = {
         *("outer_step", "outer_lr", "outer_momentum", "outer_bias_correction", "outer_state"),
     ),
     "synchronous steps (strategy sync)": ("global_batch_size", "accumulation_steps", "loss_reduction"),
-    "bytes on the wire": ("reducer", "error_feedback", "auto_bits"),
+    "compression": ("reducer", "error_feedback", "auto_bits"),
     "evaluation and records": ("name", "target_p1", "eval_samples", "calibration", "tensorboard", "hash_interval"),
     "interruptions": ("keep_checkpoints", "drain_limit_s", "reference_ranks", "elastic_batch"),
-    "failing and slow ranks": ("stall_limit_s", "straggler_limit"),
+    "failed and slow ranks": ("stall_limit_s", "straggler_limit"),
     "repeating a run": ("replay", "logical_ranks"),
     "for comparisons, with --strategy sma and --merge-weights uniform|samples|paper|heterogpu": (
         *("dispatch", "work", "batch_size_step", "perturbation", "perturbation_threshold", "perturbation_delta", "sma_alpha"),
@@ -74,10 +74,13 @@ PLACEHOLDERS = {
     "compression": "CODEC",
     "data": "PATH",
     "device": "DEVICE",
+    "host_link": "RATE",
+    "link": "RATE",
     "merge_weights": "RULE",
     "name": "NAME",
     "optimizer": "NAME",
     "out": "DIR",
+    "ranks": "N,N|A..B",
     "replay": "RUN_DIR",
     "resume": "auto|PATH",
     "shares": "A,B,...",

@@ -19,14 +19,14 @@ from hvd_adaptive.xmc.train_config import TrainConfig
 
 _EXAMPLES = {
     "train": """
-  hvd-adaptive train -np 4                                 the embedded data, four ranks on this machine
-  hvd-adaptive train -np 4 --slowdown 8,8,4,2              as if they were unequal
+  hvd-adaptive train -np 4                                 data that come with it, four ranks on this machine
+  hvd-adaptive train -np 4 --slowdown 8,8,4,2              the same with emulated unequal ranks
   mpirun -np 8 hvd-adaptive train --data PREFIX --out runs/a --resume auto
   hvd-adaptive train -np 4 --strategy horovod              the baseline to compare with
-docs/training.md explains the options. A --config file wins over HVD_ADAPTIVE_* variables, and the command line over both.""",
+docs/training.md explains the options. The command line beats a --config file, and that beats HVD_ADAPTIVE_* variables.""",
     "run": """
   hvd-adaptive run -np 4 train.py --its-own-options
-  hvd-adaptive run -np 4 --dry-run train.py                says what would be adaptive, and what not
+  hvd-adaptive run -np 4 --dry-run train.py                only say what would be adaptive, and end
   hvd-adaptive run --elastic --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh train.py
   horovodrun -np 4 hvd-adaptive run train.py
 docs/wrapping.md says what is intercepted.""",
@@ -94,13 +94,13 @@ def _add_train(commands: Any, launch: argparse.ArgumentParser) -> None:
     train = commands.add_parser(
         "train",
         parents=[launch],
-        help="train a sparse model on multi-label data",
+        help="train a model on sparse data with many labels",
         usage="hvd-adaptive train [-np N] [--data PATH] [--out DIR] [options]",
-        description="Trains the model of the Adaptive SGD paper, and writes a run directory.",
+        description="Trains the model of the Adaptive SGD paper on sparse multi-label data, and writes a run directory.",
         allow_abbrev=False,
     )
     train.add_argument("--config", metavar="FILE", help=".toml or .json of these options; a run's config.json is one")
-    _add_elastic(train, "go on when ranks or hosts are lost, take in new ones; docs/elastic.md")
+    _add_elastic(train, "continue when ranks or hosts are lost or added; docs/elastic.md")
     add_options(train, fields_of(TrainConfig, Config), TRAIN, TRAIN_MORE)
 
 
@@ -108,30 +108,30 @@ def _add_run(commands: Any, launch: argparse.ArgumentParser) -> None:
     run = commands.add_parser(
         "run",
         parents=[launch],
-        help="run an existing Horovod script for PyTorch, unedited, with shares that follow the speeds",
+        help="run an existing PyTorch Horovod script, unedited; faster ranks get more of each batch",
         usage="hvd-adaptive run [-np N] [options] {script.py | -m module} [its arguments]",
-        description="Runs a Horovod script; all options of run stand before it. At the end rank 0 says what was intercepted.",
+        description="Runs a Horovod script. Options of run come first. At the end rank 0 says what was intercepted and gained.",
         # argparse would look for them among the script's own options, too.
         allow_abbrev=False,
     )
     run.add_argument("--config", metavar="FILE", help=".toml or .json of options of run and train")
-    elastic = _add_elastic(run, "start again when ranks or hosts are lost, take in new ones; docs/elastic.md")
+    elastic = _add_elastic(run, "start the script again when ranks or hosts are lost or added; docs/elastic.md")
     elastic.add_argument(
         "--commit-dir",
         metavar="DIR",
-        help="folder for the hvd.elastic commits, on storage that all hosts share; a job that did not finish goes on from what "
-        "it holds (default: memory while all ranks are on this host, else a new folder in the working directory)",
+        help="folder for the commits of hvd.elastic, on storage that all hosts share; give it again to continue a job that did "
+        "not finish (default: memory while all ranks are on this host, else a new folder in the working directory)",
     )
     add_options(run, fields_of(RunConfig), RUN, RUN_MORE)
-    run.add_argument("-m", dest="module", action="store_true", help="the script is a module's name, as of python -m")
-    run.add_argument("script", help="the script; what follows it is its own; the word python before it is left out")
+    run.add_argument("-m", dest="module", action="store_true", help="the script is a module, as for python -m")
+    run.add_argument("script", help="the script; what follows it is the script's own")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's arguments")
 
 
 def _add_using(commands: Any, launch: argparse.ArgumentParser) -> None:
     using = argparse.ArgumentParser(add_help=False)
     using.add_argument(
-        "model", metavar="RUN_DIR|FILE", help="a run directory (its best model) or a .safetensors file of one"
+        "model", metavar="RUN_DIR|FILE", help="a run directory (its best model), or a .safetensors file in one"
     )
     using.add_argument("--data", metavar="PATH", help="data as for train (default: what the model was trained on)")
     using.add_argument("--cache-dir", metavar="DIR", help="folder of the binary cache")
@@ -157,23 +157,23 @@ def _add_looking(commands: Any, launch: argparse.ArgumentParser) -> None:
     report = commands.add_parser(
         "report",
         help="look at runs, and compare them: a table, a page with charts, pictures",
-        description="Prints a table of runs; a run that still goes on is read up to its last round.",
+        description="Prints a table of runs. A run that has not ended is shown up to its last round.",
     )
     report.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directories; the baseline first")
-    report.add_argument("--out", metavar="FILE", help="write a page with charts: one HTML file that needs nothing else")
-    report.add_argument("--png", metavar="FOLDER", help="write each chart as a PNG; overview.png shows the runs in one")
+    report.add_argument("--out", metavar="FILE", help="write a page with charts: one HTML file with everything in it")
+    report.add_argument("--png", metavar="FOLDER", help="write each chart as a PNG; overview.png has accuracy and batch sizes")
     report.add_argument(
         "--target-p1",
         type=float,
         metavar="P",
-        help="count seconds to this P@1 (default: the best of the first run of plain Horovod)",
+        help="compare the seconds to this P@1 (default: the best of the first run of plain Horovod)",
     )
     # Parsed by itself, for its components; here for the list of commands.
-    commands.add_parser("submit", help="render a batch script for Slurm from options, and send it with --yes", add_help=False)
+    commands.add_parser("submit", help="write a batch script for Slurm from options; --yes sends it", add_help=False)
     simulate = commands.add_parser(
         "simulate",
-        help="what each strategy would make of a described or calibrated cluster, from 2 to 4096 ranks",
-        description="Plays the rules of dispatch, balance and merging in virtual time; nothing is trained.",
+        help="compare strategies on a described or calibrated cluster of 2 to 4096 ranks, without training",
+        description="Plays each strategy in virtual time and prints its samples a second. Nothing is trained.",
     )
     add_simulate_options(simulate)
 
@@ -181,12 +181,12 @@ def _add_looking(commands: Any, launch: argparse.ArgumentParser) -> None:
 def _add_elastic(parser: Parser, text: str) -> Any:
     parser.add_argument("--elastic", action="store_true", help=text)
     group = parser.add_more_group("elastic jobs (--elastic)")
-    group.add_argument("--min-np", type=int, metavar="A", help="fewest ranks to go on with (default: 1)")
+    group.add_argument("--min-np", type=int, metavar="A", help="fewest ranks to continue with (default: 1)")
     group.add_argument("--max-np", type=int, metavar="B", help="most ranks (default: -np)")
     group.add_argument(
         "--host-discovery-script",
         metavar="FILE",
-        help="prints the hosts that there are, a line of host:slots each, as Horovod's (default: the Slurm job's nodes, else "
+        help="program that prints the available hosts, one host:slots a line, as Horovod's (default: the Slurm job's nodes, else "
         "this machine)",
     )
     group.add_argument(

@@ -87,32 +87,32 @@ def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the options before ``--``, of the first component."""
     parser = Parser(
         prog="hvd-adaptive submit", usage=USAGE, parents=[_component_parser(add_help=False)],
-        description="Render a batch script for Slurm and show it; --yes sends it.",
+        description="Writes a batch script for Slurm and shows it; --yes sends it.",
         epilog=_EXAMPLES,
     )  # fmt: skip
     add = parser.add_argument
     default = BatchScript()
     add("--launcher", choices=("srun", "mpirun"), default=default.launcher, help="what starts the ranks (default: srun, by PMIx)")
     add("--time", default=default.time, metavar="LIMIT", help=f"time limit, as for sbatch (default: {default.time})")
-    add("--job-name", default=default.name, metavar="NAME", help=f"(default: {default.name})")
+    add("--job-name", default=default.name, metavar="NAME", help=f"the job's name (default: {default.name})")
     add("--log", default=default.log, metavar="FILE", help="the job's output, as sbatch --output (default: %(default)s)".replace(
         "%(default)s", default.log.replace("%", "%%")))  # fmt: skip
     add("--account", metavar="NAME", help="account to charge")
-    add("--requeue", action="store_true", help="save a checkpoint before the end, queue the job again, and go on by itself")
+    add("--requeue", action="store_true", help="save a checkpoint before the end, queue the job again, and continue by itself")
     add("--signal-s", type=int, default=default.signal_s, metavar="SECONDS",
-        help=f"with --requeue: seconds before the time limit at which the job begins to end (default: {default.signal_s})")
+        help=f"with --requeue: how long before the time limit the job starts to save and end (default: {default.signal_s})")
     add("--venv", metavar="DIR", help="virtual environment (default: $VENV, else .venv)")
     add("--module", action="append", default=[], metavar="NAME", help="environment module to load; may be repeated")
     add("--prologue", action="append", default=[], metavar="LINE",
-        help="line of shell to run before the ranks, taken as it is; may be repeated")
-    add("--output", metavar="FILE", help="save the script, too; the file must not exist")
+        help="shell line to run before the ranks start; may be repeated")
+    add("--output", metavar="FILE", help="also save the script; the file must not exist")
     add("--yes", action="store_true", help="send it with sbatch")
     return parser
 
 
 def _component_parser(*, prog: str | None = None, add_help: bool = True) -> argparse.ArgumentParser:
     parser = Parser(prog=prog, add_help=add_help)
-    group = parser.add_argument_group("of each component")
+    group = parser.add_argument_group("nodes (after a ':' for a second component)")
     default = Component()
     for name, text in (
         ("nodes", "number of nodes"),

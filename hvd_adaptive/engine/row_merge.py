@@ -256,13 +256,13 @@ class RowMerge:
         if self.sparse != self._told and self._transport.rank == 0:
             log.info(
                 "merges exchange %s of sparse parameters: some rank touched %d of %d (%.1f of %.1f MB with all else); "
-                "seconds measured (nan: not yet): all rows %.4f, touched rows %.4f",
+                "seconds of a merge: all rows %s, touched rows %s",
                 "only the touched rows" if self.sparse else "all rows",
                 num_rows,
                 all_rows,
                 sparse_bytes / 1e6,
                 dense_bytes / 1e6,
-                *(measured.max(axis=0) * (1.0, sparse_bytes)),
+                *(f"{s:.4f}" if s == s else "not measured yet" for s in measured.max(axis=0) * (1.0, sparse_bytes)),
             )
         self._told = self.sparse
 

@@ -39,10 +39,10 @@ class ClusterConfig:
     speeds: str = option(
         "1,1,2,4", "the ranks' relative speeds, repeated over the ranks"
     )
-    samples_per_s: float = option(2000.0, "samples a second of a rank of speed 1, --step-overhead apart")
-    step_overhead: str = option("2ms", "what every step costs, whatever its batch and the rank's speed")
-    jitter: float = option(0.05, "standard deviation of a step's seconds, relative")
-    drift: float = option(0.0, "standard deviation of a rank's speed after a minute, relative: throttling, neighbours")
+    samples_per_s: float = option(2000.0, "samples a second of a rank of speed 1, without --step-overhead")
+    step_overhead: str = option("2ms", "fixed time of every step, for any batch and speed")
+    jitter: float = option(0.05, "relative standard deviation of a step's seconds")
+    drift: float = option(0.0, "relative standard deviation of a rank's speed after a minute: throttling, other programs")
     link: str = option("10gbit", "bandwidth of a host's link, each way")
     latency: str = option("50us", "seconds of an empty message between hosts")
     host_link: str = option("10GB/s", "bandwidth between two ranks of a host")
@@ -51,14 +51,14 @@ class ClusterConfig:
     gradient_mb: float | None = option(
         None, "megabytes exchanged in a step of sync and horovod (default: the model's)"
     )
-    overlap: float = option(0.5, "part of a step beside which gradients may cross the wire, in [0, 1]")
-    exchange_overhead: str = option("1ms", "what every exchange costs, whatever its size: Horovod's cycle and agreement")
+    overlap: float = option(0.5, "part of a step during which gradients may cross the wire, in [0, 1]")
+    exchange_overhead: str = option("1ms", "fixed time of every exchange: Horovod's cycle and agreement")
     merge_gbs: float = option(
-        10.0, "gigabytes of model a second of a rank's own part of a merge: delta, copies, outer step"
+        10.0, "gigabytes of model a second in a rank's own part of a merge: change, copies, outer step"
     )
     codec_gbs: float = option(3.0, "gigabytes of fp32 values a second that a rank encodes and decodes")
-    store_operation: str = option("12us", "what an operation (a claim takes two) costs the thread that serves the cursor")
-    first_batch: str = option("0ms", "until a round's first batch is there, its claim apart; later ones are fetched meanwhile")
+    store_operation: str = option("12us", "time of an operation in the thread that serves the cursor; a claim takes two")
+    first_batch: str = option("0ms", "time to load a round's first batch; later ones load during steps")
     dataset_size: int | None = option(None, "samples of an epoch, which rounds do not cross (default: no end)")
 
     def __post_init__(self) -> None:
@@ -87,10 +87,10 @@ class SweepConfig:
 
     strategies: str = option(
         "local,local-parts,sync,local-sgd,horovod",
-        "which; docs/simulate.md has all",
+        "strategies to compare; docs/simulate.md lists them",
     )
     local_steps: float = option(
-        25.0, "batches of a rank between merges, unless --mega-batch fixes the samples of all"
+        25.0, "batches of a rank between merges, if --mega-batch is not given"
     )
     rounds: int = option(16, "rounds to play")
     settle: int = option(8, "rounds at the start that do not count: the rules learn the ranks' speeds in them")

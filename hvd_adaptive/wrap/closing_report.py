@@ -118,13 +118,13 @@ class Report:
     def _figures(self) -> list[str]:
         """What the script's own figures mean now."""
         lines = [
-            "  figures of the script's own: len(batch) is the rank's share, so samples counted by it, and samples a second, are "
-            "that rank's alone"
+            "  the script's own figures: len(batch) is the rank's share, so counted samples, and samples a second, are those of "
+            "that rank only"
         ]
         if self._averaged:
             lines.append(
-                f"    what it exchanges in training ({', '.join(self._averaged)}) counts each rank alike, whatever its share; "
-                "for a mean over samples reduce sums and counts"
+                f"    what it reduces in training ({', '.join(self._averaged)}) counts each rank alike, whatever its share; "
+                "for a mean over samples, reduce sums and counts"
             )
         return lines
 
@@ -140,7 +140,7 @@ class Report:
             return [f"  not adaptive: {loader.label}, {loader.num_steps} steps, too few to see how it is used"]
         if loader.reasons:
             # What was seen too late: the script's updates were others for a while.
-            unequal = f" and {loader.num_shared} with others, whose updates may differ"
+            unequal = f" and {loader.num_shared} with unequal ones, whose updates may differ"
             others, num_equal = unequal if loader.num_shared else "", loader.num_steps - loader.num_shared
             return [
                 f"  not adaptive: {loader.label}, {num_equal} steps with equal shares{others}, because",
@@ -177,11 +177,11 @@ class Report:
             )
         lines.append(
             f"    longest computing time of a step: {1e3 * before_s.max():.1f} ms with equal shares, "
-            f"{1e3 * now_s.max():.1f} ms now: {gain:.2f}x; mean / least speed, the ceiling: {ceiling:.2f}x"
+            f"{1e3 * now_s.max():.1f} ms now: {gain:.2f}x; the ceiling (mean / least speed): {ceiling:.2f}x"
         )
         walls = [float(w["wall_s"].sum() / max(w["wall_steps"].sum(), 1)) for w in (first, newest)]
         if self.is_only_tried:
-            lines.append("    equal shares are best here; these were tried to see how the script takes them")
+            lines.append("    equal shares are best here; these were tried to see whether the script allows them")
         if windows.equal is not newest and all(walls):
             lines.append(
                 f"    by the wall clock, from asking for a batch to its gradients: {1e3 * walls[0]:.1f} ms a step with equal "

@@ -14,7 +14,7 @@ class Reason(enum.Enum):
     SYNC_BATCH_NORM = "SyncBatchNorm mixes the ranks' gradients before they can be weighted"
     NO_LOADER = "no DataLoader gave the batches of these steps: there is nothing whose share could change"
     JOIN = "the script calls hvd.join(), for ranks whose numbers of batches may differ"
-    ITERABLE = "an IterableDataset makes its own batches: there is no index that another rank could take over"
+    ITERABLE = "an IterableDataset makes its own batches: its samples have no numbers that another rank could take"
     NO_BATCHING = "batch_size=None: the dataset makes its own batches"
     NO_SAMPLER = (
         "its sampler does not split the data by rank (num_replicas and rank, as DistributedSampler has them), so which "
@@ -27,8 +27,8 @@ class Reason(enum.Enum):
         "own), so their batches cannot be pooled"
     )
     DATASET = (
-        "its data set does not hold the same on all ranks (split by rank, or at random without a seed), so a sample's number "
-        "means another sample elsewhere"
+        "its data set differs between ranks (split by rank, or at random without a seed), so a sample's number means another "
+        "sample on another rank"
     )
     FETCHED_AHEAD = "the script fetches batches ahead of computing on them, or several for one backward"
     INTERLEAVED = "batches of several loaders go into one step"
@@ -40,32 +40,32 @@ class Reason(enum.Enum):
     SUM_LOSS = "a loss with reduction='sum' is not a mean over samples, as the weights of unequal shares need"
     NONE_LOSS = "a loss with reduction='none' is reduced by the script, which may not be a mean over samples"
     WEIGHTED_LOSS = "a loss with class weights or a used ignore_index is not a plain mean over samples"
-    SELECTED = "the loss takes some of the batch's samples, or takes them in another order (a mask, hard examples, pairs)"
+    SELECTED = "the loss uses only some of the batch's samples, or uses them in another order (a mask, hard examples, pairs)"
     MIXED = (
-        "the loss is not seen to be a mean over samples, each by itself: it may compare samples, or divide by something of theirs"
+        "the loss is not clearly a mean over samples, each by itself: it may compare samples, or divide by what depends on them"
     )
-    UNKNOWN_LOSS = "where the loss that the script calls backward() on comes from cannot be seen"
-    OTHER_LOSS = "the script came to compute another loss than in its first steps, which are all that is looked at closely"
+    UNKNOWN_LOSS = "it cannot be seen where the loss of backward() comes from"
+    OTHER_LOSS = "the script now computes another loss than in its first steps; only those are checked closely"
     SIZE_DECIDES = (
-        "the script decides by the number of samples in a batch, or by a count of samples (to leave out a short batch, to "
-        "validate): ranks with other sizes would decide otherwise"
+        "the script decides by the number of samples in a batch, or by a count of samples (to skip a short batch, to validate): "
+        "ranks with other sizes would decide differently"
     )
     NUMBERED = "the script takes samples of a batch by their numbers, up to the last one, which a smaller batch does not have"
-    GATHERED = "the script exchanges what it computes of each sample with the other ranks in a step, or a loss before backward()"
-    SKIPPED = "the script left out batches of another size than its own"
-    COMPILED = "torch.compile: what is compiled cannot be looked into, and would be compiled again for other batch sizes"
-    SCRIPTED = "a TorchScript module cannot be looked into"
+    GATHERED = "the script exchanges a value for each sample with the other ranks in a step, or a loss before backward()"
+    SKIPPED = "the script skipped batches of another size than its own"
+    COMPILED = "torch.compile: compiled code cannot be inspected, and would be compiled again for other batch sizes"
+    SCRIPTED = "a TorchScript module cannot be inspected"
     FIXED_SIZE = (
-        "a forward makes or reshapes a tensor for as many samples as the script's batches have, without asking how many there are"
+        "a forward makes or reshapes a tensor for the script's batch size, without asking how many samples there are"
     )
-    KEPT = "the script keeps its batches, and may train on them once more: what other ranks' shares were then is not known"
-    RATES = "the ranks' learning rates differ, as where the script sets them on some ranks only, or by samples that a rank saw"
+    KEPT = "the script keeps its batches, and may train on them again: the shares of other ranks then are not known"
+    RATES = "the ranks' learning rates differ: the script may set them on some ranks only, or by samples that a rank saw"
     DROPPED = "its collate_fn leaves out samples, so that a batch may hold fewer than its weight is for"
     CLIPPED = (
         "the script changes gradients before Horovod has averaged them (to clip them, it should call optimizer.synchronize() "
-        "first): what comes of it depends on the ranks' shares"
+        "first): the result depends on the ranks' shares"
     )
-    NOT_FOLLOWED = "the way of a batch through the script could not be followed"
+    NOT_FOLLOWED = "a batch could not be followed through the script"
 
     @property
     def bit(self) -> int:

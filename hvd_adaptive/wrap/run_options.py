@@ -36,7 +36,7 @@ class RunConfig:
 
     strategy: str = option(
         "sync",
-        "sync (default): the script's own updates, in shares by speed; local: models are merged",
+        "sync (default): the script's own updates, from shares by speed; local: ranks step alone and merge their models",
         *("sync", "local"),
     )
     shares: str | None = option(
@@ -52,10 +52,10 @@ class RunConfig:
         "run at most 28 steps, say what would be adaptive, and end",
     )
     slowdown: str | None = option(
-        None, "try unequal ranks: each one's steps take so many times as long, as in 1,2"
+        None, "emulate unequal ranks: for each rank, how many times as long its steps take, as in 1,2"
     )
     mega_batch: int | None = _as_in_train(
-        "mega_batch", text="samples between merges, of all ranks (default: 50 of the script's batches)"
+        "mega_batch", text="samples over all ranks between two merges (default: 50 batches of one rank)"
     )
     merge_period: str = _as_in_train("merge_period")
     merge_share: float = _as_in_train("merge_share")

@@ -21,7 +21,7 @@ class TrainConfig:
 
     data: str | None = option(
         None,
-        "XMC data: folder, PREFIX of PREFIX_train.txt[.gz], or file (default: the embedded set)",
+        "XMC data: folder, PREFIX of PREFIX_train.txt[.gz], or file (default: the data that come with it)",
     )
     test_data: str | None = option(None, "test data, where --data names one file")
     cache_dir: str | None = option(None, "folder of the binary cache (default: the user's cache folder)")
@@ -48,11 +48,11 @@ class TrainConfig:
         "learning rate (default: 0.1 for Adagrad; docs/training.md has the others)",
     )
     momentum: float | None = option(
-        None, "decay of the velocity, of optimizer 'momentum' (default: 0.9)", optimizer=("momentum",)
+        None, "momentum of optimizer 'momentum' (default: 0.9)", optimizer=("momentum",)
     )
     weight_decay: float | None = option(
         None,
-        "weight decay (default: 0.01 for adamw, else 0); with sparse gradients only of adamw, of rows that have a gradient",
+        "weight decay (default: 0.01 for adamw, else 0); with sparse gradients only for adamw, in rows that have a gradient",
     )
     device: str = option("auto", "auto, cpu, cuda or cuda:K")
     patience: int | None = option(
@@ -62,20 +62,20 @@ class TrainConfig:
         None, "rounds between evaluations; 0: only at the end (default: 4 evaluations an epoch)"
     )
     eval_samples: int | None = option(
-        None, "test samples of the evaluations on the way, the same ones each time (default: all)"
+        None, "test samples that evaluations during the run use, the same each time (default: all)"
     )
     calibration: bool = option(True, "measure each rank's own speed before the run, for the utilisation")
     resume: str | None = option(
         None,
-        "go on from a checkpoint; auto: the newest in --out, or a fresh start",
+        "continue from a checkpoint; auto: the newest in --out, or a fresh start",
     )
     checkpoint_interval: int | None = option(
         None,
-        "rounds between checkpoints; 0: none (default: at most 5% of the time)",
+        "rounds between checkpoints; 0: none (default: as often as takes at most 5% of the time)",
     )
     keep_checkpoints: int = option(3, "newest checkpoints to keep")
     tensorboard: bool = option(
-        False, "write TensorBoard scalars into the run directory while it runs; needs the package tensorboard"
+        False, "write TensorBoard scalars into the run directory; needs the package tensorboard"
     )
 
     def __post_init__(self) -> None:
