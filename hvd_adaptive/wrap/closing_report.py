@@ -140,7 +140,7 @@ class Report:
             return [f"  not adaptive: {loader.label}, {loader.num_steps} steps, too few to see how it is used"]
         if loader.reasons:
             # What was seen too late: the script's updates were others for a while.
-            unequal = f" and {loader.num_shared} with unequal ones, whose updates may differ"
+            unequal = f" and {loader.num_shared} with others, whose updates may differ"
             others, num_equal = unequal if loader.num_shared else "", loader.num_steps - loader.num_shared
             return [
                 f"  not adaptive: {loader.label}, {num_equal} steps with equal shares{others}, because",
