@@ -28,7 +28,7 @@ class Config:
 
     strategy: str = option(
         "local",
-        "local (default): ranks step alone and merge their models; sync: ranks share each step; horovod: plain Horovod",
+        "local (default): ranks step alone, models are merged; sync: ranks share steps; horovod: plain",
         "local",
         "sync",
         "horovod",
@@ -36,8 +36,7 @@ class Config:
     )
     backend: str = option(
         "auto",
-        "what carries tensors between ranks: horovod, or torch (torch.distributed, without Horovod and MPI); auto (default): "
-        "torch under torchrun, else horovod",
+        "what carries tensors: horovod, or torch.distributed; auto (default): torch under torchrun",
         *("auto", "horovod", "torch"),
     )
     batch_size: int = option(64, "samples in a rank's batch, at the start")
@@ -86,7 +85,7 @@ class Config:
     )
     merge_weights: str = option(
         "auto",
-        "how much each rank counts in a merge: auto (default), updates, dual-averaging or fisher-rows",
+        "what a rank counts in a merge: auto (default), updates, dual-averaging or fisher-rows",
         *("auto", "updates", "samples", "uniform", "paper", "heterogpu", "dual-averaging", "fisher-rows"),
         strategy=_LOCAL,
     )

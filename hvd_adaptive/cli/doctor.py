@@ -45,7 +45,7 @@ def add_doctor(commands: Any, launch: argparse.ArgumentParser) -> None:
         type=float,
         default=2.0,
         metavar="S",
-        help="seconds for which each rank computes to show its speed; 30 shows GPUs that get slow when hot (default: 2)",
+        help="length of the speed test; 30 shows GPUs that get slow when hot (default: 2)",
     )
     parser.add_argument(
         "--limit", type=float, default=60.0, metavar="S", help="seconds that each check may take (default: 60)"

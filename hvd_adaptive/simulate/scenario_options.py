@@ -87,7 +87,7 @@ class SweepConfig:
 
     strategies: str = option(
         "local,local-parts,sync,local-sgd,horovod",
-        "strategies to compare; docs/simulate.md lists them",
+        "which; docs/simulate.md lists them",
     )
     local_steps: float = option(
         25.0, "batches of a rank between merges, if --mega-batch is not given"

@@ -36,7 +36,7 @@ class RunConfig:
 
     strategy: str = option(
         "sync",
-        "sync (default): the script's own updates, from shares by speed; local: ranks step alone and merge their models",
+        "sync (default): the script's own updates, shares by speed; local: models are merged",
         *("sync", "local"),
     )
     shares: str | None = option(

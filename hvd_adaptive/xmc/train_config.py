@@ -21,7 +21,7 @@ class TrainConfig:
 
     data: str | None = option(
         None,
-        "XMC data: folder, PREFIX of PREFIX_train.txt[.gz], or file (default: the data that come with it)",
+        "XMC data: folder, PREFIX of PREFIX_train.txt[.gz], or file (default: data that come with it)",
     )
     test_data: str | None = option(None, "test data, where --data names one file")
     cache_dir: str | None = option(None, "folder of the binary cache (default: the user's cache folder)")
