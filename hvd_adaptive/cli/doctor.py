@@ -55,8 +55,7 @@ def add_doctor(commands: Any, launch: argparse.ArgumentParser) -> None:
         nargs="?",
         const="hvd-adaptive-gpu.json",
         metavar="FILE",
-        help="check a first GPU node in at most three minutes instead: kernels, codecs, events, NCCL, ranks that share a GPU, a "
-        "short training; FILE (default: hvd-adaptive-gpu.json) can be attached to a report",
+        help="check a first GPU node instead, in 3 minutes; writes FILE (default: hvd-adaptive-gpu.json)",
     )
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
 
