@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import resource
-import secrets
 import socket
 import struct
 import sys
@@ -13,14 +12,15 @@ from typing import NamedTuple
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined,unused-ignore]
 
-from hvd_adaptive.comm.seal import new_secret
+from hvd_adaptive.comm.seal import Seal, new_secret
 
 PROBE_S = 3.0
 _PATIENT_PROBES_S = 20.0
 CONNECTIONS_PER_RANK = 4  # claims, rendezvous, heartbeats, and the heartbeats' lifeline
 _OTHER_FILES = 512
 _SIOCGIFADDR = 0x8915
-_TOKEN_KEY = "token"
+# Under it stands what only rank 0 of this job can have put there.
+_SIGN = "sign"
 
 
 class Offer(NamedTuple):
@@ -29,13 +29,11 @@ class Offer(NamedTuple):
     Attributes:
         addresses: to try in turn.
         port: of the store.
-        token: to tell the store by.
         secret: of the job, for :class:`hvd_adaptive.comm.seal.Seal`.
     """
 
     addresses: list[str]
     port: int
-    token: str
     secret: str
 
 
@@ -70,13 +68,13 @@ def serve(*, same_host: bool, world_size: int) -> tuple[TCPStore, Offer]:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    token = secrets.token_hex(8)
-    store.set(_TOKEN_KEY, token)
-    return store, Offer(addresses, port, token, new_secret())
+    secret = new_secret()
+    store.set(_SIGN, Seal(secret).close(_SIGN, b"").decode())
+    return store, Offer(addresses, port, secret)
 
 
 def find_server(offer: Offer, rank: int, *, server: str = "rank 0's side channel") -> str:
-    """Returns the first of the offered addresses at which rank 0's store answers with its token.
+    """Returns the first of the offered addresses at which rank 0's store answers.
 
     An address may lead elsewhere: container bridges have the same address on every host.
 
@@ -89,6 +87,7 @@ def find_server(offer: Offer, rank: int, *, server: str = "rank 0's side channel
         RuntimeError: none answers.
     """
     failures: list[str] = []
+    sign = Seal(offer.secret).close(_SIGN, b"")
     # Soon on to the next one; where none answered, rank 0 may be held up.
     for limit_s in (PROBE_S, max(PROBE_S, _PATIENT_PROBES_S / len(offer.addresses))):
         failures.clear()
@@ -98,7 +97,7 @@ def find_server(offer: Offer, rank: int, *, server: str = "rank 0's side channel
                 socket.create_connection((address, offer.port), timeout=limit_s).close()
                 limit = timedelta(seconds=limit_s)
                 store = TCPStore(address, offer.port, is_master=False, wait_for_workers=False, timeout=limit)
-                if store.check([_TOKEN_KEY]) and store.get(_TOKEN_KEY) == offer.token.encode():
+                if store.check([_SIGN]) and store.get(_SIGN) == sign:
                     return address
                 failures.append(f"{address}: another program answers")
             except (OSError, DistError) as error:

@@ -272,7 +272,7 @@ def test_another_program_at_the_address_is_passed_over():
     store, offer = serve(same_host=True, world_size=2)
     assert find_server(offer._replace(addresses=["203.0.113.1.invalid", "127.0.0.1"]), 1) == "127.0.0.1"
     with pytest.raises(RuntimeError, match=r"rank 1 on .*cannot reach.*another program answers.*firewall"):
-        find_server(offer._replace(token="other"), 1)
+        find_server(offer._replace(secret="other"), 1)
     del store
 
 
