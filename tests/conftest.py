@@ -59,7 +59,7 @@ def shared_tmp_path(tmp_path: Path) -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--store-durations", action="store_true", help="write tests/durations.json from this run of two workers")
+    parser.addoption("--store-durations", action="store_true", help="write tests/durations.json from this run")
 
 
 def set_no_deadlines() -> None:
