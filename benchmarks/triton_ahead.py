@@ -2,7 +2,7 @@
 
     python benchmarks/triton_ahead.py --targets 75,80,90,100            # every variant, a quarter of an hour and more
     python benchmarks/triton_ahead.py --targets 90 --cases quick        # every kernel, and the corners
-    python benchmarks/triton_ahead.py --cases sample                    # each corner for one target, every kernel for all: the tests'
+    python benchmarks/triton_ahead.py --cases sample                    # each corner for one target, every kernel for all
 
 One line a variant: the CPU's seconds that compiling took, registers a thread, bytes spilled, shared memory. Each variant is asked
 for with several counts, keys, numbers of peers, and with aligned and other addresses: all must find the same compiled kernel.

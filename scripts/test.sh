@@ -9,6 +9,8 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 "$root/scripts/setup.sh" --dev --quick
 
 cd "$root"
+# Ranks and workers read the tests and the package compiled; where nothing is written, each would compile them anew.
+unset PYTHONDONTWRITEBYTECODE
 export VIRTUAL_ENV="$root/.venv" PATH="$root/.venv/bin:$PATH"
 pytest=("$root/.venv/bin/python" -m pytest)
 # One more than cores: many tests wait, for limits, for Slurm, for processes to end.
@@ -19,8 +21,6 @@ case "$*" in
     --store-durations) all+=("$1") ;;
     *) exec "${pytest[@]}" "$@" ;;
 esac
-# Ranks and workers read the tests and the package compiled; where nothing is written, each would compile them anew.
-unset PYTHONDONTWRITEBYTECODE
 # Two jobs of ranks on few cores: who yields in turns has kept Linux 6.18 from running its own threads. Asleep they leave it the cores.
 patient=$("$root/.venv/bin/python" -m hvd_adaptive.cluster.patience)
 export LD_PRELOAD="$patient${LD_PRELOAD:+:$LD_PRELOAD}"

@@ -81,6 +81,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(RankPlugin(config), "rank")
     else:
         set_no_deadlines()
+        if hasattr(config, "workerinput"):
+            import torch
+
+            # Other workers have the other cores: threads would spin until the next one gets its own.
+            torch.set_num_threads(1)
         if config.getoption("numprocesses", None) and "not slow" not in config.getoption("markexpr"):
             # One for all workers.
             os.environ[ZYGOTE_SOCKET] = str(ZYGOTE.start(wait=False))

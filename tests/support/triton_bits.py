@@ -66,11 +66,12 @@ def maxmin() -> None:
                     assert torch.equal(payload[meta:], expected[meta:]), (bucket, num, bits, key)
                     if feedback:
                         assert_same(lost[0], lost[1], "residual", bucket, num, bits)
-                    for add in (0, 1, -1):
-                        a, b = normal(num, 1), normal(num, 1)
-                        reference.maxmin_decode(payload, a, bits, bucket, add)
-                        on_device("maxmin_decode", payload, b, bits, bucket, add)
-                        assert_same(a, b, "decode", bucket, num, bits, add)
+                # However they were rounded, decoding takes them alike.
+                for add in (0, 1, -1):
+                    a, b = normal(num, 1), normal(num, 1)
+                    reference.maxmin_decode(payload, a, bits, bucket, add)
+                    on_device("maxmin_decode", payload, b, bits, bucket, add)
+                    assert_same(a, b, "decode", bucket, num, bits, add)
 
 
 def sign() -> None:

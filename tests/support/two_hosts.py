@@ -116,8 +116,8 @@ class TwoHosts:
         folder, local = shlex.quote(str(self._folder)), shlex.quote(str(self.local))
         inside = f'hostname "$0" && mount --bind {folder}/disk-"$0" {local} && exec "$@"'
         self._script("enter", f"exec ip netns exec {self._space('$1')} unshare -u bash -c {shlex.quote(inside)} \"$@\"")
-        # As ssh does: no variable of the caller's but those by which tests find a job's processes, ranks are forks of the zygote and
-        # wait asleep.
+        # As ssh does: no variable of the caller's but those by which tests find a job's processes, ranks are forks of the zygote
+        # and wait asleep.
         kept = " ".join(f'${{{name}:+{name}="${name}"}}' for name in ("HOME", "HVD_TEST_JOB", ZYGOTE_SOCKET, "LD_PRELOAD"))
         clean = f"env -i PATH=/usr/bin:/bin {kept}"
         self._script("agent", f'host=$1; shift\nexec {folder}/enter "$host" {clean} bash -c "$*"')

@@ -18,7 +18,8 @@ ZYGOTE = "HVD_TEST_ZYGOTE"  # set in the processes of a test run: the zygote's s
 FIXED = ("LD_", "PYTHON", "MKL_", "GOMP_", "OPENBLAS_", "TORCH_", "NUMBA_")
 # Not read by then, or handed over; the last one only decides which warnings torch's C++ shows.
 _FREE = (
-    "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONUTF8", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_CPP_LOG_LEVEL",
+    "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONUTF8",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_CPP_LOG_LEVEL",
 )  # fmt: skip
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "HOROVOD_RANK", "TORCHELASTIC_RUN_ID")
 _MINE = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
