@@ -13,11 +13,11 @@ cd "$root"
 unset PYTHONDONTWRITEBYTECODE
 export VIRTUAL_ENV="$root/.venv" PATH="$root/.venv/bin:$PATH"
 pytest=("$root/.venv/bin/python" -m pytest)
-# One more than cores: many tests wait, for limits, for Slurm, for processes to end.
-all=(-n 3 --dist loadscope --no-loadscope-reorder --durations=15)
+# Twice two cores: for half of their time tests wait, for limits, for Slurm, for processes to end. Quick ones do not.
+all=(-n 4 --dist loadscope --no-loadscope-reorder --durations=15)
 case "$*" in
     "") ;;
-    --quick) all+=(-m "not slow") ;;
+    --quick) all+=(-n 2 -m "not slow") ;;
     --store-durations) all+=("$1") ;;
     *) exec "${pytest[@]}" "$@" ;;
 esac
