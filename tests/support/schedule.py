@@ -1,7 +1,7 @@
 """Workers take tests from one queue, what takes longest first: `scripts/test.sh` does so by pytest-xdist.
 
-Tests that share what is costly to make stay together, on one worker: those of a file for equally many ranks, those under Slurm,
-and those of a file outside the folders whose tests start jobs. Seconds of each group, and of each test that is alone, are in
+Tests that share what is costly to make stay together, on one worker: those of a file for equally many ranks, and those of a file
+outside the folders whose tests start jobs. Seconds of each group, and of each test that is alone, are in
 durations.json; what is not there is taken to be quick. `--store-durations` writes them from a run.
 """
 
@@ -21,7 +21,8 @@ from xdist.scheduler import LoadScopeScheduling
 TESTS = Path(__file__).resolve().parents[1]
 DURATIONS = TESTS / "durations.json"
 _WORTH_KEEPING_S = 0.5
-_ALONE = ("mpi", "wrap", "net", "docs", "examples")  # tests of these share nothing but ranks
+# Tests of these share nothing but ranks, or a Slurm that starts in two seconds.
+_ALONE = ("mpi", "wrap", "net", "slurm", "docs", "examples")
 _LONG_S = 8.0  # a group that takes as long is not for --quick
 
 
@@ -34,8 +35,6 @@ def group(nodeid: str) -> str:
     """The group of a test; of one that is alone, its own name."""
     path, _, name = nodeid.removeprefix("tests/").partition("::")
     folder = path.partition("/")[0]
-    if folder == "slurm":
-        return "slurm preemption" if path.endswith("preemption.py") else "slurm"  # half of the time each
     if ranks := re.search(r"\[np(\d+)", name):
         return f"{path} on {ranks[1]}"
     return nodeid if folder in _ALONE else path
