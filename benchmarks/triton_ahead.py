@@ -2,6 +2,7 @@
 
     python benchmarks/triton_ahead.py --targets 75,80,90,100            # every variant, a quarter of an hour and more
     python benchmarks/triton_ahead.py --targets 90 --cases quick        # every kernel, and the corners
+    python benchmarks/triton_ahead.py --cases sample                    # each corner for one target, every kernel for all
 
 One line a variant: the CPU's seconds that compiling took, registers a thread, bytes spilled, shared memory. Each variant is asked
 for with several counts, keys, numbers of peers, and with aligned and other addresses: all must find the same compiled kernel.
@@ -79,6 +80,11 @@ class Case:
     text: str
     is_quick: bool
     call: Callable[[Arguments], None]
+
+    @property
+    def front(self) -> str:
+        """The name of the function that calls the kernel."""
+        return self.call.func.__name__ if isinstance(self.call, functools.partial) else "sum_of_squares"
 
 
 def cases() -> Iterator[Case]:
@@ -178,6 +184,22 @@ class Variant:
     faults: tuple[str, ...]
 
 
+def work(targets: list[int], which: str) -> list[tuple[int, int]]:
+    """Returns the targets and numbers of the cases to compile: all, the quick ones, or of these a sample.
+
+    The sample has each quick case for one target, the targets in turn, and the first one of each front for all of them.
+    """
+    known = list(cases())
+    numbers = [number for number, case in enumerate(known) if case.is_quick or which == "all"]
+    first = {case.front: number for number, case in reversed([*enumerate(known)]) if case.is_quick}
+    return [
+        (target, number)
+        for turn, target in enumerate(targets)
+        for place, number in enumerate(numbers)
+        if which != "sample" or place % len(targets) == turn or first[known[number].front] == number
+    ]
+
+
 def cpu_seconds() -> float:
     """This process's, and those of compilers that it has waited for: other work on the machine does not count."""
     return sum(os.times()[:4])
@@ -259,20 +281,19 @@ def main() -> int:
     """Compiles, prints, and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--targets", default="75,80,90,100", help="compute capabilities, without the point")
-    parser.add_argument("--cases", choices=("all", "quick"), default="all", help="quick: every kernel, and the corners")
+    which = "quick: every kernel, and the corners; sample: each of these for one target, every kernel for all"
+    parser.add_argument("--cases", choices=("all", "quick", "sample"), default="all", help=which)
     parser.add_argument("--most-seconds", type=float, default=5.0, help="of a CPU for a variant")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
     options = parser.parse_args()
-    numbers = [number for number, case in enumerate(cases()) if case.is_quick or options.cases == "all"]
     targets = [int(target) for target in options.targets.split(",")]
+    chosen = work(targets, options.cases)
     print(f"Triton {triton.__version__}; compiled only, not run: no GPU is used", flush=True)
     seen, num_variants, num_faulty, slowest = set(), 0, 0, 0.0
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         with ProcessPoolExecutor(options.jobs) as pool:
-            for variants in pool.map(
-                compile_case, *zip(*((t, n, options.most_seconds) for t in targets for n in numbers), strict=True)
-            ):
+            for variants in pool.map(compile_case, *zip(*((t, n, options.most_seconds) for t, n in chosen), strict=True)):
                 for v in variants:
                     verdict = "; ".join(v.faults) or "ok"
                     print(

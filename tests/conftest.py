@@ -59,7 +59,7 @@ def shared_tmp_path(tmp_path: Path) -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--store-durations", action="store_true", help="write tests/durations.json from this run of two workers")
+    parser.addoption("--store-durations", action="store_true", help="write tests/durations.json from this run")
 
 
 def set_no_deadlines() -> None:
@@ -81,6 +81,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(RankPlugin(config), "rank")
     else:
         set_no_deadlines()
+        if hasattr(config, "workerinput"):
+            import torch
+
+            # Other workers have the other cores: threads would spin until the next one gets its own.
+            torch.set_num_threads(1)
         if config.getoption("numprocesses", None) and "not slow" not in config.getoption("markexpr"):
             # One for all workers.
             os.environ[ZYGOTE_SOCKET] = str(ZYGOTE.start(wait=False))

@@ -16,7 +16,7 @@ COMMAND = [sys.executable, "-m", "hvd_adaptive"]
 def test_what_is_recommended_runs(run_job: Any, data: Path, tmp_path: Path) -> None:
     file, run = tmp_path / "calibration.toml", tmp_path / "run"
     options = ["--data", str(data), "--cache-dir", str(tmp_path / "cache"), "--batch-size", "32", "--slowdown", "1,2"]
-    options += ["--seconds", "0.5"]
+    options += ["--seconds", "0.2"]
     job = run_job([*COMMAND, "calibrate", "-np", "2", "--out", str(file), *options], timeout=400)
     assert job.returncode == 0 and not job.leftover, job.describe()
     assert "recommended: batch_size 32" in job.stdout and "predicted:" in job.stdout

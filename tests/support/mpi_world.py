@@ -64,7 +64,14 @@ class _World:
         self._job = Job(
             [sys.executable, "-m", "pytest", *options, *map(str, paths)],
             np=size,
-            env={REPORTS: str(self._folder), WORLD: str(size)},
+            env={
+                REPORTS: str(self._folder),
+                WORLD: str(size),
+                # Hypothesis's imports all of hypothesis at a rank's end, for 2 s of CPU.
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+                # Other tests run beside these: threads of one rank would spin until the next one gets a core.
+                "OMP_NUM_THREADS": "1",
+            },
         )
 
     def run(self, item: pytest.Item, timeout: float) -> list[str]:

@@ -140,10 +140,10 @@ def _line() -> str:
     return ""
 
 
-@contextlib.contextmanager
-def _plain() -> Iterator[None]:
+def _storage(tensor: torch.Tensor) -> Any:
+    # Asked for at every operation: no generator here.
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        yield
+        return (tensor if tensor.layout is torch.strided else tensor._values()).untyped_storage()
 
 
 class _Marks:
@@ -153,15 +153,10 @@ class _Marks:
         self._made: dict[int, tuple[StorageWeakRef, Stream, int, set[Stream]]] = {}
         self._pinned: dict[int, StorageWeakRef] = {}
 
-    @staticmethod
-    def _storage(tensor: torch.Tensor) -> Any:
-        with _plain():
-            return (tensor if tensor.layout is torch.strided else tensor._values()).untyped_storage()
-
     def add(self, tensor: Any, *, written: bool = True) -> Any:
         for leaf in tree_leaves(tensor):
             if isinstance(leaf, torch.Tensor):
-                storage, stream = self._storage(leaf), current_stream()
+                storage, stream = _storage(leaf), current_stream()
                 known = self._made.get(storage._cdata)
                 if known is None or known[0].expired():
                     stream.now += 1
@@ -174,26 +169,26 @@ class _Marks:
     def of(self, tensor: Any) -> tuple[Any, Stream, int, set[Stream]] | None:
         if not isinstance(tensor, torch.Tensor):
             return None
-        with _plain():
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
             if _device_of.__get__(tensor).type != "cpu":
                 return None
-        try:
-            known = self._made.get(self._storage(tensor)._cdata)
-        except (RuntimeError, NotImplementedError):
-            return None
+            try:
+                known = self._made.get((tensor if tensor.layout is torch.strided else tensor._values()).untyped_storage()._cdata)
+            except (RuntimeError, NotImplementedError):
+                return None
         return None if known is None or known[0].expired() else known
 
     def drop(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._made.pop(self._storage(tensor)._cdata, None)
+        self._made.pop(_storage(tensor)._cdata, None)
         return tensor
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = self._storage(tensor)
+        storage = _storage(tensor)
         self._pinned[storage._cdata] = StorageWeakRef(storage)
         return self.drop(tensor)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        known = self._pinned.get(self._storage(tensor)._cdata)
+        known = self._pinned.get(_storage(tensor)._cdata)
         return known is not None and not known.expired()
 
 
@@ -433,7 +428,7 @@ def _one_kernel_each(reference: Any) -> Any:
                         _check_stream(leaf)
             _local.is_plain = True
             try:
-                with _plain():
+                with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
                     result = getattr(reference, name)(*args, **kwargs)
             finally:
                 _local.is_plain = False

@@ -1,7 +1,7 @@
-"""Two workers take tests from one queue, what takes longest first: `scripts/test.sh` does so by pytest-xdist.
+"""Workers take tests from one queue, what takes longest first: `scripts/test.sh` does so by pytest-xdist.
 
-Tests that share what is costly to make stay together, on one worker: those of a file for equally many ranks, those over two
-hosts, and those of a file outside mpi, wrap, docs and examples. Seconds of each group, and of each test that is alone, are in
+Tests that share what is costly to make stay together, on one worker: those of a file for equally many ranks, and those of a file
+outside the folders whose tests start jobs. Seconds of each group, and of each test that is alone, are in
 durations.json; what is not there is taken to be quick. `--store-durations` writes them from a run.
 """
 
@@ -21,6 +21,8 @@ from xdist.scheduler import LoadScopeScheduling
 TESTS = Path(__file__).resolve().parents[1]
 DURATIONS = TESTS / "durations.json"
 _WORTH_KEEPING_S = 0.5
+# Tests of these share nothing but ranks, or a Slurm that starts in two seconds.
+_ALONE = ("mpi", "wrap", "net", "slurm", "docs", "examples")
 _LONG_S = 8.0  # a group that takes as long is not for --quick
 
 
@@ -33,11 +35,9 @@ def group(nodeid: str) -> str:
     """The group of a test; of one that is alone, its own name."""
     path, _, name = nodeid.removeprefix("tests/").partition("::")
     folder = path.partition("/")[0]
-    if folder in ("net", "slurm"):
-        return "two hosts"  # Slurm's after the others: the hosts that it runs on have the same names, and stay
     if ranks := re.search(r"\[np(\d+)", name):
         return f"{path} on {ranks[1]}"
-    return nodeid if folder in ("mpi", "wrap", "docs", "examples") else path
+    return nodeid if folder in _ALONE else path
 
 
 class Groups(LoadScopeScheduling):

@@ -21,6 +21,7 @@ _ENDED = ("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT")
 
 _CONFIGURATION = """
 ClusterName=tests
+FirstJobId={first_job}
 SlurmctldHost={first}({network}.1)
 SlurmUser=root
 AuthType=auth/munge
@@ -83,7 +84,9 @@ class SlurmSite:
         folder = self._folder
         for name in ("state", *(f"{kind}-{name}" for kind in ("spool", "tmp") for name in NAMES)):
             (folder / name).mkdir()
-        lines = [_CONFIGURATION.format(first=NAMES[0], network=NETWORK, folder=folder)]
+        # Open MPI names a job's shared memory by host and Slurm's number, and another worker's site has hosts of the same names.
+        first_job = os.getpid() % 10_000 * 1000 + 1
+        lines = [_CONFIGURATION.format(first=NAMES[0], network=NETWORK, folder=folder, first_job=first_job)]
         for index, name in enumerate(NAMES):
             has = f"CPUs={CPUS_PER_NODE} RealMemory=1000 Gres=gpu:4 Feature=gpus-of-{name}"
             lines.append(f"NodeName={name} NodeAddr={NETWORK}.{index + 1} {has}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shlex
@@ -12,6 +13,8 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from zygote import ZYGOTE_SOCKET
 
 from hvd_adaptive.cluster.relaunch import find_launcher
 
@@ -57,8 +60,8 @@ def _remove(space: str) -> None:
 
 
 class TwoHosts:
-    """Makes the hosts; `close` removes them. Names carry this process's id, so that two runs do not meet, and the next one can
-    remove what is left of one that was killed.
+    """Makes the hosts; `close` removes them. Names carry this process's id and a number, so that two pairs do not meet, and the
+    next run can remove what is left of one that was killed.
 
     As on many a cluster, a host's own name means 127.0.1.1, and both have a container bridge with one and the
     same address: neither may be taken for the way to the other host.
@@ -71,7 +74,10 @@ class TwoHosts:
         local: a path at which each host sees a disk of its own; all other files are shared.
     """
 
+    _numbers = itertools.count()
+
     def __init__(self, folder: Path, rate: str = "1gbit") -> None:
+        self._number = next(self._numbers)
         self.local = folder / "local"
         self.local.mkdir()
         self._folder = folder
@@ -86,7 +92,7 @@ class TwoHosts:
 
     def _make(self, rate: str) -> None:
         for space in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.split():
-            if (match := re.fullmatch(r"hva-(\d+)-\w+", space)) and not Path("/proc", match[1]).exists():
+            if (match := re.fullmatch(r"hva-(\d+)-[\w-]+", space)) and not Path("/proc", match[1]).exists():
                 _remove(space)
         first, second = self._spaces
         for space in self._spaces:
@@ -110,13 +116,14 @@ class TwoHosts:
         folder, local = shlex.quote(str(self._folder)), shlex.quote(str(self.local))
         inside = f'hostname "$0" && mount --bind {folder}/disk-"$0" {local} && exec "$@"'
         self._script("enter", f"exec ip netns exec {self._space('$1')} unshare -u bash -c {shlex.quote(inside)} \"$@\"")
-        # As ssh does: no variable of the caller's but those by which tests find a job's processes and ranks wait asleep.
-        clean = 'env -i PATH=/usr/bin:/bin HOME="$HOME" HVD_TEST_JOB="$HVD_TEST_JOB" LD_PRELOAD="$LD_PRELOAD"'
+        # As ssh does: no variable of the caller's but those by which tests find a job's processes, ranks are forks of the zygote
+        # and wait asleep.
+        kept = " ".join(f'${{{name}:+{name}="${name}"}}' for name in ("HOME", "HVD_TEST_JOB", ZYGOTE_SOCKET, "LD_PRELOAD"))
+        clean = f"env -i PATH=/usr/bin:/bin {kept}"
         self._script("agent", f'host=$1; shift\nexec {folder}/enter "$host" {clean} bash -c "$*"')
 
-    @staticmethod
-    def _space(name: str) -> str:
-        return f"hva-{os.getpid()}-{name}"
+    def _space(self, name: str) -> str:
+        return f"hva-{os.getpid()}-{self._number}-{name}"
 
     def _script(self, name: str, text: str) -> None:
         file = self._folder / name

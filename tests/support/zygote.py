@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import importlib.machinery
@@ -38,10 +39,11 @@ _REPO = Path(__file__).resolve().parents[2]
 _ROOM_BYTES = 1 << 15  # for the command line of a fork, and for its environment
 _CLONE = {"mnt": 0x00020000, "uts": 0x04000000, "ipc": 0x08000000, "net": 0x40000000}
 _PR_SET_PDEATHSIG = 1
+_MOST_DESCRIPTORS = 64
 _PLAIN = "HVD_TEST_PLAIN_LIBRARY_PATH"
 _LIBRARIES = (
     "horovod.torch.elastic", "torch._dynamo", "torch.distributed", "torch.utils.data", "mpi4py", "numba", "safetensors.torch",
-    "rich.progress", "numpy.random", "pytest", "_pytest.fixtures", "unittest.mock",
+    "functorch.compile", "networkx", "rich.progress", "numpy.random", "pytest", "_pytest.fixtures", "unittest.mock",
 )  # fmt: skip
 
 
@@ -159,7 +161,7 @@ class _Server:
     def _take(self, stub: socket.socket) -> None:
         stub.settimeout(60)
         try:
-            head, descriptors, _, _ = socket.recv_fds(stub, 4, 8)
+            head, descriptors, _, _ = socket.recv_fds(stub, 4, _MOST_DESCRIPTORS)
             if len(head) < 4:
                 raise ConnectionError("the stub was killed at its start")
             length, text = int.from_bytes(head, "big"), b""
@@ -265,7 +267,12 @@ def _inherit(request: dict[str, Any], descriptors: list[int], stub: int, spaces:
     for number, descriptor in enumerate(descriptors[:3]):
         os.dup2(descriptor, number)
     os.fchdir(descriptors[3])
+    # Beyond all numbers that they shall have, as these may be taken.
+    others = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 1000) for descriptor in descriptors[4:]]
     for descriptor in descriptors:
+        os.close(descriptor)
+    for number, descriptor in zip(request["descriptors"], others, strict=True):
+        os.dup2(descriptor, number)
         os.close(descriptor)
     os.umask(request["umask"])
     os.sched_setaffinity(0, request["affinity"])

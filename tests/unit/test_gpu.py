@@ -53,7 +53,7 @@ def test_the_kernels_give_the_references_bits(part: str) -> None:
     """The same assertions as in Triton's interpreter (tests/unit/test_triton.py)."""
     script = Path(__file__).parents[1] / "support" / "triton_bits.py"
     done = subprocess.run([sys.executable, str(script), part, "cuda"], capture_output=True, text=True, timeout=900)
-    assert done.stdout.strip() == "same bits", done.stderr[-3000:]
+    assert done.stdout.strip() == f"{part}: same bits", done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("spec", ["maxmin:4", "sign", "topk:0.1", "topk:0.1,sampled"])

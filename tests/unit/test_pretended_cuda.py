@@ -35,7 +35,7 @@ from hvd_adaptive.wrap.meter import Meter
 from hvd_adaptive.wrap.run_options import RunConfig
 from hvd_adaptive.wrap.stopwatch import Stopwatch
 
-NUM_SAMPLES, NUM_ROUNDS = 640, 4
+NUM_SAMPLES, NUM_ROUNDS = 320, 2  # what a merge leaves for the next round is there in the second
 
 
 @pytest.fixture(autouse=True)

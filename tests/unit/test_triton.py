@@ -41,7 +41,7 @@ print(faults()[0].split(":")[0])
 """
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def triton() -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs Triton (pip install triton); its interpreter and its compiler need no GPU")
@@ -55,16 +55,23 @@ def run(*command: str, timeout_s: float = 900, **environment: str) -> subprocess
     )
 
 
-@pytest.mark.parametrize("part", ["maxmin", "sign", "peers", "squares", "large"])
-def test_triton_gives_the_references_bits(part: str) -> None:
-    script = ROOT / "tests" / "support" / "triton_bits.py"
-    done = run(str(script), part, "cpu", TRITON_INTERPRET="1")
-    assert done.stdout.strip() == "same bits", done.stderr[-3000:]
+PARTS = ("maxmin", "sign", "peers", "squares", "large")
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> subprocess.CompletedProcess[str]:
+    """All parts in one process: importing Triton takes longer than most of them."""
+    return run(str(ROOT / "tests" / "support" / "triton_bits.py"), ",".join(PARTS), "cpu", TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_triton_gives_the_references_bits(part: str, interpreted: subprocess.CompletedProcess[str]) -> None:
+    assert f"{part}: same bits" in interpreted.stdout.splitlines(), interpreted.stderr[-3000:]
 
 
 def test_every_kernel_compiles_for_gpus_once_without_spills_and_fused_additions() -> None:
-    """The corners; benchmarks/triton_ahead.py without --cases compiles every variant."""
-    done = run("benchmarks/triton_ahead.py", "--targets", ",".join(TARGETS), "--cases", "quick")
+    """Every kernel for each target, and each of the corners for one of them; without --cases every variant is compiled."""
+    done = run("benchmarks/triton_ahead.py", "--targets", ",".join(TARGETS), "--cases", "sample")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     found = re.findall(r"^sm_(\d+) (\w+) .* registers, 0 bytes spilled, .*: ok$", done.stdout, re.M)
     names = {"maxmin_encode", "sign_encode", "decode", "squares", "count_large", "store_large"}

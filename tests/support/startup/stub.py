@@ -17,8 +17,11 @@ ZYGOTE = "HVD_TEST_ZYGOTE"  # set in the processes of a test run: the zygote's s
 # What a library reads when it is loaded: a fork would have the zygote's. (Of KMP_, which scikit-learn sets, no library is there.)
 FIXED = ("LD_", "PYTHON", "MKL_", "GOMP_", "OPENBLAS_", "TORCH_", "NUMBA_")
 # Not read by then, or handed over; the last one only decides which warnings torch's C++ shows.
-_FREE = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCH_CPP_LOG_LEVEL")
-_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "HOROVOD_RANK")
+_FREE = (
+    "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONUTF8",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_CPP_LOG_LEVEL",
+)  # fmt: skip
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "HOROVOD_RANK", "TORCHELASTIC_RUN_ID")
 _MINE = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 _PYTHON_IGNORES = {signal.SIGPIPE, signal.SIGXFSZ}
 # Where a process of another one of these cannot be made from outside.
@@ -35,8 +38,10 @@ def fixed_variables() -> dict[str, str]:
 
 def identity() -> dict[str, Any]:
     """What this process and the zygote must have in common."""
+    flags = [getattr(sys.flags, name) for name in sys.flags.__match_args__ if name not in ("utf8_mode", "dont_write_bytecode")]
     return {
-        "python": [sys.executable, sys.version, list(sys.flags), sys.warnoptions, sys._xoptions],
+        # PYTHONUTF8 changes nothing where all is UTF-8 anyway.
+        "python": [sys.executable, sys.version, flags, sys.stdout.encoding, sys.warnoptions, sys._xoptions],
         "variables": fixed_variables(),
         "spaces": {name: os.readlink(f"/proc/self/ns/{name}") for name in _SPACES},
         "cgroup": open("/proc/self/cgroup").read(),
@@ -65,6 +70,7 @@ def hand_over() -> None:
     """Becomes the stub of a fork of the zygote, if this process is a rank that can be one."""
     if not _is_rank():
         return
+    inherited = _inherited()
     ignored = [n for n in signal.valid_signals() - _PYTHON_IGNORES if signal.getsignal(n) == signal.SIG_IGN]
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[ZYGOTE])
@@ -80,23 +86,28 @@ def hand_over() -> None:
             "nice": os.nice(0),
             "umask": _umask(),
             "parent": os.getppid(),
+            "descriptors": inherited,
         }
         text = json.dumps(request).encode()
         folder = os.open(".", os.O_RDONLY)
-        socket.send_fds(connection, [len(text).to_bytes(4, "big")], [0, 1, 2, folder])
+        socket.send_fds(connection, [len(text).to_bytes(4, "big")], [0, 1, 2, folder, *inherited])
         connection.sendall(text)
         os.close(folder)
-        _stand_for_fork(connection)
+        _stand_for_fork(connection, inherited)
 
 
 def _is_rank() -> bool:
     if not any(name in os.environ for name in _RANKS) or '"clock_s"' in os.environ.get("FAULT_SPEC", ""):
         return False
-    # With options of Python, or descriptors of somebody's (multiprocessing's workers have both), it stays what it is.
+    # With options of Python, and as one of multiprocessing's, it stays what it is.
     words = sys.orig_argv[1:]
-    plain = bool(words) and (words[0] in ("-c", "-m") or os.path.isfile(words[0]))
+    return bool(words) and (words[0] in ("-c", "-m") or os.path.isfile(words[0])) and "multiprocessing" not in " ".join(words)
+
+
+def _inherited() -> list[int]:
+    """The descriptors beside the first three that this process was given."""
     with os.scandir("/proc/self/fd") as entries:
-        return plain and {int(entry.name) for entry in entries if int(entry.name) > 2 and _is_inherited(entry.name)} == set()
+        return sorted(int(entry.name) for entry in entries if int(entry.name) > 2 and _is_inherited(entry.name))
 
 
 def _is_inherited(number: str) -> bool:
@@ -112,7 +123,7 @@ def _umask() -> int:
     return mask
 
 
-def _stand_for_fork(connection: socket.socket) -> None:
+def _stand_for_fork(connection: socket.socket, inherited: "list[int]") -> None:
     """Waits for the fork's end, and ends likewise; comes back if there is none."""
     fork = 0
     early: list[int] = []
@@ -142,6 +153,9 @@ def _stand_for_fork(connection: socket.socket) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
         os.dup2(nowhere, descriptor)
+    # Whoever reads the other end is to see when the fork closes this one.
+    for descriptor in inherited:
+        os.close(descriptor)
     with open("/proc/self/comm", "w") as name:
         name.write("rank-stub")
     show([f"stub of {fork}"])
