@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,21 +46,29 @@ def predict(options: argparse.Namespace, transport: Transport) -> None:
     model, (_, test) = _open(options, transport)
     attempt(transport, lambda: _check_k(options.k, test.num_labels))
     if transport.rank == 0:
-        device = next(model.parameters()).device
-        names = test.label_names
-        for start in range(0, len(test), BLOCK_SIZE):
-            rows = range(start, min(start + BLOCK_SIZE, len(test)))
-            x, _ = test.get_batch(rows)
-            logits = model(x.to(device))
-            labels = top_k_labels(logits, options.k)
-            scores = torch.log_softmax(logits, dim=1).gather(1, labels).exp()
-            for row, row_labels, row_scores in zip(rows, labels.tolist(), scores.tolist(), strict=True):
-                line = {"row": row, "labels": row_labels, "probabilities": [round(s, 6) for s in row_scores]}
-                if names:
-                    line["names"] = [names[label] for label in row_labels]
+        # Who reads may have enough before the end, as `head` has.
+        with contextlib.suppress(BrokenPipeError):
+            for line in _predictions(model, test, options.k, transport):
                 print(json.dumps(line))
-            transport.progress("prediction")
+            sys.stdout.flush()
     transport.close()
+
+
+def _predictions(model: SparseMLP, test: SparseDataset, k: int, transport: Transport) -> Iterator[dict[str, Any]]:
+    device = next(model.parameters()).device
+    names = test.label_names
+    for start in range(0, len(test), BLOCK_SIZE):
+        rows = range(start, min(start + BLOCK_SIZE, len(test)))
+        x, _ = test.get_batch(rows)
+        logits = model(x.to(device))
+        labels = top_k_labels(logits, k)
+        scores = torch.log_softmax(logits, dim=1).gather(1, labels).exp()
+        for row, row_labels, row_scores in zip(rows, labels.tolist(), scores.tolist(), strict=True):
+            line: dict[str, Any] = {"row": row, "labels": row_labels, "probabilities": [round(s, 6) for s in row_scores]}
+            if names:
+                line["names"] = [names[label] for label in row_labels]
+            yield line
+        transport.progress("prediction")
 
 
 def _open(
