@@ -323,6 +323,7 @@ def test_all_ranks_end_together_where_none_is_finite() -> None:
         ({"merge_fragments": 2, "merge_weights": "fisher-rows"}, "merge_fragments 2 needs merge_weights uniform or"),
         ({"merge_fragments": 2, "sparse_merge": "always"}, "merge_fragments 2 exchanges all rows"),
         ({"merge_fragments": 2, "auto_bits": 4, "compression": "maxmin:4"}, "merge_fragments 2 needs auto_bits 0, got 4"),
+        ({"merge_fragments": 2, "outer_state": "host"}, "outer_state 'host' needs merge_fragments 1, got 2"),
         ({"merge_fragments": 2, "logical_ranks": 2}, "logical_ranks needs merge_fragments 1, got 2"),
     ],
 )  # fmt: skip
