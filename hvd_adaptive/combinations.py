@@ -13,6 +13,8 @@ SIZE_RULES = {
     "sma": ("fixed",),
 }
 
+# The merge weights of which a rank has one for all coordinates.
+_ONE_WEIGHT = ("paper", "heterogpu", "uniform", "updates", "samples")
 _DUAL_NEEDS: dict[str, tuple[Any, ...]] = {"optimizer_state": (None,), "logical_ranks": (None,)}
 _DUAL_WHY = "it sums the optimizer's accumulators at each merge, and the next step needs the sum"
 
@@ -62,9 +64,16 @@ def check_combinations(config: Any) -> None:
             "outer_state 'host'",
             "its merges take the whole global model piece by piece",
             overlap_merge=(False,),
+            merge_fragments=(1,),
             sparse_merge=("auto", "never"),
             logical_ranks=(None,),
         )
+    _check_overlap(config)
+    for name in ("outlier_limit", "clip_delta"):
+        if getattr(config, name):
+            what = f"{name} {getattr(config, name)}"
+            _check_needed(config, what, "it is the norm of one weight a rank", weight_rule=_ONE_WEIGHT)
+            _check_needed(config, what, "it takes the norm over all rows", sparse_merge=("auto", "never"))
     if config.merge_weights == "dual-averaging":
         _check_needed(config, "merge_weights 'dual-averaging'", _DUAL_WHY, **_DUAL_NEEDS)
     if config.logical_ranks is not None:
@@ -78,10 +87,29 @@ def check_combinations(config: Any) -> None:
             dispatch=("dynamic",),
             merge_period=("fixed",),
             overlap_merge=(False,),
+            merge_fragments=(1,),
+            outlier_limit=(0.0,),
+            clip_delta=(0.0,),
             optimizer_state=(None, "keep", "reset"),
             sparse_merge=("auto", "never"),
-            weight_rule=("paper", "heterogpu", "uniform", "updates", "samples"),
+            weight_rule=_ONE_WEIGHT,
         )
+
+
+def _check_overlap(config: Any) -> None:
+    name = f"merge_fragments {config.merge_fragments}" if config.merge_fragments > 1 else "overlap_merge"
+    if config.overlaps_merges and config.sparse_merge == "always":
+        raise ValueError(f"{name} exchanges all rows: it needs sparse_merge 'auto' or 'never', got 'always'")
+    if config.merge_fragments > 1:
+        why = "a rank sends a fragment before it knows what others have done, so that its weight is its own work"
+        _check_needed(config, name, why, weight_rule=("uniform", "updates", "samples"))
+        _check_needed(config, name, "fragments go beside the steps anyway, and fragment_delay 1 as long", overlap_merge=(False,))
+        _check_needed(config, name, "codecs must stay while fragments are on the way", auto_bits=(0,))
+        return
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if item.name in ("fragment_delay", "fragment_alpha") and value != item.default:
+            raise ValueError(f"{item.name} {value!r} needs merge_fragments of 2 or more, got 1: it would have no effect")
 
 
 def _check_micro_batches(config: Any) -> None:

@@ -225,6 +225,32 @@ class Config:
         False, "exchange a round's changes during the next round's steps; the merged model is one round old",
         strategy=_LOCAL,
     )
+    merge_fragments: int = option(
+        1,
+        "merge the model in so many fragments of layers, each at its own place of the round, beside the next steps (Streaming "
+        "DiLoCo): the link carries one of them at a time",
+        strategy=_LOCAL,
+    )
+    fragment_delay: float | None = option(
+        None,
+        "from sending a fragment to taking its sum in, as a part of a round, in [0, 1] (default: half of what is between two "
+        "fragments)",
+        strategy=_LOCAL,
+    )
+    fragment_alpha: float = option(
+        0.5, "how much of its distance to the merged fragment a rank keeps, in [0, 1)",
+        strategy=_LOCAL,
+    )
+    outlier_limit: float = option(
+        0.0,
+        "leave a rank's progress out of a merge where its norm is so many standard deviations above the rank's own history "
+        "(A-EDiT: 3); 0: never",
+        strategy=_LOCAL,
+    )
+    clip_delta: float = option(
+        0.0, "largest norm of what a merge adds to the model, as far as the ranks' own norms bound it (A-EDiT: 10); 0: any",
+        strategy=_LOCAL,
+    )
     compression: str = option(
         "none",
         "none (default), fp16, maxmin:4, topk:0.01 and others of docs/compression.md",
@@ -246,16 +272,16 @@ class Config:
         check_positive(
             self, "batch_size", "min_batch_size", "max_batch_size", "mega_batch", "batch_size_step", "reference_batch_size",
             "outer_lr", "stall_limit_s", "drain_limit_s", "perturbation_threshold", "global_batch_size", "accumulation_steps",
-            "micro_batch_size", "logical_ranks", "num_threads", "reference_ranks", "sma_alpha",
+            "micro_batch_size", "logical_ranks", "num_threads", "reference_ranks", "sma_alpha", "merge_fragments",
         )  # fmt: skip
-        check_not_negative(self, "warmup_epochs", "lr_decay", "hash_interval", "seed", "auto_bits")
+        check_not_negative(self, "warmup_epochs", "lr_decay", "hash_interval", "seed", "auto_bits", "outlier_limit", "clip_delta")
         if self.sma_alpha is not None and self.sma_alpha > 1:
             raise ValueError(f"sma_alpha must be in (0, 1], got {self.sma_alpha}")
-        if self.overlap_merge and self.sparse_merge == "always":
-            raise ValueError("overlap_merge exchanges all rows: it needs sparse_merge 'auto' or 'never', got 'always'")
+        if self.fragment_delay is not None and not 0 <= self.fragment_delay <= 1:
+            raise ValueError(f"fragment_delay must be in [0, 1], got {self.fragment_delay}: it is a part of a round")
         if self.straggler_limit and self.straggler_limit <= 1:
             raise ValueError(f"straggler_limit must be > 1, or 0 for never, got {self.straggler_limit}")
-        for name in ("outer_momentum", "perturbation_delta"):
+        for name in ("outer_momentum", "perturbation_delta", "fragment_alpha"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         if self.stall_limit_s < 1:
@@ -299,6 +325,28 @@ class Config:
     def uses_groups(self) -> bool:
         """Whether the exchange may split the ranks into groups, which a transport must know when it starts."""
         return self.compression != "none" and self.reducer in ("hierarchical", "auto")
+
+    @property
+    def measures_deltas(self) -> bool:
+        """Whether ranks tell each other the norms of their deltas."""
+        return self.outlier_limit > 0 or self.clip_delta > 0
+
+    @property
+    def overlaps_merges(self) -> bool:
+        """Whether ranks go on with models of their own while what they have sent is merged."""
+        return self.overlap_merge or self.merge_fragments > 1
+
+    @property
+    def merge_delay(self) -> float:
+        """From sending to taking in, as a part of a round."""
+        if self.merge_fragments == 1:
+            return float(self.overlap_merge)
+        return 0.5 / self.merge_fragments if self.fragment_delay is None else self.fragment_delay
+
+    @property
+    def merge_alpha(self) -> float:
+        """How much of its distance to what was merged a rank keeps."""
+        return self.fragment_alpha if self.merge_fragments > 1 else 0.0
 
     @property
     def repeatable(self) -> bool:

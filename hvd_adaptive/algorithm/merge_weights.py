@@ -34,6 +34,11 @@ def labels_are_rare(labels_a_sample: float, num_labels: int, mega_batch: int) ->
     """
     return labels_a_sample * mega_batch < _RARE * num_labels
 
+DIVERGED = (
+    "the parameters of ALL ranks hold NaN or Inf: the run has diverged. Lower the learning rate, warm it up for longer, or merge "
+    "more often (--mega-batch)."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Contributions:
@@ -107,10 +112,7 @@ def merge_weights(
     name = "updates" if config.weight_rule in ROW_RULES else config.weight_rule
     name += ", perturbed" if config.perturbation else ""
     if not finite.any():
-        raise RuntimeError(
-            "the parameters of ALL ranks hold NaN or Inf: the run has diverged. Lower the learning rate, warm it up for longer, "
-            "or merge more often (--mega-batch)."
-        )
+        raise RuntimeError(DIVERGED)
     active = finite & (num_updates > 0)
     if not active.any():
         raise RuntimeError(

@@ -35,13 +35,20 @@ class OuterStep:
         lr: the outer learning rate, > 0; ``none`` takes it as well.
         momentum: gamma, in [0, 1).
         bias_correction: whether lr makes up for a velocity that still grows.
+        num_fragments: parts of the model that are merged at different times.
 
     Raises:
         ValueError: for an unknown kind.
     """
 
     def __init__(
-        self, kind: str, *, lr: float = 1.0, momentum: float = 0.0, bias_correction: bool = False
+        self,
+        kind: str,
+        *,
+        lr: float = 1.0,
+        momentum: float = 0.0,
+        bias_correction: bool = False,
+        num_fragments: int = 1,
     ) -> None:
         if kind not in OUTER_STEPS:
             raise ValueError(f"outer step must be one of {', '.join(OUTER_STEPS)}, got {kind!r}")
@@ -50,8 +57,8 @@ class OuterStep:
         self.momentum = momentum
         self.bias_correction = bias_correction
         self.velocity: dict[torch.dtype, Tensor] = {}
-        # The velocity that deltas of one would have; a tensor, as what is saved and exchanged with the velocity.
-        self.growth = torch.zeros(1, dtype=torch.float64)
+        # The velocity of each fragment that deltas of one would have; a tensor, as what is saved and exchanged with the velocity.
+        self.growth = torch.zeros(num_fragments, dtype=torch.float64)
         self._lr_now = lr
 
     @classmethod
@@ -62,6 +69,7 @@ class OuterStep:
             lr=config.outer_learning_rate,
             momentum=config.outer_momentum,
             bias_correction=config.outer_bias_correction,
+            num_fragments=config.merge_fragments,
         )
 
     def velocity_of(self, weights: Tensor) -> Tensor | None:
@@ -81,8 +89,8 @@ class OuterStep:
 
     def load_state_dict(self, state: dict[str, Tensor], *, device: torch.device) -> None:
         """Takes over a velocity, copied to the weights' device; one whose growth was not saved counts as grown."""
-        grown = torch.full((1,), 1 / (1 - self.momentum), dtype=torch.float64)
-        self.growth = state.get("growth", grown if state else torch.zeros(1, dtype=torch.float64)).cpu().clone()
+        grown = torch.full_like(self.growth, 1 / (1 - self.momentum) if state else 0.0)
+        self.growth = state.get("growth", grown).cpu().clone()
         pinned = device.type == "cpu" and torch.cuda.is_available()
         self.velocity = {
             getattr(torch, name): v.to(device, copy=True).pin_memory() if pinned else v.to(device, copy=True)
@@ -90,13 +98,17 @@ class OuterStep:
             if name != "growth"
         }
 
-    def begin(self) -> None:
-        """Counts a merge; call it once before its deltas are applied, which may be in several parts."""
+    def begin(self, fragment: int = 0) -> None:
+        """Counts a merge; call it once before its deltas are applied, which may be in several parts.
+
+        Args:
+            fragment: what of the model is merged.
+        """
         if self.kind == "none":
             return
-        self.growth.mul_(self.momentum).add_(1)
+        self.growth[fragment] = self.growth[fragment] * self.momentum + 1
         if self.bias_correction:
-            growth = float(self.growth)
+            growth = float(self.growth[fragment])
             moved = growth if self.kind == "momentum" else 1 + self.momentum * growth
             self._lr_now = self.lr / ((1 - self.momentum) * moved)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -43,6 +44,17 @@ class FlatGroup:
         """The elements outside the row ranges, where there are any, ascending."""
         bounds = [0, *(b for r in self.row_ranges.values() for b in (r.part.start, r.part.stop)), self.delta.numel()]
         return [slice(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if a < b]
+
+    def part(self, start: int, stop: int, name: str) -> tuple[slice, FlatGroup]:
+        """Returns where the tensors in [start, stop) are in the flat ones, and a group of them alone, which shares memory with
+        this one; without row ranges and factors."""
+        ends = [0, *itertools.accumulate(t.numel() for t in self.tensors)]
+        inside, found = slice(start, stop), slice(ends[start], ends[stop])
+        group = FlatGroup(
+            name, self.tensors[inside], self.weights[found], self.delta[found],
+            infos=self.infos[inside], positions=self.positions[inside],
+        )  # fmt: skip
+        return found, group
 
     def slices(self, flat: Tensor) -> list[Tensor]:
         """Returns views of a flat tensor, one a tensor of the group and of its shape."""

@@ -161,6 +161,11 @@ class FlatModel:
         squares = [sum_of_squares(t) for g in self.parameter_groups for t in g.tensors]
         return float(sum(torch.stack(squares).tolist())) ** 0.5 / self.num_parameters
 
+    @torch.no_grad()
+    def delta_norm(self) -> float:
+        """Returns the L2 norm of the deltas of all parameters, without row ranges."""
+        return float(sum(sum_of_squares(group.delta) for group in self.parameter_groups)) ** 0.5
+
     def weigh_(self, weights: NDArray[np.float64]) -> None:
         """Finds this rank's weight in each row or coordinate for the merge that follows, where :attr:`rule` is set. COLLECTIVE.
 

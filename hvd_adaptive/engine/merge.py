@@ -7,7 +7,6 @@ from them (:meth:`Merge.weights`), and the deltas, the outer step and the optimi
 from __future__ import annotations
 
 import copy
-import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.algorithm.outer_step import OuterStep
+from hvd_adaptive.algorithm.outliers import NormHistory, clip_factor
 from hvd_adaptive.algorithm.round_control import round_weights
 from hvd_adaptive.algorithm.statistics import Array, Gathered, Statistics
 from hvd_adaptive.comm.protocols import AgreedError, Collectives
@@ -27,11 +27,10 @@ from hvd_adaptive.engine import optimizer_state
 from hvd_adaptive.engine.flat_model import FlatModel
 from hvd_adaptive.engine.merge_rule import make_merge_rule
 from hvd_adaptive.engine.overlap import OverlappedMerge
+from hvd_adaptive.engine.rank_warnings import warn_of_broken, warn_of_outliers
 from hvd_adaptive.engine.row_merge import RowMerge
 from hvd_adaptive.engine.touched_rows import mark_rows, sparse_parameters
 from hvd_adaptive.exchange.compressed import CompressedSum
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -45,6 +44,8 @@ class MergeStats(Statistics):
         finite: 1 if the rank's parameters are finite, else 0.
         norm_per_parameter: L2 norm of the model over its number of parameters; 0 where no rule needs it.
         state_checksum: of the structure of the optimizer's state, where ranks average it; 0: empty, or not looked at.
+        delta_norm: L2 norm of the rank's progress; 0 where nothing needs it.
+        outlier: 1 if that is much larger than usual, so that it is left out.
     """
 
     batch_size: float = 0.0
@@ -53,6 +54,8 @@ class MergeStats(Statistics):
     finite: float = 1.0
     norm_per_parameter: float = 0.0
     state_checksum: float = 0.0
+    delta_norm: float = 0.0
+    outlier: float = 0.0
 
 
 class Merge:
@@ -72,7 +75,7 @@ class Merge:
         outer: the outer step.
         rule: weighs rows or coordinates and must hear of every step; None: a rank has one weight.
         rows: tells rows of sparse parameters apart; None: it does not.
-        overlap: lets sums arrive during the next round; None: they do not.
+        overlap: lets sums arrive beside later steps; None: they do not.
         state_rule: what becomes of the optimizer's state.
         num_rows: rows of sparse parameters that the last merge exchanged; 0 where none are told apart.
     """
@@ -103,9 +106,10 @@ class Merge:
         if config.compression != "none":
             infos = [info for group in flat.parameter_groups for info in group.infos]
             flat.compressed = CompressedSum(config, transport, infos, devices=[flat.device], auto_bits=config.auto_bits)
-        self.overlap = OverlappedMerge(flat, self.outer, transport) if config.overlap_merge else None
         self.state_rule = optimizer_state.rule(config, optimizer)
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
+        self.overlap = OverlappedMerge(flat, self.outer, transport, config, self._forget) if config.overlaps_merges else None
+        self._history = NormHistory(config.outlier_limit) if config.outlier_limit and config.merge_fragments == 1 else None
         self.num_rows = 0
 
     def measure_(self, stats: MergeStats, *, verify: bool = False) -> None:
@@ -118,8 +122,12 @@ class Merge:
         Raises:
             RuntimeError: if a parameter was frozen or unfrozen since construction.
         """
-        finite = self.flat_model.compute_delta(verify=verify) if self.overlap is None else self.overlap.compute_progress()
+        finite = self.flat_model.compute_delta(verify=verify) if self.overlap is None else self.overlap.is_finite()
         stats.finite = float(finite)
+        if finite and self.config.measures_deltas and self.config.merge_fragments == 1:
+            stats.delta_norm = self.flat_model.delta_norm() if self.overlap is None else self.overlap.progress_norm()
+        if self._history is not None and stats.delta_norm and stats.num_updates:
+            stats.outlier = float(self._history.is_outlier(stats.delta_norm, stats.num_updates))
         if self.config.perturbation:
             stats.norm_per_parameter = self.flat_model.norm_per_parameter()
         stats.state_checksum = optimizer_state.checksum(self._optimizer) if self.state_rule == "average" else 0.0
@@ -133,11 +141,16 @@ class Merge:
         Raises:
             AgreedError: on all ranks, if no rank's parameters are finite.
         """
+        left_out = gathered["outlier"] > 0
+        if left_out.any() and ((gathered["finite"] > 0) & ~left_out).any():
+            gathered = {**gathered, "finite": gathered["finite"] * ~left_out}
         try:
-            return round_weights(self.config, gathered)
+            weights = round_weights(self.config, gathered)
         except RuntimeError as error:
             # Every rank has the same statistics, so every rank is here.
             raise AgreedError(str(error)) from None
+        clip = self.config.clip_delta if self.config.merge_fragments == 1 else 0.0
+        return weights * clip_factor(weights, gathered["delta_norm"], clip) if clip else weights
 
     def apply_(self, gathered: Gathered, weights: Array, *, present: NDArray[np.bool_] | None = None) -> None:
         """Exchanges the deltas, moves the global model, loads it, and merges the optimizers' states. COLLECTIVE.
@@ -158,7 +171,8 @@ class Merge:
         flat.weigh_(convex)
         own, own_buffers = float(weights[rank]), float(convex[rank])
         if self.overlap is not None:
-            self.overlap.merge_(weight=own, buffer_weight=own_buffers)
+            left_out = not gathered["finite"][rank] or (gathered["outlier"][rank] > 0 and not own)
+            self.overlap.merge_(weight=own, buffer_weight=own_buffers, left_out=left_out)
         else:
             flat.merge_(self.outer, weight=own, buffer_weight=own_buffers, rows=self.rows)
         flat.compressed = compressed
@@ -169,6 +183,7 @@ class Merge:
         finite = gathered["finite"] > 0
         if rank == 0:
             warn_of_broken(finite if present is None else finite | ~present)
+            warn_of_outliers((gathered["outlier"] > 0) & (weights == 0))
 
     def _merge_state(self, gathered: Gathered, weight: float, *, everyone: bool) -> None:
         averages = self.state_rule == "average" and everyone
@@ -179,7 +194,10 @@ class Merge:
             optimizer_state.average_(self._optimizer, self._transport, weight, agreed=agreed, unions=unions)
         lost = not gathered["finite"][self._transport.rank] and not averages and self.state_rule != "sum"
         if self.state_rule == "reset" or lost:
-            optimizer_state.reset_(self._optimizer, self._initial_state)
+            self._forget()
+
+    def _forget(self) -> None:
+        optimizer_state.reset_(self._optimizer, self._initial_state)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the global model, the outer step's velocity and what an overlapped merge has on the way (``shared``), and this
@@ -188,7 +206,8 @@ class Merge:
         compressed = None if flat.compressed is None else flat.compressed.state_dict()
         return {
             "shared": {"model": flat.state_dict(), "outer": self.outer.state_dict(), "overlap": overlap["shared"]},
-            "own": {"optimizer": self._optimizer.state_dict(), "overlap": overlap["own"], "compressed": compressed},
+            "own": {"optimizer": self._optimizer.state_dict(), "overlap": overlap["own"], "compressed": compressed}
+            | ({} if self._history is None else {"history": self._history.state_dict()}),
         }
 
     def load_shared(self, shared: dict[str, Any]) -> None:
@@ -209,15 +228,7 @@ class Merge:
             self.rule.restart()
         if self.flat_model.compressed is not None:
             self.flat_model.compressed.load_state_dict(own["compressed"])
+        if self._history is not None and same_ranks:
+            self._history.load_state_dict(own["history"])
         if self.overlap is not None:
             self.overlap.load_state_dict(shared["overlap"], own["overlap"] if same_ranks else None)
-
-
-def warn_of_broken(finite: NDArray[np.bool_], who: str = "ranks") -> None:
-    """Logs which of them (``who``) have parameters that are not finite, if any."""
-    text = (
-        "ranks %s had NaN or Inf in their parameters: they contributed nothing and start again from the merged model. "
-        "If this repeats, lower the learning rate."
-    )
-    if not finite.all():
-        log.warning(text.replace("ranks", who, 1), np.flatnonzero(~finite).tolist())

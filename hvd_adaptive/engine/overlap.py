@@ -1,154 +1,337 @@
-"""Merges whose exchange runs beside the next round's steps; the global model is one round behind."""
+"""Merges whose exchange runs beside the next steps: of the whole model, or of one fragment of its layers after the other."""
 
 from __future__ import annotations
 
+import itertools
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from hvd_adaptive.algorithm.fragments import phases
+from hvd_adaptive.algorithm.merge_weights import DIVERGED
 from hvd_adaptive.algorithm.outer_step import OuterStep
-from hvd_adaptive.comm.protocols import Collectives, Pending
-from hvd_adaptive.compress.kernels.dispatch import all_finite
+from hvd_adaptive.algorithm.outliers import NormHistory, clip_factor
+from hvd_adaptive.comm.protocols import AgreedError, Collectives
+from hvd_adaptive.compress.kernels.dispatch import all_finite, sum_of_squares
+from hvd_adaptive.config import Config
 from hvd_adaptive.engine.flat_group import scale_
 from hvd_adaptive.engine.flat_model import FlatModel
-from hvd_adaptive.exchange.pipeline import UnderWay
+from hvd_adaptive.engine.fragments import Fragment, Piece, cut_model
+from hvd_adaptive.engine.rank_warnings import warn_of_broken, warn_of_outliers
+
+log = logging.getLogger(__name__)
+
+# The last phases of a round come with its end, when the ranks have met.
+_BEFORE_END = 1 - 1e-9
 
 
 class OverlappedMerge:
-    """Exchanges the progress of round r while round r + 1 computes.
+    """Exchanges the progress of some steps while the next ones compute (Streaming DiLoCo, arXiv 2501.18512).
 
-    With G the global model, equal on all ranks, and p_i what rank i's steps of a round added to where they started: round
-    r + 1 starts from G + p_i(r), so that no rank loses its latest steps while they are on the way. At its end the sum
-    S(r) = sum a_i(r) p_i(r) has arrived: G moves by the outer step of S(r), the sum of p_i(r + 1) starts, and round r + 2
-    starts from the new G + p_i(r + 1). Every p_i enters exactly one sum. With one rank and no outer step, G + p_i is plain SGD.
+    The model is cut into F fragments of layers. Each is sent at its own place in the round, which is a place of the cursor that
+    all ranks share, and its sum is taken in a stated delay later. With G the fragment's global model, equal on all ranks, and w a
+    rank's own: at its place a rank sends p, what its steps have added to the fragment since it was sent before. Until the
+    sum S = sum a_i p_i is there the rank goes on. Then G moves by the outer step of S, and w by (1 - alpha) (G - s), where s is
+    what w was when it was sent: the rank keeps its steps since then, and the part alpha of its distance to the merged model.
 
-    Between rounds the model is G: evaluation, hashes and files see what all ranks hold. Float buffers are merged at once:
-    a stale variance could become negative.
+    Every p_i enters exactly one sum: what alpha keeps is no progress. The paper instead sets w to alpha w + (1 - alpha) G, which
+    gives up a part of the steps since the fragment was sent and sends what it keeps once more. Without a delay both are the same
+    w. With one rank and no outer step, w is plain training, whatever F, delay and alpha are.
 
-    Needs one more copy of the trainable parameters: each rank's own progress, while its weighted copy is on the way. What codecs
-    lose of it is added to what is sent a round later, as without overlap.
+    One fragment with a delay of one round and alpha 0 is ``overlap_merge``. There, the weights are known when the round ends.
+    Ranks are at different places when they send one of several fragments. Then each weights its progress by its own work, and the
+    sum of the weights, by which all divide, comes with the sum.
+
+    Between rounds the model is G: evaluation, hashes and files see what all ranks hold. Float buffers are merged at the end of
+    each round: a stale variance could become negative. :meth:`drain_` merges what is left over, so that nothing is lost.
+
+    A rank whose fragment is not finite when it is sent contributes zeros, and starts all fragments again from G.
+
+    Needs one more copy of the trainable parameters; with several fragments another one between rounds. What codecs lose is
+    added to what is sent of the fragment a round later.
 
     Args:
         flat_model: the model; its delta is what is on the way.
         outer: the outer step.
         transport: the world.
+        config: number of fragments, delay, alpha and the rule for weights.
+        forget: puts this rank's optimizer back to where it began; called when the rank was not finite.
+
+    Raises:
+        AgreedError: on all ranks, if the model has fewer layers than fragments.
     """
 
-    def __init__(self, flat_model: FlatModel, outer: OuterStep, transport: Collectives) -> None:
-        self._under_way = UnderWay()
+    def __init__(
+        self,
+        flat_model: FlatModel,
+        outer: OuterStep,
+        transport: Collectives,
+        config: Config,
+        forget: Callable[[], None] = lambda: None,
+    ) -> None:
         self._flat_model = flat_model
         self._outer = outer
         self._transport = transport
-        self._groups = flat_model.parameter_groups
-        self._progress = [torch.zeros_like(g.delta) for g in self._groups]
-        self._handles: list[Pending] = []
-        # Whether the delta holds a sum, or what will be one, that the global model has not taken.
-        self._pending = False
+        self._config = config
+        self._forget = forget
+        self._alpha = config.merge_alpha
+        self._phases = phases(config.merge_fragments, config.merge_delay)
+        self._next = 0
+        self._fragments = cut_model(flat_model, config.merge_fragments)
+        for fragment in self._fragments if config.outlier_limit else ():
+            fragment.history = NormHistory(config.outlier_limit)
+        # This rank's own model between rounds. One fragment has just been sent then: it is `ahead` of the global model.
+        self._own: list[Tensor] | None = None
+        self._scale = 1.0
+        self._seen_work = 0.0
+        self._sent_bytes = 0
+
+    @property
+    def _pieces(self) -> Iterator[Piece]:
+        return itertools.chain.from_iterable(fragment.pieces for fragment in self._fragments)
 
     @torch.no_grad()
-    def start_round_(self) -> None:
-        """Loads this rank's own model, the global one and its latest progress, for its next steps."""
-        self._flat_model.load_(self._starts())
-
-    @torch.no_grad()
-    def compute_progress(self) -> bool:
-        """Takes down what this round's steps changed; returns whether that is finite."""
-        self._flat_model.check_trainable()
-        finite = self._flat_model.buffers.compute_delta()
-        for group, progress, start in zip(self._groups, self._progress, self._starts(), strict=True):
-            for tensor, part, own in zip(
-                group.tensors, group.slices(progress), group.slices(start), strict=True
-            ):
-                torch.sub(tensor.to(part.dtype), own.to(tensor.dtype).to(part.dtype), out=part)
-            finite &= all_finite(progress)
-        return finite
-
-    @torch.no_grad()
-    def merge_(self, *, weight: float, buffer_weight: float) -> None:
-        """Moves the global model by the sum that has been on the way, and sends this round's progress. COLLECTIVE.
+    def start_round_(self, *, work: float = 1.0) -> None:
+        """Loads this rank's own model for its next steps.
 
         Args:
-            weight: this rank's merge weight; 0 contributes zeros and gives up the progress, whatever it holds.
-            buffer_weight: this rank's weight for float buffers.
+            work: of the round over all ranks, as :meth:`reach_` counts it; only its scale matters.
         """
-        self._arrive_()
-        compressed, encoded_bytes = self._flat_model.compressed, 0
+        self._load_own_()
+        self._next, self._seen_work, self._sent_bytes = 0, 0.0, 0
+        self._scale = 1.0 / work
+
+    @torch.no_grad()
+    def reach_(self, position: float, work: float) -> None:
+        """Sends and takes in fragments up to a place before the end of the round, and goes on with encoded sums. Call it
+        between steps. Every rank comes by every place, each at its own time; where it takes a sum in, it waits for those who
+        have not sent yet.
+
+        Args:
+            position: the part of the round's work that was claimed when this rank's next batch was.
+            work: this rank's in the round so far, in samples or updates, whichever weighs ranks.
+
+        Raises:
+            AgreedError: on all ranks, if a fragment is finite on none.
+        """
+        while self._next < len(self._phases) and self._phases[self._next].position <= min(position, _BEFORE_END):
+            self._meet_(work, None)
+        self._count(work)
+        for fragment in self._fragments:
+            fragment.under_way.poll()
+
+    @torch.no_grad()
+    def is_finite(self) -> bool:
+        """Measures the buffers' changes in the round; returns whether they and this rank's model are finite."""
+        self._flat_model.check_trainable()
+        finite = self._flat_model.buffers.compute_delta()
+        return all_finite(*(t for group in self._flat_model.parameter_groups for t in group.tensors)) and finite
+
+    @torch.no_grad()
+    def progress_norm(self) -> float:
+        """Returns the L2 norm of what this rank has not sent."""
+        return sum(fragment.progress_norm() ** 2 for fragment in self._fragments) ** 0.5
+
+    @torch.no_grad()
+    def merge_(self, *, weight: float, buffer_weight: float, left_out: bool = False) -> None:
+        """Ends a round: goes through its last phases, merges the buffers, and loads the global model. COLLECTIVE.
+
+        Args:
+            weight: this rank's merge weight.
+            buffer_weight: this rank's weight for float buffers.
+            left_out: this rank was not finite or an outlier, and gives up what it has not sent.
+        """
+        if left_out:
+            self._start_again_()
+        while self._next < len(self._phases):
+            self._meet_(self._seen_work, weight)
+        flat = self._flat_model
+        message_bytes = 0 if flat.rule is None else flat.rule.message_bytes
+        flat.payload_bytes = flat.buffers.payload_bytes + self._sent_bytes + message_bytes
+        if len(self._fragments) > 1:
+            self._own = [torch.cat([t.reshape(-1).to(g.weights.dtype) for t in g.tensors]) for g in flat.parameter_groups]
+        flat.buffers.merge_(buffer_weight)
+        flat.restore_()
+
+    @torch.no_grad()
+    def drain_(self) -> None:
+        """Merges all that is on the way, and what was not sent yet: the model is the global one, and nothing is left over.
+        Between rounds. COLLECTIVE."""
+        if self._own is None and not any(fragment.pending for fragment in self._fragments):
+            return
+        unsent = self._own is not None
+        self._load_own_()
+        arrivals = [self._fragments[phase.fragment] for phase in self._phases if phase.arrives]
+        for fragment in arrivals:
+            self._arrive_(fragment)
+        if unsent:
+            # The last one has just been sent.
+            for fragment in self._fragments[:-1]:
+                self._send_(fragment, None)
+            for fragment in self._fragments[:-1]:
+                self._arrive_(fragment)
+        for piece in self._pieces:
+            piece.ahead.zero_()
+        self._flat_model.restore_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the sums on the way, once they are there (shared), and what this rank holds alone (own). COLLECTIVE."""
+        for fragment in self._fragments:
+            self._wait(fragment)
+        groups = self._flat_model.parameter_groups
+        shared = {
+            "deltas": [g.delta for g in groups],
+            "pending": [fragment.pending for fragment in self._fragments],
+            "factors": [fragment.factor for fragment in self._fragments],
+        }
+        own = {
+            "ahead": [piece.ahead for piece in self._pieces],
+            "model": self._own,
+            "work": [fragment.work for fragment in self._fragments],
+            "histories": [None if fragment.history is None else fragment.history.state_dict() for fragment in self._fragments],
+        }
+        return {"shared": shared, "own": own}
+
+    @torch.no_grad()
+    def load_state_dict(self, shared: dict[str, Any] | None, own: dict[str, Any] | None) -> None:
+        """Goes on from a state, of as many fragments.
+
+        Args:
+            shared: what was on the way; None: nothing.
+            own: of this very rank; None: it starts from the global model.
+
+        Raises:
+            ValueError: if it is of another number of fragments.
+        """
+        num_saved = len(self._fragments) if shared is None else len(shared["pending"])
+        if num_saved != len(self._fragments):
+            raise ValueError(
+                f"it was saved with merge_fragments {num_saved}, got {len(self._fragments)}: sums on the way are of fragments. "
+                f"Set merge_fragments {num_saved}"
+            )
+        for index, fragment in enumerate(self._fragments):
+            fragment.pending = shared is not None and bool(shared["pending"][index])
+            fragment.factor = 1.0 if shared is None else float(shared["factors"][index])
+            fragment.work = 0.0 if own is None else float(own["work"][index])
+            if fragment.history is not None and own is not None:
+                fragment.history.load_state_dict(own["histories"][index])
+        if shared is not None:
+            for group, delta in zip(self._flat_model.parameter_groups, shared["deltas"], strict=True):
+                group.delta.copy_(delta)
+        pieces = list(self._pieces)
+        for piece, ahead in zip(pieces, own["ahead"] if own is not None else [None] * len(pieces), strict=True):
+            piece.ahead.zero_() if ahead is None else piece.ahead.copy_(ahead)
+        values = None if own is None else own["model"]
+        self._own = None if values is None else [value.to(self._flat_model.device, copy=True) for value in values]
+        if own is None and len(self._fragments) > 1 and self._transport.rank == 0:
+            log.warning(
+                "the number of ranks has changed: what they had learned since each of %d fragments was sent last, half a round "
+                "on average, is lost",
+                len(self._fragments),
+            )
+
+    def _load_own_(self) -> None:
+        if self._own is not None:
+            self._flat_model.load_(self._own)
+            self._own = None
+            return
+        for piece in self._pieces:
+            for tensor, value in zip(piece.group.tensors, piece.group.slices(piece.start()), strict=True):
+                tensor.copy_(value)
+
+    def _meet_(self, work: float, weight: float | None) -> None:
+        """Goes through the next phase."""
+        self._count(work)
+        phase = self._phases[self._next]
+        self._next += 1
+        if phase.arrives:
+            self._arrive_(self._fragments[phase.fragment])
+        else:
+            self._send_(self._fragments[phase.fragment], weight if len(self._fragments) == 1 else None)
+
+    def _count(self, work: float) -> None:
+        for fragment in self._fragments:
+            fragment.work += (work - self._seen_work) * self._scale
+        self._seen_work = work
+
+    def _send_(self, fragment: Fragment, weight: float | None) -> None:
+        """Starts to sum a fragment's progress; ``weight``: this rank's, where it is known."""
+        transport, flat = self._transport, self._flat_model
+        finite = fragment.measure_()
+        if not finite:
+            self._start_again_()
+            self._forget()
+        if weight is None:
+            weight = fragment.work if finite else 0.0
+            if self._config.weight_rule == "uniform":
+                weight = float(weight > 0) / transport.world_size
+            norm, outlies = 0.0, False
+            if weight and self._config.measures_deltas:
+                norm = float(sum(sum_of_squares(piece.group.delta) for piece in fragment.pieces)) ** 0.5
+                outlies = fragment.history is not None and fragment.history.is_outlier(norm, fragment.work)
+            if outlies:
+                weight = 0.0
+                fragment.start_again_()
+            fragment.message = torch.zeros(transport.world_size, 4, dtype=torch.float64)
+            own = [weight, float(not finite), float(outlies), norm * weight]
+            fragment.message[transport.rank] = torch.tensor(own, dtype=torch.float64)
+            name = f"overlap.{fragment.pieces[0].group.name}.message"
+            fragment.handles.append(transport.allreduce_sum_async_(fragment.message, name=name))
+        fragment.work = 0.0
+        compressed = flat.compressed
         if compressed is not None:
             compressed.begin_round()
-        for group, progress in zip(self._groups, self._progress, strict=True):
+        for piece in fragment.pieces:
+            group = piece.group
             if not weight:
-                progress.zero_()
-            group.delta.copy_(progress)
+                group.delta.zero_()
             # Encoding multiplies on its way, by one weight for all.
             late = compressed is not None and weight > 0 and group.factors is None
             if not late:
                 scale_(group, weight)
             if compressed is None:
-                self._handles.append(self._transport.allreduce_sum_async_(group.delta, name=f"overlap.{group.name}"))
+                fragment.handles.append(transport.allreduce_sum_async_(group.delta, name=f"overlap.{group.name}"))
+                self._sent_bytes += group.delta.nbytes
             else:
                 compressed.prepare(group.delta, group.name, group.infos)
                 for task in compressed.tasks(group.delta, group.name, weight=weight if late else 1.0):
-                    self._under_way.begin(task)
-                encoded_bytes += compressed.payload_bytes(group.delta, group.name)
-        if compressed is not None:
-            rule = self._flat_model.rule
-            encoded_bytes += rule.message_bytes if rule is not None else 0
-            self._flat_model.payload_bytes = self._flat_model.buffers.payload_bytes + encoded_bytes
-        self._pending = True
-        self._flat_model.buffers.merge_(buffer_weight)
-        self._flat_model.restore_()
+                    fragment.under_way.begin(task)
+                self._sent_bytes += compressed.payload_bytes(group.delta, group.name)
+        fragment.pending = True
 
-    @torch.no_grad()
-    def poll(self) -> None:
-        """Goes on with encoded sums as far as they have arrived; call it between steps."""
-        self._under_way.poll()
-
-    @torch.no_grad()
-    def drain_(self) -> None:
-        """Waits for what is on the way and merges it: the model is the global one, and nothing is left over. COLLECTIVE."""
-        if not self._pending:
-            return
-        self._arrive_()
-        for progress in self._progress:
-            progress.zero_()
-        self._flat_model.restore_()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the sums on the way, once they are there (shared), and this rank's own progress. COLLECTIVE."""
-        self._wait()
-        return {
-            "shared": [g.delta for g in self._groups] if self._pending else None,
-            "own": list(self._progress),
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, sums: list[Tensor] | None, progress: list[Tensor] | None) -> None:
-        """Goes on from a state.
-
-        Args:
-            sums: what was on the way.
-            progress: of this very rank; None: it starts from the global model.
-        """
-        self._pending = sums is not None
-        for group, value in zip(self._groups, sums or [g.delta for g in self._groups], strict=True):
-            group.delta.copy_(value)
-        for own, value in zip(self._progress, progress or self._progress, strict=True):
-            own.copy_(value) if progress else own.zero_()
-
-    def _wait(self) -> None:
-        for handle in self._handles:
+    def _wait(self, fragment: Fragment) -> None:
+        for handle in fragment.handles:
             handle.wait()
-        self._handles.clear()
-        self._under_way.finish()
+        fragment.handles.clear()
+        fragment.under_way.finish()
+        if fragment.message is None:
+            return
+        weights, broken, outliers, norms = (column.numpy() for column in fragment.message.unbind(1))
+        fragment.message = None
+        if broken.all():
+            raise AgreedError(DIVERGED)
+        # Without a step of anybody there is nothing to divide.
+        fragment.factor = 1.0 / (float(weights.sum()) or 1.0)
+        if self._config.clip_delta:
+            fragment.factor *= clip_factor(norms, np.ones(len(norms)), self._config.clip_delta / fragment.factor)
+        if self._transport.rank == 0:
+            warn_of_broken(broken == 0)
+            warn_of_outliers(outliers > 0, f"progress in fragment {fragment.number}")
 
-    def _arrive_(self) -> None:
-        self._wait()
-        if self._pending:
-            self._outer.begin()
-            for group in self._groups:
-                self._outer.apply_(group.weights, group.delta)
-        self._pending = False
+    def _arrive_(self, fragment: Fragment) -> None:
+        """Moves the global model by a fragment's sum, and this rank's own with it."""
+        if not fragment.pending:
+            return
+        self._wait(fragment)
+        self._outer.begin(fragment.number)
+        fragment.take_in_(self._outer, self._alpha)
 
-    def _starts(self) -> list[Tensor]:
-        return [g.weights + p for g, p in zip(self._groups, self._progress, strict=True)]
+    def _start_again_(self) -> None:
+        """Gives up this rank's steps that were not sent."""
+        for fragment in self._fragments:
+            fragment.start_again_()
+        self._flat_model.restore_()

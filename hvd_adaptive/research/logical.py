@@ -27,7 +27,7 @@ from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.claims import OwnPart
-from hvd_adaptive.engine.merge import warn_of_broken
+from hvd_adaptive.engine.rank_warnings import warn_of_broken
 from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.state.random_state import random_state, seeded_random_state, set_random_state

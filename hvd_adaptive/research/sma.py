@@ -18,7 +18,7 @@ from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.flat_model import FlatModel
-from hvd_adaptive.engine.merge import warn_of_broken
+from hvd_adaptive.engine.rank_warnings import warn_of_broken
 from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.strategies.synchronous import FixedWorkStrategy

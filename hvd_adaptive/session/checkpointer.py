@@ -236,7 +236,7 @@ class Checkpointer:
                 start = time.perf_counter()
                 self.wait()
                 self._copy_s += time.perf_counter() - start
-        elif self._background and not self._copies and not self._session.config.overlap_merge:
+        elif self._background and not self._copies and not self._session.config.overlaps_merges:
             # An overlapped merge would be waited for.
             self._reserve()
 

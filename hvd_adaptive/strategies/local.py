@@ -24,6 +24,7 @@ from hvd_adaptive.engine.claim_pool import PooledCursor, open_pool
 from hvd_adaptive.engine.claims import Claim, Claims, OwnPart, SharedCursor
 from hvd_adaptive.engine.merge import Merge
 from hvd_adaptive.engine.out_of_memory import MemoryCeiling
+from hvd_adaptive.engine.overlap import OverlappedMerge
 from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.engine.replay import RecordedClaims, RoundClaims, WatchedClaims
 from hvd_adaptive.engine.strategy import OwnState
@@ -72,6 +73,8 @@ class LocalStrategy:
         self.claimed: list[Claim] = []
         self._claims: Claims
         self._mega_batch: MegaBatch | None = None
+        # The work that this rank's claims are from.
+        self._span = (0, 0)
 
     @property
     def mega_batch(self) -> int:
@@ -151,7 +154,7 @@ class LocalStrategy:
         overlap = self.merge.overlap
         if overlap is not None:
             start = time.perf_counter()
-            overlap.start_round_()
+            overlap.start_round_(work=max(1.0, self._work_of(len(rows), float(self.batch_sizes.mean()))))
             stats.merge_s += time.perf_counter() - start
         mega_batch = self._mega_batch = MegaBatch(rows, work)
         rank = self._transport.rank
@@ -192,12 +195,25 @@ class LocalStrategy:
 
         for batch in source.prefetched(fetch, stats):
             number, parts = loaded.popleft()
+            if overlap is not None:
+                self._reach(overlap, claims.taken[number][0], stats)
             if self._weight is not None:
                 batch._weigh = self._weigh
             sizes = yield from self._memory.batches(batch, parts, source, stats)
-            if overlap is not None:
-                overlap.poll()
             claims.taken[number] = (*claims.taken[number][:2], *sizes)
+        if overlap is not None:
+            self._reach(overlap, self._span[1], stats)
+
+    def _reach(self, overlap: OverlappedMerge, place: int, stats: RoundStats) -> None:
+        """Lets an overlapped merge go on to a place of the round, in work."""
+        start = time.perf_counter()
+        first, end = self._span
+        overlap.reach_((place - first) / max(1, end - first), self._work_of(stats.num_samples, stats.batch_size))
+        stats.merge_s += time.perf_counter() - start
+
+    def _work_of(self, num_samples: float, batch_size: float) -> float:
+        """Returns what weighs a rank: samples, or updates."""
+        return num_samples if self._config.weight_rule == "samples" else num_samples / batch_size
 
     def close_round(self) -> None:
         """Ends the round at the shared cursor; where each rank has a part of its own, goes on to its end."""
@@ -221,7 +237,10 @@ class LocalStrategy:
 
     def _open_claims(self, total_work: int, rule_of: Callable[[Sequence[int]], ClaimRule], *, least: int) -> Claims:
         world_size, rank = self._transport.world_size, self._transport.rank
+        self._span = (0, total_work)
         if self.repeat is not None:
+            if self._config.dispatch != "dynamic" and self.repeat:
+                self._span = (self.repeat[0][0], self.repeat[-1][1])
             return RecordedClaims(self.repeat)
         if self._config.dispatch == "dynamic":
             self._cursor = SharedCursor(self._transport, f"claim.{self._round}", total_work=total_work, least=least)
@@ -229,7 +248,8 @@ class LocalStrategy:
             return self._pool or self._cursor
         shares = self._shares if self._config.dispatch == "proportional" else np.ones(world_size)
         edges = own_parts(shares, total_work, unit=self.round_unit)
-        return OwnPart(int(edges[rank]), int(edges[rank + 1]))
+        self._span = (int(edges[rank]), int(edges[rank + 1]))
+        return OwnPart(*self._span)
 
     def end_round(self, stats: RoundStats) -> tuple[Gathered, Array, int]:
         """Merges the ranks' models and rebalances. COLLECTIVE.

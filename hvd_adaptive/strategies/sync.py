@@ -81,7 +81,9 @@ class SyncStrategy(FixedWorkStrategy):
         self._compressed: GradientExchange | None = None
         wrapped: Any = optimizer
         exchanger: Exchanger | None = None
-        if config.compression == "none" and transport.backend == "horovod":
+        # Horovod adds up no bf16. Our exchange sends such gradients as fp32, whose sums are rounded once; or encoded.
+        in_bf16 = any(p.dtype == torch.bfloat16 and p.requires_grad for p in model.parameters())
+        if config.compression == "none" and transport.backend == "horovod" and not in_bf16:
             wrapped = transport.distributed_optimizer(
                 optimizer, model, average=self._mean, backward_passes_per_step=config.accumulation_steps, may_sleep=True
             )

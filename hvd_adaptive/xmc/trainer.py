@@ -192,7 +192,7 @@ class Trainer:
             return None
         # The last round's evaluation was of this model, and of the whole test split unless it was cut short.
         # An overlapped merge has moved the model since.
-        same = train.eval_samples is None and not session.config.overlap_merge
+        same = train.eval_samples is None and not session.config.overlaps_merges
         final = self._last_scores if same and self._last_scores else None
         final = final or self._evaluator.evaluate(self._model)
         names = [LAST_MODEL, *([BEST_MODEL] if self._totals.best is None else [])]

@@ -180,7 +180,7 @@ def test_memory_is_one_copy_more() -> None:
     session = LocalWorld(1).run(lambda t: train(t, Config(overlap_merge=True)))[0]["session"]
     strategy = session._strategy
     held = [t for g in strategy.flat_model.parameter_groups for t in (g.weights, g.delta)]
-    held += [*strategy.merge.outer.velocity.values(), *strategy.merge.overlap._progress]
+    held += [*strategy.merge.outer.velocity.values(), *(piece.ahead for piece in strategy.merge.overlap._pieces)]
     assert sum(t.numel() for t in held) == 4 * sum(p.numel() for p in session.model.parameters())
 
 

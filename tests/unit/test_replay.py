@@ -98,6 +98,15 @@ def test_a_replay_repeats_every_round(recorded: dict[str, Any], tmp_path: Path) 
     assert lines[0] == lines[1]
 
 
+@pytest.mark.parametrize("dispatch", ["dynamic", "proportional"])
+def test_a_replay_sends_fragments_where_they_were_sent(dispatch: str, tmp_path: Path) -> None:
+    file = tmp_path / "claims.jsonl"
+    options = {"merge_fragments": 2, "fragment_delay": 0.5, "dispatch": dispatch}
+    result = LocalWorld(3).run(lambda t: train(t, file=file, record=True, slowdown="3,2,1", **options))[0]
+    again = replay({**result, "file": file}, slowdown="1,2,3", **options)
+    assert again["hashes"] == result["hashes"] and model_hash(again["model"]) == model_hash(result["model"])
+
+
 def test_batches_cut_for_want_of_memory_are_cut_again(tmp_path: Path) -> None:
     file = tmp_path / "claims.jsonl"
     # Not BatchNorm, which refuses a batch of one.

@@ -1,0 +1,30 @@
+"""What is said of ranks whose progress a merge leaves out."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
+
+
+def warn_of_broken(finite: NDArray[np.bool_], who: str = "ranks") -> None:
+    """Logs which of them (``who``) have parameters that are not finite, if any."""
+    text = (
+        "ranks %s had NaN or Inf in their parameters: they contributed nothing and start again from the merged model. "
+        "If this repeats, lower the learning rate."
+    )
+    if not finite.all():
+        log.warning(text.replace("ranks", who, 1), np.flatnonzero(~finite).tolist())
+
+
+def warn_of_outliers(outliers: NDArray[np.bool_], what: str = "progress") -> None:
+    """Logs which ranks' progress was left out because it was much larger than usual, if any's was."""
+    if outliers.any():
+        log.warning(
+            "ranks %s: their %s was much larger than it has been, so it was left out of the merge and they go on from the merged "
+            "model (outlier_limit). If this repeats, look at their data or lower the learning rate.",
+            np.flatnonzero(outliers).tolist(), what,
+        )  # fmt: skip
