@@ -21,7 +21,7 @@ from hvd_adaptive.comm.store_address import Offer, find_server, serve
 
 # One thread serves a store: below so many ranks, and up to so many hosts, it has time for all of them.
 _FROM_RANKS = 65
-_MOST_HOSTS = 64
+_MOST_HOSTS = 32
 
 
 def has_host_stores(hosts: Sequence[str]) -> bool:

@@ -24,7 +24,7 @@ _STATS_BYTES = 8 * 28
 # From so many ranks on, those of a host meet and claim together, and districts of more hosts meet, as
 # hvd_adaptive.comm.host_store has it.
 _HOST_STORES_FROM = 65
-_MOST_HOSTS = 64
+_MOST_HOSTS = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
