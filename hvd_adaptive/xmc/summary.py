@@ -69,6 +69,18 @@ class Totals:
         """Returns whether these scores beat the best P@1 so far."""
         return self.best is None or scores["p1"] > self.best["p1"]
 
+    def takes_last(self, scores: dict[str, float], train_s: float) -> bool:
+        """Takes the last model for the best where its scores are, after all rounds; returns whether.
+
+        Args:
+            scores: of the same samples as those before.
+            train_s: seconds of training until then.
+        """
+        better = self.improves(scores)
+        if better:
+            self.best, self._best_train_s, self._best_epoch = scores, train_s, self._epoch
+        return better
+
     def add_round(
         self, record: RoundRecord, scores: dict[str, float] | None, session: Session
     ) -> dict[str, Any]:

@@ -195,8 +195,10 @@ class Trainer:
         same = train.eval_samples is None and not session.config.overlaps_merges
         final = self._last_scores if same and self._last_scores else None
         final = final or self._evaluator.evaluate(self._model)
-        names = [LAST_MODEL, *([BEST_MODEL] if self._totals.best is None else [])]
-        for name in names:
+        # Scores of a part of the test split are not comparable with these.
+        comparable = train.eval_samples is None or self._totals.best is None
+        is_best = comparable and self._totals.takes_last(final, session.train_s)
+        for name in [LAST_MODEL, *([BEST_MODEL] if is_best else [])]:
             self._write(functools.partial(RunDirectory.save_model, name=name, model=self._model, metadata=self._metadata))
         counts = self._checkpoints.close() if self._checkpoints else Counts()
         self._transport.rendezvous("saved")
