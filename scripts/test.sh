@@ -13,8 +13,8 @@ cd "$root"
 unset PYTHONDONTWRITEBYTECODE
 export VIRTUAL_ENV="$root/.venv" PATH="$root/.venv/bin:$PATH"
 pytest=("$root/.venv/bin/python" -m pytest)
-# Twice two cores: for half of their time tests wait, for limits, for Slurm, for processes to end. Quick ones do not.
-all=(-n 4 --dist loadscope --no-loadscope-reorder --durations=15)
+# More than two cores: tests wait for limits, for Slurm, for processes to end. Quick ones do not.
+all=(-n 3 --dist loadscope --no-loadscope-reorder --durations=15)
 case "$*" in
     "") ;;
     --quick) all+=(-n 2 -m "not slow") ;;

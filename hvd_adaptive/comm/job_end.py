@@ -20,6 +20,7 @@ from hvd_adaptive.comm.protocols import AgreedError
 _PATIENCE_S = 5
 _HEAD_START_S = 1.0
 _WORKER_END_S = 0.5
+_FINALIZE_S = 120.0
 
 
 def end_job(text: str, abort: Callable[[], object], *, code: int = 13) -> None:
@@ -45,12 +46,19 @@ def leave_process(code: int) -> NoReturn:
     processor where PyTorch is loaded: the next launch waits for that. COLLECTIVE in that MPI is finalized.
 
     What others have registered with atexit is called. Objects that are still there are not deleted: close files before.
+    If MPI does not end, as has been seen under srun, the process does so after two minutes, with exit code 1: nobody watches the
+    ranks any more.
 
     Args:
         code: the exit code.
     """
     from mpi4py import MPI
 
+    late = threading.Timer(_FINALIZE_S, _say_late)
+    late.daemon = True
+    late.start()
+    # It needs no lock of Python's, which MPI may hold.
+    faulthandler.dump_traceback_later(_FINALIZE_S + 1, exit=True)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -58,6 +66,14 @@ def leave_process(code: int) -> NoReturn:
     if not MPI.Is_finalized():
         MPI.Finalize()
     os._exit(code)
+
+
+def _say_late() -> None:
+    sys.stderr.write(
+        f"\nThe command is through, but MPI has not ended for {_FINALIZE_S:.0f} s: this rank leaves without it, with code 1. "
+        "What was written is complete.\n"
+    )
+    sys.stderr.flush()
 
 
 def _dead_worker(error: BaseException) -> str:

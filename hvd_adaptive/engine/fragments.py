@@ -110,8 +110,8 @@ class Fragment:
             torch.sub(start, group.weights, out=piece.ahead).mul_(alpha) if alpha else piece.ahead.zero_()
             flats = (start, group.weights, piece.ahead)
             for tensor, before, weights, ahead in zip(group.tensors, *map(group.slices, flats), strict=True):
-                since = tensor.to(weights.dtype) - before.to(tensor.dtype).to(weights.dtype)
-                tensor.copy_(since.add_(weights).add_(ahead))
+                moved = (tensor.to(weights.dtype) - before.to(tensor.dtype).to(weights.dtype)).add_(weights)
+                tensor.copy_(moved.add_(ahead) if alpha else moved)
         self.pending, self.factor = False, 1.0
 
 

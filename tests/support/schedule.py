@@ -21,8 +21,8 @@ from xdist.scheduler import LoadScopeScheduling
 TESTS = Path(__file__).resolve().parents[1]
 DURATIONS = TESTS / "durations.json"
 _WORTH_KEEPING_S = 0.5
-# Tests of these share nothing but ranks, or a Slurm that starts in two seconds.
-_ALONE = ("mpi", "wrap", "net", "slurm", "docs", "examples")
+# Tests of these share nothing but ranks.
+_ALONE = ("mpi", "wrap", "net", "docs", "examples")
 _LONG_S = 8.0  # a group that takes as long is not for --quick
 
 
@@ -35,6 +35,9 @@ def group(nodeid: str) -> str:
     """The group of a test; of one that is alone, its own name."""
     path, _, name = nodeid.removeprefix("tests/").partition("::")
     folder = path.partition("/")[0]
+    if folder == "slurm":
+        # One site at a time: it is two hosts, whose ranks want the machine's cores for themselves.
+        return folder
     if ranks := re.search(r"\[np(\d+)", name):
         return f"{path} on {ranks[1]}"
     return nodeid if folder in _ALONE else path
