@@ -54,11 +54,8 @@ def leave_process(code: int) -> NoReturn:
     """
     from mpi4py import MPI
 
-    late = threading.Timer(_FINALIZE_S, _say_late)
-    late.daemon = True
-    late.start()
-    # It needs no lock of Python's, which MPI may hold.
-    faulthandler.dump_traceback_later(_FINALIZE_S + 1, exit=True)
+    # It needs no lock of Python's, which MPI holds meanwhile; so it can say no more than where.
+    faulthandler.dump_traceback_later(_FINALIZE_S, exit=True)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -66,14 +63,6 @@ def leave_process(code: int) -> NoReturn:
     if not MPI.Is_finalized():
         MPI.Finalize()
     os._exit(code)
-
-
-def _say_late() -> None:
-    sys.stderr.write(
-        f"\nThe command is through, but MPI has not ended for {_FINALIZE_S:.0f} s: this rank leaves without it, with code 1. "
-        "What was written is complete.\n"
-    )
-    sys.stderr.flush()
 
 
 def _dead_worker(error: BaseException) -> str:

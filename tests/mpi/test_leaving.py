@@ -21,5 +21,4 @@ def test_mpi_that_does_not_end_is_left(run_job: Any) -> None:
     start = time.monotonic()
     job = run_job([sys.executable, "-c", SCRIPT], np=2)
     assert job.returncode != 0 and time.monotonic() - start < 25
-    assert "MPI has not ended for 1 s: this rank leaves without it" in job.stderr
-    assert "leave_process" in job.stderr
+    assert "Timeout (0:00:01)!" in job.stderr and "in leave_process" in job.stderr
