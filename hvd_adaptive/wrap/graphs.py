@@ -17,6 +17,7 @@ from hvd_adaptive.wrap.compilers import is_reading
 
 # Nodes of the graph, from the loss on: it, and the last layers of the model.
 _DEPTH = 10
+_MOST_TARGETS = 1024
 
 
 class Heads:
@@ -31,6 +32,7 @@ class Heads:
         self.is_new = False
         # Targets of each loss so far, and how many of them it took, on the device: to read a number is to wait for it.
         self._targets: list[tuple[int, Tensor]] = []
+        self._is_ignored = False
 
     def look(self, loss: Tensor, *, learn: bool) -> None:
         """Looks at a loss; where it is not to be learnt, another kind than those before is noticed."""
@@ -57,13 +59,21 @@ class Heads:
 
     def take_ignored(self) -> bool:
         """Returns whether targets were left out since this was last asked."""
-        targets, self._targets = self._targets, []
-        return any(bool(taken != number) for number, taken in targets)
+        self._compare()
+        is_ignored, self._is_ignored = self._is_ignored, False
+        return is_ignored
+
+    def _compare(self) -> None:
+        self._is_ignored |= any(bool(taken != number) for number, taken in self._targets)
+        self._targets.clear()
 
     def _count_ignored(self, node: Any) -> None:
         # Reduced as a mean, and not by class weights.
         if getattr(node, "_saved_reduction", 0) == 1 and getattr(node, "_saved_weight", None) is None:
             self._targets.append((node._saved_target.numel(), node._saved_total_weight.detach()))
+            # Of a loader at whose steps no exchange comes, nobody else would ask.
+            if len(self._targets) == _MOST_TARGETS:
+                self._compare()
 
 
 def intercept_backward(looks: Callable[[Sequence[Tensor]], None]) -> None:
