@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -16,15 +16,14 @@ import torch
 from hvd_adaptive.algorithm.micro_batches import multiple
 from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.algorithm.speed_model import fit_line
-from hvd_adaptive.algorithm.statistics import Array
+from hvd_adaptive.calibrate.choices import SLOW_EXCHANGE, SLOW_LINK_CODEC, choose
 from hvd_adaptive.calibrate.file import (
     FORMAT,
     Calibration,
+    Choice,
     LinkCalibration,
     MergeCalibration,
-    Prediction,
     RankCalibration,
-    SynchronousCalibration,
 )
 from hvd_adaptive.calibrate.memory_ceiling import (
     largest_by_growth,
@@ -68,6 +67,7 @@ class Calibrator:
         transport: the world.
         memory_bytes: of the host that this rank's process may grow to, on the CPU; None: not known.
         least_s: seconds that real rounds of each kind take at least, and passes over the batch sizes at most.
+        given: names of options that were chosen by hand: no other strategy and no other compression is recommended then.
         say: gets a line of progress, on rank 0.
     """
 
@@ -81,6 +81,7 @@ class Calibrator:
         transport: Transport,
         memory_bytes: int | None,
         least_s: float,
+        given: Collection[str] = (),
         say: Callable[[str], None],
     ) -> None:
         self._config = config
@@ -90,6 +91,7 @@ class Calibrator:
         self._transport = transport
         self._memory_bytes = memory_bytes
         self._least_s = least_s
+        self._given = given
         self._say: Callable[[str], None] = say if transport.rank == 0 else lambda line: None
         self._work = data.num_nonzeros() if config.work == "nonzeros" else None
         self._work_per_sample = 1.0 if self._work is None else float(self._work.mean())
@@ -129,29 +131,53 @@ class Calibrator:
 
         first_size = config.mega_batch if config.mega_batch is not None else 50 * chosen.batch_size
         rounds = [self._rounds(chosen, first_size)]
-        chosen.mega_batch, note = recommend_mega_batch(
-            batch_size=chosen.batch_size,
-            least=first_size,
-            communication_s=rounds[0].merge_s + rounds[0].control_s,
-            samples_per_s=float((chosen.batch_size / (line_s * lengthened(rounds, *lines))).sum()),
-            share=config.merge_share,
-            dataset_size=len(self._data),
-        )
-        chosen.notes += [note] if note else []
+
+        def period(last: Rounds, seen: list[Rounds]) -> tuple[int, str | None]:
+            return recommend_mega_batch(
+                batch_size=chosen.batch_size,
+                least=first_size,
+                communication_s=last.merge_s + last.control_s,
+                samples_per_s=float((chosen.batch_size / (line_s * lengthened(seen, *lines))).sum()),
+                share=config.merge_share,
+                dataset_size=len(self._data),
+            )
+
+        def local(last: Rounds, mega_batch: int, compression: str) -> Choice:
+            samples_per_s = predict(
+                step_s=line_s * together,
+                batch_size=chosen.batch_size,
+                mega_batch=mega_batch,
+                merge_s=last.merge_s,
+                control_s=last.control_s,
+                wait_s=last.wait_s,
+            )
+            return Choice(strategy="local", compression=compression, mega_batch=mega_batch, samples_per_s=samples_per_s)
+
+        chosen.mega_batch, note = period(rounds[0], rounds)
         if chosen.mega_batch > 1.1 * first_size:
             rounds.append(self._rounds(chosen, chosen.mega_batch))
         together = lengthened(rounds, *lines)
         for rank, ratio, factor in zip(ranks, together, self._factors, strict=True):
             rank |= {"together": float(ratio), "slowdown": float(factor)}
         last = rounds[-1]
-        samples_per_s = predict(
-            step_s=line_s * together,
-            batch_size=chosen.batch_size,
-            mega_batch=chosen.mega_batch,
-            merge_s=last.merge_s,
-            control_s=last.control_s,
-            wait_s=last.wait_s,
-        )
+        choices = [local(last, chosen.mega_batch, config.compression)]
+        notes = [note]
+        free_codec = config.compression == "none" and "compression" not in self._given and self._takes_codec()
+        if free_codec and last.merge_s > SLOW_EXCHANGE * last.round_s:
+            coded = self._rounds(chosen, chosen.mega_batch, compression=SLOW_LINK_CODEC)
+            mega_batch, note = period(coded, rounds)
+            choices.append(local(coded, mega_batch, SLOW_LINK_CODEC))
+            notes.append(note)
+        sync = self._synchronous("sync", chosen)
+        choices.append(self._choice("sync", sync))
+        if free_codec and synchronous(sync, *lines).exchange_s * _NUM_STEPS > SLOW_EXCHANGE * sync.round_s:
+            choices.append(self._choice("sync", self._synchronous("sync", chosen, compression=SLOW_LINK_CODEC), SLOW_LINK_CODEC))
+        horovod = self._synchronous("horovod", chosen)
+        choices.append(self._choice("horovod", horovod))
+        best = choose([choice for choice in choices if "strategy" not in self._given or choice.strategy == "local"])
+        if best.strategy == "local":
+            chosen.mega_batch = best.mega_batch
+            chosen.notes += [note] if (note := notes[choices.index(best)]) else []
         exchange_s = [link.latency_s + link.per_byte_s * one.payload_bytes for one in rounds]
         local_s = float(np.median([max(0.0, one.merge_s - s) for one, s in zip(rounds, exchange_s, strict=True)]))
         return chosen, Calibration(
@@ -175,9 +201,10 @@ class Calibrator:
                 round_s=[one.round_s for one in rounds],
                 local_s=local_s,
             ),
-            sync=self._synchronous("sync", chosen, *lines),
-            horovod=self._synchronous("horovod", chosen, *lines),
-            predicted=Prediction(samples_per_s=samples_per_s),
+            sync=synchronous(sync, *lines),
+            horovod=synchronous(horovod, *lines),
+            predicted=best,
+            choices=choices,
         )
 
     def _in_turn(self, action: Callable[[], Any]) -> Any:
@@ -325,9 +352,9 @@ class Calibrator:
             least_s=self._least_s,
         )  # fmt: skip
 
-    def _rounds(self, chosen: Recommendation, mega_batch: int) -> Rounds:
+    def _rounds(self, chosen: Recommendation, mega_batch: int, compression: str | None = None) -> Rounds:
         """Trains rounds of the strategy ``local``. COLLECTIVE."""
-        self._say(f"rounds of {mega_batch} samples")
+        self._say(f"rounds of {mega_batch} samples{'' if compression is None else f', {compression}'}")
         config = self._config
         config = dataclasses.replace(
             config,
@@ -336,16 +363,32 @@ class Calibrator:
             min_batch_size=min(chosen.min_batch_size, chosen.batch_size),
             max_batch_size=max(chosen.max_batch_size, chosen.batch_size),
             mega_batch=mega_batch,
+            compression=compression or config.compression,
         )
         return self._play(config)
 
-    def _synchronous(self, strategy: str, chosen: Recommendation, fixed_s: Array, work_s: Array) -> SynchronousCalibration:
+    def _synchronous(self, strategy: str, chosen: Recommendation, compression: str = "none") -> Rounds:
         """Trains with steps that all ranks make together. COLLECTIVE."""
-        self._say(f"steps of {strategy}")
+        self._say(f"steps of {strategy}{'' if compression == 'none' else f', {compression}'}")
         config = self._config
         own = {name: getattr(config, name) for name in ("slowdown", "seed", "stall_limit_s", "num_threads")}
         mega_batch = _NUM_STEPS * chosen.batch_size * self._transport.world_size
         if strategy == "sync":
-            own["micro_batch_size"] = config.micro_batch_size
-        rounds = self._play(Config(strategy=strategy, batch_size=chosen.batch_size, mega_batch=mega_batch, **own))
-        return synchronous(rounds, fixed_s, work_s)
+            own |= {"micro_batch_size": config.micro_batch_size, "compression": compression}
+        return self._play(Config(strategy=strategy, batch_size=chosen.batch_size, mega_batch=mega_batch, **own))
+
+    def _takes_codec(self) -> bool:
+        try:
+            dataclasses.replace(self._config, compression=SLOW_LINK_CODEC)
+        except ValueError:
+            return False
+        return True
+
+    @staticmethod
+    def _choice(strategy: str, rounds: Rounds, compression: str = "none") -> Choice:
+        return Choice(
+            strategy=strategy,
+            compression=compression,
+            mega_batch=rounds.mega_batch,
+            samples_per_s=rounds.mega_batch / rounds.round_s,
+        )

@@ -9,8 +9,8 @@ import dataclasses
 import json
 import math
 import typing
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,9 +114,19 @@ class SynchronousCalibration:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prediction:
-    """What the recommended options give: samples a second over all ranks, evaluation excluded."""
+class Choice:
+    """A way to train, and its speed.
 
+    Attributes:
+        strategy: as for :class:`hvd_adaptive.Config`.
+        compression: likewise.
+        mega_batch: samples of a round; 0 in files of older versions.
+        samples_per_s: over all ranks, evaluation excluded.
+    """
+
+    strategy: str = "local"
+    compression: str = "none"
+    mega_batch: int = 0
     samples_per_s: float
 
 
@@ -139,7 +149,8 @@ class Calibration:
         merge: at the end of a round.
         sync: with shares by speed.
         horovod: with equal batches, plain Horovod.
-        predicted: for the options at the file's top.
+        predicted: the choice that ``train`` takes, with the options at the file's top.
+        choices: the ways to train that were compared; none in files of older versions.
     """
 
     format: int
@@ -156,7 +167,8 @@ class Calibration:
     merge: MergeCalibration
     sync: SynchronousCalibration
     horovod: SynchronousCalibration
-    predicted: Prediction
+    predicted: Choice
+    choices: list[Choice] = field(default_factory=list)
 
 
 def read_table(values: Any, where: str) -> Calibration:
@@ -191,7 +203,8 @@ def _build(cls: type[Table], values: Any, name: str) -> Table:
     if unknown:
         raise ValueError(f"{name}.{unknown[0]} is unknown; known are {', '.join(hints)}")
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    missing = [field.name for field in fields if field.name not in values and field.default is dataclasses.MISSING]
+    needed = [one.name for one in fields if one.default is MISSING and one.default_factory is MISSING]
+    missing = [name for name in needed if name not in values]
     if missing:
         raise ValueError(f"{name}.{missing[0]} is missing")
     return cls(**{key: _convert(hints[key], value, f"{name}.{key}") for key, value in values.items()})
@@ -218,6 +231,18 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         what = {str: "a text", int: "a whole number >= 0", float: "a number >= 0"}[kind]
         raise ValueError(f"{name} must be {what}, got {value!r}")
     return float(value) if kind is float else value
+
+
+def chosen_options(calibration: Calibration, given: Collection[str]) -> dict[str, str]:
+    """Returns the strategy and the compression that were recommended, or none of both where one is given by hand.
+
+    Args:
+        calibration: of a file.
+        given: names of options from everywhere.
+    """
+    best = calibration.predicted
+    free = {"strategy", "compression"}.isdisjoint(given)
+    return {"strategy": best.strategy, "compression": best.compression} if free else {}
 
 
 def options_of(values: Mapping[str, Any], calibration: Calibration, *, strategy: str) -> dict[str, Any]:

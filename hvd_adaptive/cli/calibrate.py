@@ -10,6 +10,7 @@ from typing import Any
 
 from hvd_adaptive import __version__
 from hvd_adaptive.calibrate.calibrator import Calibrator
+from hvd_adaptive.calibrate.choices import table
 from hvd_adaptive.calibrate.file import Calibration, write_file
 from hvd_adaptive.calibrate.recommend import Recommendation
 from hvd_adaptive.cli.train import open_data, use_device
@@ -65,6 +66,7 @@ def calibrate(
             transport=transport,
             memory_bytes=None if free is None else free // transport.local_size,
             least_s=seconds,
+            given=set(given),
             say=lambda line: print(f"measuring {line} ...", flush=True),
         ),
     )
@@ -105,16 +107,18 @@ def describe(chosen: Recommendation, found: Calibration, path: Path) -> str:
             f"{rank:>4}  {one.host[:16]:<16} {one.device[:20]:<20} {1e6 * one.fixed_s:>6.0f} us {1e6 * sample_s:>6.1f} us "
             f"{one.fit_error:>5.1%} {one.together:>8.2f}  {one.memory}"
         )
-    merge, link = found.merge, found.link
+    merge, link, best = found.merge, found.link, found.predicted
     lines += [
         "",
         f"claim {1e6 * found.claim_s:.0f} us; allreduce {1e3 * link.latency_s:.2g} ms + "
         f"{1e3 * link.per_byte_s * 2**20:.2g} ms a MiB; merge of {merge.payload_bytes[-1] / 2**20:.3g} MiB "
         f"{1e3 * merge.merge_s[-1]:.3g} ms every {merge.round_s[-1]:.3g} s",
         "",
-        f"recommended: batch_size {chosen.batch_size}, min_batch_size {chosen.min_batch_size}, "
-        f"max_batch_size {chosen.max_batch_size}, mega_batch {chosen.mega_batch}",
-        f"predicted:   {found.predicted.samples_per_s:,.0f} samples/s over all ranks",
+        *table(found.choices, best),
+        "",
+        f"recommended: strategy {best.strategy}, compression {best.compression}, batch_size {chosen.batch_size}, "
+        f"min_batch_size {chosen.min_batch_size}, max_batch_size {chosen.max_batch_size}, mega_batch {chosen.mega_batch}",
+        f"predicted:   {best.samples_per_s:,.0f} samples/s over all ranks",
         *(f"note:        {note}" for note in chosen.notes),
         f"written:     {path}; hvd-adaptive train -np {len(found.ranks)} --config {path}",
     ]

@@ -19,6 +19,7 @@ from hvd_adaptive.cli.fields import fields_of
 from hvd_adaptive.cli.option_sources import (
     build_configs,
     chosen_backend,
+    predicted_speed,
     read_environment,
     run_path,
     typed,
@@ -119,8 +120,13 @@ def _run(options: argparse.Namespace, configs: tuple[Config, TrainConfig] | None
         if options.launch is not None:
             supervised = Supervised(options.launch, options.memory_dir and Path(options.memory_dir))
             supervised.mark("imports")
+        predicted = predicted_speed(options.config, config, world_size=transport.world_size)
         command = lambda: train(  # noqa: E731
-            *configs, transport=transport, terminal=options.terminal or alone, supervised=supervised
+            *configs,
+            transport=transport,
+            terminal=options.terminal or alone,
+            predicted_samples_per_s=predicted,
+            supervised=supervised,
         )
     elif options.command == "bench":
         command = lambda: bench_comm(options, transport)  # noqa: E731
@@ -187,7 +193,8 @@ def _train_configs(options: argparse.Namespace) -> tuple[Config, TrainConfig]:
 
 def _chosen(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the options of the file and of the command line, which wins, by name."""
-    return with_config_file(options.config, typed(vars(options), fields_of(Config, TrainConfig)), read_environment())
+    given = typed(vars(options), fields_of(Config, TrainConfig))
+    return with_config_file(options.config, given, read_environment(), takes_choice=options.command == "train")
 
 
 def _run_script(options: argparse.Namespace, arguments: list[str]) -> int:

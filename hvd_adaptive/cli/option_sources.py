@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hvd_adaptive.calibrate.file import TABLE, Calibration, options_of, read_table
+from hvd_adaptive.calibrate.file import TABLE, Calibration, chosen_options, options_of, read_table
 from hvd_adaptive.cli.fields import fields_of
 from hvd_adaptive.config import Config
 from hvd_adaptive.validation import field_type, parse_json
@@ -62,11 +62,19 @@ def _take_measurements(values: dict[str, Any], path: str) -> Calibration | None:
     return read_table(values.pop(TABLE), f"--config {path}")
 
 
-def with_config_file(path: str | None, given: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:
+def with_config_file(
+    path: str | None, given: Mapping[str, Any], environment: Mapping[str, Any], *, takes_choice: bool = False
+) -> dict[str, Any]:
     """Returns the options of a file and those given, which win; those of the environment, last of all, are another source.
 
     Of what ``calibrate`` wrote, recommendations for strategy ``local`` are left out where another is chosen
     (:func:`hvd_adaptive.calibrate.file.options_of`).
+
+    Args:
+        path: the file, if there is one.
+        given: options of the command line.
+        environment: options of variables.
+        takes_choice: take the strategy and the compression that ``calibrate`` recommends for its own model.
 
     Raises:
         ValueError: as :func:`read_config_file`.
@@ -76,9 +84,29 @@ def with_config_file(path: str | None, given: Mapping[str, Any], environment: Ma
     values = read_config_file(path, measurements=True)
     calibration = _take_measurements(values, path)
     if calibration is not None:
+        if takes_choice:
+            values = {**chosen_options(calibration, {*environment, *values, *given}), **values}
         strategy = {"strategy": Config().strategy, **environment, **values, **given}["strategy"]
         values = options_of(values, calibration, strategy=strategy)
     return {**values, **given}
+
+
+def predicted_speed(path: str | None, config: Config, *, world_size: int) -> float | None:
+    """Returns the samples a second that ``calibrate`` predicted for a run, None where its file is not used as it was written.
+
+    Args:
+        path: the file of options, if there is one.
+        config: the run's.
+        world_size: number of ranks.
+    """
+    calibration = _take_measurements(read_config_file(path, measurements=True), path) if path else None
+    if calibration is None or len(calibration.ranks) != world_size:
+        return None
+    best = calibration.predicted
+    same = (config.strategy, config.compression) == (best.strategy, best.compression)
+    # Of steps that all ranks make together a round's length changes nothing.
+    same = same and (best.strategy == "sync" or best.mega_batch == config.mega_batch)
+    return best.samples_per_s if same else None
 
 
 def read_environment(

@@ -68,7 +68,7 @@ class Progress:
             self._last_line_s = time.monotonic()
             self._console.print(Text(line))
 
-    def finish(self, summary: dict[str, Any] | None, path: Path) -> None:
+    def finish(self, summary: dict[str, Any] | None, path: Path, predicted_samples_per_s: float | None = None) -> None:
         """Says how it ended; without a summary, that it stopped at a merge."""
         if self._live is not None:
             self._live.stop()
@@ -82,10 +82,11 @@ class Progress:
             if name.startswith("p") and name[1:].isdigit()
         )
         when = "after" if epoch is None else f"reached at epoch {epoch:.2f} of"
+        predicted = f"; predicted {predicted_samples_per_s:,.0f}" if predicted_samples_per_s else ""
         lines = [
             f"best model: {scores}, {when} {summary['epochs']:.2f}",
             f"{summary['samples']:,} samples in {summary['train_s']:.1f} s of training "
-            f"({summary['samples_per_s']:,.0f} samples/s), {summary['wall_s']:.1f} s with evaluation",
+            f"({summary['samples_per_s']:,.0f} samples/s{predicted}), {summary['wall_s']:.1f} s with evaluation",
             f"waiting for other ranks {summary['wait_share']:.1%}, merging {summary['merge_share']:.1%}"
             + (f", utilisation {summary['utilisation']:.2f}" if summary["utilisation"] is not None else ""),
             f"all ranks hold the same model: {'yes' if summary['ranks_agreed'] else 'NO'}",

@@ -36,6 +36,7 @@ def train(
     *,
     transport: Transport,
     terminal: bool,
+    predicted_samples_per_s: float | None = None,
     supervised: Supervised | None = None,
 ) -> int:
     """Runs a training; returns the exit code: 75 for one that was preempted, else 0. COLLECTIVE.
@@ -45,6 +46,7 @@ def train(
         options: what to train.
         transport: the world.
         terminal: rank 0's output goes to a terminal.
+        predicted_samples_per_s: what ``calibrate`` predicted for these options and ranks, to be shown beside what happened.
         supervised: what the supervisor of ``--elastic`` asks for, None where there is none.
 
     Raises:
@@ -99,7 +101,7 @@ def train(
         # Started again, it would only begin again.
         return EXIT_PREEMPTED if options.checkpoint_interval != 0 else 1
     if progress and directory:
-        progress.finish(summary, directory.path)
+        progress.finish(summary, directory.path, predicted_samples_per_s)
     return 0
 
 

@@ -19,9 +19,11 @@ def test_what_is_recommended_runs(run_job: Any, data: Path, tmp_path: Path) -> N
     options += ["--seconds", "0.2"]
     job = run_job([*COMMAND, "calibrate", "-np", "2", "--out", str(file), *options], timeout=400)
     assert job.returncode == 0 and not job.leftover, job.describe()
-    assert "recommended: batch_size 32" in job.stdout and "predicted:" in job.stdout
+    assert "recommended: strategy" in job.stdout and ", batch_size 32" in job.stdout and "predicted:" in job.stdout
     found = read_table(read_config_file(str(file), measurements=True)["calibration"], str(file))
     assert len(found.ranks) == 2 and found.num_samples == 2000 and found.predicted.samples_per_s > 0
+    ways = [(choice.strategy, choice.compression) for choice in found.choices]
+    assert {("local", "none"), ("sync", "none"), ("horovod", "none")} <= set(ways) and found.predicted in found.choices
     assert found.ranks[0].batch_size == [4, 8, 16, 32, 64, 128, 256]
     # No time is tested: the machine may be busy.
     for rank in found.ranks:
@@ -36,6 +38,8 @@ def test_what_is_recommended_runs(run_job: Any, data: Path, tmp_path: Path) -> N
     config = json.loads((run / "config.json").read_text())
     assert config["mega_batch"] == read_config_file(str(file))["mega_batch"]
     assert config["slowdown"] == "1,2" and config["batch_size"] == 32
+    assert (config["strategy"], config["compression"]) == (found.predicted.strategy, found.predicted.compression)
+    assert f"samples/s; predicted {found.predicted.samples_per_s:,.0f})" in job.stdout
     job = run_job([*COMMAND, "simulate", "--calibration", str(file), "--strategies", "local", "--rounds", "4", "--settle", "1"])
     assert job.returncode == 0 and "local" in job.stdout, job.describe()
 

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adaptive.algorithm.speed_model import fit_line
-from hvd_adaptive.calibrate.file import Calibration, read_table, to_toml, write_file
+from hvd_adaptive.calibrate.choices import choose, table
+from hvd_adaptive.calibrate.file import Calibration, Choice, read_table, to_toml, write_file
 from hvd_adaptive.calibrate.memory_ceiling import largest_by_growth
 from hvd_adaptive.calibrate.recommend import predict, recommend_batches, recommend_mega_batch
 from hvd_adaptive.cli.calibrate_options import check_calibrate
-from hvd_adaptive.cli.option_sources import build_configs, read_config_file, with_config_file
+from hvd_adaptive.cli.option_sources import build_configs, predicted_speed, read_config_file, with_config_file
 from hvd_adaptive.cli.run import run_config
 from hvd_adaptive.config import Config
 from hvd_adaptive.wrap.run_options import RunConfig
@@ -184,6 +185,43 @@ def test_sync_is_not_bound_by_what_was_recommended_for_local(tmp_path: Path) -> 
     # In a run's own configuration it was somebody's choice.
     (tmp_path / "c.json").write_text(json.dumps({"min_batch_size": 32, "calibration": True, "strategy": "sync"}))
     assert with_config_file(file, {}, {})["min_batch_size"] == 32
+
+
+def ways(*speeds: tuple[str, str, float]) -> list[Choice]:
+    return [Choice(strategy=s, compression=c, mega_batch=640, samples_per_s=speed) for s, c, speed in speeds]
+
+
+def test_the_choice_weighs_speed_against_samples_and_keeps_what_was_given_where_the_gain_is_small() -> None:
+    # `local` needs 1.2 times the samples: 1,199 a second of it are not worth 1,000 of `sync`, but no tenth worse either.
+    few = ways(("local", "none", 1100), ("sync", "none", 1000))
+    assert choose(few) is few[0]
+    better = ways(("local", "none", 1000), ("local", "maxmin:4", 1099), ("sync", "none", 950), ("horovod", "none", 2000))
+    assert choose(better) is better[2]
+    coded = ways(("local", "none", 1000), ("local", "maxmin:4", 1300), ("sync", "none", 900))
+    assert choose(coded) is coded[1]
+    lines = table(coded, coded[1])
+    assert lines[2].split() == ["local,", "maxmin:4", "1,300", "1.2x", "1.00", "<-", "chosen"] and "1.30" in lines[1]
+
+
+def test_train_takes_the_recommended_way_unless_one_is_given_by_hand(tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    chosen = {"strategy": "sync", "compression": "maxmin:4", "mega_batch": 640, "samples_per_s": 1000.0}
+    values = {"mega_batch": 640, "max_batch_size": 180, "calibration": {**TABLE, "predicted": chosen, "choices": [chosen]}}
+    file.write_text(json.dumps(values))
+    taken = with_config_file(str(file), {}, {}, takes_choice=True)
+    assert (taken["strategy"], taken["compression"], taken["max_batch_size"]) == ("sync", "maxmin:4", 102)
+    assert predicted_speed(str(file), build_configs(taken)[0], world_size=2) == 1000
+    assert predicted_speed(str(file), build_configs(taken)[0], world_size=3) is None
+    assert predicted_speed(None, Config(), world_size=2) is None
+    for by_hand, environment in (({"strategy": "local"}, {}), ({}, {"compression": "fp16"})):
+        taken = with_config_file(str(file), by_hand, environment, takes_choice=True)
+        assert "compression" not in taken and taken.get("strategy", "local") == "local" and taken["max_batch_size"] == 180
+        assert predicted_speed(str(file), build_configs(environment, taken)[0], world_size=2) is None
+    # A script trains another model: nothing is compressed that was not asked for.
+    assert run_config(argparse.Namespace(config=str(file)), {}).compression == "none"
+    # Files of older versions say nothing of it.
+    file.write_text(json.dumps({"mega_batch": 640, "calibration": TABLE}))
+    assert with_config_file(str(file), {}, {}, takes_choice=True)["strategy"] == "local"
 
 
 def test_run_takes_from_a_file_what_it_knows(tmp_path: Path) -> None:
