@@ -18,12 +18,14 @@ import functools
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -285,13 +287,16 @@ def main() -> int:
     parser.add_argument("--cases", choices=("all", "quick", "sample"), default="all", help=which)
     parser.add_argument("--most-seconds", type=float, default=5.0, help="of a CPU for a variant")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
+    parser.add_argument("--kept", type=Path, help="folder of what compiled without faults, which is not compiled again")
     options = parser.parse_args()
     targets = [int(target) for target in options.targets.split(",")]
     chosen = work(targets, options.cases)
     print(f"Triton {triton.__version__}; compiled only, not run: no GPU is used", flush=True)
     seen, num_variants, num_faulty, slowest = set(), 0, 0, 0.0
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["TRITON_CACHE_DIR"] = cache
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = cache = f"{folder}/cache"
+        if options.kept and options.kept.exists():
+            shutil.copytree(options.kept, cache)
         with ProcessPoolExecutor(options.jobs) as pool:
             for variants in pool.map(compile_case, *zip(*((t, n, options.most_seconds) for t, n in chosen), strict=True)):
                 for v in variants:
@@ -304,6 +309,8 @@ def main() -> int:
                     seen.add(v.name.split()[1])
                     num_variants, num_faulty = num_variants + 1, num_faulty + bool(v.faults)
                     slowest = max(slowest, v.seconds)
+        if options.kept and not num_faulty:
+            shutil.copytree(cache, options.kept, dirs_exist_ok=True)
     missing = kernels() - seen
     if missing:
         print(f"never compiled: {', '.join(sorted(missing))}")

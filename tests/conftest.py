@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib.metadata
 import os
 import subprocess
@@ -143,6 +144,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    # What was imported stays. Else each full collection, which the product makes where memory runs out, goes through all of it.
+    gc.collect()
+    gc.freeze()
     if not _IS_RANK:
         items = [item for item in session.items if num_ranks(item)]
         session.config.stash[_worlds] = Worlds(session.config, items)

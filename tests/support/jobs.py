@@ -39,6 +39,14 @@ def exit_on_signals() -> None:
         signal.signal(number, leave)
 
 
+def forking_environment() -> dict[str, str]:
+    """Variables of a program that this process starts by itself, and whose ranks shall be forks of the zygote."""
+    return {
+        "PYTHONPATH": os.pathsep.join([str(STARTUP), str(_REPO), os.environ.get("PYTHONPATH", "")]),
+        ZYGOTE_SOCKET: os.environ.get(ZYGOTE_SOCKET) or str(ZYGOTE.start()),
+    }
+
+
 def job_mark(pid: int) -> bytes:
     """The mark that all processes of a job have in their environment, from one of them; empty if that has ended."""
     with contextlib.suppress(OSError):

@@ -14,6 +14,7 @@ import torch
 
 from hvd_adaptive.compress.kernels import cuda, reference
 from hvd_adaptive.compress.kernels.reference import maxmin_bytes, mix_key, sign_bytes
+from hvd_adaptive.doctor import gpu_checks
 
 PARTS, DEVICE = sys.argv[1:]
 SIZES = ((8, (1, 9, 20)), (24, (23, 60)), (512, (511, 2000)), (4096, (4500,)))
@@ -176,10 +177,18 @@ def large() -> None:
                         assert_same(found[0][1].abs().nan_to_num(7e33).sort(descending=True).values, best, "topk")
 
 
+def doctor() -> None:
+    """What `hvd-adaptive doctor --gpu` compares, of fewer values: the interpreter runs one program after the other."""
+    gpu_checks._CODES = tuple((bits, bucket, min(num, 9000)) for bits, bucket, num in gpu_checks._CODES)
+    found = gpu_checks.kernel_bits(torch.device(DEVICE))
+    assert found["codes"] > 20 and found["differing"] == [], found
+
+
 if __name__ == "__main__":
+    parts = {"maxmin": maxmin, "sign": sign, "peers": peers, "squares": squares, "large": large, "doctor": doctor}
     for part in PARTS.split(","):
         try:
-            {"maxmin": maxmin, "sign": sign, "peers": peers, "squares": squares, "large": large}[part]()
+            parts[part]()
         except Exception:
             traceback.print_exc()
         else:

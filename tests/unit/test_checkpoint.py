@@ -281,11 +281,19 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def three_of_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three checkpoints of two ranks, to copy."""
+    folder = tmp_path_factory.mktemp("three")
+    run(2, folder, num_epochs=1, data={"d": "1"})
+    return folder
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_what_is_not_valid_is_refused_by_name_and_the_older_is_taken(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, three_of_two_ranks: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run(2, tmp_path, num_epochs=1, data={"d": "1"})
+    shutil.copytree(three_of_two_ranks, tmp_path, dirs_exist_ok=True)
     act, reason = DAMAGE[damage]
     act(tmp_path / "round-00000003")
     results = run(2, tmp_path, num_epochs=1, resume=True, data={"d": "1"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
+import fuzz as fuzz_module
 import pytest
 from fuzz import Failure, Target, fuzz, make_targets, memory_limit, no_unpickling, quiet, run_case
 
@@ -25,7 +26,10 @@ def test_mutations_are_refused_clearly_or_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_harness_sees_other_errors_hangs_and_large_allocations() -> None:
+def test_the_harness_sees_other_errors_hangs_and_large_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One that hangs computes for so long.
+    monkeypatch.setattr(fuzz_module, "CASE_LIMIT_S", 1)
+
     def hang() -> None:
         while True:
             pass

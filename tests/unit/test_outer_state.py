@@ -21,23 +21,23 @@ from hvd_adaptive.config import Config
 from hvd_adaptive.engine import host_state
 from hvd_adaptive.session.session import Session
 
-SIZE = 300
+# Several pieces, the last one cut.
+SIZE, PIECE = 50, 1000
 DOCS = Path(__file__).parents[2] / "docs" / "training.md"
 
 
 @pytest.fixture(autouse=True)
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Several pieces.
-    monkeypatch.setattr(host_state, "PIECE", 1000)
-    monkeypatch.setattr(outer_step, "_HOST_CHUNK", 1000)
+    monkeypatch.setattr(host_state, "PIECE", PIECE)
+    monkeypatch.setattr(outer_step, "_HOST_CHUNK", PIECE)
     with pretended_cuda.pretended_cuda(monkeypatch):
         yield
 
 
-def begin(config: Config, dtype: torch.dtype = torch.float32) -> tuple[Session, Any]:
+def begin(config: Config, dtype: torch.dtype = torch.float32, size: int = SIZE) -> tuple[Session, Any]:
     torch.manual_seed(0)
-    model = nn.Linear(SIZE, SIZE, bias=False, dtype=dtype).to("cuda")
-    data = TensorDataset(torch.randn(128, SIZE, dtype=dtype), torch.randn(128, SIZE, dtype=dtype))
+    model = nn.Linear(size, size, bias=False, dtype=dtype).to("cuda")
+    data = TensorDataset(torch.randn(128, size, dtype=dtype), torch.randn(128, size, dtype=dtype))
     return Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=LocalTransport()), data
 
 
@@ -94,13 +94,19 @@ def bytes_on_device() -> int:
         ("`sync`, `horovod`", {"strategy": "sync"}, 0),
     ],
 )
-def test_bytes_a_parameter_are_those_of_the_table(name: str, options: dict[str, Any], state_bytes: int) -> None:
+def test_bytes_a_parameter_are_those_of_the_table(
+    name: str, options: dict[str, Any], state_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Large beside batches.
+    size = 300
+    monkeypatch.setattr(host_state, "PIECE", size**2 // 5)
+    monkeypatch.setattr(outer_step, "_HOST_CHUNK", size**2 // 5)
     with recording(Log()):
         before = bytes_on_device()
-        session, data = begin(Config(batch_size=16, mega_batch=64, **options))
+        session, data = begin(Config(batch_size=16, mega_batch=64, **options), size=size)
         train(session, data, 1.0)
-        # Without the parameter and its gradient; batches are small.
-        found = (bytes_on_device() - before) / SIZE**2 - 8
+        # Without the parameter and its gradient.
+        found = (bytes_on_device() - before) / size**2 - 8
     row = re.search(rf"^\| {re.escape(name)} \| (\d+) \|", DOCS.read_text(), re.MULTILINE)
     assert row is not None, name
     assert found == pytest.approx(int(row[1]), abs=1.0)
