@@ -19,16 +19,16 @@ from hvd_adaptive.strategies.local import LocalStrategy
 
 def train(transport: Any, *, autocast: bool = False, **options: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(640, 16, generator=generator)
+    x = torch.randn(320, 16, generator=generator)
     torch.manual_seed(transport.rank)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
     if not autocast:
         model = model.to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    session = Session(model, optimizer, Config(batch_size=8, mega_batch=160, hash_interval=1, **options), transport=transport)
+    session = Session(model, optimizer, Config(batch_size=8, mega_batch=80, hash_interval=1, **options), transport=transport)
     records: list[Any] = []
     session.records.append(records.append)
-    for batch in session.batches(TensorDataset(x, (x[:, :4].sum(dim=1) > 0).long()), num_epochs=4):
+    for batch in session.batches(TensorDataset(x, (x[:, :4].sum(dim=1) > 0).long()), num_epochs=2):
         with session.step(batch):
             session.optimizer.zero_grad()
             with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():

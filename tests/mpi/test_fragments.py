@@ -18,8 +18,9 @@ from hvd_adaptive.engine.flat_model import model_hash
 from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.strategies.local import LocalStrategy
 
-WIDTH = 300
+WIDTH = 100
 STEPS = 6
+NUM_SAMPLES = 480
 
 
 def make_model() -> nn.Sequential:
@@ -68,11 +69,11 @@ def check_known_progress(transport: Any, **options: Any) -> None:
 
 def check_session(transport: Any, *, poison: bool = False, stop_at: int = 0, state: Any = None, **options: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(960, 6, dtype=torch.float64, generator=generator)
+    x = torch.randn(NUM_SAMPLES, 6, dtype=torch.float64, generator=generator)
     torch.manual_seed(transport.rank)
     layers = [nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2)]
     model = nn.Sequential(*layers).double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     session = Session(model, optimizer, Config(batch_size=8, mega_batch=160, hash_interval=1, **options), transport=transport)
     if state is not None:
         session.load_state_dict(state)
@@ -113,11 +114,12 @@ def test_progress_is_merged_once_and_sessions_learn(num_ranks: int, backend: str
         {"merge_fragments": 2, "fragment_delay": 0.0, "outer_step": "nesterov", "outer_momentum": 0.5},
     ):
         records = check_session(transport, **options)["records"]
-        assert records[-1].loss < 0.7 * records[0].loss, options
+        last_epoch = [record.loss for record in records[-len(records) // 3 :]]
+        assert sum(last_epoch) / len(last_epoch) < 0.7 * records[0].loss, options
     if num_ranks > 1:
         # Whoever is free takes the next batch.
         samples = sum(record.stats["num_samples"] for record in records)
-        assert (samples > 0).all() and samples.sum() == 3 * 960
+        assert (samples > 0).all() and samples.sum() == 3 * NUM_SAMPLES
     transport.close()
 
 

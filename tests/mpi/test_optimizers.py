@@ -19,8 +19,10 @@ COMMON = ["--no-calibration", "--batch-size", "16", "--mega-batch", "500", "--ev
 def test_every_optimizer_learns_in_every_strategy(
     train: Any, shared_tmp_path: Path, strategy: str, gradients: str
 ) -> None:
+    # Local steps learn a little less, and what each rank takes is another matter each time.
+    epochs = "2" if strategy == "local" else "1"
     for name in OPTIMIZERS:
-        options = ["--optimizer", name, "--strategy", strategy, "--input-gradients", gradients, "--epochs", "2"]
+        options = ["--optimizer", name, "--strategy", strategy, "--input-gradients", gradients, "--epochs", epochs]
         train(*COMMON, *options, out=name)
         summary, rounds = read_run(shared_tmp_path / name)
         assert summary["ranks_agreed"] is True, name
@@ -38,9 +40,9 @@ def test_weights_by_mass_go_with_every_way_of_merging(train: Any, shared_tmp_pat
         "adagrad": ["--optimizer", "adagrad", "--outer-step", "nesterov", "--outer-momentum", "0.5"],
     }
     for name, options in ways.items():
-        train(*COMMON, "--merge-weights", "fisher-rows", "--epochs", "2", *options, out=name)
+        train(*COMMON, "--merge-weights", "fisher-rows", "--epochs", "1", *options, out=name)
         summary, rounds = read_run(shared_tmp_path / name)
-        assert summary["ranks_agreed"] is True and summary["samples"] == 4000, name
+        assert summary["ranks_agreed"] is True and summary["samples"] == 2000, name
         assert rounds[-1]["loss"] < 0.95 * rounds[0]["loss"], name
 
 

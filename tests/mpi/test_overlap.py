@@ -14,7 +14,7 @@ from hvd_adaptive.comm import connect
 from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.strategies.local import LocalStrategy
 
-SIZE = 200_000
+SIZE = 50_000
 ROUNDS = 4
 
 

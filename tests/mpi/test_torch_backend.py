@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from runs import read_run
+from zygote import stub_of
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -82,14 +83,14 @@ def test_ranks_that_do_not_know_where_to_meet_say_what_to_do(run_job: Any, data:
 
 
 def test_horovod_under_torchrun_is_refused(run_job: Any, data: Path, tmp_path: Path) -> None:
-    job = run_job([*TORCHRUN, *COMMAND[1:], *train(data, tmp_path / "run"), "--backend", "horovod"], timeout=200)
+    job = run_job([*TORCHRUN, *COMMAND[1:], *train(data, tmp_path / "run"), "--backend", "horovod"], timeout=200, alone=True)
     assert job.returncode != 0 and job.stderr.count("hvd-adaptive: error:") == 1, job.describe()
     assert "torchrun started the ranks, and Horovod needs them to be MPI's" in job.stderr, job.describe()
 
 
 def test_calibrate_is_refused_at_once(run_job: Any, data: Path, tmp_path: Path) -> None:
     command = [*TORCHRUN, *COMMAND[1:], "calibrate", "--data", str(data), "--out", str(tmp_path / "found.toml")]
-    job = run_job(command, timeout=200)
+    job = run_job(command, timeout=200, alone=True)
     assert job.returncode != 0 and job.stderr.count("calibrate measures plain Horovod as well") == 1, job.describe()
 
 
@@ -104,14 +105,14 @@ def test_a_rank_that_is_killed_under_torchrun_ends_the_job(run_job: Any, data: P
             except OSError:
                 continue
             if str(tmp_path / "run").encode() in words and b"RANK=1" in variables:
-                killed.append(int(folder.name))
-                os.kill(int(folder.name), signal.SIGKILL)
+                pid = int(folder.name)
+                killed.extend((pid, stub_of(pid)))
+                os.kill(pid, signal.SIGKILL)
 
     killed: list[int] = []
     command = [*TORCHRUN, *COMMAND[1:], *train(data, tmp_path / "run"), "--epochs", "10000"]
-    # torchrun knows a fork by its stub's id.
-    job = run_job(command, timeout=200, during=kill, forked=False)
-    assert job.returncode != 0 and not job.timed_out and not job.leftover and len(killed) == 1, job.describe()
-    # torchrun notices first; a rank that has lost the other one says who it is, too.
-    named = rf"exitcode *: -9 \(pid: {killed[0]}\)|rank 1 on \S+ \(pid {killed[0]}\) is dead"
+    job = run_job(command, timeout=200, during=kill, alone=True)
+    assert job.returncode != 0 and not job.timed_out and not job.leftover and len(killed) == 2, job.describe()
+    # torchrun, which knows a fork by its stub, notices first; a rank that has lost the other one says who it is, too.
+    named = rf"exitcode *: -9 \(pid: {killed[1]}\)|rank 1 on \S+ \(pid {killed[0]}\) is dead"
     assert re.search(named, job.stderr), job.describe()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from zygote import STARTUP, ZYGOTE_SOCKET, Zygote
+from zygote import ALONE, STARTUP, ZYGOTE_SOCKET, Zygote
 
 from hvd_adaptive.cluster.relaunch import find_launcher, launch_command
 
@@ -100,6 +100,7 @@ class Job:
         env: variables to add.
         cwd: where to run it.
         forked: ranks are forks of the zygote; else each is a process of its own.
+        alone: the program itself, which is no rank and imports torch, is one as well.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Job:
         env: Mapping[str, str] | None = None,
         cwd: Path = _REPO,
         forked: bool = True,
+        alone: bool = False,
     ) -> None:
         self._token = secrets.token_hex(8)
         whole = {
@@ -122,6 +124,8 @@ class Job:
         if forked:
             # Workers have one together, and a test within a test has the outer one's.
             whole[ZYGOTE_SOCKET] = whole.get(ZYGOTE_SOCKET) or str(ZYGOTE.start())
+            if alone:
+                whole[ALONE] = "1"
         else:
             whole.pop(ZYGOTE_SOCKET, None)
         whole |= env or {}
@@ -205,6 +209,7 @@ def run_job(
     during: Callable[[subprocess.Popen[bytes]], None] | None = None,
     grace_s: float | None = None,
     forked: bool = True,
+    alone: bool = False,
 ) -> JobResult:
     """Runs a program, as ``np`` ranks under mpirun unless that is None, and leaves no process of it behind.
 
@@ -217,8 +222,9 @@ def run_job(
         during: called once when the program runs, to disturb it.
         grace_s: seconds by which processes of it may outlive it; None: `OUTLIVE_S`.
         forked: as for `Job`.
+        alone: as for `Job`.
     """
-    job = Job(argv, np=np, env=env, cwd=cwd, forked=forked)
+    job = Job(argv, np=np, env=env, cwd=cwd, forked=forked, alone=alone)
     ended = False
     try:
         if during is not None:

@@ -30,13 +30,15 @@ class RankPlugin:
         assert rank is not None, "started as a rank, but no launcher's variables are set"
         self._rank = rank
         config.option.basetemp = str(self._folder / f"tmp{rank}")
+        self._files: dict[str, pytest.Module] = {}
+        self._wanted: set[str] = set()
+        self._items: dict[str, pytest.Item] = {}
         self._outcomes: list[dict[str, str]] = []
         self._errors = ""
         self._stacks = (self._folder / f"rank{rank}.stacks").open("w")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        items = {node_name(item): item for item in session.items}
         state = RankState()
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(self._folder / SOCKET))
@@ -51,12 +53,30 @@ class RankPlugin:
                     message = json.loads(line)
                     if "run" in message:
                         os.environ[SHARED] = message["shared"]
-                        self._run(items.get(message["run"]))
+                        self._run(self._find(session, message["run"]))
                         say(outcomes=self._outcomes, errors=self._errors)
                     else:
                         say(leaks=state.leaks())
                         state.restore()
         return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_make_collect_report(self, collector: pytest.Collector) -> pytest.CollectReport | None:
+        """Leaves files to be imported when one of their tests is to run: most ranks run those of few."""
+        path = str(collector.path)
+        if not isinstance(collector, pytest.Module) or path in self._wanted:
+            return None
+        self._files[path] = collector
+        return pytest.CollectReport(collector.nodeid, "passed", None, [])
+
+    def _find(self, session: pytest.Session, name: str) -> pytest.Item | None:
+        path = name.partition("::")[0]
+        if path in self._files:
+            self._wanted.add(path)
+            found = list(session.genitems(self._files.pop(path)))
+            session.testscollected += len(found)
+            self._items |= {node_name(item): item for item in found}
+        return self._items.get(name)
 
     def _run(self, item: pytest.Item | None) -> None:
         self._outcomes = []

@@ -38,8 +38,9 @@ def group(nodeid: str) -> str:
     if folder == "slurm":
         # One site at a time: it is two hosts, whose ranks want the machine's cores for themselves.
         return folder
-    if ranks := re.search(r"\[np(\d+)", name):
-        return f"{path} on {ranks[1]}"
+    if ranks := re.search(r"[\[-]np(\d+)\b", name):
+        # One world for all, but for those of two ranks, which are most.
+        return f"{path} on 2" if ranks[1] == "2" else f"on {ranks[1]}"
     return nodeid if folder in _ALONE else path
 
 

@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 from hvd_adaptive.cluster.relaunch import find_launcher, launch_command
 
 STARTUP = Path(__file__).resolve().parent / "startup"
-ZYGOTE_SOCKET = "HVD_TEST_ZYGOTE"  # as in startup/stub.py
+ZYGOTE_SOCKET, ALONE = "HVD_TEST_ZYGOTE", "HVD_TEST_ALONE"  # as in startup/stub.py
 _REPO = Path(__file__).resolve().parents[2]
 _ROOM_BYTES = 1 << 15  # for the command line of a fork, and for its environment
 _CLONE = {"mnt": 0x00020000, "uts": 0x04000000, "ipc": 0x08000000, "net": 0x40000000}
@@ -44,6 +44,7 @@ _PLAIN = "HVD_TEST_PLAIN_LIBRARY_PATH"
 _LIBRARIES = (
     "horovod.torch.elastic", "torch._dynamo", "torch.distributed", "torch.utils.data", "mpi4py", "numba", "safetensors.torch",
     "functorch.compile", "networkx", "rich.progress", "numpy.random", "pytest", "_pytest.fixtures", "unittest.mock",
+    "sklearn.datasets", "jinja2", "torch.utils.tensorboard",
 )  # fmt: skip
 
 
@@ -114,6 +115,17 @@ def _of_ranks() -> dict[str, str]:
     return {"LD_LIBRARY_PATH": said} if said else {}
 
 
+def stub_of(pid: int) -> int:
+    """The process that stands for a fork where its launcher looks."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "cmdline").read_bytes().rstrip(b"\0") == f"stub of {pid}".encode():
+                return int(folder.name)
+        except OSError:
+            continue
+    raise ProcessLookupError(f"{pid} has no stub")
+
+
 class _Fork(BaseException):
     """In a fork: leaves the server's loop, so that the program runs where the server began."""
 
@@ -126,6 +138,7 @@ class _Server:
         self._selector = selectors.DefaultSelector()
         self._stubs: dict[int, socket.socket] = {}
         self._num_forks = 0
+        self._cpu_s = 0.0
         self._others: Counter[str] = Counter()  # ranks that run in processes of their own, by the reason
         self._wakeup, self._woken = os.pipe()
         for descriptor in (self._wakeup, self._woken):
@@ -146,7 +159,8 @@ class _Server:
                     for pid in self._stubs:
                         os.kill(pid, signal.SIGKILL)
                     others = "; ".join(f"{count} not, for {reason}" for reason, count in self._others.most_common())
-                    print(f"{self._num_forks} ranks were forked{f'; {others}' if others else ''}")
+                    forked = f"{self._num_forks} ranks were forked, and used {self._cpu_s:.0f} s of CPU"
+                    print(f"{forked}; {others}" if others else forked)
                     return
                 if key.fileobj == self._wakeup:
                     os.read(self._wakeup, 1 << 12)
@@ -207,11 +221,12 @@ class _Server:
     def _reap(self) -> None:
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status, used = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
+            self._cpu_s += used.ru_utime + used.ru_stime
             stub = self._stubs.pop(pid)
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(stub)
@@ -247,6 +262,19 @@ def _import_all(ancestors: dict[int, int]) -> None:
             with contextlib.suppress(ImportError):
                 importlib.import_module(module.name)
     cli.main = main  # and not the module of that name
+
+
+def _warm_up() -> None:
+    """Loads the kernels that each rank would load by itself, or where they are not kept on the disk compile."""
+    import torch
+
+    from hvd_adaptive.compress import parse_codec
+
+    for spec in ("maxmin:4", "sign"):
+        codec, values = parse_codec(spec), torch.ones(64)
+        payload = torch.empty(codec.payload_bytes(len(values)), dtype=torch.uint8)  # type: ignore[union-attr]
+        codec.encode_(values, payload, key=1)  # type: ignore[union-attr]
+        codec.decode_(payload, values)  # type: ignore[union-attr]
 
 
 def _inherit(request: dict[str, Any], descriptors: list[int], stub: int, spaces: dict[str, str]) -> None:
@@ -342,6 +370,7 @@ def _serve(listener: int) -> tuple[Any, ...]:
     own = json.loads(json.dumps(identity()))
     ancestors: dict[int, int] = {}
     _import_all(ancestors)
+    _warm_up()
     num_threads = len(os.listdir("/proc/self/task"))
     if num_threads != 1:
         print(f"{num_threads} threads run, and a fork has only one of them", flush=True)

@@ -165,13 +165,13 @@ def test_a_frozen_rank_is_named(run_job: Any, tmp_path: Path) -> None:
     ],
 )
 def test_bad_options_are_refused_at_once(arguments: list[str], message: str, run_job: Any) -> None:
-    job = run_job([*RUN, *arguments])
+    job = run_job([*RUN, *arguments], alone=True)
     assert job.returncode == 2 and message in job.stderr, job.describe()
 
 
 def test_a_number_of_shares_that_only_the_ranks_know_to_be_wrong(run_job: Any) -> None:
     """Horovod's own launcher, say, tells it in another way than the one that is looked at."""
-    job = run_job([*RUN, "--shares", "1,2", str(SCRIPTS / "synthetic.py")], timeout=200)
+    job = run_job([*RUN, "--shares", "1,2", str(SCRIPTS / "synthetic.py")], timeout=200, alone=True)
     assert job.returncode == 2 and "one number a rank: 1 ranks, got 2" in job.stderr, job.describe()
     assert "Traceback" not in job.stderr, job.describe()
 
@@ -180,7 +180,7 @@ def test_a_number_of_shares_that_only_the_ranks_know_to_be_wrong(run_job: Any) -
     "command", [["python", "-u", "synthetic.py"], ["-m", "synthetic"], [sys.executable, "-m", "synthetic", "--same-data"]]
 )
 def test_the_command_that_people_know_stands_behind_run(command: list[str], run_job: Any) -> None:
-    job = run_job([*RUN, *command], cwd=SCRIPTS, env={"PYTHONPATH": str(SCRIPTS.parents[2])}, timeout=200)
+    job = run_job([*RUN, *command], cwd=SCRIPTS, timeout=200, alone=True)
     assert job.returncode == 0 and "there is one rank" in job.stderr, job.describe()
 
 
@@ -191,7 +191,7 @@ def test_one_rank_needs_no_launcher(run_job: Any) -> None:
 
 
 def test_a_script_without_horovod_is_named(run_job: Any) -> None:
-    job = run_job([*RUN, str(SCRIPTS / "failing.py"), "never"], timeout=200)
+    job = run_job([*RUN, str(SCRIPTS / "failing.py"), "never"], timeout=200, alone=True)
     assert job.returncode == 2 and "never called hvd.init()" in job.stderr, job.describe()
 
 

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 ZYGOTE = "HVD_TEST_ZYGOTE"  # set in the processes of a test run: the zygote's socket
+ALONE = "HVD_TEST_ALONE"  # set for the first one of a job that is no rank, and shall be a fork as well
 # What a library reads when it is loaded: a fork would have the zygote's. (Of KMP_, which scikit-learn sets, no library is there.)
 FIXED = ("LD_", "PYTHON", "MKL_", "GOMP_", "OPENBLAS_", "TORCH_", "NUMBA_")
 # Not read by then, or handed over; the last one only decides which warnings torch's C++ shows.
@@ -97,7 +98,8 @@ def hand_over() -> None:
 
 
 def _is_rank() -> bool:
-    if not any(name in os.environ for name in _RANKS) or '"clock_s"' in os.environ.get("FAULT_SPEC", ""):
+    is_alone = os.environ.pop(ALONE, None) is not None
+    if not (is_alone or any(name in os.environ for name in _RANKS)) or '"clock_s"' in os.environ.get("FAULT_SPEC", ""):
         return False
     # With options of Python, and as one of multiprocessing's, it stays what it is.
     words = sys.orig_argv[1:]
