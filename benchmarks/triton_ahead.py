@@ -118,7 +118,8 @@ def void(_: Tensor) -> None:
 def maxmin_encode(a: Arguments, *, bucket: int, bits: int, random: bool, feedback: bool) -> None:
     payload = a.tensor(maxmin_bytes(a.num, bits, bucket), torch.uint8)
     residual = a.tensor(a.num) if feedback else None
-    cuda.maxmin_encode(a.tensor(a.num), payload, bits, bucket, a.key if random else None, residual, 1.0 / a.num_peers)
+    key, piece = a.key if random else None, 8 * bucket if a.num_peers > 1 else None
+    cuda.maxmin_encode(a.tensor(a.num), payload, bits, bucket, key, residual, 1.0 / a.num_peers, piece)
 
 
 def maxmin_decode(a: Arguments, *, bucket: int, bits: int, add: int) -> None:
@@ -130,7 +131,7 @@ def maxmin_decode(a: Arguments, *, bucket: int, bits: int, add: int) -> None:
 def sign_encode(a: Arguments, *, bucket: int, feedback: bool) -> None:
     payload = a.tensor(sign_bytes(a.num, bucket), torch.uint8)
     residual = a.tensor(a.num) if feedback else None
-    cuda.sign_encode(a.tensor(a.num), payload, bucket, residual, 1.0 / a.num_peers)
+    cuda.sign_encode(a.tensor(a.num), payload, bucket, residual, 1.0 / a.num_peers, 8 * bucket if a.num_peers > 1 else None)
 
 
 def sign_decode(a: Arguments, *, bucket: int, add: int) -> None:

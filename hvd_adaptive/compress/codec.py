@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.compress.feedback import ErrorFeedback
-from hvd_adaptive.compress.kernels.reference import each_payload, with_residual
+from hvd_adaptive.compress.kernels.reference import each_payload, each_piece, with_residual
 
 if TYPE_CHECKING:
     from hvd_adaptive.comm.protocols import Group, Pending
@@ -77,7 +77,14 @@ class ValueCodec(Codec):
         """Returns the size of a payload for that many values, a multiple of 4; 0 for 0 values."""
 
     def encode_(
-        self, values: Tensor, payload: Tensor, *, key: int, residual: Tensor | None = None, weight: float = 1.0
+        self,
+        values: Tensor,
+        payload: Tensor,
+        *,
+        key: int,
+        residual: Tensor | None = None,
+        weight: float = 1.0,
+        piece: int | None = None,
     ) -> None:
         """Overwrites ``payload`` with the code of ``values`` times the weight; the values stay as they are.
 
@@ -86,16 +93,17 @@ class ValueCodec(Codec):
 
         Args:
             values: any shape, num_elements values.
-            payload: uint8, contiguous, shape (payload_bytes(num_elements),), on the values' device.
+            payload: uint8, contiguous, on the values' device: payload_bytes for each piece, one after the other.
             key: of the random numbers, 64 bits (`hvd_adaptive.compress.kernels.reference.mix_key`): equal keys and values give
                 equal payloads.
             residual: fp32, contiguous, shape (num_elements,), changed in place; None encodes without error feedback.
             weight: rounded to fp32, as the products are.
+            piece: values that each payload holds, a multiple of the granularity; the last one may hold fewer. None: one payload.
         """
         if not values.numel():
             return
         flat = values.detach().reshape(-1).to(torch.float32).contiguous()
-        self._encode(flat, payload, key, residual, weight)
+        self._encode(flat, payload, key, residual, weight, piece)
 
     def decode_(
         self, payload: Tensor, out: Tensor, *, add: int = 0, num_peers: int = 1, piece: int | None = None
@@ -122,7 +130,7 @@ class ValueCodec(Codec):
 
     @abstractmethod
     def _encode(
-        self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float
+        self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float, piece: int | None
     ) -> None: ...
 
     @abstractmethod
@@ -184,10 +192,14 @@ class PlainCodec(ValueCodec):
     @abstractmethod
     def _read(self, payload: Tensor, out: Tensor, add: int) -> None: ...
 
-    def _encode(self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float) -> None:
-        self._write(with_residual(values, residual, weight), payload)
-        if residual is not None:
-            self._read(payload, residual, -1)
+    def _encode(
+        self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float, piece: int | None
+    ) -> None:
+        values = with_residual(values, residual, weight)
+        for own, span in each_piece(payload, values.numel(), piece, self.payload_bytes):
+            self._write(values[span], own)
+            if residual is not None:
+                self._read(own, residual[span], -1)
 
     def _decode(self, payload: Tensor, out: Tensor, add: int, num_peers: int, piece: int | None) -> None:
         for own, part, sign in each_payload(payload, out, add, num_peers, piece, self.payload_bytes):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hvd_adaptive.compress.codec import ValueCodec
 from hvd_adaptive.compress.kernels import dispatch
-from hvd_adaptive.compress.kernels.reference import each_payload, with_residual
+from hvd_adaptive.compress.kernels.reference import each_payload, each_piece, with_residual
 
 _NUM_SAMPLES = 65536
 _MAX_ELEMENTS = 2**31 - 1
@@ -57,10 +57,17 @@ class TopK(ValueCodec):
         """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return 8 * self.num_entries(num_elements)
 
-    def _encode(self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float) -> None:
-        if values.numel() > _MAX_ELEMENTS:
+    def _encode(
+        self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float, piece: int | None
+    ) -> None:
+        if min(values.numel(), piece or values.numel()) > _MAX_ELEMENTS:
             raise ValueError(f"topk takes up to {_MAX_ELEMENTS} values at once, got {values.numel()}")
         values = with_residual(values, residual, weight)
+        for own, span in each_piece(payload, values.numel(), piece, self.payload_bytes):
+            self._select(values[span], own, take=residual is not None)
+
+    def _select(self, values: Tensor, payload: Tensor, *, take: bool) -> None:
+        """Writes the largest values and their places; with ``take`` they become 0, which is what the residual keeps of them."""
         num_entries = self.num_entries(values.numel())
         places = payload[: 4 * num_entries].view(torch.int32)
         entries = payload[4 * num_entries :].view(torch.float32)
@@ -75,10 +82,10 @@ class TopK(ValueCodec):
             found = values.abs().topk(num_entries, sorted=False).indices.sort().values
             places.copy_(found)
             entries.copy_(values[found])
-            if residual is not None:
-                residual[found] -= entries
+            if take:
+                values[found] -= entries
             return
-        dispatch.select_large(values, threshold, places, entries, sampled=sampled, take=residual is not None)
+        dispatch.select_large(values, threshold, places, entries, sampled=sampled, take=take)
 
     def _decode(self, payload: Tensor, out: Tensor, add: int, num_peers: int, piece: int | None) -> None:
         for own, part, sign in each_payload(payload, out, add, num_peers, piece, self.payload_bytes):

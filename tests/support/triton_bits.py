@@ -107,6 +107,30 @@ def sign() -> None:
     assert torch.equal(out, constant)
 
 
+def pieces() -> None:
+    """All pieces of a tensor by one call, the last one shorter."""
+    for bucket, piece, num in ((8, 16, 37), (24, 48, 96), (512, 1024, 1600), (512, 512, 2000)):
+        x = awkward(num, 1.0)
+        for bits in (0, 1, 3, 4, 8):
+            for key, weight, feedback in ((None, 1.0, False), (mix_key(bits, num), 0.3, True)):
+                lost = [normal(num, 5), normal(num, 5)] if feedback else [None, None]
+                sizes = [maxmin_bytes(len(p), bits, bucket) if bits else sign_bytes(len(p), bucket) for p in x.split(piece)]
+                payloads = [torch.full((sum(sizes),), 170, dtype=torch.uint8) for _ in range(2)]
+                if bits:
+                    reference.maxmin_encode(x, payloads[0], bits, bucket, key, lost[0], weight, piece)
+                    on_device("maxmin_encode", x, payloads[1], bits, bucket, key, lost[1], weight, piece)
+                else:
+                    reference.sign_encode(x, payloads[0], bucket, lost[0], weight, piece)
+                    on_device("sign_encode", x, payloads[1], bucket, lost[1], weight, piece)
+                for part, *own in zip(x.split(piece), *(p.split(sizes) for p in payloads), strict=True):
+                    meta = (8 if bits else 4) * -(-len(part) // bucket)
+                    scales = [p[:meta].view(torch.float32).nan_to_num(7e33, 8e33) for p in own]
+                    assert torch.equal(own[0][meta:], own[1][meta:]), (bucket, piece, num, bits)
+                    assert torch.equal(*scales) if bits else torch.allclose(*scales, rtol=2e-7, atol=0), scales
+                if feedback and bits:
+                    assert_same(*lost, "residual", bucket, piece, num, bits)
+
+
 def peers() -> None:
     """Peers in rank order, and pieces of which those at the end are shorter or empty."""
     for bucket, piece, num in ((8, 16, 37), (24, 48, 48), (512, 1024, 1600), (512, 512, 512)):
@@ -179,7 +203,7 @@ def large() -> None:
 if __name__ == "__main__":
     for part in PARTS.split(","):
         try:
-            {"maxmin": maxmin, "sign": sign, "peers": peers, "squares": squares, "large": large}[part]()
+            {"maxmin": maxmin, "sign": sign, "pieces": pieces, "peers": peers, "squares": squares, "large": large}[part]()
         except Exception:
             traceback.print_exc()
         else:

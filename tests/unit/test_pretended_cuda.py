@@ -187,6 +187,15 @@ def test_a_step_of_sync_waits_once(codec: str, feedback: bool) -> None:
     check(log, waits=1, kernels=100 if codec.startswith("powersgd") else 60)
 
 
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("codec", ["maxmin:4", "sign"])
+def test_a_step_of_sync_launches_no_more_with_more_ranks(codec: str, feedback: bool) -> None:
+    options = {"strategy": "sync", "compression": codec, "error_feedback": feedback, "reducer": "sra"}
+    logs = [run(Dense, world_size=world_size, options=options) for world_size in (2, 4)]
+    few, many = (log.kernels["step"] / log.num_steps for log in logs)
+    assert abs(many - few) < 0.5, "\n".join(logs[1].lines("step"))
+
+
 def test_a_step_of_sync_on_one_rank_waits_once() -> None:
     check(run(Dense, world_size=1, options={"strategy": "sync"}), waits=1, kernels=20)
 

@@ -55,7 +55,7 @@ def run(*command: str, timeout_s: float = 900, **environment: str) -> subprocess
     )
 
 
-PARTS = ("maxmin", "sign", "peers", "squares", "large")
+PARTS = ("maxmin", "sign", "pieces", "peers", "squares", "large")
 
 
 @pytest.fixture(scope="module")

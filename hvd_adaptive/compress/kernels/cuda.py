@@ -22,36 +22,38 @@ _MOST_PROGRAMS = 1024
 
 def maxmin_encode(
     values: Tensor, payload: Tensor, bits: int, bucket: int, key: int | None,
-    residual: Tensor | None = None, weight: float = 1.0,
+    residual: Tensor | None = None, weight: float = 1.0, piece: int | None = None,
 ) -> None:  # fmt: skip
     """Writes the max-min code of ``values``; see :func:`hvd_adaptive.compress.kernels.reference.maxmin_encode`."""
-    num, num_buckets = values.numel(), -(-values.numel() // bucket)
+    num = values.numel()
     if not num:
         return
-    meta = payload[: 8 * num_buckets].view(torch.float32)
+    num_buckets, size, piece_bytes = _layout(num, bits, bucket, 8, piece)
     first, second = (key or 0) & 0xFFFFFFFF, (key or 0) >> 32
     rows = _rows(bucket)
     with _device_of(values):
         cuda_codes.maxmin_encode[(num_buckets,)](
-            values, values if residual is None else residual, meta, payload[8 * num_buckets :], num, float(weight),
-            _signed(first), _signed(second), BUCKET=bucket, BITS=bits, ROWS=rows, RANDOM=key is not None,
+            values, values if residual is None else residual, payload.view(torch.float32), payload, num, size, piece_bytes,
+            float(weight), _signed(first), _signed(second), BUCKET=bucket, BITS=bits, ROWS=rows, RANDOM=key is not None,
             FEEDBACK=residual is not None, num_warps=_warps(rows), enable_fp_fusion=False,
         )  # fmt: skip
 
 
 def sign_encode(
-    values: Tensor, payload: Tensor, bucket: int, residual: Tensor | None = None, weight: float = 1.0
-) -> None:
+    values: Tensor, payload: Tensor, bucket: int,
+    residual: Tensor | None = None, weight: float = 1.0, piece: int | None = None,
+) -> None:  # fmt: skip
     """Writes the sign code of ``values``; see :func:`hvd_adaptive.compress.kernels.reference.sign_encode`."""
-    num, num_buckets = values.numel(), -(-values.numel() // bucket)
+    num = values.numel()
     if not num:
         return
-    meta = payload[: 4 * num_buckets].view(torch.float32)
+    num_buckets, size, piece_bytes = _layout(num, 1, bucket, 4, piece)
     rows = _rows(bucket)
     with _device_of(values):
         cuda_codes.sign_encode[(num_buckets,)](
-            values, values if residual is None else residual, meta, payload[4 * num_buckets :], num, float(weight),
-            BUCKET=bucket, ROWS=rows, FEEDBACK=residual is not None, num_warps=_warps(rows), enable_fp_fusion=False,
+            values, values if residual is None else residual, payload.view(torch.float32), payload, num, size, piece_bytes,
+            float(weight), BUCKET=bucket, ROWS=rows, FEEDBACK=residual is not None, num_warps=_warps(rows),
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -72,12 +74,10 @@ def sign_decode(
 def _decode(
     payload: Tensor, out: Tensor, bits: int, bucket: int, add: int, num_peers: int, piece: int | None, *, is_sign: bool
 ) -> None:
-    num, num_buckets = out.numel(), -(-out.numel() // bucket)
+    num = out.numel()
     if not num:
         return
-    size = num_buckets * bucket if piece is None else piece
-    meta_bytes = 4 if is_sign else 8
-    piece_bytes = -(-(meta_bytes * (size // bucket) + bits * (size // 8)) // 4) * 4
+    num_buckets, size, piece_bytes = _layout(num, bits, bucket, 4 if is_sign else 8, piece)
     rows = _rows(bucket)
     with _device_of(out):
         cuda_codes.decode[(num_buckets, -(-bucket // (8 * rows)))](
@@ -116,6 +116,13 @@ def select_large(
             values, threshold, counts.cumsum(1), places, entries, num, num_programs, places.numel(),
             SAMPLED=sampled, TAKE=take, TILE=_TILE, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
+
+
+def _layout(num: int, bits: int, bucket: int, meta_bytes: int, piece: int | None) -> tuple[int, int, int]:
+    """Returns the number of buckets, and how many values and bytes each payload of a peer holds, but for the last one."""
+    num_buckets = -(-num // bucket)
+    size = num_buckets * bucket if piece is None else piece
+    return num_buckets, size, -(-(meta_bytes * (size // bucket) + bits * (size // 8)) // 4) * 4
 
 
 def _rows(bucket: int) -> int:

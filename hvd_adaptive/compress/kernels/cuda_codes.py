@@ -53,13 +53,30 @@ def _store_padding(packed, num, BITS: tl.constexpr):
     tl.store(packed + place, tl.zeros_like(place).to(tl.uint8), mask=place < ((num + 7) // 8 * BITS + 3) // 4 * 4)
 
 
-@triton.jit(do_not_specialize=["values", "residual", "meta", "packed", "num", "weight", "key0", "key1"])
+@triton.jit
+def _piece_of(meta, payload, bucket, num, piece, piece_bytes, BUCKET: tl.constexpr, META: tl.constexpr):
+    # Where a bucket's scale and its piece's codes are, how many values the piece holds, and the bucket's number in it.
+    which = bucket * BUCKET // piece
+    here = tl.minimum(piece, num - which * piece)
+    local = bucket - which * piece // BUCKET
+    own_meta = meta + which * piece_bytes // 4 + META * local
+    return own_meta, payload + which * piece_bytes + 4 * META * ((here + BUCKET - 1) // BUCKET), here, local
+
+
+_ENCODE = ["values", "residual", "meta", "payload", "num", "piece", "piece_bytes", "weight"]
+
+
+@triton.jit(do_not_specialize=[*_ENCODE, "key0", "key1"])
 def maxmin_encode(
-    values, residual, meta, packed, num: tl.int64, weight, key0, key1,
+    values, residual, meta, payload, num: tl.int64, piece: tl.int64, piece_bytes: tl.int64, weight, key0, key1,
     BUCKET: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, RANDOM: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
-    """One bucket's unit, minimum and codes; with FEEDBACK of values plus residual, which then holds what the code loses."""
+    """One bucket's unit, minimum and codes; with FEEDBACK of values plus residual, which then holds what the code loses.
+
+    meta and payload are the same bytes: one piece's payload after the other's.
+    """
     bucket = tl.program_id(0).to(tl.int64)
+    own_meta, packed, here, local = _piece_of(meta, payload, bucket, num, piece, piece_bytes, BUCKET, 2)
     row, column = tl.arange(0, ROWS), tl.arange(0, 8)
     tile = row[:, None] * 8 + column[None, :]
     lows = tl.full((ROWS, 8), _INFINITY, tl.float32)
@@ -83,10 +100,10 @@ def maxmin_encode(
     inverse = tl.where(spread, tl.div_rn(1.0, tl.where(spread, unit, 1.0)), 0.0)
     missing = float("nan")
     kept_unit, kept_low = tl.where(broken, missing, unit), tl.where(broken, missing, low)
-    tl.store(meta + 2 * bucket, kept_unit)
-    tl.store(meta + 2 * bucket + 1, kept_low)
-    if bucket == 0:
-        _store_padding(packed, num, BITS)
+    tl.store(own_meta, kept_unit)
+    tl.store(own_meta + 1, kept_low)
+    if local == 0:
+        _store_padding(packed, here, BITS)
     for start in range(0, BUCKET, ROWS * 8):
         inside = start + tile
         place = bucket * BUCKET + inside
@@ -103,19 +120,20 @@ def maxmin_encode(
             rounded = scaled + 0.5
         codes = tl.minimum(tl.where(valid & (broken == 0), rounded, 0.0).to(tl.int32), top)
         inside_row = start + row * 8
-        first = bucket * BUCKET + inside_row
-        _store_codes(packed, codes, first, (inside_row < BUCKET) & (first < num), BITS)
+        first = local * BUCKET + inside_row
+        _store_codes(packed, codes, first, (inside_row < BUCKET) & (first < here), BITS)
         if FEEDBACK:
             tl.store(residual + place, x - (codes.to(tl.float32) * kept_unit + kept_low), mask=valid)
 
 
-@triton.jit(do_not_specialize=["values", "residual", "meta", "packed", "num", "weight"])
+@triton.jit(do_not_specialize=_ENCODE)
 def sign_encode(
-    values, residual, meta, packed, num: tl.int64, weight,
+    values, residual, meta, payload, num: tl.int64, piece: tl.int64, piece_bytes: tl.int64, weight,
     BUCKET: tl.constexpr, ROWS: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
-    """One bucket's mean and signs; FEEDBACK as for `maxmin_encode`."""
+    """One bucket's mean and signs; arguments and FEEDBACK as for `maxmin_encode`."""
     bucket = tl.program_id(0).to(tl.int64)
+    own_meta, packed, here, local = _piece_of(meta, payload, bucket, num, piece, piece_bytes, BUCKET, 1)
     row, column = tl.arange(0, ROWS), tl.arange(0, 8)
     tile = row[:, None] * 8 + column[None, :]
     # The fp64 sum of equal fp32 values is exact, so that a constant bucket decodes exactly.
@@ -127,14 +145,14 @@ def sign_encode(
         x = _weighted(values, residual, place, valid, weight, FEEDBACK)
         sums += tl.abs(x).to(tl.float64)
         inside_row = start + row * 8
-        first = bucket * BUCKET + inside_row
+        first = local * BUCKET + inside_row
         codes = tl.where(valid & (x >= 0.0), 1, 0)
-        _store_codes(packed, codes, first, (inside_row < BUCKET) & (first < num), 1)
+        _store_codes(packed, codes, first, (inside_row < BUCKET) & (first < here), 1)
     count = tl.minimum(num - bucket * BUCKET, BUCKET)
     mean = (tl.sum(tl.sum(sums, axis=1), axis=0) / count.to(tl.float64)).to(tl.float32)
-    tl.store(meta + bucket, mean)
-    if bucket == 0:
-        _store_padding(packed, num, 1)
+    tl.store(own_meta, mean)
+    if local == 0:
+        _store_padding(packed, here, 1)
     if FEEDBACK:
         for start in range(0, BUCKET, ROWS * 8):
             inside = start + tile
@@ -162,14 +180,10 @@ def decode(
     META: tl.constexpr = 1 if SIGN else 2
     bucket = tl.program_id(0).to(tl.int64)
     row, column = tl.arange(0, ROWS), tl.arange(0, 8)
-    which = bucket * BUCKET // piece
-    here = tl.minimum(piece, num - which * piece)
-    local = bucket - which * piece // BUCKET
+    own_meta, packed, here, local = _piece_of(meta, payload, bucket, num, piece, piece_bytes, BUCKET, META)
     inside_row = tl.program_id(1) * (ROWS * 8) + row * 8
     first = local * BUCKET + inside_row
     stored = (inside_row < BUCKET) & (first < here)
-    own_meta = meta + which * piece_bytes // 4 + META * local
-    packed = payload + which * piece_bytes + 4 * META * ((here + BUCKET - 1) // BUCKET)
     value = _decoded(own_meta, packed, first, stored, BITS, SIGN)
     for peer in range(1, num_peers):
         value += _decoded(own_meta + peer * peer_bytes // 4, packed + peer * peer_bytes, first, stored, BITS, SIGN)
