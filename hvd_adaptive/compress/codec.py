@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.compress.feedback import ErrorFeedback
-from hvd_adaptive.compress.kernels.reference import each_payload, each_piece, with_residual
+from hvd_adaptive.compress.kernels import dispatch
+from hvd_adaptive.compress.kernels.reference import cast_bytes
 
 if TYPE_CHECKING:
     from hvd_adaptive.comm.protocols import Group, Pending
@@ -126,7 +127,10 @@ class ValueCodec(Codec):
             return
         values = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
         self._decode(payload, values, 0, num_peers, piece)
-        store_(values.view(out.shape), out, add)
+        if add == 0:
+            out.copy_(values.view(out.shape))
+        else:
+            out.add_(values.view(out.shape).to(out.dtype), alpha=add)
 
     @abstractmethod
     def _encode(
@@ -183,39 +187,8 @@ def of_values(codec: Codec) -> ValueCodec:
     raise ValueError(f"{codec.spec} codes matrices in two sums, not single values: exchange it with Exchange.sum_")
 
 
-class PlainCodec(ValueCodec):
-    """Base of codecs whose `_write` and `_read` know neither weights nor residuals, and one payload at a time."""
-
-    @abstractmethod
-    def _write(self, values: Tensor, payload: Tensor) -> None: ...
-
-    @abstractmethod
-    def _read(self, payload: Tensor, out: Tensor, add: int) -> None: ...
-
-    def _encode(
-        self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float, piece: int | None
-    ) -> None:
-        values = with_residual(values, residual, weight)
-        for own, span in each_piece(payload, values.numel(), piece, self.payload_bytes):
-            self._write(values[span], own)
-            if residual is not None:
-                self._read(own, residual[span], -1)
-
-    def _decode(self, payload: Tensor, out: Tensor, add: int, num_peers: int, piece: int | None) -> None:
-        for own, part, sign in each_payload(payload, out, add, num_peers, piece, self.payload_bytes):
-            self._read(own, part, sign)
-
-
-def store_(values: Tensor, out: Tensor, add: int) -> None:
-    """Replaces ``out`` (add = 0), adds to it (1), or subtracts from it (-1), in its own type."""
-    if add == 0:
-        out.copy_(values)
-    else:
-        out.add_(values.to(out.dtype), alpha=add)
-
-
 @dataclass(frozen=True, slots=True)
-class Cast(PlainCodec):
+class Cast(ValueCodec):
     """Sends values as another number format.
 
     Attributes:
@@ -246,15 +219,15 @@ class Cast(PlainCodec):
 
     def payload_bytes(self, num_elements: int) -> int:
         """See :class:`ValueCodec`."""
-        return -(-num_elements * self.dtype.itemsize // 4) * 4
+        return cast_bytes(num_elements, self.dtype)
 
-    def _write(self, values: Tensor, payload: Tensor) -> None:
-        numbers = payload.view(self.dtype)
-        numbers[: values.numel()].copy_(values)
-        numbers[values.numel() :] = 0
+    def _encode(
+        self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float, piece: int | None
+    ) -> None:
+        dispatch.cast_encode(values, payload, dtype=self.dtype, residual=residual, weight=weight, piece=piece)
 
-    def _read(self, payload: Tensor, out: Tensor, add: int) -> None:
-        store_(payload.view(self.dtype)[: out.numel()], out, add)
+    def _decode(self, payload: Tensor, out: Tensor, add: int, num_peers: int, piece: int | None) -> None:
+        dispatch.cast_decode(payload, out, dtype=self.dtype, add=add, num_peers=num_peers, piece=piece)
 
 
 def compile_kernels(codec: Codec, device: torch.device, *, error_feedback: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hvd_adaptive.compress.kernels import cuda, reference
-from hvd_adaptive.compress.kernels.reference import maxmin_bytes, mix_key, sign_bytes
+from hvd_adaptive.compress.kernels.reference import cast_bytes, maxmin_bytes, mix_key, sign_bytes
 
 PARTS, DEVICE = sys.argv[1:]
 SIZES = ((8, (1, 9, 20)), (24, (23, 60)), (512, (511, 2000)), (4096, (4500,)))
@@ -159,6 +159,27 @@ def peers() -> None:
                 assert_same(*outs, bucket, piece, num, bits, num_peers)
 
 
+def cast() -> None:
+    """Numbers of other types: pieces with an odd number of values, subnormal and large ones, and all peers in order."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for num, piece in ((1, None), (2049, None), (37, 16), (15, 5), (9000, 2048), (9000, 4499)):
+            x = awkward(num, 1.0) * 10.0 ** (normal(num, 3) * 4)
+            sizes = [cast_bytes(len(part), dtype) for part in x.split(piece or num)]
+            for weight, feedback in ((1.0, False), (0.3, True)):
+                lost = [normal(num, 5), normal(num, 5)] if feedback else [None, None]
+                payloads = [torch.full((sum(sizes),), 170, dtype=torch.uint8) for _ in range(2)]
+                reference.cast_encode(x, payloads[0], dtype, lost[0], weight, piece)
+                on_device("cast_encode", x, payloads[1], dtype, lost[1], weight, piece)
+                assert_same(*(p.view(dtype).float() for p in payloads), "cast", dtype, num, piece)
+                if feedback:
+                    assert_same(*lost, "residual", dtype, num, piece)
+            for add, num_peers in ((0, 1), (1, 1), (-1, 1), (0, 3)):
+                outs = normal(num, 1), normal(num, 1)
+                reference.cast_decode(payloads[0].repeat(num_peers), outs[0], dtype, add, num_peers, piece)
+                on_device("cast_decode", payloads[0].repeat(num_peers), outs[1], dtype, add, num_peers, piece)
+                assert_same(*outs, "decode", dtype, num, piece, add, num_peers)
+
+
 def squares() -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         for num in (0, 1, 2047, 5000):
@@ -201,9 +222,10 @@ def large() -> None:
 
 
 if __name__ == "__main__":
+    known = {part.__name__: part for part in (maxmin, sign, pieces, peers, cast, squares, large)}
     for part in PARTS.split(","):
         try:
-            {"maxmin": maxmin, "sign": sign, "pieces": pieces, "peers": peers, "squares": squares, "large": large}[part]()
+            known[part]()
         except Exception:
             traceback.print_exc()
         else:

@@ -188,7 +188,7 @@ def test_a_step_of_sync_waits_once(codec: str, feedback: bool) -> None:
 
 
 @pytest.mark.parametrize("feedback", [False, True])
-@pytest.mark.parametrize("codec", ["maxmin:4", "sign"])
+@pytest.mark.parametrize("codec", ["maxmin:4", "sign", "bf16"])
 def test_a_step_of_sync_launches_no_more_with_more_ranks(codec: str, feedback: bool) -> None:
     options = {"strategy": "sync", "compression": codec, "error_feedback": feedback, "reducer": "sra"}
     logs = [run(Dense, world_size=world_size, options=options) for world_size in (2, 4)]

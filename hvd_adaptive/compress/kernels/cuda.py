@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from hvd_adaptive.compress.kernels import cuda_codes, cuda_select
+from hvd_adaptive.compress.kernels.reference import cast_bytes
 
 # A program's values in registers: more spill, and take minutes to compile.
 _TILE = 2048
@@ -69,6 +70,39 @@ def sign_decode(
 ) -> None:
     """Decodes sign payloads; see :func:`hvd_adaptive.compress.kernels.reference.sign_decode`."""
     _decode(payload, out, 1, bucket, add, num_peers, piece, is_sign=True)
+
+
+def cast_encode(
+    values: Tensor, payload: Tensor, dtype: torch.dtype,
+    residual: Tensor | None = None, weight: float = 1.0, piece: int | None = None,
+) -> None:  # fmt: skip
+    """Writes numbers of a type; see :func:`hvd_adaptive.compress.kernels.reference.cast_encode`."""
+    num = values.numel()
+    if not num:
+        return
+    size = num if piece is None else min(piece, num)
+    with _device_of(values):
+        cuda_codes.cast_encode[(-(-size // _TILE), -(-num // size))](
+            values, values if residual is None else residual, payload.view(dtype), num, size,
+            cast_bytes(size, dtype) // dtype.itemsize, float(weight),
+            TILE=_TILE, FEEDBACK=residual is not None, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def cast_decode(
+    payload: Tensor, out: Tensor, dtype: torch.dtype, add: int, num_peers: int = 1, piece: int | None = None
+) -> None:
+    """Reads numbers of a type; see :func:`hvd_adaptive.compress.kernels.reference.cast_decode`."""
+    num = out.numel()
+    if not num:
+        return
+    size = num if piece is None else min(piece, num)
+    numbers = payload.view(dtype)
+    with _device_of(out):
+        cuda_codes.cast_decode[(-(-size // _TILE), -(-num // size))](
+            numbers, out, num, size, cast_bytes(size, dtype) // dtype.itemsize, num_peers, numbers.numel() // num_peers,
+            TILE=_TILE, ADD=add, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def _decode(

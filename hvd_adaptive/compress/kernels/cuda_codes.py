@@ -1,4 +1,6 @@
-"""The max-min and sign codes in Triton: the same bits as the torch reference. Imported only where CUDA tensors are met.
+"""The max-min and sign codes and plain number formats in Triton: the same bits as the torch reference.
+
+Imported only where CUDA tensors are met.
 
 One program codes one bucket, whose values are rows of eight, ROWS of them at a time: a large bucket is a loop, as registers
 would not hold it. An encoder reads its bucket twice, once for its scale and once for its codes; the second time it lies in a
@@ -163,6 +165,15 @@ def sign_encode(
 
 
 @triton.jit
+def _add(value, out, place, valid, ADD: tl.constexpr):
+    if ADD > 0:
+        value = tl.load(out + place, mask=valid, other=0.0) + value
+    elif ADD < 0:
+        value = tl.load(out + place, mask=valid, other=0.0) - value
+    tl.store(out + place, value, mask=valid)
+
+
+@triton.jit
 def _decoded(meta, packed, first, stored, BITS: tl.constexpr, SIGN: tl.constexpr):
     codes = _load_codes(packed, first, stored, BITS)
     if SIGN:
@@ -190,8 +201,38 @@ def decode(
     inside = inside_row[:, None] + column[None, :]
     place = bucket * BUCKET + inside
     valid = (inside < BUCKET) & (place < num)
-    if ADD > 0:
-        value = tl.load(out + place, mask=valid, other=0.0) + value
-    elif ADD < 0:
-        value = tl.load(out + place, mask=valid, other=0.0) - value
-    tl.store(out + place, value, mask=valid)
+    _add(value, out, place, valid, ADD)
+
+
+@triton.jit(do_not_specialize=["values", "residual", "numbers", "num", "piece", "piece_numbers", "weight"])
+def cast_encode(
+    values, residual, numbers, num: tl.int64, piece: tl.int64, piece_numbers: tl.int64, weight,
+    TILE: tl.constexpr, FEEDBACK: tl.constexpr,
+):  # fmt: skip
+    """A part of a piece as numbers of another type, with zeros up to a multiple of 4 bytes; FEEDBACK as for `maxmin_encode`."""
+    SIZE: tl.constexpr = numbers.dtype.element_ty.primitive_bitwidth // 8
+    which = tl.program_id(1).to(tl.int64)
+    here = tl.minimum(piece, num - which * piece)
+    inside = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    place, valid = which * piece + inside, inside < here
+    x = _weighted(values, residual, place, valid, weight, FEEDBACK)
+    y = tl.where(valid, x, 0.0).to(numbers.dtype.element_ty)
+    tl.store(numbers + which * piece_numbers + inside, y, mask=inside < (here * SIZE + 3) // 4 * 4 // SIZE)
+    if FEEDBACK:
+        tl.store(residual + place, x - y.to(tl.float32), mask=valid)
+
+
+@triton.jit(do_not_specialize=["numbers", "out", "num", "piece", "piece_numbers", "num_peers", "peer_numbers"])
+def cast_decode(
+    numbers, out, num: tl.int64, piece: tl.int64, piece_numbers: tl.int64, num_peers: tl.int64, peer_numbers: tl.int64,
+    TILE: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """A part of a piece, from all peers."""
+    which = tl.program_id(1).to(tl.int64)
+    here = tl.minimum(piece, num - which * piece)
+    inside = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    valid, own = inside < here, numbers + which * piece_numbers + inside
+    value = tl.load(own, mask=valid, other=0.0).to(tl.float32)
+    for peer in range(1, num_peers):
+        value += tl.load(own + peer * peer_numbers, mask=valid, other=0.0).to(tl.float32)
+    _add(value, out, which * piece + inside, valid, ADD)

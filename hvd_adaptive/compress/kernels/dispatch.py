@@ -102,6 +102,26 @@ def sign_decode(
             _cpu().sign_decode(means, packed, part.numpy(), bucket, sign)
 
 
+def cast_encode(
+    values: Tensor,
+    payload: Tensor,
+    *,
+    dtype: torch.dtype,
+    residual: Tensor | None = None,
+    weight: float = 1.0,
+    piece: int | None = None,
+) -> None:
+    """Writes numbers of a type; see :func:`hvd_adaptive.compress.kernels.reference.cast_encode`."""
+    (_cuda() if values.is_cuda else reference).cast_encode(values, payload, dtype, residual, weight, piece)
+
+
+def cast_decode(
+    payload: Tensor, out: Tensor, *, dtype: torch.dtype, add: int, num_peers: int = 1, piece: int | None = None
+) -> None:
+    """Reads numbers of a type; see :func:`hvd_adaptive.compress.kernels.reference.cast_decode`."""
+    (_cuda() if out.is_cuda else reference).cast_decode(payload, out, dtype, add, num_peers, piece)
+
+
 def sum_of_squares(values: Tensor) -> Tensor:
     """Returns the sum of squares in fp64; see :func:`hvd_adaptive.compress.kernels.reference.sum_of_squares`."""
     return (_cuda() if values.is_cuda else reference).sum_of_squares(values)

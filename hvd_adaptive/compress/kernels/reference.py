@@ -56,6 +56,33 @@ def sign_bytes(num_elements: int, bucket: int) -> int:
     return 4 * -(-num_elements // bucket) + 4 * -(-num_elements // 32)
 
 
+def cast_bytes(num_elements: int, dtype: torch.dtype) -> int:
+    """Returns the size of a payload of numbers of a type, a multiple of 4."""
+    return -(-num_elements * dtype.itemsize // 4) * 4
+
+
+def cast_encode(
+    values: Tensor, payload: Tensor, dtype: torch.dtype,
+    residual: Tensor | None = None, weight: float = 1.0, piece: int | None = None,
+) -> None:  # fmt: skip
+    """Writes ``values``, times a weight, into ``payload`` as numbers of a type; see `maxmin_encode` for the arguments."""
+    values = with_residual(values, residual, weight)
+    for own, span in each_piece(payload, values.numel(), piece, lambda num: cast_bytes(num, dtype)):
+        numbers, num = own.view(dtype), span.stop - span.start
+        numbers[:num].copy_(values[span])
+        numbers[num:] = 0
+        if residual is not None:
+            _store(numbers[:num], residual[span], -1)
+
+
+def cast_decode(
+    payload: Tensor, out: Tensor, dtype: torch.dtype, add: int, num_peers: int = 1, piece: int | None = None
+) -> None:
+    """Reads payloads of numbers into ``out``; see `maxmin_decode`."""
+    for own, part, sign in each_payload(payload, out, add, num_peers, piece, lambda num: cast_bytes(num, dtype)):
+        _store(own.view(dtype)[: part.numel()], part, sign)
+
+
 def maxmin_encode(
     values: Tensor, payload: Tensor, bits: int, bucket: int, key: int | None,
     residual: Tensor | None = None, weight: float = 1.0, piece: int | None = None,
