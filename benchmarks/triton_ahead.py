@@ -158,9 +158,10 @@ def cast_decode(a: Arguments, *, dtype: torch.dtype, add: int) -> None:
 
 
 def select_large(a: Arguments, *, sampled: bool, take: bool) -> None:
-    num_entries = a.num_peers
-    places, entries = a.tensor(num_entries, torch.int32), a.tensor(num_entries)
-    cuda.select_large(a.tensor(a.num), a.tensor(1)[0], places, entries, sampled=sampled, take=take)
+    values, payload = a.tensor(a.num * a.num_peers), a.tensor(8 * a.num_peers, torch.uint8)
+    cuda.select_large(
+        values.view(a.num_peers, a.num), a.tensor(a.num_peers), payload.view(a.num_peers, 8), sampled=sampled, take=take
+    )
 
 
 class PretendedDriver:

@@ -210,15 +210,18 @@ def large() -> None:
                 for take in (False, True):
                     found = []
                     for select in (reference.select_large, functools.partial(on_device, "select_large")):
-                        own = x.clone()
-                        places, entries = torch.ones(num_entries, dtype=torch.int32), torch.ones(num_entries)
-                        select(own, threshold, places, entries, sampled=sampled, take=take)
+                        # Three rows, of which the third one is a reflection, and so has its entries at other places.
+                        own = torch.stack([x, -x, x.flip(0)])
+                        payload = torch.full((3, 8 * num_entries), 85, dtype=torch.uint8)
+                        select(own, threshold.repeat(3), payload, sampled=sampled, take=take)
+                        places, entries = payload.view(torch.int32)[:, :num_entries], payload.view(torch.float32)[:, num_entries:]
                         found.append((places, entries, own))
-                    for a, b in zip(*found, strict=True):
-                        assert_same(a.float(), b.float(), num, num_entries, kind, sampled, take)
+                    assert torch.equal(found[0][0], found[1][0]), (num, num_entries, kind, sampled, take)
+                    for a, b in zip(*(rest for _, *rest in found), strict=True):
+                        assert_same(a, b, num, num_entries, kind, sampled, take)
                     if not sampled:
                         best = x.abs().nan_to_num(7e33).topk(num_entries).values
-                        assert_same(found[0][1].abs().nan_to_num(7e33).sort(descending=True).values, best, "topk")
+                        assert_same(found[0][1][0].abs().nan_to_num(7e33).sort(descending=True).values, best, "topk")
 
 
 if __name__ == "__main__":

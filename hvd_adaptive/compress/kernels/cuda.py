@@ -134,21 +134,20 @@ def sum_of_squares(values: Tensor) -> Tensor:
 
 
 def select_large(
-    values: Tensor, threshold: Tensor, places: Tensor, entries: Tensor, *, sampled: bool, take: bool
+    values: Tensor, threshold: Tensor, payload: Tensor, *, sampled: bool, take: bool
 ) -> None:
     """Writes places and values of the largest; see :func:`hvd_adaptive.compress.kernels.reference.select_large`."""
-    num, num_programs = values.numel(), -(-values.numel() // _TILE)
-    places.zero_()
-    entries.zero_()
-    counts = torch.empty((2, num_programs), dtype=torch.int32, device=values.device)
+    num_rows, num = values.shape
+    num_programs = -(-num // _TILE)
+    payload.zero_()
+    counts = torch.empty((2, num_rows, num_programs), dtype=torch.int32, device=values.device)
     with _device_of(values):
-        cuda_select.count_large[(num_programs,)](
-            values, threshold, counts, num, num_programs,
-            SAMPLED=sampled, TILE=_TILE, num_warps=8, enable_fp_fusion=False,
+        cuda_select.count_large[(num_programs, num_rows)](
+            values, threshold, counts, num, SAMPLED=sampled, TILE=_TILE, num_warps=8, enable_fp_fusion=False
         )  # fmt: skip
-        cuda_select.store_large[(num_programs,)](
-            values, threshold, counts.cumsum(1), places, entries, num, num_programs, places.numel(),
-            SAMPLED=sampled, TAKE=take, TILE=_TILE, num_warps=8, enable_fp_fusion=False,
+        cuda_select.store_large[(num_programs, num_rows)](
+            values, threshold, counts.cumsum(2), payload.view(torch.int32), payload.view(torch.float32), num,
+            payload.shape[1] // 8, SAMPLED=sampled, TAKE=take, TILE=_TILE, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
 
 

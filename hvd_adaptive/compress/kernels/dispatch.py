@@ -147,12 +147,10 @@ def all_finite(*tensors: Tensor) -> bool:
 
 
 def select_large(
-    values: Tensor, threshold: Tensor, places: Tensor, entries: Tensor, *, sampled: bool, take: bool
+    values: Tensor, threshold: Tensor, payload: Tensor, *, sampled: bool, take: bool
 ) -> None:
     """Writes places and values of the largest; see :func:`hvd_adaptive.compress.kernels.reference.select_large`."""
-    (_cuda() if values.is_cuda else reference).select_large(
-        values, threshold, places, entries, sampled=sampled, take=take
-    )
+    (_cuda() if values.is_cuda else reference).select_large(values, threshold, payload, sampled=sampled, take=take)
 
 
 def _split(payload: Tensor, num_elements: int, bucket: int, *, meta_size: int, num_bits: int) -> tuple[Any, Any]:

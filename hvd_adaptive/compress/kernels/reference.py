@@ -217,19 +217,28 @@ def sum_of_squares(values: Tensor) -> Tensor:
 
 
 def select_large(
-    values: Tensor, threshold: Tensor, places: Tensor, entries: Tensor, *, sampled: bool, take: bool
+    values: Tensor, threshold: Tensor, payload: Tensor, *, sampled: bool, take: bool
 ) -> None:
-    """Writes places and values of the largest values, in the order of their places, and zeros where there are too few.
+    """Writes places and values of each row's largest values, in the order of their places, and zeros where there are too few.
 
     Args:
-        values: fp32, contiguous, shape (num_elements,), num_elements < 2^31.
-        threshold: fp32, shape (): the smallest magnitude that may be taken. NaN, which counts as the largest, is always taken.
-        places: int32, shape (num_entries,).
-        entries: fp32, shape (num_entries,).
+        values: fp32, contiguous, shape (num_rows, num_elements), num_elements < 2^31.
+        threshold: fp32, contiguous, shape (num_rows,): the smallest magnitude that may be taken. NaN, which counts as the
+            largest, is always taken.
+        payload: uint8, contiguous, shape (num_rows, 8 x num_entries): of each row the places, int32, then the values, fp32.
         sampled: of more values than there is room for, those at the front are taken; zeros are not. Else those above the
             threshold come first, and of those at it the ones at the front.
         take: what is written becomes 0 in ``values`` (NaN where it is not finite).
     """
+    num_entries = payload.shape[1] // 8
+    places, entries = payload.view(torch.int32)[:, :num_entries], payload.view(torch.float32)[:, num_entries:]
+    for row in zip(values, threshold, places, entries, strict=True):
+        _select_large(*row, sampled=sampled, take=take)
+
+
+def _select_large(
+    values: Tensor, threshold: Tensor, places: Tensor, entries: Tensor, *, sampled: bool, take: bool
+) -> None:
     magnitude, least = values.abs(), threshold.nan_to_num(nan=float("inf"), posinf=float("inf"))
     above = ~(magnitude < least) & (magnitude != 0) if sampled else ~(magnitude <= least)
     if not sampled:
