@@ -36,7 +36,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from hvd_adaptive.compress.kernels import cuda, cuda_codes, cuda_select
-from hvd_adaptive.compress.kernels.reference import maxmin_bytes, sign_bytes
+from hvd_adaptive.compress.kernels.reference import cast_bytes, maxmin_bytes, sign_bytes
 
 BUCKETS = (8, 24, 512, 4096, 65536)
 # Elements; the last is beyond 32 bits, on torch's device that holds no values.
@@ -105,6 +105,13 @@ def cases() -> Iterator[Case]:
         yield Case(f"bucket={bucket}{' feedback' if feedback else ''}", bucket == 65536, call)
     for bucket, add in itertools.product(BUCKETS, (0, 1, -1)):
         yield Case(f"bucket={bucket} sign add={add}", bucket == 512, functools.partial(sign_decode, bucket=bucket, add=add))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        text = str(dtype).removeprefix("torch.")
+        for feedback in (False, True):
+            call = functools.partial(cast_encode, dtype=dtype, feedback=feedback)
+            yield Case(f"{text}{' feedback' if feedback else ''}", feedback, call)
+        for add in (0, 1, -1):
+            yield Case(f"{text} add={add}", dtype != torch.float32, functools.partial(cast_decode, dtype=dtype, add=add))
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         text = str(dtype).removeprefix("torch.")
         yield Case(text, dtype == torch.float32, lambda a, dtype=dtype: void(cuda.sum_of_squares(a.tensor(a.num, dtype))))
@@ -120,7 +127,8 @@ def void(_: Tensor) -> None:
 def maxmin_encode(a: Arguments, *, bucket: int, bits: int, random: bool, feedback: bool) -> None:
     payload = a.tensor(maxmin_bytes(a.num, bits, bucket), torch.uint8)
     residual = a.tensor(a.num) if feedback else None
-    cuda.maxmin_encode(a.tensor(a.num), payload, bits, bucket, a.key if random else None, residual, 1.0 / a.num_peers)
+    key, piece = a.key if random else None, 8 * bucket if a.num_peers > 1 else None
+    cuda.maxmin_encode(a.tensor(a.num), payload, bits, bucket, key, residual, 1.0 / a.num_peers, piece)
 
 
 def maxmin_decode(a: Arguments, *, bucket: int, bits: int, add: int) -> None:
@@ -132,7 +140,7 @@ def maxmin_decode(a: Arguments, *, bucket: int, bits: int, add: int) -> None:
 def sign_encode(a: Arguments, *, bucket: int, feedback: bool) -> None:
     payload = a.tensor(sign_bytes(a.num, bucket), torch.uint8)
     residual = a.tensor(a.num) if feedback else None
-    cuda.sign_encode(a.tensor(a.num), payload, bucket, residual, 1.0 / a.num_peers)
+    cuda.sign_encode(a.tensor(a.num), payload, bucket, residual, 1.0 / a.num_peers, 8 * bucket if a.num_peers > 1 else None)
 
 
 def sign_decode(a: Arguments, *, bucket: int, add: int) -> None:
@@ -140,10 +148,22 @@ def sign_decode(a: Arguments, *, bucket: int, add: int) -> None:
     cuda.sign_decode(payload, a.tensor(a.num), bucket, add, a.num_peers)
 
 
+def cast_encode(a: Arguments, *, dtype: torch.dtype, feedback: bool) -> None:
+    payload = a.tensor(cast_bytes(a.num, dtype), torch.uint8)
+    residual = a.tensor(a.num) if feedback else None
+    cuda.cast_encode(a.tensor(a.num), payload, dtype, residual, 1.0 / a.num_peers, 4096 if a.num_peers > 1 else None)
+
+
+def cast_decode(a: Arguments, *, dtype: torch.dtype, add: int) -> None:
+    payload = a.tensor(a.num_peers * cast_bytes(a.num, dtype), torch.uint8)
+    cuda.cast_decode(payload, a.tensor(a.num), dtype, add, a.num_peers, 4096 if a.num_peers > 1 else None)
+
+
 def select_large(a: Arguments, *, sampled: bool, take: bool) -> None:
-    num_entries = a.num_peers
-    places, entries = a.tensor(num_entries, torch.int32), a.tensor(num_entries)
-    cuda.select_large(a.tensor(a.num), a.tensor(1)[0], places, entries, sampled=sampled, take=take)
+    values, payload = a.tensor(a.num * a.num_peers), a.tensor(8 * a.num_peers, torch.uint8)
+    cuda.select_large(
+        values.view(a.num_peers, a.num), a.tensor(a.num_peers), payload.view(a.num_peers, 8), sampled=sampled, take=take
+    )
 
 
 class PretendedDriver:
@@ -264,7 +284,7 @@ def examine(name: str, function: str, kernel: Any, seconds: float, num_compiled:
     if re.search(r"\bfma\.\w+\.f\d+", ptx):
         faults.append("fused multiply-add")
     # Divisions are made of fused ones, so that only a decoder's machine code has none.
-    if function == "decode":
+    if function in ("decode", "cast_decode"):
         machine_code = kernel.asm["sass"]
         if "EXIT" not in machine_code:
             faults.append("has no machine code that can be read")

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.compress.feedback import ErrorFeedback
-from hvd_adaptive.compress.kernels.reference import each_payload, with_residual
+from hvd_adaptive.compress.kernels import dispatch
+from hvd_adaptive.compress.kernels.reference import cast_bytes
 
 if TYPE_CHECKING:
     from hvd_adaptive.comm.protocols import Group, Pending
@@ -77,7 +78,14 @@ class ValueCodec(Codec):
         """Returns the size of a payload for that many values, a multiple of 4; 0 for 0 values."""
 
     def encode_(
-        self, values: Tensor, payload: Tensor, *, key: int, residual: Tensor | None = None, weight: float = 1.0
+        self,
+        values: Tensor,
+        payload: Tensor,
+        *,
+        key: int,
+        residual: Tensor | None = None,
+        weight: float = 1.0,
+        piece: int | None = None,
     ) -> None:
         """Overwrites ``payload`` with the code of ``values`` times the weight; the values stay as they are.
 
@@ -86,16 +94,17 @@ class ValueCodec(Codec):
 
         Args:
             values: any shape, num_elements values.
-            payload: uint8, contiguous, shape (payload_bytes(num_elements),), on the values' device.
+            payload: uint8, contiguous, on the values' device: payload_bytes for each piece, one after the other.
             key: of the random numbers, 64 bits (`hvd_adaptive.compress.kernels.reference.mix_key`): equal keys and values give
                 equal payloads.
             residual: fp32, contiguous, shape (num_elements,), changed in place; None encodes without error feedback.
             weight: rounded to fp32, as the products are.
+            piece: values that each payload holds, a multiple of the granularity; the last one may hold fewer. None: one payload.
         """
         if not values.numel():
             return
         flat = values.detach().reshape(-1).to(torch.float32).contiguous()
-        self._encode(flat, payload, key, residual, weight)
+        self._encode(flat, payload, key, residual, weight, piece)
 
     def decode_(
         self, payload: Tensor, out: Tensor, *, add: int = 0, num_peers: int = 1, piece: int | None = None
@@ -118,11 +127,14 @@ class ValueCodec(Codec):
             return
         values = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
         self._decode(payload, values, 0, num_peers, piece)
-        store_(values.view(out.shape), out, add)
+        if add == 0:
+            out.copy_(values.view(out.shape))
+        else:
+            out.add_(values.view(out.shape).to(out.dtype), alpha=add)
 
     @abstractmethod
     def _encode(
-        self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float
+        self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float, piece: int | None
     ) -> None: ...
 
     @abstractmethod
@@ -175,35 +187,8 @@ def of_values(codec: Codec) -> ValueCodec:
     raise ValueError(f"{codec.spec} codes matrices in two sums, not single values: exchange it with Exchange.sum_")
 
 
-class PlainCodec(ValueCodec):
-    """Base of codecs whose `_write` and `_read` know neither weights nor residuals, and one payload at a time."""
-
-    @abstractmethod
-    def _write(self, values: Tensor, payload: Tensor) -> None: ...
-
-    @abstractmethod
-    def _read(self, payload: Tensor, out: Tensor, add: int) -> None: ...
-
-    def _encode(self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float) -> None:
-        self._write(with_residual(values, residual, weight), payload)
-        if residual is not None:
-            self._read(payload, residual, -1)
-
-    def _decode(self, payload: Tensor, out: Tensor, add: int, num_peers: int, piece: int | None) -> None:
-        for own, part, sign in each_payload(payload, out, add, num_peers, piece, self.payload_bytes):
-            self._read(own, part, sign)
-
-
-def store_(values: Tensor, out: Tensor, add: int) -> None:
-    """Replaces ``out`` (add = 0), adds to it (1), or subtracts from it (-1), in its own type."""
-    if add == 0:
-        out.copy_(values)
-    else:
-        out.add_(values.to(out.dtype), alpha=add)
-
-
 @dataclass(frozen=True, slots=True)
-class Cast(PlainCodec):
+class Cast(ValueCodec):
     """Sends values as another number format.
 
     Attributes:
@@ -234,15 +219,15 @@ class Cast(PlainCodec):
 
     def payload_bytes(self, num_elements: int) -> int:
         """See :class:`ValueCodec`."""
-        return -(-num_elements * self.dtype.itemsize // 4) * 4
+        return cast_bytes(num_elements, self.dtype)
 
-    def _write(self, values: Tensor, payload: Tensor) -> None:
-        numbers = payload.view(self.dtype)
-        numbers[: values.numel()].copy_(values)
-        numbers[values.numel() :] = 0
+    def _encode(
+        self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float, piece: int | None
+    ) -> None:
+        dispatch.cast_encode(values, payload, dtype=self.dtype, residual=residual, weight=weight, piece=piece)
 
-    def _read(self, payload: Tensor, out: Tensor, add: int) -> None:
-        store_(payload.view(self.dtype)[: out.numel()], out, add)
+    def _decode(self, payload: Tensor, out: Tensor, add: int, num_peers: int, piece: int | None) -> None:
+        dispatch.cast_decode(payload, out, dtype=self.dtype, add=add, num_peers=num_peers, piece=piece)
 
 
 def compile_kernels(codec: Codec, device: torch.device, *, error_feedback: bool) -> None:

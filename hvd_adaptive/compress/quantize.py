@@ -54,10 +54,12 @@ class MaxMin(ValueCodec):
         """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return maxmin_bytes(num_elements, self.bits, self.bucket)
 
-    def _encode(self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float) -> None:
+    def _encode(
+        self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float, piece: int | None
+    ) -> None:
         random = key if self.rounding == "stochastic" else None
         dispatch.maxmin_encode(
-            values, payload, bits=self.bits, bucket=self.bucket, key=random, residual=residual, weight=weight
+            values, payload, bits=self.bits, bucket=self.bucket, key=random, residual=residual, weight=weight, piece=piece
         )
 
     def _decode(self, payload: Tensor, out: Tensor, add: int, num_peers: int, piece: int | None) -> None:
@@ -98,8 +100,10 @@ class Sign(ValueCodec):
         """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return sign_bytes(num_elements, self.bucket)
 
-    def _encode(self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float) -> None:
-        dispatch.sign_encode(values, payload, bucket=self.bucket, residual=residual, weight=weight)
+    def _encode(
+        self, values: Tensor, payload: Tensor, key: int, residual: Tensor | None, weight: float, piece: int | None
+    ) -> None:
+        dispatch.sign_encode(values, payload, bucket=self.bucket, residual=residual, weight=weight, piece=piece)
 
     def _decode(self, payload: Tensor, out: Tensor, add: int, num_peers: int, piece: int | None) -> None:
         dispatch.sign_decode(payload, out, bucket=self.bucket, add=add, num_peers=num_peers, piece=piece)

@@ -26,7 +26,7 @@ from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.comm.shared_gpus import gpu_of, settle_shared_gpus, sharing_notice
 from hvd_adaptive.compress.codec import ValueCodec
 from hvd_adaptive.compress.kernels import reference
-from hvd_adaptive.compress.kernels.reference import maxmin_bytes, mix_key, sign_bytes
+from hvd_adaptive.compress.kernels.reference import cast_bytes, maxmin_bytes, mix_key, sign_bytes
 from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.config import Config
 from hvd_adaptive.doctor.codec_speed import measure_speed, normal_values
@@ -37,6 +37,7 @@ from hvd_adaptive.session.session import Session
 
 # (bits, bucket, values): whole and cut buckets, each width that is packed in its own way.
 _CODES = ((1, 512, 2000), (2, 512, 4096), (3, 24, 60), (4, 512, 100_003), (4, 4096, 9000), (8, 8, 20), (8, 512, 5000))
+_NUMBERS = (torch.float16, torch.bfloat16)
 _SPEEDS = ("maxmin:4", "maxmin:8", "sign", "topk:0.01")
 _REPEATS = 7
 _STALL_LIMIT_S = 30.0
@@ -106,7 +107,16 @@ def kernel_bits(device: torch.device, kernels: ModuleType | None = None) -> dict
     kernels.sign_decode(signs.to(device), own, 512, 0)
     if not torch.equal(own.cpu(), out):
         differing.append("decoding signs")
-    return {"compile_s": compile_s, "codes": 4 * len(_CODES) + 1, "differing": differing}
+    for dtype in _NUMBERS:
+        numbers = torch.empty(cast_bytes(3000, dtype), dtype=torch.uint8)
+        reference.cast_encode(values, numbers, dtype)
+        payload = torch.full_like(numbers, 85, device=device)
+        kernels.cast_encode(values.to(device), payload, dtype)
+        reference.cast_decode(numbers, out, dtype, 1)
+        kernels.cast_decode(numbers.to(device), own, dtype, 1)
+        if not torch.equal(payload.cpu(), numbers) or not torch.equal(own.cpu(), out):
+            differing.append(str(dtype).removeprefix("torch."))
+    return {"compile_s": compile_s, "codes": 4 * len(_CODES) + 1 + len(_NUMBERS), "differing": differing}
 
 
 def codec_speeds(device: torch.device, num_values: int = 1 << 26) -> dict[str, Any]:

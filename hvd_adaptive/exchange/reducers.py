@@ -192,16 +192,16 @@ class _Sra:
     def send_to_owners(self, chunk: int, values: Tensor, weight: float) -> Pending:
         """Encodes this rank's weighted values, or its part of the host's sum, and sends each owner its piece."""
         codec, part = self.job.codec, self.part(chunk, self.local_rank)
-        first, sizes = part[0].start, self.payload_bytes(chunk, self.local_rank)
+        sizes = self.payload_bytes(chunk, self.local_rank)
         payload = torch.empty(sum(sizes), dtype=torch.uint8, device=values.device)
-        for piece, buffer in zip(part, payload.split(sizes), strict=True):
-            codec.encode_(
-                values[piece.start - first : piece.stop - first],
-                buffer,
-                key=mix_key(self.job.key, 0, self.cross.rank, piece.start),
-                residual=_slice(self.worker_residual, self.worker_offsets[chunk] + piece.start - first, piece.size),
-                weight=weight,
-            )
+        codec.encode_(
+            values,
+            payload,
+            key=mix_key(self.job.key, 0, self.cross.rank, part[0].start),
+            residual=_slice(self.worker_residual, self.worker_offsets[chunk], values.numel()),
+            weight=weight,
+            piece=self.pieces[chunk][0].size,
+        )
         return self.cross.alltoall_bytes_async(
             payload,
             send_bytes=sizes,

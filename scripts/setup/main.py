@@ -82,7 +82,8 @@ def _set_up(options: Options) -> None:
         warn(f"patient_yield was not compiled (no C compiler?): ranks under a CPU quota will be busy waiting; see {venv.log}")
     if options.self_check:
         _check_ranks(venv)
-    record.torch_spec, record.dev = options.torch_spec, options.dev
+    record.torch_spec, record.dev, record.cuda = options.torch_spec, options.dev, options.cuda
+    record.cuda_cc_list = os.environ.get(step_torch.CC_LIST)
     record.mpi, record.mpicc, record.libmpi = mpi.flavour, str(mpi.mpicc), str(mpi.library)
     record.versions = venv.versions(*_RECORDED)
     record.inputs = _inputs(options, record)
@@ -95,11 +96,14 @@ def _set_up(options: Options) -> None:
 
 
 def _with_remembered(options: Options, record: Record) -> Options:
-    """Fills the options that were not given from the last set-up, then from the defaults."""
+    """Fills the options that were not given, and the list of GPUs, from the last set-up, then from the defaults."""
+    if record.cuda_cc_list is not None:
+        os.environ.setdefault(step_torch.CC_LIST, record.cuda_cc_list)
     dev = options.dev if options.dev is not None else record.dev
     return replace(
         options,
         torch_spec=options.torch_spec or record.torch_spec,
+        cuda=options.cuda or record.cuda,
         dev=True if dev is None else dev,
     )
 
@@ -112,7 +116,8 @@ def _inputs(options: Options, record: Record) -> str:
     steering = [*(options.root / name for name in ("setup.cfg", "pyproject.toml", "setup.py")), compiled]
     for file in [*sorted(path for path in here.iterdir() if path.is_file()), *steering]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    digest.update(repr((options.torch_spec, options.dev, record.mpi, record.mpicc, record.libmpi)).encode())
+    choices = (options.torch_spec, options.cuda, os.environ.get(step_torch.CC_LIST), options.dev)
+    digest.update(repr((*choices, record.mpi, record.mpicc, record.libmpi)).encode())
     return digest.hexdigest()
 
 

@@ -19,6 +19,7 @@ environment:
   CXX, MAKEFLAGS            the C++ compiler and the number of parallel jobs for the Horovod build
   HOROVOD_CUDA_HOME         the CUDA toolkit, if the one that is found is not to be used
   HOROVOD_NCCL_HOME         NCCL with headers, if PyTorch's own is not to be used
+  HOROVOD_BUILD_CUDA_CC_LIST  for which GPUs, e.g. 70,80 (default: all that nvcc knows)
   PIP_INDEX_URL, PIP_FIND_LINKS and pip's other settings work as usual
 exit codes: 0 ready; 1 a step failed (the reason and the remedy are the last lines); 2 wrong arguments"""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from setup_console import say
 from setup_options import SetupError
-from step_torch import Torch
+from step_torch import CC_LIST, Torch
 from step_venv import Venv
 
 KEPT_VARIABLES = frozenset(
@@ -23,7 +23,7 @@ KEPT_VARIABLES = frozenset(
         "HOROVOD_NCCL_LIB",
         "HOROVOD_NCCL_LINK",
         "HOROVOD_BUILD_ARCH_FLAGS",
-        "HOROVOD_BUILD_CUDA_CC_LIST",
+        CC_LIST,
     }
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import zipfile
@@ -15,7 +16,7 @@ from setup_cache import binary_key, cache_dir, locked
 from setup_console import run_logged, say
 from setup_options import SetupError
 from step_mpi import Mpi
-from step_torch import Torch
+from step_torch import CC_LIST, Torch
 from step_venv import Venv
 
 VERSION = "0.28.1"
@@ -27,18 +28,22 @@ _BYTES_PER_JOB = 2 * 1024**3  # a compiler on PyTorch's headers
 _ADVICE = "read the log's first error; a CPU build needs g++ 9 or newer, make, and Python's headers"
 
 
-def wheel_key(torch: Torch, mpi: Mpi, python_tag: str) -> str:
+def wheel_key(torch: Torch, mpi: Mpi, python_tag: str, *, toolkit: str | None = None) -> str:
     """Names the cache folder of a wheel: all that its binary depends on.
 
     Args:
         torch: version and build.
         mpi: flavour, version, and place of a site's.
         python_tag: e.g. "cp311".
+        toolkit: where CUDA's is to come from; named only if somebody chose.
     """
     recipe = hashlib.sha256()
     for name in _RECIPE:
         recipe.update((Path(__file__).parent / name).read_bytes())
     parts = [f"horovod-{VERSION}", f"torch-{torch.key}", mpi.key, binary_key(python_tag)]
+    if torch.cuda is not None:
+        parts += [] if toolkit is None else [f"toolkit-{toolkit}"]
+        parts += [f"cc-{words}"] if (words := "-".join(re.findall(r"\d+", os.environ.get(CC_LIST, "")))) else []
     return "_".join([*parts, recipe.hexdigest()[:8]])
 
 
@@ -60,7 +65,7 @@ def install(
     Raises:
         SetupError: a prerequisite is missing, or the build failed.
     """
-    key = wheel_key(torch, mpi, venv.python_tag())
+    key = wheel_key(torch, mpi, venv.python_tag(), toolkit=toolkit)
     if installed_key == key and venv.versions("horovod").get("horovod") == VERSION:
         say(f"Horovod: keeping {VERSION}, which was built for this PyTorch and MPI")
         return key

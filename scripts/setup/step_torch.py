@@ -13,9 +13,18 @@ from setup_console import say
 from setup_options import DEFAULT_TORCH_SPEC, Options, SetupError
 from step_venv import Venv
 
+# PyPI's last PyTorch with code for sm_70 (V100): built for CUDA 12.8. CUDA 13 has none.
+VOLTA_TORCH_SPEC = "torch==2.10.0"
+
+# For which GPUs Horovod is built, e.g. "70,80"; where it is not set, for all that nvcc knows.
+CC_LIST = "HOROVOD_BUILD_CUDA_CC_LIST"
+
+_TURING = (7, 5)
 _QUERY = (
     "import json, torch\n"
-    "print(json.dumps({'version': torch.__version__, 'cuda': torch.version.cuda, 'hip': torch.version.hip}))"
+    "flags = getattr(torch._C, '_cuda_getArchFlags', lambda: '')() or ''\n"
+    "print(json.dumps({'version': torch.__version__, 'cuda': torch.version.cuda, 'hip': torch.version.hip,\n"
+    "                  'code': flags.split()}))"
 )
 _FITS = (
     "import json, sys\nfrom importlib import metadata\n"
@@ -35,10 +44,12 @@ class Torch:
     Attributes:
         version: with its build, e.g. "2.13.0+cpu".
         cuda: the CUDA version that it was built for, or None for a CPU build.
+        code: what it has code for, e.g. ("sm_75", "sm_80", "compute_80"); empty if it does not say.
     """
 
     version: str
     cuda: str | None
+    code: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -48,20 +59,54 @@ class Torch:
         return f"{self.version}+" + ("cpu" if self.cuda is None else "cu" + self.cuda.replace(".", ""))
 
 
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether it has code for GPUs of a compute capability; True where it does not say what it has."""
+        if not self.code:
+            return True
+        for name in self.code:
+            kind, _, digits = name.partition("_")
+            if digits.isdigit():
+                major, minor = int(digits[:-1]), int(digits[-1])
+                # Machine code runs on its own major version, PTX on all that are newer.
+                if (major, minor) <= capability and (kind == "compute" or major == capability[0]):
+                    return True
+            elif digits[:-1].isdigit() and (int(digits[:-2]), int(digits[-2])) == capability:
+                return True  # sm_90a and the like run on nothing else
+        return False
+
+
 def has_nvidia_gpu() -> bool:
     """Whether this machine has an NVIDIA GPU: a device file, or an nvidia-smi that lists one."""
-    if Path("/dev/nvidia0").exists():
-        return True
+    return Path("/dev/nvidia0").exists() or "GPU" in _nvidia_smi("-L")
+
+
+def gpus_to_run_on() -> dict[tuple[int, int], str]:
+    """The compute capabilities that PyTorch must have code for, and who asks for each.
+
+    These are this machine's GPUs, and those that HOROVOD_BUILD_CUDA_CC_LIST names, on a login node say.
+    """
+    found = {}
+    for word in os.environ.get(CC_LIST, "").split(","):
+        if word.strip().isdigit() and int(word) >= 10:
+            found[divmod(int(word), 10)] = f"{CC_LIST} names GPUs"
+    for line in _nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader").splitlines():
+        major, _, minor = line.strip().partition(".")
+        if major.isdigit() and minor.isdigit():
+            found[int(major), int(minor)] = "this machine has a GPU"
+    return found
+
+
+def _nvidia_smi(*arguments: str) -> str:
     smi = shutil.which("nvidia-smi")
     if smi is None:
-        return False
+        return ""
     try:
         result = subprocess.run(
-            [smi, "-L"], capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
+            [smi, *arguments], capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return result.returncode == 0 and "GPU" in result.stdout
+        return ""
+    return result.stdout if result.returncode == 0 else ""
 
 
 def install(venv: Venv, options: Options) -> Torch:
@@ -71,7 +116,8 @@ def install(venv: Venv, options: Options) -> Torch:
     fetched: it could only be paired with a Horovod built for CUDA.
 
     Raises:
-        SetupError: none can be installed, or only a CUDA build is on offer for a machine without a GPU.
+        SetupError: none can be installed, only a CUDA build is on offer for a machine without a GPU, or the CUDA build has no
+            code for the GPUs.
     """
     specs = ["torch>=2.2"] if options.torch_spec is None else ["torch>=2.2", options.torch_spec]
     if options.torch_spec is not None and "@" in options.torch_spec:
@@ -80,9 +126,13 @@ def install(venv: Venv, options: Options) -> Torch:
     if fits:
         say(f"PyTorch: keeping {version}, which fits {' and '.join(specs)}")
     else:
-        spec = options.torch_spec or DEFAULT_TORCH_SPEC
-        if options.torch_spec is None:
+        spec = options.torch_spec
+        if spec is None:
+            old = sorted(gpu for gpu in gpus_to_run_on() if gpu < _TURING)
+            spec = VOLTA_TORCH_SPEC if old else DEFAULT_TORCH_SPEC
             _explain_default(venv, spec, replaced=version)
+            if old:
+                say(f"PyTorch: {spec} is the last one on PyPI with code for {_names(old)}; builds for CUDA 13 have none")
         venv.pip(["install", spec], label=f"installing {spec}")
     found = venv.query(_QUERY)
     if found["hip"] is not None:
@@ -90,13 +140,40 @@ def install(venv: Venv, options: Options) -> Torch:
             f"PyTorch {found['version']} is a ROCm build, which this script does not build Horovod for\n"
             "  what to do: --torch-spec with a CPU or CUDA build"
         )
-    torch = Torch(version=found["version"], cuda=found["cuda"])
+    torch = Torch(version=found["version"], cuda=found["cuda"], code=tuple(found["code"]))
     if not fits:
         say(
             f"PyTorch: {torch.version}, "
-            + ("a CPU build" if torch.cuda is None else f"for CUDA {torch.cuda}")
+            + ("a CPU build" if torch.cuda is None else f"for CUDA {torch.cuda}: {' '.join(torch.code)}")
         )
+    require_code_for_gpus(torch)
     return torch
+
+
+def require_code_for_gpus(torch: Torch) -> None:
+    """Refuses a CUDA build that would fail on its first use of a GPU, before Horovod is built for it.
+
+    Raises:
+        SetupError: it has no code for one of `gpus_to_run_on`.
+    """
+    missing = {gpu: who for gpu, who in gpus_to_run_on().items() if torch.cuda is not None and not torch.runs_on(gpu)}
+    if not missing:
+        return
+    reasons = "; ".join(f"{who} of {_names([gpu])}" for gpu, who in sorted(missing.items()))
+    text = f"{reasons}, and PyTorch {torch.version} for CUDA {torch.cuda} has code for\n  {' '.join(torch.code)} only\n"
+    if min(missing) < _TURING:
+        text += (
+            f"  what to do: --torch-spec '{VOLTA_TORCH_SPEC}' is PyPI's last one with code for sm_70 (V100), for CUDA 12.8;\n"
+            "    PyTorch's own index has newer ones for CUDA 12.6 (PIP_INDEX_URL; its install page names it).\n"
+            "    Both need a CUDA 12 toolkit of the site: CUDA 13 has no code for sm_70, and PyPI has no nvcc 12"
+        )
+    else:
+        text += "  what to do: --torch-spec with a newer PyTorch, or one for a newer CUDA"
+    raise SetupError(text)
+
+
+def _names(capabilities: list[tuple[int, int]]) -> str:
+    return ", ".join(f"sm_{major}{minor}" for major, minor in capabilities)
 
 
 def _explain_default(venv: Venv, spec: str, *, replaced: str | None) -> None:

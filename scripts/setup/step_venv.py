@@ -27,7 +27,8 @@ class Record:
         venv: where the environment was made; it does not work anywhere else.
         complete: whether that set-up came to its end.
         inputs: hash of everything that it depended on.
-        torch_spec, mpi, mpicc, dev: the choices, see Options.
+        torch_spec, mpi, mpicc, cuda, dev: the choices, see Options.
+        cuda_cc_list: HOROVOD_BUILD_CUDA_CC_LIST as it was set.
         libmpi: the MPI library's file.
         horovod: key of the installed Horovod wheel.
         patient_yield: the library that ranks under a CPU quota preload; None where it could not be compiled.
@@ -40,6 +41,8 @@ class Record:
     torch_spec: str | None = None
     mpi: str | None = None
     mpicc: str | None = None
+    cuda: str | None = None
+    cuda_cc_list: str | None = None
     dev: bool | None = None
     libmpi: str | None = None
     horovod: str | None = None
@@ -187,6 +190,7 @@ def prepare(venv: Venv, *, recreate: bool, python: str | None) -> Record:
     fresh = Record(venv=str(venv.path))
     if record is not None:
         fresh.torch_spec, fresh.mpi, fresh.dev = record.torch_spec, record.mpi, record.dev
+        fresh.cuda, fresh.cuda_cc_list = record.cuda, record.cuda_cc_list
     venv.write_record(fresh)
     return fresh
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import main
 import pytest
 import setup_cache
 import setup_console
@@ -77,6 +80,16 @@ def test_wheel_key_changes_with_everything_that_the_binary_depends_on() -> None:
     assert not any("/" in key or " " in key for key in keys)
 
 
+def test_wheel_key_of_a_cuda_build_has_the_toolkit_and_the_gpus_that_somebody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(step_torch.CC_LIST, raising=False)
+    keys = {step_horovod.wheel_key(CUDA, PYPI, "cp311", toolkit=toolkit) for toolkit in (None, "site", "pypi")}
+    monkeypatch.setenv(step_torch.CC_LIST, "70, 80")
+    keys |= {step_horovod.wheel_key(CUDA, PYPI, "cp311", toolkit=toolkit) for toolkit in (None, "pypi")}
+    assert len(keys) == 5 and any("cc-70-80" in key for key in keys)
+    cpu = {step_horovod.wheel_key(CPU, PYPI, "cp311", toolkit=toolkit) for toolkit in (None, "pypi")}
+    assert len(cpu) == 1 and not any("cc-" in key for key in cpu)
+
+
 def test_site_mpicc_skips_virtual_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside = mpicc(tmp_path / "venv" / "bin")
     (tmp_path / "venv" / "pyvenv.cfg").touch()
@@ -116,6 +129,92 @@ def test_flavour(
 def test_options_default_to_the_remembered_ones() -> None:
     options = setup_options.parse(["--root", "/r"])
     assert (options.torch_spec, options.mpi, options.dev, options.self_check) == (None, None, None, True)
+
+
+def test_the_choices_for_cuda_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(step_torch.CC_LIST, "80")
+    monkeypatch.delenv(step_torch.CC_LIST)
+    record = Record(venv="/r/.venv", cuda="pypi", cuda_cc_list="70,80")
+    assert main._with_remembered(Options(root=Path("/r")), record).cuda == "pypi"
+    assert os.environ[step_torch.CC_LIST] == "70,80"
+    monkeypatch.setenv(step_torch.CC_LIST, "90")
+    assert main._with_remembered(Options(root=Path("/r"), cuda="site"), record).cuda == "site"
+    assert os.environ[step_torch.CC_LIST] == "90"
+    root = Path(__file__).parents[2]
+    others = [Options(root=root, cuda="pypi"), Options(root=root, cuda="site")]
+    inputs = [main._inputs(options, record) for options in others]
+    monkeypatch.setenv(step_torch.CC_LIST, "100")
+    assert len({*inputs, main._inputs(others[0], record)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "runs", "does_not"),
+    [
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120", ["7.5", "8.0", "8.9", "9.0", "10.3", "12.1", "13.0"], ["7.0"]),
+        ("sm_70 sm_75 sm_80", ["7.0", "7.2", "8.6"], ["6.1", "9.0"]),
+        ("sm_80 sm_90a", ["8.0", "9.0"], ["9.1", "10.0", "7.5"]),
+        ("", ["7.0"], []),
+    ],
+)
+def test_which_gpus_a_pytorch_has_code_for(code: str, runs: list[str], does_not: list[str]) -> None:
+    torch = replace(CUDA, code=tuple(code.split()))
+    for number in (*runs, *does_not):
+        major, minor = map(int, number.split("."))
+        assert torch.runs_on((major, minor)) == (number in runs), number
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts an nvidia-smi on PATH that lists GPUs of these compute capabilities."""
+    monkeypatch.delenv(step_torch.CC_LIST, raising=False)
+    (tmp_path / "smi").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path}/smi:/usr/bin:/bin")
+
+    def list_gpus(*capabilities: str) -> None:
+        file = tmp_path / "smi" / "nvidia-smi"
+        lines = "\n".join(capabilities)
+        file.write_text(f"#!/bin/sh\n[ \"$1\" = -L ] && echo 'GPU 0: one' || echo '{lines}'\n", encoding="utf-8")
+        file.chmod(0o755)
+
+    return list_gpus
+
+
+VOLTA_AND_TURING = ("sm_70", "sm_75", "sm_80")
+
+
+def test_a_pytorch_without_code_for_the_gpus_is_refused_with_one_that_has_it(
+    gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = replace(CUDA, code=("sm_75", "sm_80", "compute_80"))
+    step_torch.require_code_for_gpus(new)  # no GPU
+    gpus("8.0", "9.0")
+    step_torch.require_code_for_gpus(new)
+    gpus("7.0", "8.0")
+    with pytest.raises(SetupError, match=r"this machine has a GPU of sm_70, and[\s\S]*torch==2\.10\.0[\s\S]*no nvcc 12"):
+        step_torch.require_code_for_gpus(new)
+    step_torch.require_code_for_gpus(replace(new, code=VOLTA_AND_TURING))
+    step_torch.require_code_for_gpus(CPU)
+    gpus()
+    monkeypatch.setenv(step_torch.CC_LIST, "70,80")
+    with pytest.raises(SetupError, match="CC_LIST names GPUs of sm_70"):
+        step_torch.require_code_for_gpus(new)
+    monkeypatch.setenv(step_torch.CC_LIST, "100")
+    with pytest.raises(SetupError, match="a newer PyTorch"):
+        step_torch.require_code_for_gpus(replace(new, code=VOLTA_AND_TURING))
+
+
+@pytest.mark.parametrize(("capability", "spec"), [("7.0", "torch==2.10.0"), ("8.0", "torch==2.13.0")])
+def test_without_a_choice_a_v100_gets_a_pytorch_with_code_for_it(
+    tmp_path: Path, gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capability: str, spec: str
+) -> None:
+    gpus(capability)
+    venv = FakeVenv(tmp_path)
+    answers = iter([[None, False], {"version": "2", "cuda": "12.8", "hip": None, "code": list(VOLTA_AND_TURING)}])
+    monkeypatch.setattr(venv, "query", lambda *_: next(answers))
+    installed: list[list[str]] = []
+    monkeypatch.setattr(venv, "pip", lambda arguments, *, label: installed.append(arguments))
+    assert step_torch.install(venv, Options(root=tmp_path)).code == VOLTA_AND_TURING
+    assert installed == [["install", spec]]
 
 
 @pytest.mark.parametrize(

@@ -436,5 +436,8 @@ def _one_kernel_each(reference: Any) -> Any:
 
         return call
 
-    names = ("maxmin_encode", "maxmin_decode", "sign_encode", "sign_decode", "sum_of_squares", "select_large")
+    names = (
+        "maxmin_encode", "maxmin_decode", "sign_encode", "sign_decode", "cast_encode", "cast_decode", "sum_of_squares",
+        "select_large",
+    )  # fmt: skip
     return types.SimpleNamespace(**{name: launched(name) for name in names})

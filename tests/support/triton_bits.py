@@ -13,8 +13,12 @@ from typing import Any
 import torch
 
 from hvd_adaptive.compress.kernels import cuda, reference
+<<<<<<< HEAD
 from hvd_adaptive.compress.kernels.reference import maxmin_bytes, mix_key, sign_bytes
 from hvd_adaptive.doctor import gpu_checks
+=======
+from hvd_adaptive.compress.kernels.reference import cast_bytes, maxmin_bytes, mix_key, sign_bytes
+>>>>>>> wcuda
 
 PARTS, DEVICE = sys.argv[1:]
 SIZES = ((8, (1, 9, 20)), (24, (23, 60)), (512, (511, 2000)), (4096, (4500,)))
@@ -108,6 +112,30 @@ def sign() -> None:
     assert torch.equal(out, constant)
 
 
+def pieces() -> None:
+    """All pieces of a tensor by one call, the last one shorter."""
+    for bucket, piece, num in ((8, 16, 37), (24, 48, 96), (512, 1024, 1600), (512, 512, 2000)):
+        x = awkward(num, 1.0)
+        for bits in (0, 1, 3, 4, 8):
+            for key, weight, feedback in ((None, 1.0, False), (mix_key(bits, num), 0.3, True)):
+                lost = [normal(num, 5), normal(num, 5)] if feedback else [None, None]
+                sizes = [maxmin_bytes(len(p), bits, bucket) if bits else sign_bytes(len(p), bucket) for p in x.split(piece)]
+                payloads = [torch.full((sum(sizes),), 170, dtype=torch.uint8) for _ in range(2)]
+                if bits:
+                    reference.maxmin_encode(x, payloads[0], bits, bucket, key, lost[0], weight, piece)
+                    on_device("maxmin_encode", x, payloads[1], bits, bucket, key, lost[1], weight, piece)
+                else:
+                    reference.sign_encode(x, payloads[0], bucket, lost[0], weight, piece)
+                    on_device("sign_encode", x, payloads[1], bucket, lost[1], weight, piece)
+                for part, *own in zip(x.split(piece), *(p.split(sizes) for p in payloads), strict=True):
+                    meta = (8 if bits else 4) * -(-len(part) // bucket)
+                    scales = [p[:meta].view(torch.float32).nan_to_num(7e33, 8e33) for p in own]
+                    assert torch.equal(own[0][meta:], own[1][meta:]), (bucket, piece, num, bits)
+                    assert torch.equal(*scales) if bits else torch.allclose(*scales, rtol=2e-7, atol=0), scales
+                if feedback and bits:
+                    assert_same(*lost, "residual", bucket, piece, num, bits)
+
+
 def peers() -> None:
     """Peers in rank order, and pieces of which those at the end are shorter or empty."""
     for bucket, piece, num in ((8, 16, 37), (24, 48, 48), (512, 1024, 1600), (512, 512, 512)):
@@ -134,6 +162,27 @@ def peers() -> None:
                     reference.sign_decode(sent, outs[0], bucket, 0, num_peers, piece)
                     on_device("sign_decode", sent, outs[1], bucket, 0, num_peers, piece)
                 assert_same(*outs, bucket, piece, num, bits, num_peers)
+
+
+def cast() -> None:
+    """Numbers of other types: pieces with an odd number of values, subnormal and large ones, and all peers in order."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for num, piece in ((1, None), (2049, None), (37, 16), (15, 5), (9000, 2048), (9000, 4499)):
+            x = awkward(num, 1.0) * 10.0 ** (normal(num, 3) * 4)
+            sizes = [cast_bytes(len(part), dtype) for part in x.split(piece or num)]
+            for weight, feedback in ((1.0, False), (0.3, True)):
+                lost = [normal(num, 5), normal(num, 5)] if feedback else [None, None]
+                payloads = [torch.full((sum(sizes),), 170, dtype=torch.uint8) for _ in range(2)]
+                reference.cast_encode(x, payloads[0], dtype, lost[0], weight, piece)
+                on_device("cast_encode", x, payloads[1], dtype, lost[1], weight, piece)
+                assert_same(*(p.view(dtype).float() for p in payloads), "cast", dtype, num, piece)
+                if feedback:
+                    assert_same(*lost, "residual", dtype, num, piece)
+            for add, num_peers in ((0, 1), (1, 1), (-1, 1), (0, 3)):
+                outs = normal(num, 1), normal(num, 1)
+                reference.cast_decode(payloads[0].repeat(num_peers), outs[0], dtype, add, num_peers, piece)
+                on_device("cast_decode", payloads[0].repeat(num_peers), outs[1], dtype, add, num_peers, piece)
+                assert_same(*outs, "decode", dtype, num, piece, add, num_peers)
 
 
 def squares() -> None:
@@ -166,15 +215,18 @@ def large() -> None:
                 for take in (False, True):
                     found = []
                     for select in (reference.select_large, functools.partial(on_device, "select_large")):
-                        own = x.clone()
-                        places, entries = torch.ones(num_entries, dtype=torch.int32), torch.ones(num_entries)
-                        select(own, threshold, places, entries, sampled=sampled, take=take)
+                        # Three rows, of which the third one is a reflection, and so has its entries at other places.
+                        own = torch.stack([x, -x, x.flip(0)])
+                        payload = torch.full((3, 8 * num_entries), 85, dtype=torch.uint8)
+                        select(own, threshold.repeat(3), payload, sampled=sampled, take=take)
+                        places, entries = payload.view(torch.int32)[:, :num_entries], payload.view(torch.float32)[:, num_entries:]
                         found.append((places, entries, own))
-                    for a, b in zip(*found, strict=True):
-                        assert_same(a.float(), b.float(), num, num_entries, kind, sampled, take)
+                    assert torch.equal(found[0][0], found[1][0]), (num, num_entries, kind, sampled, take)
+                    for a, b in zip(*(rest for _, *rest in found), strict=True):
+                        assert_same(a, b, num, num_entries, kind, sampled, take)
                     if not sampled:
                         best = x.abs().nan_to_num(7e33).topk(num_entries).values
-                        assert_same(found[0][1].abs().nan_to_num(7e33).sort(descending=True).values, best, "topk")
+                        assert_same(found[0][1][0].abs().nan_to_num(7e33).sort(descending=True).values, best, "topk")
 
 
 def doctor() -> None:
@@ -185,10 +237,17 @@ def doctor() -> None:
 
 
 if __name__ == "__main__":
+<<<<<<< HEAD
     parts = {"maxmin": maxmin, "sign": sign, "peers": peers, "squares": squares, "large": large, "doctor": doctor}
     for part in PARTS.split(","):
         try:
             parts[part]()
+=======
+    known = {part.__name__: part for part in (maxmin, sign, pieces, peers, cast, squares, large)}
+    for part in PARTS.split(","):
+        try:
+            known[part]()
+>>>>>>> wcuda
         except Exception:
             traceback.print_exc()
         else:

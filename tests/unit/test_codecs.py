@@ -194,6 +194,27 @@ def test_texts_that_name_no_codec(text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
+def test_one_call_encodes_all_pieces(spec: str) -> None:
+    """As calls for each piece do; random numbers go by the place among all values."""
+    codec = parse_codec(spec)
+    piece, num = 2 * codec.granularity, 5 * codec.granularity - codec.granularity // 2
+    values, residuals = normal(num, 1), (normal(num, 2), normal(num, 2))
+    payloads = [torch.empty(codec.payload_bytes(len(part)), dtype=torch.uint8) for part in values.split(piece)]
+    for part, own, lost in zip(values.split(piece), payloads, residuals[0].split(piece), strict=True):
+        codec.encode_(part, own, key=9, residual=lost, weight=0.3)
+    together = torch.empty(sum(map(len, payloads)), dtype=torch.uint8)
+    codec.encode_(values, together, key=9, residual=residuals[1], weight=0.3, piece=piece)
+    if "maxmin" in codec.spec and "nearest" not in codec.spec:
+        assert torch.equal(together[: len(payloads[0])], payloads[0])
+        assert not torch.equal(together, torch.cat(payloads))
+        out = torch.empty(num)
+        codec.decode_(together, out, piece=piece)
+        assert torch.allclose(out + residuals[1], values * 0.3 + normal(num, 2), rtol=0, atol=1e-6)
+    else:
+        assert torch.equal(together, torch.cat(payloads)) and torch.equal(*residuals)
+
+
+@pytest.mark.parametrize("spec", SPECS)
 def test_weights_and_payloads_of_several_peers_and_pieces(spec: str) -> None:
     """A weight is what the values times it are; one call decodes what calls for each payload do, in their order."""
     codec = parse_codec(spec)

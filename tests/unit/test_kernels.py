@@ -60,6 +60,21 @@ def test_numba_gives_the_references_bits(bits: int) -> None:
                 assert torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
+@pytest.mark.parametrize("bits", [1, 4, 7])
+def test_numba_encodes_pieces_to_the_references_bits(bits: int) -> None:
+    for num, piece in ((5000, 1024), (5000, 512), (5000, 5120), (1024, 512)):
+        x = awkward(num, bits)
+        size = sum(maxmin_bytes(len(part), bits, 512) for part in x.split(piece))
+        payloads = [torch.full((size,), fill, dtype=torch.uint8) for fill in (170, 85)]
+        lost = [awkward(num, 3), awkward(num, 3)]
+        reference.maxmin_encode(x, payloads[0], bits, 512, mix_key(num), lost[0], 0.3, piece)
+        dispatch.maxmin_encode(
+            x, payloads[1], bits=bits, bucket=512, key=mix_key(num), residual=lost[1], weight=0.3, piece=piece
+        )
+        assert torch.equal(*payloads)
+        assert torch.equal(*(own.nan_to_num(7e33).view(torch.int32) for own in lost))
+
+
 def test_decoding_is_not_fused() -> None:
     """With units and minima of full precision a fused multiply-add would differ on about a third of the values."""
     x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))

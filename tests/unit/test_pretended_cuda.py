@@ -21,6 +21,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
+from hvd_adaptive.compress import encode, parse_codec
+from hvd_adaptive.compress.codec import of_values
 from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.compress.low_rank import subtract_product_
 from hvd_adaptive.config import Config
@@ -185,6 +187,29 @@ def test_a_step_of_sync_waits_once(codec: str, feedback: bool) -> None:
     # One bucket; powersgd codes the matrices one after the other.
     log = run(Dense, options=options, side_stream=True)
     check(log, waits=1, kernels=100 if codec.startswith("powersgd") else 60)
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("codec", ["maxmin:4", "sign", "bf16", "topk:0.1"])
+def test_a_step_of_sync_launches_no_more_with_more_ranks(codec: str, feedback: bool) -> None:
+    options = {"strategy": "sync", "compression": codec, "error_feedback": feedback, "reducer": "sra"}
+    logs = [run(Dense, world_size=world_size, options=options) for world_size in (2, 4)]
+    few, many = (log.kernels["step"] / log.num_steps for log in logs)
+    assert abs(many - few) < 0.5, "\n".join(logs[1].lines("step"))
+
+
+def test_the_largest_values_of_several_peers_add_up_to_the_processors_bits() -> None:
+    """A GPU has them side by side first."""
+    codec, num, piece = of_values(parse_codec("topk:0.3")), 1000, 300
+    torch.manual_seed(0)
+    parts = [part for _ in range(3) for part in torch.randn(num).split(piece)]
+    sent, expected = torch.cat([encode(codec, part) for part in parts]), torch.empty(num)
+    codec.decode_(sent, expected, num_peers=3, piece=piece)
+    with recording(Log()) as log:
+        out = torch.empty(num, device="cuda")
+        codec.decode_(sent.to("cuda"), out, num_peers=3, piece=piece)
+        assert log.kernels["start"] <= 14, "\n".join(log.lines("start"))
+        assert torch.equal(out.cpu(), expected)
 
 
 def test_a_step_of_sync_on_one_rank_waits_once() -> None:

@@ -165,9 +165,11 @@ def _unpack(packed: Any, codes: Any, bits: Any) -> None:
 
 @njit(**_options)
 def maxmin_encode(
-    values: Any, residual: Any, meta: Any, packed: Any, bits: Any, bucket: Any, random: Any, key0: Any, key1: Any
+    values: Any, residual: Any, meta: Any, packed: Any, bits: Any, bucket: Any, random: Any, key0: Any, key1: Any, first: Any
 ) -> None:
     """Writes (unit, min) into ``meta``, fp32, shape (num_buckets, 2), and codes into ``packed``; see the reference.
+
+    ``first`` is the place of the first value among those that share the key.
 
     A residual that is not empty is added to the values, and then holds what the code has lost: all while a bucket is in the
     first cache.
@@ -201,7 +203,7 @@ def maxmin_encode(
         if np.isnan(low):
             block[:] = 0
         elif random:
-            _round_random(part, block, low, inverse, top, np.uint32(start), key0, key1)
+            _round_random(part, block, low, inverse, top, np.uint32(first + np.uint32(start)), key0, key1)
         else:
             _round_nearest(part, block, low, inverse, top)
         if feedback:

@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from hvd_adaptive.compress.kernels import cuda_codes, cuda_select
+from hvd_adaptive.compress.kernels.reference import cast_bytes
 
 # A program's values in registers: more spill, and take minutes to compile.
 _TILE = 2048
@@ -22,36 +23,38 @@ _MOST_PROGRAMS = 1024
 
 def maxmin_encode(
     values: Tensor, payload: Tensor, bits: int, bucket: int, key: int | None,
-    residual: Tensor | None = None, weight: float = 1.0,
+    residual: Tensor | None = None, weight: float = 1.0, piece: int | None = None,
 ) -> None:  # fmt: skip
     """Writes the max-min code of ``values``; see :func:`hvd_adaptive.compress.kernels.reference.maxmin_encode`."""
-    num, num_buckets = values.numel(), -(-values.numel() // bucket)
+    num = values.numel()
     if not num:
         return
-    meta = payload[: 8 * num_buckets].view(torch.float32)
+    num_buckets, size, piece_bytes = _layout(num, bits, bucket, 8, piece)
     first, second = (key or 0) & 0xFFFFFFFF, (key or 0) >> 32
     rows = _rows(bucket)
     with _device_of(values):
         cuda_codes.maxmin_encode[(num_buckets,)](
-            values, values if residual is None else residual, meta, payload[8 * num_buckets :], num, float(weight),
-            _signed(first), _signed(second), BUCKET=bucket, BITS=bits, ROWS=rows, RANDOM=key is not None,
+            values, values if residual is None else residual, payload.view(torch.float32), payload, num, size, piece_bytes,
+            float(weight), _signed(first), _signed(second), BUCKET=bucket, BITS=bits, ROWS=rows, RANDOM=key is not None,
             FEEDBACK=residual is not None, num_warps=_warps(rows), enable_fp_fusion=False,
         )  # fmt: skip
 
 
 def sign_encode(
-    values: Tensor, payload: Tensor, bucket: int, residual: Tensor | None = None, weight: float = 1.0
-) -> None:
+    values: Tensor, payload: Tensor, bucket: int,
+    residual: Tensor | None = None, weight: float = 1.0, piece: int | None = None,
+) -> None:  # fmt: skip
     """Writes the sign code of ``values``; see :func:`hvd_adaptive.compress.kernels.reference.sign_encode`."""
-    num, num_buckets = values.numel(), -(-values.numel() // bucket)
+    num = values.numel()
     if not num:
         return
-    meta = payload[: 4 * num_buckets].view(torch.float32)
+    num_buckets, size, piece_bytes = _layout(num, 1, bucket, 4, piece)
     rows = _rows(bucket)
     with _device_of(values):
         cuda_codes.sign_encode[(num_buckets,)](
-            values, values if residual is None else residual, meta, payload[4 * num_buckets :], num, float(weight),
-            BUCKET=bucket, ROWS=rows, FEEDBACK=residual is not None, num_warps=_warps(rows), enable_fp_fusion=False,
+            values, values if residual is None else residual, payload.view(torch.float32), payload, num, size, piece_bytes,
+            float(weight), BUCKET=bucket, ROWS=rows, FEEDBACK=residual is not None, num_warps=_warps(rows),
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -69,15 +72,46 @@ def sign_decode(
     _decode(payload, out, 1, bucket, add, num_peers, piece, is_sign=True)
 
 
+def cast_encode(
+    values: Tensor, payload: Tensor, dtype: torch.dtype,
+    residual: Tensor | None = None, weight: float = 1.0, piece: int | None = None,
+) -> None:  # fmt: skip
+    """Writes numbers of a type; see :func:`hvd_adaptive.compress.kernels.reference.cast_encode`."""
+    num = values.numel()
+    if not num:
+        return
+    size = num if piece is None else min(piece, num)
+    with _device_of(values):
+        cuda_codes.cast_encode[(-(-size // _TILE), -(-num // size))](
+            values, values if residual is None else residual, payload.view(dtype), num, size,
+            cast_bytes(size, dtype) // dtype.itemsize, float(weight),
+            TILE=_TILE, FEEDBACK=residual is not None, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def cast_decode(
+    payload: Tensor, out: Tensor, dtype: torch.dtype, add: int, num_peers: int = 1, piece: int | None = None
+) -> None:
+    """Reads numbers of a type; see :func:`hvd_adaptive.compress.kernels.reference.cast_decode`."""
+    num = out.numel()
+    if not num:
+        return
+    size = num if piece is None else min(piece, num)
+    numbers = payload.view(dtype)
+    with _device_of(out):
+        cuda_codes.cast_decode[(-(-size // _TILE), -(-num // size))](
+            numbers, out, num, size, cast_bytes(size, dtype) // dtype.itemsize, num_peers, numbers.numel() // num_peers,
+            TILE=_TILE, ADD=add, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
 def _decode(
     payload: Tensor, out: Tensor, bits: int, bucket: int, add: int, num_peers: int, piece: int | None, *, is_sign: bool
 ) -> None:
-    num, num_buckets = out.numel(), -(-out.numel() // bucket)
+    num = out.numel()
     if not num:
         return
-    size = num_buckets * bucket if piece is None else piece
-    meta_bytes = 4 if is_sign else 8
-    piece_bytes = -(-(meta_bytes * (size // bucket) + bits * (size // 8)) // 4) * 4
+    num_buckets, size, piece_bytes = _layout(num, bits, bucket, 4 if is_sign else 8, piece)
     rows = _rows(bucket)
     with _device_of(out):
         cuda_codes.decode[(num_buckets, -(-bucket // (8 * rows)))](
@@ -100,22 +134,28 @@ def sum_of_squares(values: Tensor) -> Tensor:
 
 
 def select_large(
-    values: Tensor, threshold: Tensor, places: Tensor, entries: Tensor, *, sampled: bool, take: bool
+    values: Tensor, threshold: Tensor, payload: Tensor, *, sampled: bool, take: bool
 ) -> None:
     """Writes places and values of the largest; see :func:`hvd_adaptive.compress.kernels.reference.select_large`."""
-    num, num_programs = values.numel(), -(-values.numel() // _TILE)
-    places.zero_()
-    entries.zero_()
-    counts = torch.empty((2, num_programs), dtype=torch.int32, device=values.device)
+    num_rows, num = values.shape
+    num_programs = -(-num // _TILE)
+    payload.zero_()
+    counts = torch.empty((2, num_rows, num_programs), dtype=torch.int32, device=values.device)
     with _device_of(values):
-        cuda_select.count_large[(num_programs,)](
-            values, threshold, counts, num, num_programs,
-            SAMPLED=sampled, TILE=_TILE, num_warps=8, enable_fp_fusion=False,
+        cuda_select.count_large[(num_programs, num_rows)](
+            values, threshold, counts, num, SAMPLED=sampled, TILE=_TILE, num_warps=8, enable_fp_fusion=False
         )  # fmt: skip
-        cuda_select.store_large[(num_programs,)](
-            values, threshold, counts.cumsum(1), places, entries, num, num_programs, places.numel(),
-            SAMPLED=sampled, TAKE=take, TILE=_TILE, num_warps=8, enable_fp_fusion=False,
+        cuda_select.store_large[(num_programs, num_rows)](
+            values, threshold, counts.cumsum(2), payload.view(torch.int32), payload.view(torch.float32), num,
+            payload.shape[1] // 8, SAMPLED=sampled, TAKE=take, TILE=_TILE, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
+
+
+def _layout(num: int, bits: int, bucket: int, meta_bytes: int, piece: int | None) -> tuple[int, int, int]:
+    """Returns the number of buckets, and how many values and bytes each payload of a peer holds, but for the last one."""
+    num_buckets = -(-num // bucket)
+    size = num_buckets * bucket if piece is None else piece
+    return num_buckets, size, -(-(meta_bytes * (size // bucket) + bits * (size // 8)) // 4) * 4
 
 
 def _rows(bucket: int) -> int:

@@ -1,4 +1,6 @@
-"""The max-min and sign codes in Triton: the same bits as the torch reference. Imported only where CUDA tensors are met.
+"""The max-min and sign codes and plain number formats in Triton: the same bits as the torch reference.
+
+Imported only where CUDA tensors are met.
 
 One program codes one bucket, whose values are rows of eight, ROWS of them at a time: a large bucket is a loop, as registers
 would not hold it. An encoder reads its bucket twice, once for its scale and once for its codes; the second time it lies in a
@@ -53,13 +55,30 @@ def _store_padding(packed, num, BITS: tl.constexpr):
     tl.store(packed + place, tl.zeros_like(place).to(tl.uint8), mask=place < ((num + 7) // 8 * BITS + 3) // 4 * 4)
 
 
-@triton.jit(do_not_specialize=["values", "residual", "meta", "packed", "num", "weight", "key0", "key1"])
+@triton.jit
+def _piece_of(meta, payload, bucket, num, piece, piece_bytes, BUCKET: tl.constexpr, META: tl.constexpr):
+    # Where a bucket's scale and its piece's codes are, how many values the piece holds, and the bucket's number in it.
+    which = bucket * BUCKET // piece
+    here = tl.minimum(piece, num - which * piece)
+    local = bucket - which * piece // BUCKET
+    own_meta = meta + which * piece_bytes // 4 + META * local
+    return own_meta, payload + which * piece_bytes + 4 * META * ((here + BUCKET - 1) // BUCKET), here, local
+
+
+_ENCODE = ["values", "residual", "meta", "payload", "num", "piece", "piece_bytes", "weight"]
+
+
+@triton.jit(do_not_specialize=[*_ENCODE, "key0", "key1"])
 def maxmin_encode(
-    values, residual, meta, packed, num: tl.int64, weight, key0, key1,
+    values, residual, meta, payload, num: tl.int64, piece: tl.int64, piece_bytes: tl.int64, weight, key0, key1,
     BUCKET: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, RANDOM: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
-    """One bucket's unit, minimum and codes; with FEEDBACK of values plus residual, which then holds what the code loses."""
+    """One bucket's unit, minimum and codes; with FEEDBACK of values plus residual, which then holds what the code loses.
+
+    meta and payload are the same bytes: one piece's payload after the other's.
+    """
     bucket = tl.program_id(0).to(tl.int64)
+    own_meta, packed, here, local = _piece_of(meta, payload, bucket, num, piece, piece_bytes, BUCKET, 2)
     row, column = tl.arange(0, ROWS), tl.arange(0, 8)
     tile = row[:, None] * 8 + column[None, :]
     lows = tl.full((ROWS, 8), _INFINITY, tl.float32)
@@ -83,10 +102,10 @@ def maxmin_encode(
     inverse = tl.where(spread, tl.div_rn(1.0, tl.where(spread, unit, 1.0)), 0.0)
     missing = float("nan")
     kept_unit, kept_low = tl.where(broken, missing, unit), tl.where(broken, missing, low)
-    tl.store(meta + 2 * bucket, kept_unit)
-    tl.store(meta + 2 * bucket + 1, kept_low)
-    if bucket == 0:
-        _store_padding(packed, num, BITS)
+    tl.store(own_meta, kept_unit)
+    tl.store(own_meta + 1, kept_low)
+    if local == 0:
+        _store_padding(packed, here, BITS)
     for start in range(0, BUCKET, ROWS * 8):
         inside = start + tile
         place = bucket * BUCKET + inside
@@ -103,19 +122,20 @@ def maxmin_encode(
             rounded = scaled + 0.5
         codes = tl.minimum(tl.where(valid & (broken == 0), rounded, 0.0).to(tl.int32), top)
         inside_row = start + row * 8
-        first = bucket * BUCKET + inside_row
-        _store_codes(packed, codes, first, (inside_row < BUCKET) & (first < num), BITS)
+        first = local * BUCKET + inside_row
+        _store_codes(packed, codes, first, (inside_row < BUCKET) & (first < here), BITS)
         if FEEDBACK:
             tl.store(residual + place, x - (codes.to(tl.float32) * kept_unit + kept_low), mask=valid)
 
 
-@triton.jit(do_not_specialize=["values", "residual", "meta", "packed", "num", "weight"])
+@triton.jit(do_not_specialize=_ENCODE)
 def sign_encode(
-    values, residual, meta, packed, num: tl.int64, weight,
+    values, residual, meta, payload, num: tl.int64, piece: tl.int64, piece_bytes: tl.int64, weight,
     BUCKET: tl.constexpr, ROWS: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
-    """One bucket's mean and signs; FEEDBACK as for `maxmin_encode`."""
+    """One bucket's mean and signs; arguments and FEEDBACK as for `maxmin_encode`."""
     bucket = tl.program_id(0).to(tl.int64)
+    own_meta, packed, here, local = _piece_of(meta, payload, bucket, num, piece, piece_bytes, BUCKET, 1)
     row, column = tl.arange(0, ROWS), tl.arange(0, 8)
     tile = row[:, None] * 8 + column[None, :]
     # The fp64 sum of equal fp32 values is exact, so that a constant bucket decodes exactly.
@@ -127,14 +147,14 @@ def sign_encode(
         x = _weighted(values, residual, place, valid, weight, FEEDBACK)
         sums += tl.abs(x).to(tl.float64)
         inside_row = start + row * 8
-        first = bucket * BUCKET + inside_row
+        first = local * BUCKET + inside_row
         codes = tl.where(valid & (x >= 0.0), 1, 0)
-        _store_codes(packed, codes, first, (inside_row < BUCKET) & (first < num), 1)
+        _store_codes(packed, codes, first, (inside_row < BUCKET) & (first < here), 1)
     count = tl.minimum(num - bucket * BUCKET, BUCKET)
     mean = (tl.sum(tl.sum(sums, axis=1), axis=0) / count.to(tl.float64)).to(tl.float32)
-    tl.store(meta + bucket, mean)
-    if bucket == 0:
-        _store_padding(packed, num, 1)
+    tl.store(own_meta, mean)
+    if local == 0:
+        _store_padding(packed, here, 1)
     if FEEDBACK:
         for start in range(0, BUCKET, ROWS * 8):
             inside = start + tile
@@ -142,6 +162,15 @@ def sign_encode(
             valid = (inside < BUCKET) & (place < num)
             x = _weighted(values, residual, place, valid, weight, FEEDBACK)
             tl.store(residual + place, x - tl.where(x >= 0.0, mean, -mean), mask=valid)
+
+
+@triton.jit
+def _add(value, out, place, valid, ADD: tl.constexpr):
+    if ADD > 0:
+        value = tl.load(out + place, mask=valid, other=0.0) + value
+    elif ADD < 0:
+        value = tl.load(out + place, mask=valid, other=0.0) - value
+    tl.store(out + place, value, mask=valid)
 
 
 @triton.jit
@@ -162,22 +191,48 @@ def decode(
     META: tl.constexpr = 1 if SIGN else 2
     bucket = tl.program_id(0).to(tl.int64)
     row, column = tl.arange(0, ROWS), tl.arange(0, 8)
-    which = bucket * BUCKET // piece
-    here = tl.minimum(piece, num - which * piece)
-    local = bucket - which * piece // BUCKET
+    own_meta, packed, here, local = _piece_of(meta, payload, bucket, num, piece, piece_bytes, BUCKET, META)
     inside_row = tl.program_id(1) * (ROWS * 8) + row * 8
     first = local * BUCKET + inside_row
     stored = (inside_row < BUCKET) & (first < here)
-    own_meta = meta + which * piece_bytes // 4 + META * local
-    packed = payload + which * piece_bytes + 4 * META * ((here + BUCKET - 1) // BUCKET)
     value = _decoded(own_meta, packed, first, stored, BITS, SIGN)
     for peer in range(1, num_peers):
         value += _decoded(own_meta + peer * peer_bytes // 4, packed + peer * peer_bytes, first, stored, BITS, SIGN)
     inside = inside_row[:, None] + column[None, :]
     place = bucket * BUCKET + inside
     valid = (inside < BUCKET) & (place < num)
-    if ADD > 0:
-        value = tl.load(out + place, mask=valid, other=0.0) + value
-    elif ADD < 0:
-        value = tl.load(out + place, mask=valid, other=0.0) - value
-    tl.store(out + place, value, mask=valid)
+    _add(value, out, place, valid, ADD)
+
+
+@triton.jit(do_not_specialize=["values", "residual", "numbers", "num", "piece", "piece_numbers", "weight"])
+def cast_encode(
+    values, residual, numbers, num: tl.int64, piece: tl.int64, piece_numbers: tl.int64, weight,
+    TILE: tl.constexpr, FEEDBACK: tl.constexpr,
+):  # fmt: skip
+    """A part of a piece as numbers of another type, with zeros up to a multiple of 4 bytes; FEEDBACK as for `maxmin_encode`."""
+    SIZE: tl.constexpr = numbers.dtype.element_ty.primitive_bitwidth // 8
+    which = tl.program_id(1).to(tl.int64)
+    here = tl.minimum(piece, num - which * piece)
+    inside = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    place, valid = which * piece + inside, inside < here
+    x = _weighted(values, residual, place, valid, weight, FEEDBACK)
+    y = tl.where(valid, x, 0.0).to(numbers.dtype.element_ty)
+    tl.store(numbers + which * piece_numbers + inside, y, mask=inside < (here * SIZE + 3) // 4 * 4 // SIZE)
+    if FEEDBACK:
+        tl.store(residual + place, x - y.to(tl.float32), mask=valid)
+
+
+@triton.jit(do_not_specialize=["numbers", "out", "num", "piece", "piece_numbers", "num_peers", "peer_numbers"])
+def cast_decode(
+    numbers, out, num: tl.int64, piece: tl.int64, piece_numbers: tl.int64, num_peers: tl.int64, peer_numbers: tl.int64,
+    TILE: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """A part of a piece, from all peers."""
+    which = tl.program_id(1).to(tl.int64)
+    here = tl.minimum(piece, num - which * piece)
+    inside = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    valid, own = inside < here, numbers + which * piece_numbers + inside
+    value = tl.load(own, mask=valid, other=0.0).to(tl.float32)
+    for peer in range(1, num_peers):
+        value += tl.load(own + peer * peer_numbers, mask=valid, other=0.0).to(tl.float32)
+    _add(value, out, which * piece + inside, valid, ADD)

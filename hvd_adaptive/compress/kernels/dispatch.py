@@ -29,17 +29,23 @@ def maxmin_encode(
     key: int | None,
     residual: Tensor | None = None,
     weight: float = 1.0,
+    piece: int | None = None,
 ) -> None:
     """Writes the max-min code of ``values``; see :func:`hvd_adaptive.compress.kernels.reference.maxmin_encode`."""
     if values.is_cuda:
-        _cuda().maxmin_encode(values, payload, bits, bucket, key, residual, weight)
-    elif values.numel():
-        values = reference.with_residual(values, None, weight)
-        meta, packed = _split(payload, values.numel(), bucket, meta_size=2, num_bits=bits)
-        first, second = (np.uint32(word) for word in ((key or 0) & 0xFFFFFFFF, (key or 0) >> 32))
-        own = _NONE if residual is None else residual.numpy()
+        _cuda().maxmin_encode(values, payload, bits, bucket, key, residual, weight, piece)
+        return
+    values = reference.with_residual(values, None, weight)
+    first, second = (np.uint32(word) for word in ((key or 0) & 0xFFFFFFFF, (key or 0) >> 32))
+    each = reference.each_piece(
+        payload, values.numel(), piece, lambda num: reference.maxmin_bytes(num, bits, bucket)
+    )
+    for own, span in each:
+        part, lost = values[span].numpy(), _NONE if residual is None else residual[span].numpy()
+        meta, packed = _split(own, len(part), bucket, meta_size=2, num_bits=bits)
+        place = np.uint32(span.start & 0xFFFFFFFF)
         _cpu().maxmin_encode(
-            values.numpy(), own, meta.reshape(-1, 2), packed, bits, bucket, key is not None, first, second
+            part, lost, meta.reshape(-1, 2), packed, bits, bucket, key is not None, first, second, place
         )
 
 
@@ -59,17 +65,26 @@ def maxmin_decode(
 
 
 def sign_encode(
-    values: Tensor, payload: Tensor, *, bucket: int, residual: Tensor | None = None, weight: float = 1.0
+    values: Tensor,
+    payload: Tensor,
+    *,
+    bucket: int,
+    residual: Tensor | None = None,
+    weight: float = 1.0,
+    piece: int | None = None,
 ) -> None:
     """Writes the sign code of ``values``; see :func:`hvd_adaptive.compress.kernels.reference.sign_encode`."""
     if values.is_cuda:
-        _cuda().sign_encode(values, payload, bucket, residual, weight)
-    elif values.numel():
-        values = reference.with_residual(values, residual, weight)
-        means, packed = _split(payload, values.numel(), bucket, meta_size=1, num_bits=1)
-        _cpu().sign_encode(values.numpy(), means, packed, bucket)
+        _cuda().sign_encode(values, payload, bucket, residual, weight, piece)
+        return
+    values = reference.with_residual(values, residual, weight)
+    each = reference.each_piece(payload, values.numel(), piece, lambda num: reference.sign_bytes(num, bucket))
+    for own, span in each:
+        part = values[span].numpy()
+        means, packed = _split(own, len(part), bucket, meta_size=1, num_bits=1)
+        _cpu().sign_encode(part, means, packed, bucket)
         if residual is not None:
-            _cpu().sign_decode(means, packed, residual.numpy(), bucket, -1)
+            _cpu().sign_decode(means, packed, residual[span].numpy(), bucket, -1)
 
 
 def sign_decode(
@@ -85,6 +100,26 @@ def sign_decode(
         for own, part, sign in each:
             means, packed = _split(own, part.numel(), bucket, meta_size=1, num_bits=1)
             _cpu().sign_decode(means, packed, part.numpy(), bucket, sign)
+
+
+def cast_encode(
+    values: Tensor,
+    payload: Tensor,
+    *,
+    dtype: torch.dtype,
+    residual: Tensor | None = None,
+    weight: float = 1.0,
+    piece: int | None = None,
+) -> None:
+    """Writes numbers of a type; see :func:`hvd_adaptive.compress.kernels.reference.cast_encode`."""
+    (_cuda() if values.is_cuda else reference).cast_encode(values, payload, dtype, residual, weight, piece)
+
+
+def cast_decode(
+    payload: Tensor, out: Tensor, *, dtype: torch.dtype, add: int, num_peers: int = 1, piece: int | None = None
+) -> None:
+    """Reads numbers of a type; see :func:`hvd_adaptive.compress.kernels.reference.cast_decode`."""
+    (_cuda() if out.is_cuda else reference).cast_decode(payload, out, dtype, add, num_peers, piece)
 
 
 def sum_of_squares(values: Tensor) -> Tensor:
@@ -112,12 +147,10 @@ def all_finite(*tensors: Tensor) -> bool:
 
 
 def select_large(
-    values: Tensor, threshold: Tensor, places: Tensor, entries: Tensor, *, sampled: bool, take: bool
+    values: Tensor, threshold: Tensor, payload: Tensor, *, sampled: bool, take: bool
 ) -> None:
     """Writes places and values of the largest; see :func:`hvd_adaptive.compress.kernels.reference.select_large`."""
-    (_cuda() if values.is_cuda else reference).select_large(
-        values, threshold, places, entries, sampled=sampled, take=take
-    )
+    (_cuda() if values.is_cuda else reference).select_large(values, threshold, payload, sampled=sampled, take=take)
 
 
 def _split(payload: Tensor, num_elements: int, bucket: int, *, meta_size: int, num_bits: int) -> tuple[Any, Any]:

@@ -35,9 +35,9 @@ def mix_key(*parts: int) -> int:
     return key
 
 
-def uniform(num: int, key: int, device: torch.device | str = "cpu") -> Tensor:
-    """Returns random numbers in [0, 1), multiples of 2^-24, fp32, shape (num,): a hash of key and position."""
-    position = torch.arange(num, dtype=torch.int64, device=device)
+def uniform(num: int, key: int, device: torch.device | str = "cpu", *, first: int = 0) -> Tensor:
+    """Returns random numbers in [0, 1), multiples of 2^-24, fp32, shape (num,): a hash of key and position, from ``first`` on."""
+    position = torch.arange(first, first + num, dtype=torch.int64, device=device)
     bits = (position & _MASK) ^ (key & _MASK)
     bits = ((bits ^ bits >> 16) * 0x7FEB352D & _MASK) ^ (key >> 32)
     bits = (bits ^ bits >> 15) * 0x846CA68B & _MASK
@@ -56,9 +56,36 @@ def sign_bytes(num_elements: int, bucket: int) -> int:
     return 4 * -(-num_elements // bucket) + 4 * -(-num_elements // 32)
 
 
+def cast_bytes(num_elements: int, dtype: torch.dtype) -> int:
+    """Returns the size of a payload of numbers of a type, a multiple of 4."""
+    return -(-num_elements * dtype.itemsize // 4) * 4
+
+
+def cast_encode(
+    values: Tensor, payload: Tensor, dtype: torch.dtype,
+    residual: Tensor | None = None, weight: float = 1.0, piece: int | None = None,
+) -> None:  # fmt: skip
+    """Writes ``values``, times a weight, into ``payload`` as numbers of a type; see `maxmin_encode` for the arguments."""
+    values = with_residual(values, residual, weight)
+    for own, span in each_piece(payload, values.numel(), piece, lambda num: cast_bytes(num, dtype)):
+        numbers, num = own.view(dtype), span.stop - span.start
+        numbers[:num].copy_(values[span])
+        numbers[num:] = 0
+        if residual is not None:
+            _store(numbers[:num], residual[span], -1)
+
+
+def cast_decode(
+    payload: Tensor, out: Tensor, dtype: torch.dtype, add: int, num_peers: int = 1, piece: int | None = None
+) -> None:
+    """Reads payloads of numbers into ``out``; see `maxmin_decode`."""
+    for own, part, sign in each_payload(payload, out, add, num_peers, piece, lambda num: cast_bytes(num, dtype)):
+        _store(own.view(dtype)[: part.numel()], part, sign)
+
+
 def maxmin_encode(
     values: Tensor, payload: Tensor, bits: int, bucket: int, key: int | None,
-    residual: Tensor | None = None, weight: float = 1.0,
+    residual: Tensor | None = None, weight: float = 1.0, piece: int | None = None,
 ) -> None:  # fmt: skip
     """Writes the max-min code of ``values``, times a weight, into ``payload``.
 
@@ -66,18 +93,24 @@ def maxmin_encode(
 
     Args:
         values: fp32, contiguous, shape (num_elements,).
-        payload: uint8, contiguous, shape (maxmin_bytes(num_elements, bits, bucket),).
+        payload: uint8, contiguous: a payload of maxmin_bytes for each piece, one after the other.
         bits: of a code, 1 to 8.
         bucket: values that share a unit; a multiple of 8.
-        key: of the random numbers; None rounds to the nearest.
+        key: of the random numbers, which go by the place among all values; None rounds to the nearest.
         residual: fp32, of the values' shape: is added to the weighted values, and then holds what the code has lost.
         weight: rounded to fp32; the products are rounded to fp32 as well.
+        piece: values that each payload holds, but for the last one; a multiple of the bucket. None: one payload.
     """
     values = with_residual(values, residual, weight)
+    for own, span in each_piece(payload, values.numel(), piece, lambda num: maxmin_bytes(num, bits, bucket)):
+        _maxmin_encode(values[span], own, bits, bucket, key, span.start)
+        if residual is not None:
+            _maxmin_decode(own, residual[span], bits, bucket, -1)
+
+
+def _maxmin_encode(values: Tensor, payload: Tensor, bits: int, bucket: int, key: int | None, first: int) -> None:
     num, num_buckets = values.numel(), -(-values.numel() // bucket)
     payload.zero_()
-    if not num:
-        return
     # Repeating the last value changes neither minimum nor maximum of the last bucket.
     padded = torch.cat([values, values[-1:].expand(num_buckets * bucket - num)]).view(num_buckets, bucket)
     low = padded.amin(1) + 0.0  # -0.0 becomes 0.0, whichever of the two was found
@@ -88,7 +121,7 @@ def maxmin_encode(
     unit[broken] = low[broken] = float("nan")
     inverse[broken] = 0.0
     scaled = (padded - low.nan_to_num(0.0)[:, None]) * inverse[:, None]
-    noise = 0.5 if key is None else uniform(padded.numel(), key, values.device).view_as(padded)
+    noise = 0.5 if key is None else uniform(padded.numel(), key, values.device, first=first).view_as(padded)
     codes = (scaled + noise).nan_to_num(0.0, 0.0, 0.0).floor().clamp(max=2**bits - 1)
     meta = torch.stack([unit, low], dim=1).reshape(-1)
     payload[: 8 * num_buckets].view(torch.float32).copy_(meta)
@@ -98,8 +131,6 @@ def maxmin_encode(
     shifts = torch.arange(0, 8 * bits, 8, device=values.device)
     packed = (words[:, None] >> shifts & 0xFF).to(torch.uint8).view(-1)
     payload[8 * num_buckets : 8 * num_buckets + packed.numel()].copy_(packed)
-    if residual is not None:
-        maxmin_decode(payload, residual, bits, bucket, -1)
 
 
 def maxmin_decode(
@@ -134,17 +165,23 @@ def _maxmin_decode(payload: Tensor, out: Tensor, bits: int, bucket: int, add: in
 
 
 def sign_encode(
-    values: Tensor, payload: Tensor, bucket: int, residual: Tensor | None = None, weight: float = 1.0
-) -> None:
+    values: Tensor, payload: Tensor, bucket: int,
+    residual: Tensor | None = None, weight: float = 1.0, piece: int | None = None,
+) -> None:  # fmt: skip
     """Writes the sign code of ``values``, times a weight, into ``payload``; see `maxmin_encode` for the arguments.
 
     A bucket with a value that is not finite decodes to values that are not finite.
     """
     values = with_residual(values, residual, weight)
+    for own, span in each_piece(payload, values.numel(), piece, lambda num: sign_bytes(num, bucket)):
+        _sign_encode(values[span], own, bucket)
+        if residual is not None:
+            _sign_decode(own, residual[span], bucket, -1)
+
+
+def _sign_encode(values: Tensor, payload: Tensor, bucket: int) -> None:
     num, num_buckets = values.numel(), -(-values.numel() // bucket)
     payload.zero_()
-    if not num:
-        return
     padded = torch.cat([values, values.new_zeros(num_buckets * bucket - num)]).view(num_buckets, bucket)
     counts = torch.full((num_buckets,), bucket, dtype=torch.float64, device=values.device)
     counts[-1] = num - (num_buckets - 1) * bucket
@@ -154,8 +191,6 @@ def sign_encode(
     positive = torch.cat([(values >= 0).to(torch.int32), values.new_zeros(-num % 8, dtype=torch.int32)])
     packed = (positive.view(-1, 8) << torch.arange(8, device=values.device, dtype=torch.int32)).sum(1)
     payload[4 * num_buckets : 4 * num_buckets + packed.numel()].copy_(packed.to(torch.uint8))
-    if residual is not None:
-        sign_decode(payload, residual, bucket, -1)
 
 
 def sign_decode(
@@ -182,19 +217,28 @@ def sum_of_squares(values: Tensor) -> Tensor:
 
 
 def select_large(
-    values: Tensor, threshold: Tensor, places: Tensor, entries: Tensor, *, sampled: bool, take: bool
+    values: Tensor, threshold: Tensor, payload: Tensor, *, sampled: bool, take: bool
 ) -> None:
-    """Writes places and values of the largest values, in the order of their places, and zeros where there are too few.
+    """Writes places and values of each row's largest values, in the order of their places, and zeros where there are too few.
 
     Args:
-        values: fp32, contiguous, shape (num_elements,), num_elements < 2^31.
-        threshold: fp32, shape (): the smallest magnitude that may be taken. NaN, which counts as the largest, is always taken.
-        places: int32, shape (num_entries,).
-        entries: fp32, shape (num_entries,).
+        values: fp32, contiguous, shape (num_rows, num_elements), num_elements < 2^31.
+        threshold: fp32, contiguous, shape (num_rows,): the smallest magnitude that may be taken. NaN, which counts as the
+            largest, is always taken.
+        payload: uint8, contiguous, shape (num_rows, 8 x num_entries): of each row the places, int32, then the values, fp32.
         sampled: of more values than there is room for, those at the front are taken; zeros are not. Else those above the
             threshold come first, and of those at it the ones at the front.
         take: what is written becomes 0 in ``values`` (NaN where it is not finite).
     """
+    num_entries = payload.shape[1] // 8
+    places, entries = payload.view(torch.int32)[:, :num_entries], payload.view(torch.float32)[:, num_entries:]
+    for row in zip(values, threshold, places, entries, strict=True):
+        _select_large(*row, sampled=sampled, take=take)
+
+
+def _select_large(
+    values: Tensor, threshold: Tensor, places: Tensor, entries: Tensor, *, sampled: bool, take: bool
+) -> None:
     magnitude, least = values.abs(), threshold.nan_to_num(nan=float("inf"), posinf=float("inf"))
     above = ~(magnitude < least) & (magnitude != 0) if sampled else ~(magnitude <= least)
     if not sampled:
@@ -228,10 +272,25 @@ def each_payload(
         piece: values of a payload.
         num_bytes: the size of a payload of that many values.
     """
-    parts = out.split(piece or max(1, out.numel()))
     for peer, sent in enumerate(payload.view(num_peers, -1)):
-        for part, own in zip(parts, sent.split([num_bytes(part.numel()) for part in parts]), strict=True):
-            yield own, part, add if peer == 0 else 1
+        for own, span in each_piece(sent, out.numel(), piece, num_bytes):
+            yield own, out[span], add if peer == 0 else 1
+
+
+def each_piece(
+    payload: Tensor, num_elements: int, piece: int | None, num_bytes: Callable[[int], int]
+) -> Iterator[tuple[Tensor, slice]]:
+    """Returns every payload of one peer, and the values that it is for; nothing for 0 values.
+
+    Args:
+        payload: one peer's payloads, one after the other.
+        num_elements: values of all payloads.
+        piece: values of a payload, but for the last one; None: one payload.
+        num_bytes: the size of a payload of that many values.
+    """
+    size = piece or max(1, num_elements)
+    spans = [slice(start, min(start + size, num_elements)) for start in range(0, num_elements, size)]
+    return zip(payload.split([num_bytes(span.stop - span.start) for span in spans]), spans, strict=True)
 
 
 def _store(values: Tensor, out: Tensor, add: int) -> None:
