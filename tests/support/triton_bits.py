@@ -13,12 +13,8 @@ from typing import Any
 import torch
 
 from hvd_adaptive.compress.kernels import cuda, reference
-<<<<<<< HEAD
-from hvd_adaptive.compress.kernels.reference import maxmin_bytes, mix_key, sign_bytes
-from hvd_adaptive.doctor import gpu_checks
-=======
 from hvd_adaptive.compress.kernels.reference import cast_bytes, maxmin_bytes, mix_key, sign_bytes
->>>>>>> wcuda
+from hvd_adaptive.doctor import gpu_checks
 
 PARTS, DEVICE = sys.argv[1:]
 SIZES = ((8, (1, 9, 20)), (24, (23, 60)), (512, (511, 2000)), (4096, (4500,)))
@@ -237,17 +233,10 @@ def doctor() -> None:
 
 
 if __name__ == "__main__":
-<<<<<<< HEAD
-    parts = {"maxmin": maxmin, "sign": sign, "peers": peers, "squares": squares, "large": large, "doctor": doctor}
-    for part in PARTS.split(","):
-        try:
-            parts[part]()
-=======
-    known = {part.__name__: part for part in (maxmin, sign, pieces, peers, cast, squares, large)}
+    known = {part.__name__: part for part in (maxmin, sign, pieces, peers, cast, squares, large, doctor)}
     for part in PARTS.split(","):
         try:
             known[part]()
->>>>>>> wcuda
         except Exception:
             traceback.print_exc()
         else:
