@@ -88,7 +88,8 @@ def find_toolkit(torch: Torch) -> Path | None:
             for text in passed:
                 say(text)
             return home
-        passed.append(f"CUDA: not the toolkit in {home}: {version if _has_headers(home) else 'it has no cuda_runtime.h'}")
+        why = f"it is {version}, PyTorch is for {torch.cuda}" if _has_headers(home) else "it has no cuda_runtime.h"
+        passed.append(f"CUDA: not the toolkit in {home}: {why}")
     for text in passed:
         say(text)
     return None

@@ -81,11 +81,11 @@ def cast_encode(
     if not num:
         return
     size = num if piece is None else min(piece, num)
+    numbers = payload.view(torch.int16 if dtype == torch.bfloat16 else dtype)
     with _device_of(values):
         cuda_codes.cast_encode[(-(-size // _TILE), -(-num // size))](
-            values, values if residual is None else residual, payload.view(dtype), num, size,
-            cast_bytes(size, dtype) // dtype.itemsize, float(weight),
-            TILE=_TILE, FEEDBACK=residual is not None, num_warps=8, enable_fp_fusion=False,
+            values, values if residual is None else residual, numbers, num, size, cast_bytes(size, dtype) // dtype.itemsize,
+            float(weight), TILE=_TILE, FEEDBACK=residual is not None, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
 
 

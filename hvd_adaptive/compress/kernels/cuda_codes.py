@@ -204,22 +204,37 @@ def decode(
     _add(value, out, place, valid, ADD)
 
 
+@triton.jit
+def _bf16_bits(x):
+    # To the nearest, even ones where there are two, by integers: Triton's interpreter would cut.
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0).to(tl.int16)
+
+
 @triton.jit(do_not_specialize=["values", "residual", "numbers", "num", "piece", "piece_numbers", "weight"])
 def cast_encode(
     values, residual, numbers, num: tl.int64, piece: tl.int64, piece_numbers: tl.int64, weight,
     TILE: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
-    """A part of a piece as numbers of another type, with zeros up to a multiple of 4 bytes; FEEDBACK as for `maxmin_encode`."""
+    """A part of a piece as numbers of another type, with zeros up to a multiple of 4 bytes; FEEDBACK as for `maxmin_encode`.
+
+    numbers: bf16 as int16.
+    """
     SIZE: tl.constexpr = numbers.dtype.element_ty.primitive_bitwidth // 8
     which = tl.program_id(1).to(tl.int64)
     here = tl.minimum(piece, num - which * piece)
     inside = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     place, valid = which * piece + inside, inside < here
-    x = _weighted(values, residual, place, valid, weight, FEEDBACK)
-    y = tl.where(valid, x, 0.0).to(numbers.dtype.element_ty)
-    tl.store(numbers + which * piece_numbers + inside, y, mask=inside < (here * SIZE + 3) // 4 * 4 // SIZE)
+    x = tl.where(valid, _weighted(values, residual, place, valid, weight, FEEDBACK), 0.0)
+    if numbers.dtype.element_ty == tl.int16:
+        number = _bf16_bits(x)
+        kept = (number.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        number = x.to(numbers.dtype.element_ty)
+        kept = number.to(tl.float32)
+    tl.store(numbers + which * piece_numbers + inside, number, mask=inside < (here * SIZE + 3) // 4 * 4 // SIZE)
     if FEEDBACK:
-        tl.store(residual + place, x - y.to(tl.float32), mask=valid)
+        tl.store(residual + place, x - kept, mask=valid)
 
 
 @triton.jit(do_not_specialize=["numbers", "out", "num", "piece", "piece_numbers", "num_peers", "peer_numbers"])
