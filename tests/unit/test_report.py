@@ -307,15 +307,13 @@ def test_the_command_writes_page_and_pictures(reported: Path) -> None:
     assert (reported / "new" / "png" / "2-adaptive-sgd-batch-size.png").exists()
 
 
-def test_the_command_refuses_places_that_it_cannot_write_to(
-    run_dirs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = [str(path) for path in run_dirs]
+def test_the_command_refuses_places_that_it_cannot_write_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "a", strategy="local", num_rounds=3)
     for arguments, message in (
         (["--png", str(tmp_path / "a.png")], "--png names a folder, which gets one picture a chart, got the file"),
         (["--out", str(tmp_path)], "--out names the page's file, such as"),
         (["--out", str(tmp_path / "absent" / "r.html")], "absent/r.html: cannot be written"),
         (["--target-p1", "7"], "--target-p1 must be in (0, 1], got 7.0"),
     ):
-        assert main(["report", *names, *arguments]) == 2
+        assert main(["report", str(run), *arguments]) == 2
         assert message in capsys.readouterr().err
