@@ -279,9 +279,13 @@ def test_another_number_of_ranks_goes_on_from_the_merged_model(caplog: pytest.Lo
     assert "the number of ranks has changed: what they had learned" in caplog.text
 
 
+@pytest.fixture(scope="module")
+def plain() -> list[dict[str, Any]]:
+    return LocalWorld(3).run(lambda t: train(t, merge_fragments=2, num_epochs=4))
+
+
 @pytest.mark.parametrize("compression", ["fp16", "maxmin:4", "powersgd:2"])
-def test_encoded_fragments_end_with_equal_bits_and_learn(compression: str) -> None:
-    plain = LocalWorld(3).run(lambda t: train(t, merge_fragments=2, num_epochs=4))
+def test_encoded_fragments_end_with_equal_bits_and_learn(compression: str, plain: list[dict[str, Any]]) -> None:
     ours = LocalWorld(3).run(lambda t: train(t, merge_fragments=2, num_epochs=4, compression=compression))
     assert len({result["hash"] for result in ours}) == 1 and ours[0]["hash"] != plain[0]["hash"]
     assert ours[0]["records"][1].payload_bytes < 0.6 * plain[0]["records"][1].payload_bytes
