@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from campaign import write_data
 from jobs import MARK
 from needs import need_root_and, skip_or_fail
 from slurm_site import SlurmSite
@@ -31,6 +32,14 @@ def slurm(hosts: TwoHosts) -> Iterator[SlurmSite]:
     site = SlurmSite(hosts)
     yield site
     site.close()
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small learnable data set in the XMC format."""
+    folder = tmp_path_factory.mktemp("data")
+    write_data(folder)
+    return folder
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from campaign import MEGA_BATCH, NUM_SAMPLES, check_ledger, write_data
+from campaign import MEGA_BATCH, NUM_SAMPLES, check_ledger
 from slurm_site import SlurmJob, SlurmSite
 from two_hosts import TwoHosts
 
@@ -31,10 +31,9 @@ done
 
 
 def test_a_node_is_lost_and_comes_back(
-    run_in_slurm: Callable[..., Any], slurm: SlurmSite, hosts: TwoHosts, tmp_path: Path
+    run_in_slurm: Callable[..., Any], slurm: SlurmSite, hosts: TwoHosts, data: Path, tmp_path: Path
 ) -> None:
-    data, run, script, epochs, output = (tmp_path / name for name in ("data", "run", "script", "epochs", "output"))
-    write_data(data)
+    run, script, epochs, output = (tmp_path / name for name in ("run", "script", "epochs", "output"))
     epochs.write_text("100000")
     command = [sys.executable, "-m", "hvd_adaptive", "train", "--elastic", "--min-np", "1", "--max-np", "2"]
     command += ["--data", str(data), "--cache-dir", str(tmp_path / "cache"), "--out", str(run), "--resume", "auto"]

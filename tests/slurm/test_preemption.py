@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from campaign import NUM_SAMPLES, write_data
+from campaign import NUM_SAMPLES
 from ledger import check_ledger
 from slurm_site import SlurmJob, SlurmSite
 from two_hosts import TwoHosts
@@ -31,13 +31,14 @@ def check_finished(job: SlurmJob) -> None:
 
 
 @pytest.fixture
-def submit(run_in_slurm: Callable[..., Any], slurm: SlurmSite, hosts: TwoHosts, tmp_path: Path) -> Callable[..., SlurmJob]:
+def submit(
+    run_in_slurm: Callable[..., Any], slurm: SlurmSite, hosts: TwoHosts, data: Path, tmp_path: Path
+) -> Callable[..., SlurmJob]:
     """Submits a training over two nodes with one rank each, which goes on with the one in `tmp_path`."""
-    write_data(tmp_path / "data")
 
     def run(*sbatch: str, train: tuple[str, ...] = ()) -> SlurmJob:
         output = tmp_path / f"output-{len(list(tmp_path.glob('output-*')))}"
-        places = ["--data", str(tmp_path / "data"), "--cache-dir", str(hosts.local / "cache"), "--out", str(tmp_path / "run")]
+        places = ["--data", str(data), "--cache-dir", str(hosts.local / "cache"), "--out", str(tmp_path / "run")]
         small = ["--no-calibration", "--hidden-size", "16", "--batch-size", "16", "--mega-batch", "400", "--eval-rounds", "0"]
         argv = [*places, *small, "--epochs", str(EPOCHS), "--record", "--checkpoint-interval", "2", *train]
         if sbatch:

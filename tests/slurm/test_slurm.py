@@ -11,27 +11,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from campaign import NUM_SAMPLES
 from two_hosts import NAMES, TwoHosts
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "hvd_adaptive"]
-SAMPLES = 46_071  # of the embedded training split
+EPOCHS = 4
 
 pytestmark = pytest.mark.root
 
 
 @pytest.fixture
-def train_options(hosts: TwoHosts, tmp_path: Path) -> list[str]:
+def train_options(hosts: TwoHosts, data: Path, tmp_path: Path) -> list[str]:
     """A short training that notes its run in `tmp_path / "run"`."""
-    places = ["--cache-dir", str(hosts.local / "cache"), "--out", str(tmp_path / "run")]
-    return [*places, "--no-calibration", "--hidden-size", "16", "--batch-size", "256", "--eval-rounds", "0", "--epochs", "1"]
+    places = ["--data", str(data), "--cache-dir", str(hosts.local / "cache"), "--out", str(tmp_path / "run")]
+    small = ["--no-calibration", "--hidden-size", "16", "--batch-size", "32", "--eval-rounds", "0", "--epochs", str(EPOCHS)]
+    return [*places, *small]
 
 
 def check_run(folder: Path, hosts: list[str]) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert sorted(summary["hosts"]) == hosts
     assert summary["ranks_agreed"] is True and summary["final"]["p1"] > 0.2
-    assert summary["samples"] == SAMPLES == sum(summary["ranks"]["num_samples"])
+    assert summary["samples"] == EPOCHS * NUM_SAMPLES == sum(summary["ranks"]["num_samples"])
 
 
 @pytest.mark.usefixtures("pmix")
