@@ -269,12 +269,13 @@ def _warm_up() -> None:
     import torch
 
     from hvd_adaptive.compress import parse_codec
+    from hvd_adaptive.compress.codec import of_values
 
     for spec in ("maxmin:4", "sign"):
-        codec, values = parse_codec(spec), torch.ones(64)
-        payload = torch.empty(codec.payload_bytes(len(values)), dtype=torch.uint8)  # type: ignore[union-attr]
-        codec.encode_(values, payload, key=1)  # type: ignore[union-attr]
-        codec.decode_(payload, values)  # type: ignore[union-attr]
+        codec, values = of_values(parse_codec(spec)), torch.ones(64)
+        payload = torch.empty(codec.payload_bytes(len(values)), dtype=torch.uint8)
+        codec.encode_(values, payload, key=1)
+        codec.decode_(payload, values)
 
 
 def _inherit(request: dict[str, Any], descriptors: list[int], stub: int, spaces: dict[str, str]) -> None:
