@@ -6,12 +6,14 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.optim import Optimizer
+
+if TYPE_CHECKING:  # what a launcher says wrong is refused before torch is loaded
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
 
 Result = TypeVar("Result")
 

@@ -76,6 +76,11 @@ def test_what_is_missing_is_said_once(run_job: Any, data: Path, tmp_path: Path, 
     assert "horovod and mpi4py are not installed" in job.stderr and "--backend torch" in job.stderr, job.describe()
 
 
+def test_no_word_about_the_launcher_waits_for_torch(run_job: Any) -> None:
+    job = run_job([sys.executable, "-c", "import sys, hvd_adaptive.comm; sys.exit('torch' in sys.modules)"])
+    assert job.returncode == 0, job.describe()
+
+
 def test_ranks_that_do_not_know_where_to_meet_say_what_to_do(run_job: Any, data: Path, tmp_path: Path) -> None:
     job = run_job([*COMMAND, *train(data, tmp_path / "run"), "--backend", "torch"], np=2, timeout=200)
     assert job.returncode == 2 and job.stderr.count("error:") == 1 and "Traceback" not in job.stderr, job.describe()

@@ -336,7 +336,7 @@ def test_gloo_is_refused(run_job: Any, tmp_path: Path) -> None:
     horovodrun = Path(sys.executable).with_name("horovodrun")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = [str(horovodrun), "--gloo", "-np", "2", *COMMAND, "train", "--out", str(tmp_path / "run")]
-    job = run_job(command, env={"PATH": path}, timeout=200)
+    job = run_job(command, env={"PATH": path}, timeout=200, alone=True)
     assert job.returncode != 0 and not job.timed_out, job.describe()
     assert "horovodrun ran with Gloo" in job.stdout + job.stderr, job.describe()
 
@@ -350,6 +350,6 @@ def test_the_readmes_launchers(run_job: Any, data: Path, tmp_path: Path, launche
         command = ["horovodrun", "-np", "2", "hvd-adaptive", *arguments]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     # As in an activated environment.
-    job = run_job(["env", f"PATH={path}", *command], timeout=300)
+    job = run_job(["env", f"PATH={path}", *command], timeout=300, alone=True)
     assert job.returncode == 0, job.describe()
     assert read_run(tmp_path / "run")[0]["world_size"] == 2

@@ -28,18 +28,20 @@ facts = {
     "file": globals().get("__file__"), "spec": getattr(globals().get("__spec__"), "name", None),
     "variables": {name: value for name, value in os.environ.items() if name.startswith(("HVD_TEST_X", "OMP_", "LD_", "PYTHON"))},
     "rank": os.environ["OMPI_COMM_WORLD_RANK"], "affinity": sorted(os.sched_getaffinity(0)), "nice": os.nice(0),
-    "umask": os.umask(0), "masks": {name: status[name].strip() for name in ("SigBlk", "SigIgn", "SigCgt")},
+    "umask": os.umask(0), "blocked": status["SigBlk"].strip(),
     "descriptors": sorted(int(n) for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")),
     "limits": [resource.getrlimit(number) for number in (resource.RLIMIT_CORE, resource.RLIMIT_NOFILE)],
     "shown": Path("/proc/self/cmdline").read_bytes().rstrip(b"\\0").decode().split("\\0"),
     "seen": b"OMPI_COMM_WORLD_RANK=" in Path("/proc/self/environ").read_bytes(),
     "streams": [(s.encoding, s.errors, s.line_buffering, s.isatty()) for s in (sys.stdin, sys.stdout, sys.stderr)],
+    "unbuffered": [s.write_through for s in (sys.stdout, sys.stderr)],
     "threads": threading.active_count(),
     "main": sys.modules["__main__"].__dict__ is globals(), "comm": Path("/proc/self/comm").read_text(),
 }
 facts["mpi"] = "mpi4py.MPI" in sys.modules
 facts["random"] = [random.random()]
 if "with torch" in sys.argv:
+    facts["masks"] = [status[name].strip() for name in ("SigIgn", "SigCgt")]  # Horovod's libraries take some
     facts["torch"] = [torch.get_num_threads(), torch.is_grad_enabled()]
     facts["random"] += [float(numpy.random.random()), torch.initial_seed()]
 facts["parent"] = os.getppid()
@@ -47,11 +49,11 @@ Path(os.environ["HVD_TEST_X"], facts["rank"]).write_text(json.dumps(facts))
 """
 
 
-@pytest.mark.parametrize("kind", ["-c", "-m", "file"])
+@pytest.mark.parametrize("kind", ["-c", "-m", "-u", "file"])
 def test_a_fork_finds_what_a_process_of_its_own_finds(run_job: Any, tmp_path: Path, kind: str) -> None:
     script = tmp_path / "facts.py"
     script.write_text(FACTS)
-    words = {"-c": ["-c", FACTS], "-m": ["-m", "facts"], "file": [str(script)]}[kind]
+    words = {"-c": ["-c", FACTS], "-m": ["-m", "facts"], "-u": ["-u", str(script)], "file": [str(script)]}[kind]
     # Importing torch takes a process of its own longer than all else here.
     more = ["with torch"] if kind == "file" else []
     found = []

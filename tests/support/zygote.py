@@ -269,12 +269,13 @@ def _warm_up() -> None:
     import torch
 
     from hvd_adaptive.compress import parse_codec
+    from hvd_adaptive.compress.codec import of_values
 
     for spec in ("maxmin:4", "sign"):
-        codec, values = parse_codec(spec), torch.ones(64)
-        payload = torch.empty(codec.payload_bytes(len(values)), dtype=torch.uint8)  # type: ignore[union-attr]
-        codec.encode_(values, payload, key=1)  # type: ignore[union-attr]
-        codec.decode_(payload, values)  # type: ignore[union-attr]
+        codec, values = of_values(parse_codec(spec)), torch.ones(64)
+        payload = torch.empty(codec.payload_bytes(len(values)), dtype=torch.uint8)
+        codec.encode_(values, payload, key=1)
+        codec.decode_(payload, values)
 
 
 def _inherit(request: dict[str, Any], descriptors: list[int], stub: int, spaces: dict[str, str]) -> None:
@@ -314,7 +315,7 @@ def _inherit(request: dict[str, Any], descriptors: list[int], stub: int, spaces:
     for number in request["ignored"]:
         if not caught >> (number - 1) & 1:
             signal.signal(number, signal.SIG_IGN)
-    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED")) or request["orig_argv"][1] == "-u"
     sys.stdin = sys.__stdin__ = open(0, encoding=sys.stdin.encoding, errors=sys.stdin.errors, closefd=False)  # noqa: SIM115
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = io.TextIOWrapper(
@@ -344,12 +345,14 @@ def _inherit(request: dict[str, Any], descriptors: list[int], stub: int, spaces:
 
 def _run_program() -> None:
     """Runs what the command line says, as Python does."""
+    from stub import program_words
+
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
     if "FAULT_SPEC" in os.environ:
         importlib.import_module("faulty").main()
-    kind, words = sys.orig_argv[1], sys.orig_argv[2:]
+    kind, *words = program_words(sys.orig_argv)
     if kind == "-c":
         sys.argv, sys.path[:0] = ["-c", *words[1:]], [""]
         exec(compile(words[0], "<string>", "exec"), main.__dict__)

@@ -109,7 +109,7 @@ def test_horovods_own_launcher(launcher: list[str], run_job: Any) -> None:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = ["horovodrun", *launcher, "-np", "2", "hvd-adaptive", "run", "--shares", "1,3", str(SCRIPTS / "mnist.py")]
     # As in an activated environment; ranks of a busy machine may come to Gloo's meeting more than its 30 s apart.
-    job = run_job(["env", f"PATH={path}", "HOROVOD_GLOO_TIMEOUT_SECONDS=120", *command], timeout=300)
+    job = run_job(["env", f"PATH={path}", "HOROVOD_GLOO_TIMEOUT_SECONDS=120", *command], timeout=300, alone=True)
     assert job.returncode == 0, job.describe()
     assert "shares: 25.0, 75.0 %" in job.stdout + job.stderr, job.describe()
 

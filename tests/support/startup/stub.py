@@ -101,9 +101,14 @@ def _is_rank() -> bool:
     is_alone = os.environ.pop(ALONE, None) is not None
     if not (is_alone or any(name in os.environ for name in _RANKS)) or '"clock_s"' in os.environ.get("FAULT_SPEC", ""):
         return False
-    # With options of Python, and as one of multiprocessing's, it stays what it is.
-    words = sys.orig_argv[1:]
+    # With options of Python but torchrun's, and as one of multiprocessing's, it stays what it is.
+    words = program_words(sys.orig_argv)
     return bool(words) and (words[0] in ("-c", "-m") or os.path.isfile(words[0])) and "multiprocessing" not in " ".join(words)
+
+
+def program_words(argv: "list[str]") -> "list[str]":
+    """A command line without Python itself, and without its -u."""
+    return argv[2:] if argv[1:2] == ["-u"] else argv[1:]
 
 
 def _inherited() -> list[int]:
