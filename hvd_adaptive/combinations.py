@@ -68,6 +68,8 @@ def check_combinations(config: Any) -> None:
             sparse_merge=("auto", "never"),
             logical_ranks=(None,),
         )
+    if config.island is not None:
+        _check_island(config)
     _check_overlap(config)
     for name in ("outlier_limit", "clip_delta"):
         if getattr(config, name):
@@ -94,6 +96,17 @@ def check_combinations(config: Any) -> None:
             sparse_merge=("auto", "never"),
             weight_rule=_ONE_WEIGHT,
         )
+
+
+def _check_island(config: Any) -> None:
+    name = f"island {config.island!r}"
+    _check_needed(config, name, "the ranks of an island step together, beside no exchange with other islands",
+                  overlap_merge=(False,), merge_fragments=(1,))
+    _check_needed(config, name, "an island is one rank to the others, and they meet in one step", reducer=("sra", "allreduce"))
+    _check_needed(config, name, "an island cuts each batch by its samples", work=("samples",))
+    _check_needed(config, name, "an island has one weight for all coordinates", weight_rule=_ONE_WEIGHT)
+    _check_needed(config, name, "it takes the ranks as they are", reference_ranks=(None,), logical_ranks=(None,))
+    _check_needed(config, name, "claims are repeated rank by rank", record=(False,), replay=(None,))
 
 
 def _check_overlap(config: Any) -> None:
@@ -174,6 +187,8 @@ def check_elastic(config: Any) -> None:
         raise ValueError("--elastic starts ranks for Horovod: leave backend 'torch' out")
     if config.slowdown is not None:
         raise ValueError(f"slowdown {config.slowdown!r} has a factor a rank, and --elastic changes their number: leave one out")
+    if config.island is not None:
+        raise ValueError(f"island {config.island!r} takes the ranks as they are, and --elastic changes them: leave one out")
 
 
 def check_elastic_script(config: Any) -> None:

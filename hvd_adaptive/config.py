@@ -10,6 +10,7 @@ from hvd_adaptive.validation import (
     check_positive,
     check_types_and_choices,
     option,
+    parse_island,
     parse_slowdown,
 )
 
@@ -38,6 +39,12 @@ class Config:
         "auto",
         "what carries tensors: horovod, or torch.distributed; auto (default): torch under torchrun",
         *("auto", "horovod", "torch"),
+    )
+    island: str | None = option(
+        None,
+        "ranks that compute each batch together and merge as one: 'node' (those of a host), their number, or each island's, as "
+        "in 1,3; batch_size is then an island's (default: each rank by itself)",
+        strategy=_LOCAL,
     )
     batch_size: int = option(64, "samples in a rank's batch, at the start")
     min_batch_size: int | None = option(
@@ -297,6 +304,8 @@ class Config:
             )
         if self.slowdown is not None:
             parse_slowdown(self.slowdown)
+        if self.island is not None:
+            parse_island(self.island)
         if not 0 < self.merge_share < 1:
             raise ValueError(f"merge_share must be in (0, 1), got {self.merge_share}")
         check_combinations(self)
@@ -323,8 +332,8 @@ class Config:
 
     @property
     def uses_groups(self) -> bool:
-        """Whether the exchange may split the ranks into groups, which a transport must know when it starts."""
-        return self.compression != "none" and self.reducer in ("hierarchical", "auto")
+        """Whether the ranks may be split into groups, which a transport must know when it starts."""
+        return self.island is not None or (self.compression != "none" and self.reducer in ("hierarchical", "auto"))
 
     @property
     def measures_deltas(self) -> bool:

@@ -71,6 +71,25 @@ def check_not_negative(config: Any, *names: str) -> None:
             raise ValueError(f"{name} must be >= 0, got {getattr(config, name)}")
 
 
+def parse_island(text: str) -> list[int]:
+    """Returns the sizes behind ``island``: of all islands alike (one number), of each (several), or none for ``node``.
+
+    Raises:
+        ValueError: if the text is none of these.
+    """
+    if text == "node":
+        return []
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = [0]
+    if min(sizes) < 1:
+        raise ValueError(
+            f"island must be 'node', a number of ranks as in 4, or one number for each island as in 1,3, got {text!r}"
+        )
+    return sizes
+
+
 def parse_slowdown(text: str) -> list[tuple[float, tuple[float, ...]]]:
     """Returns the schedule behind ``slowdown``: (from this training second, one factor >= 1 a rank), by time.
 

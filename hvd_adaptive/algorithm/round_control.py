@@ -68,7 +68,7 @@ class RoundControl:
 
     def __init__(self, config: Config, world_size: int, *, speaks: bool) -> None:
         self._config = config
-        self._speaks = speaks
+        self.speaks = speaks
         self.ceilings = np.full(world_size, np.inf)
         self._speed_model = SpeedModel(world_size)
         self._damping = Damping(world_size)
@@ -125,7 +125,7 @@ class RoundControl:
         ceilings = np.where(reported > 0, reported, np.inf)
         lowered = ceilings < self.ceilings
         self.ceilings = np.minimum(self.ceilings, ceilings)
-        if lowered.any() and self._speaks:
+        if lowered.any() and self.speaks:
             log.warning(
                 "batches did not fit into memory and were computed again in smaller parts; from now on ranks %s take at most %s "
                 "samples a batch. Set --max-batch-size %d to save the lost time.",
@@ -147,7 +147,7 @@ class RoundControl:
         taken = self._period.communication_share
         at_limit = self.mega_batch >= max(config.mega_batch_samples, dataset_size // LEAST_MERGES_AN_EPOCH)
         if config.merge_period == "auto" and at_limit and taken > 2 * config.merge_share:
-            if self._speaks and not self._complained:
+            if self.speaks and not self._complained:
                 log.warning(
                     "merges take %.0f%% of the time, although a round has %d samples, as many as merge_period %r goes to "
                     "(%d merges an epoch). Longer rounds need a larger --mega-batch; a faster link or a smaller model "

@@ -62,6 +62,8 @@ def check_calibrate(config: Config, out: str, seconds: float) -> None:
         )
     if config.repeatable:
         raise ValueError("calibrate records and replays nothing: leave --record and --replay out")
+    if config.island is not None:
+        raise ValueError(f"calibrate measures every rank by itself: leave --island {config.island} out")
     if not 0 < seconds < math.inf:
         raise ValueError(f"--seconds must be > 0 and finite, got {seconds:g}")
     if Path(out).suffix not in (".toml", ".json"):

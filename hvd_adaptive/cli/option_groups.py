@@ -19,7 +19,7 @@ TRAIN_MORE = {
     ),
     "batch sizes": ("micro_batch_size", "batch_size_rule", "min_batch_size", "max_batch_size"),
     "merging (strategy local)": (
-        *("merge_period", "merge_share", "overlap_merge", "sparse_merge"),
+        *("island", "merge_period", "merge_share", "overlap_merge", "sparse_merge"),
         *("merge_fragments", "fragment_delay", "fragment_alpha", "outlier_limit", "clip_delta"),
         *("outer_step", "outer_lr", "outer_momentum", "outer_bias_correction", "outer_state"),
     ),
@@ -76,6 +76,7 @@ PLACEHOLDERS = {
     "data": "PATH",
     "device": "DEVICE",
     "host_link": "RATE",
+    "island": "node|N|A,B,...",
     "link": "RATE",
     "merge_weights": "RULE",
     "name": "NAME",

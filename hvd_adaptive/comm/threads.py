@@ -194,7 +194,7 @@ class LocalTransport:
         with self._world.lock:
             if self._world.values.get(key, "") == expected:
                 self._world.values[key] = desired
-            return self._world.values[key]
+            return self._world.values.get(key, "")
 
     def forget(self, key: str) -> None:
         with self._world.lock:

@@ -33,6 +33,9 @@ class Claims(Protocol):
 # Added to a cursor by each rank that closes it; no mega-batch has so much work, and half a million ranks do not overflow it.
 _CLOSED = 1 << 44
 
+# Between two looks for a claim of an island's first rank, at first and at most: it asks at about the same time.
+_HEARING_S, _MOST_HEARING_S = 2e-4, 2e-3
+
 
 class SharedCursor:
     """Whoever is free takes the next piece, until all is taken or one rank closes the cursor.
@@ -199,3 +202,64 @@ class OwnPart:
 
     def close(self) -> None:
         """Goes on to the part's end."""
+
+
+class IslandClaims:
+    """What the first rank of an island claims, for each of its ranks, in the same order.
+
+    Each rank asks from the thread that loads its batches, and so they meet in the store and not in a collective.
+
+    Args:
+        claims: where the first rank takes pieces; the others only close it.
+        store: of all ranks.
+        key: names the island's round there; never used twice.
+        leads: whether this rank is the island's first.
+        sleep: called with the seconds between two looks for the first rank's claim.
+
+    Attributes:
+        end: as in :class:`Claims`.
+    """
+
+    def __init__(
+        self, claims: Claims, store: Store, key: str, *, leads: bool, sleep: Callable[[float], object] = time.sleep
+    ) -> None:
+        self._claims = claims
+        self._store = store
+        self._key = key
+        self._leads = leads
+        self._sleep = sleep
+        self._num_claims = 0
+        self.end: int | None = None
+
+    def claim(self, size: ClaimSize) -> Claim | None:
+        """Takes the island's next piece; only the first rank's ``size`` counts."""
+        key = f"{self._key}.{self._num_claims}"
+        self._num_claims += 1
+        words = (self._take(key, size) if self._leads else self._hear(key)).split()
+        if words[0] == "none":
+            self.end = None if words[1] == "-" else int(words[1])
+            return None
+        return int(words[0]), int(words[1])
+
+    def close(self) -> None:
+        """Closes what the first rank claims from."""
+        self._claims.close()
+
+    def forget(self) -> None:
+        """Deletes the claims, which no rank of the island will ask for again."""
+        for number in range(self._num_claims):
+            self._store.forget(f"{self._key}.{number}")
+
+    def _take(self, key: str, size: ClaimSize) -> str:
+        claim = self._claims.claim(size)
+        end = self._claims.end
+        told = f"none {'-' if end is None else end}" if claim is None else f"{claim[0]} {claim[1]}"
+        return self._store.compare_set(key, "", told)
+
+    def _hear(self, key: str) -> str:
+        pause = _HEARING_S
+        # A value that is never set: the store answers with what there is, or with one of these.
+        while (told := self._store.compare_set(key, "-", "-")) in ("", "-"):
+            self._sleep(pause)
+            pause = min(2 * pause, _MOST_HEARING_S)
+        return told

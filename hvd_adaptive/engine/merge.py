@@ -78,6 +78,7 @@ class Merge:
         overlap: lets sums arrive beside later steps; None: they do not.
         state_rule: what becomes of the optimizer's state.
         num_rows: rows of sparse parameters that the last merge exchanged; 0 where none are told apart.
+        who: what its warnings call the ranks; None: this rank gives none.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Merge:
         self.overlap = OverlappedMerge(flat, self.outer, transport, config, self._forget) if config.overlaps_merges else None
         self._history = NormHistory(config.outlier_limit) if config.outlier_limit and config.merge_fragments == 1 else None
         self.num_rows = 0
+        self.who = "ranks" if transport.rank == 0 else None
 
     def measure_(self, stats: MergeStats, *, verify: bool = False) -> None:
         """Fills this rank's delta, and the statistics that are of it.
@@ -181,9 +183,9 @@ class Merge:
             self.rows.observe(time.perf_counter() - start, flat.payload_bytes)
         self._merge_state(gathered, own_buffers, everyone=everyone)
         finite = gathered["finite"] > 0
-        if rank == 0:
-            warn_of_broken(finite if present is None else finite | ~present)
-            warn_of_outliers((gathered["outlier"] > 0) & (weights == 0))
+        if self.who is not None:
+            warn_of_broken(finite if present is None else finite | ~present, self.who)
+            warn_of_outliers((gathered["outlier"] > 0) & (weights == 0), who=self.who)
 
     def _merge_state(self, gathered: Gathered, weight: float, *, everyone: bool) -> None:
         averages = self.state_rule == "average" and everyone

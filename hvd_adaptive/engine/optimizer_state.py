@@ -75,7 +75,7 @@ def with_defaults(
     if config.merge_weights == "auto":
         can = fits and _exchanges_accumulators(config, optimizer) and goes_with_dual_averaging(config)
         for_rare = "dual-averaging" if can else "fisher-rows"
-        config = dataclasses.replace(config, merge_weights=for_rare if rare_labels else "updates")
+        config = dataclasses.replace(config, merge_weights=for_rare if rare_labels and config.island is None else "updates")
     is_sgd = isinstance(optimizer, (SGD, LazyMomentum))
     if config.lr_rule == "auto":
         config = dataclasses.replace(config, lr_rule="linear" if is_sgd else "none")

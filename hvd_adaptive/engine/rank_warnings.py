@@ -20,11 +20,11 @@ def warn_of_broken(finite: NDArray[np.bool_], who: str = "ranks") -> None:
         log.warning(text.replace("ranks", who, 1), np.flatnonzero(~finite).tolist())
 
 
-def warn_of_outliers(outliers: NDArray[np.bool_], what: str = "progress") -> None:
-    """Logs which ranks' progress was left out because it was much larger than usual, if any's was."""
+def warn_of_outliers(outliers: NDArray[np.bool_], what: str = "progress", *, who: str = "ranks") -> None:
+    """Logs of which of them (``who``) the progress was left out because it was much larger than usual, if any's was."""
     if outliers.any():
         log.warning(
-            "ranks %s: their %s was much larger than it has been, so it was left out of the merge and they go on from the merged "
+            "%s %s: their %s was much larger than it has been, so it was left out of the merge and they go on from the merged "
             "model (outlier_limit). If this repeats, look at their data or lower the learning rate.",
-            np.flatnonzero(outliers).tolist(), what,
+            who, np.flatnonzero(outliers).tolist(), what,
         )  # fmt: skip

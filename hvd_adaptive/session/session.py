@@ -138,7 +138,7 @@ class Session:
 
     @property
     def batch_sizes(self) -> NDArray[np.float64]:
-        """The ranks' batch sizes for the next round, samples, shape (world_size,)."""
+        """The batch size of each rank, or of its island, for the next round, samples, shape (world_size,)."""
         return self._strategy.batch_sizes
 
     @property
@@ -261,7 +261,7 @@ class Session:
 
     def synchronize(self) -> bool:
         """Waits, inside :meth:`step`, until the gradients are those that ``optimizer.step`` will use: clip or unscale them
-        after it. Not needed otherwise. COLLECTIVE for strategies ``sync`` and ``horovod``, at once for ``local``.
+        after it. Not needed otherwise. COLLECTIVE for ``sync`` and ``horovod``; for ``local`` at once, or inside an island.
 
         Returns:
             Whether a step is due; False between the micro-batches of a step (``accumulation_steps``), whose gradients are

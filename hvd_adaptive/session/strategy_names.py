@@ -15,6 +15,7 @@ from hvd_adaptive.research.heterogpu import add_rules
 from hvd_adaptive.research.logical import LogicalStrategy
 from hvd_adaptive.research.sma import SmaStrategy
 from hvd_adaptive.strategies.horovod import HorovodStrategy
+from hvd_adaptive.strategies.islands import IslandStrategy
 from hvd_adaptive.strategies.local import LocalStrategy
 from hvd_adaptive.strategies.sync import SyncStrategy
 
@@ -37,4 +38,6 @@ def make_strategy(model: nn.Module, optimizer: Optimizer, config: Config, transp
     """
     add_rules()
     make = LogicalStrategy if config.logical_ranks else _STRATEGIES[config.strategy]
+    if config.island is not None:
+        make = IslandStrategy
     return make(model, optimizer, scaled_config(config, transport.world_size), transport)

@@ -38,7 +38,6 @@ class LocalStrategy:
 
     Attributes:
         optimizer: the user's own.
-        batch_sizes: the ranks' batch sizes, samples, shape (world_size,), equal on every rank.
         round_unit: samples of a micro-batch; 1: rounds may have any number of samples.
         inexact: empty.
         merge: what makes the ranks' models one.
@@ -57,7 +56,7 @@ class LocalStrategy:
             optimizer.register_step_pre_hook(lambda *_: rule.before_step())
             optimizer.register_step_post_hook(lambda *_: rule.after_step())
         self._round = 0
-        self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
+        self._sizes = np.full(transport.world_size, float(config.batch_size))
         self._shares = np.full(transport.world_size, 1.0 / transport.world_size)
         self.round_unit = config.micro_batch_size or 1
         self._weight = GradientWeight(optimizer, ()) if config.micro_batch_size is not None else None
@@ -77,6 +76,11 @@ class LocalStrategy:
         self._span = (0, 0)
 
     @property
+    def batch_sizes(self) -> Array:
+        """The ranks' batch sizes, samples, shape (world_size,), equal on every rank."""
+        return self._sizes
+
+    @property
     def mega_batch(self) -> int:
         """Samples of the next round over all ranks."""
         return self._control.mega_batch
@@ -85,16 +89,19 @@ class LocalStrategy:
         """Switches the warm-up's smallest batch size on, or back to the starting size after it."""
         if active != self._warming_up:
             size = self._config.batch_size_bounds[0] if active else self._config.batch_size
-            self.batch_sizes = np.minimum(np.full(len(self.batch_sizes), float(size)), self._control.ceilings)
+            self._sizes = np.minimum(np.full(len(self._sizes), float(size)), self._control.ceilings)
             self._warming_up = active
 
     def lr_multiplier(self, batch: Batch) -> float:
         """Returns the factor on the learning rate for a batch of this many samples."""
         return lr_multiplier(
             self._config.lr_rule,
-            batch_size=batch.num_samples,
+            batch_size=self._step_samples(batch),
             reference_batch_size=self._config.reference_batch_size or self._config.batch_size,
         )
+
+    def _step_samples(self, batch: Batch) -> int:
+        return batch.num_samples
 
     def take_foreign_seconds(self) -> float:
         """Returns compute seconds of this step that are not the rank's own work: none."""
@@ -130,7 +137,7 @@ class LocalStrategy:
 
     def repeat_round(self, recorded: RoundClaims) -> None:
         """Makes the next round the recorded one: its batch sizes, which may have followed from seconds, and its claims."""
-        self.batch_sizes = np.array(recorded.batch_size)
+        self._sizes = np.array(recorded.batch_size)
         self.repeat = recorded.claims[self._transport.rank]
 
     def drain(self) -> None:
@@ -154,7 +161,7 @@ class LocalStrategy:
         overlap = self.merge.overlap
         if overlap is not None:
             start = time.perf_counter()
-            overlap.start_round_(work=max(1.0, self._work_of(len(rows), float(self.batch_sizes.mean()))))
+            overlap.start_round_(work=max(1.0, self._work_of(len(rows), float(self._sizes.mean()))))
             stats.merge_s += time.perf_counter() - start
         mega_batch = self._mega_batch = MegaBatch(rows, work)
         rank = self._transport.rank
@@ -163,7 +170,7 @@ class LocalStrategy:
         self._round = round_id
         rule_of = functools.partial(
             ClaimRule.of_round,
-            batch_sizes=self.batch_sizes,
+            batch_sizes=self._sizes,
             speed_shares=self._shares,
             work_per_sample=mega_batch.total_work / max(1, len(rows)),
             dynamic=self._config.dispatch == "dynamic",
@@ -272,7 +279,7 @@ class LocalStrategy:
         stats.wait_s = self._transport.rendezvous("round")
 
         start = time.perf_counter()
-        gathered = stats.gather(self._transport.allgather_stats)
+        gathered = self._gather(stats)
         self._check_claims(int(gathered["handed_samples"].sum()))
         weight = self.merge.weights(gathered)
         self._rebalance(gathered)
@@ -288,12 +295,15 @@ class LocalStrategy:
         stats.merge_s += delta_s + time.perf_counter() - start
         return gathered, weight, self.flat_model.payload_bytes
 
+    def _gather(self, stats: RoundStats) -> Gathered:
+        return stats.gather(self._transport.allgather_stats)
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the global model, the outer step's velocity, the balance and what an overlapped merge has on the way
         (shared), and this rank's optimizer state and progress."""
         state = self.merge.state_dict()
         state["shared"] |= {
-            "batch_sizes": self.batch_sizes,
+            "batch_sizes": self._sizes,
             "shares": self._shares,
             "warming_up": self._warming_up,
             "control": self._control.state_dict(),
@@ -310,14 +320,14 @@ class LocalStrategy:
     def _load_shared(self, shared: dict[str, Any], *, world_size: int) -> None:
         self.merge.load_shared(shared)
         if world_size == self._transport.world_size:
-            self.batch_sizes, self._shares = shared["batch_sizes"].copy(), shared["shares"].copy()
+            self._sizes, self._shares = shared["batch_sizes"].copy(), shared["shares"].copy()
             self._warming_up = shared["warming_up"]
         self._control.load_state_dict(shared["control"])
 
     def _rebalance(self, gathered: Gathered) -> None:
         self._shares = speed_shares(gathered["work"], gathered["busy_s"])
-        self.batch_sizes = self._control.next_batch_sizes(
-            self.batch_sizes, gathered, warming_up=self._warming_up
+        self._sizes = self._control.next_batch_sizes(
+            self._sizes, gathered, warming_up=self._warming_up
         )
 
     def after_round(self, record: RoundRecord) -> None:

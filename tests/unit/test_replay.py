@@ -157,7 +157,7 @@ def test_batch_sizes_and_rounds_come_from_the_recording(
     def rebalance(session: Session) -> None:
         strategy = session._strategy
         strategy._rebalance = lambda _: setattr(  # type: ignore[attr-defined]
-            strategy, "batch_sizes", np.roll([8.0, 16.0, 24.0], session.round)
+            strategy, "_sizes", np.roll([8.0, 16.0, 24.0], session.round)
         )
 
     file = tmp_path / "claims.jsonl"

@@ -1,0 +1,235 @@
+"""Strategy ``local`` between islands of ranks: inside, every step is one of all its ranks; outside, an island is one rank.
+
+Inside it is data parallelism: each rank computes its part of the island's batch, and their gradients meet while backward goes on.
+So the ranks of an island have the same bits after every step, and merge as one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+from torch import nn
+from torch.optim import Optimizer
+
+from hvd_adaptive.algorithm.islands import Islands, own_part
+from hvd_adaptive.algorithm.ledger import ClaimRule
+from hvd_adaptive.algorithm.statistics import Array, Gathered
+from hvd_adaptive.comm.islands import IslandWorld
+from hvd_adaptive.comm.protocols import AgreedError, Collectives, Transport
+from hvd_adaptive.config import Config
+from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
+from hvd_adaptive.engine.claims import Claims, IslandClaims
+from hvd_adaptive.engine.records import RoundStats
+from hvd_adaptive.engine.strategy import OwnState
+from hvd_adaptive.engine.touched_rows import sparse_parameters
+from hvd_adaptive.engine.weighted_gradient import GradientWeight
+from hvd_adaptive.exchange.gradients import GradientExchange
+from hvd_adaptive.strategies.local import LocalStrategy
+
+log = logging.getLogger(__name__)
+
+
+class IslandStrategy(LocalStrategy):
+    """Strategy ``local`` whose ranks are islands (``Config.island``). Construction is COLLECTIVE.
+
+    Islands end where as many ranks would with the islands' whole batches, for losses that are a mean over samples, and layers
+    that do not look at the other samples of a batch. Of buffers, those of an island's first rank count in a merge.
+
+    The ``work`` of a rank's part of a batch is that of the whole batch. A rank without samples in it gets others' rows, which
+    count nothing.
+
+    Args:
+        model: to train.
+        optimizer: the user's. Its steps take the island's gradients.
+        config: as the user gave it.
+        transport: all ranks.
+
+    Raises:
+        AgreedError: on all ranks, if they cannot be divided into such islands.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
+        assert config.island is not None
+        hosts = transport.allgather_object(transport.host)
+        try:
+            self._islands = Islands.of(config.island, hosts)
+        except ValueError as error:
+            # Every rank has the same hosts and configuration, so every rank is here.
+            raise AgreedError(str(error)) from None
+        self._all = transport
+        world = self._world = IslandWorld(transport, self._islands.of_rank)
+        self._inside = world.inside
+        super().__init__(model, optimizer, config, cast(Transport, world))
+        speaks = transport.rank == 0
+        self.merge.who = "islands" if speaks else None
+        self._control.speaks = speaks
+        if speaks:
+            self._tell(hosts)
+        # BatchNorm refuses a batch of one.
+        self._smallest = 2 if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()) else 1
+        if self._weight is not None:
+            self._weight.remove()
+        sparse = sparse_parameters(model).values() if self._inside.world_size > 1 else ()
+        self._weight = GradientWeight(optimizer, sparse)
+        self._exchange = GradientExchange(
+            model.named_parameters(),
+            dataclasses.replace(self._config, compression="none", reducer="sra", auto_bits=0, error_feedback=False),
+            cast(Collectives, self._inside),
+            average=True,
+            name="island",
+        )
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        self._share = 1.0
+        self._is_reduced = True
+        self._island_claims: IslandClaims | None = None
+
+    @property
+    def batch_sizes(self) -> Array:
+        """The batch size of each rank's island, samples, shape (world_size,), equal on every rank."""
+        return self._sizes[self._islands.of_rank]
+
+    def synchronize(self) -> bool:
+        """Waits until the gradients are the island's; returns True. COLLECTIVE inside the island."""
+        if not self._is_reduced:
+            self._exchange.synchronize()
+            self._is_reduced = True
+        return True
+
+    def take_back(self, batch: Batch) -> bool:
+        """Returns False: the other ranks of the island wait for this step."""
+        return False
+
+    def close(self) -> None:
+        """Takes the hooks off the model and the optimizer."""
+        super().close()
+        self._hook.remove()
+        self._exchange.remove()
+
+    def round_batches(
+        self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats
+    ) -> Iterator[Batch]:
+        """Yields this rank's parts of the island's batches, the same number on every rank of it; see :class:`LocalStrategy`.
+
+        Raises:
+            RuntimeError: if a step was left out, for which the other ranks of the island wait.
+        """
+        assert self._weight is not None
+        parts = cast(BatchSource, _Parts(source, self._own_part))
+        for batch in super().round_batches(rows, work=work, source=parts, round_id=round_id, stats=stats):
+            # The mean over the ranks of gradients so weighted is the mean over the island's samples.
+            self._share = self._inside.world_size * batch.num_samples / batch.work
+            self._weight.value = self._share
+            if self._config.micro_batch_size is not None:
+                self._exchange.set_backward_passes_per_step(batch.num_micro_batches)
+            self._is_reduced = False
+            yield batch
+            if not self._is_reduced:
+                raise RuntimeError(
+                    f"rank {self._all.rank} made no step with a batch of its island, and the other ranks of the island wait for "
+                    "its gradients: call optimizer.step() for every batch. To leave out steps that are not finite, or to clip or "
+                    "unscale gradients (AMP), call session.synchronize() before: all ranks of the island then decide alike"
+                )
+
+    def _own_part(self, num_samples: int) -> tuple[int, int]:
+        inside, unit = self._inside, self.round_unit
+        return own_part(num_samples, member=inside.rank, size=inside.world_size, unit=unit, smallest=self._smallest)
+
+    def _step_samples(self, batch: Batch) -> int:
+        return batch.work
+
+    def _weigh(self, micro: Batch) -> None:
+        assert self._weight is not None
+        self._weight.value = micro.weight * self._share
+
+    def _before_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if len(args) > 1 or kwargs.get("closure") is not None:
+            raise ValueError(
+                f"step() takes no closure with island {self._config.island!r}, got one: call backward() before step(), whose "
+                "gradients the ranks of an island exchange"
+            )
+        self.synchronize()
+
+    def _open_claims(self, total_work: int, rule_of: Callable[[Sequence[int]], ClaimRule], *, least: int) -> Claims:
+        claims = super()._open_claims(total_work, rule_of, least=least)
+        world = self._world
+        key = f"island.{self._round}.{world.rank}"
+        self._island_claims = IslandClaims(claims, self._transport, key, leads=world.leads)
+        return self._island_claims
+
+    def end_round(self, stats: RoundStats) -> tuple[Gathered, Array, int]:
+        """Merges the islands' models and rebalances. COLLECTIVE.
+
+        Returns:
+            The statistics of all islands as they were before the merge; the merge weights, an island's divided among its ranks;
+            and the bytes that this rank sent to other islands.
+        """
+        gathered, weight, payload_bytes = super().end_round(stats)
+        if self._island_claims is not None and self._world.leads:
+            self._island_claims.forget()
+        of_rank = self._islands.of_rank
+        return gathered, weight[of_rank] / self._islands.sizes[of_rank], payload_bytes if self._world.leads else 0
+
+    def _gather(self, stats: RoundStats) -> Gathered:
+        return self._islands.combine(stats.gather(self._all.allgather_stats))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the strategy's state, and which ranks made up which island."""
+        state = super().state_dict()
+        state["shared"]["islands"] = self._islands.of_rank.tolist()
+        return state
+
+    def load_state_dict(self, shared: dict[str, Any], own_of: OwnState, *, world_size: int) -> None:
+        """Takes over a state of the same islands; each rank that of its island's first.
+
+        Raises:
+            ValueError: for one of other islands.
+        """
+        mine = self._islands.of_rank.tolist()
+        if shared["islands"] != mine:
+            raise ValueError(
+                f"it is of other islands: its ranks were in islands {shared['islands']}, and are in {mine} here. Start as many "
+                "ranks on as many hosts as then"
+            )
+        leaders = self._islands.leaders
+        super().load_state_dict(shared, lambda island: own_of(leaders[island]), world_size=len(leaders))
+
+    def _tell(self, hosts: Sequence[str]) -> None:
+        sizes, of_rank = self._islands.sizes.tolist(), self._islands.of_rank
+        log.info("%d islands of %s ranks: each computes its batches together and merges as one", len(sizes), sizes)
+        apart = [i for i in range(len(sizes)) if len({h for h, island in zip(hosts, of_rank, strict=True) if island == i}) > 1]
+        if apart:
+            log.warning(
+                "islands %s have ranks on more than one host: their gradients cross the network in every step. Choose island "
+                "'node', or sizes that fit the hosts",
+                apart,
+            )
+
+
+class _Parts:
+    """A :class:`BatchSource` that makes this rank's parts of batches.
+
+    Args:
+        source: of whole batches.
+        own_part: returns which of so many samples are this rank's.
+    """
+
+    def __init__(self, source: BatchSource, own_part: Any) -> None:
+        self._source = source
+        self._own_part = own_part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def request(self, rows: Rows, work: int) -> Batch:
+        """Returns this rank's part of the batch, whose work is that of all."""
+        start, stop = self._own_part(len(rows))
+        if start == stop:
+            return self._source.request(rows[:2], work, stands_in=True)
+        return self._source.request(rows[start:stop], work)

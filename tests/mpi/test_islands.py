@@ -1,0 +1,323 @@
+"""Islands over real ranks: equal to one rank an island, equal bits inside after every step, and only first ranks send between."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runs import read_run
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from hvd_adaptive import Checkpointer, Config, Session
+from hvd_adaptive.comm import connect
+from hvd_adaptive.comm.horovod_collectives import HorovodCollectives
+from hvd_adaptive.comm.protocols import AgreedError
+from hvd_adaptive.comm.threads import LocalWorld
+from hvd_adaptive.comm.torch_collectives import TorchCollectives
+from hvd_adaptive.engine.flat_model import model_hash
+
+_lock = threading.Lock()
+_generator = torch.Generator().manual_seed(0)
+X = torch.randn(606, 6, dtype=torch.float64, generator=_generator)
+DATA = TensorDataset(X, (X.sum(dim=1) > 0).long())
+
+
+def make_model() -> nn.Sequential:
+    # Simulated ranks are threads with one random generator.
+    with _lock:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 2)).double()
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()
+
+
+def start(transport: Any, model: nn.Module, *, adam: bool = False, **options: Any) -> Session:
+    parameters = model.parameters()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=0.01) if adam else torch.optim.SGD(
+        parameters, lr=0.1, momentum=0.5
+    )
+    config = Config(**{"batch_size": 16, "mega_batch": 160, "hash_interval": 1, **options})
+    return Session(model, optimizer, config, transport=transport)
+
+
+def learn(session: Session, *, num_epochs: float = 2, data: Any = DATA, each: Any = None) -> list[Any]:
+    records: list[Any] = []
+    session.records.append(records.append)
+    for batch in session.batches(data, num_epochs=num_epochs):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            if each is not None:
+                each(session, batch)
+            for micro in batch.micro_batches():
+                micro.loss = nn.functional.cross_entropy(session.model(micro.x), micro.y)
+                micro.loss.backward()
+            session.optimizer.step()
+        if session.config.island is not None:
+            same_inside(session)
+    return records
+
+
+def same_inside(session: Session) -> None:
+    """All ranks of an island hold the same parameters, bit for bit."""
+    hashes = session._strategy._inside.allgather_object(model_hash(session.model, buffers=False))  # type: ignore[attr-defined]
+    assert len(set(hashes)) == 1
+
+
+@pytest.mark.mpi(4, timeout=300)
+@pytest.mark.parametrize("island", ["2", "1,3"])
+def test_islands_end_where_as_many_ranks_would(island: str, backend: str) -> None:
+    transport = connect(stall_limit_s=60, backend=backend, groups=True)
+    for options in (
+        {"adam": False},
+        {"adam": True},
+        {"adam": False, "compression": "maxmin:4"},
+        {"adam": False, "micro_batch_size": 4, "dispatch": "proportional"},
+    ):
+        options = {"dispatch": "equal", **options}
+        expected = LocalWorld(2).run(lambda t: flat_after(t, **options))  # noqa: B023
+        session = start(transport, make_model(), island=island, **options)
+        records = learn(session)
+        assert sum(record.stats["num_samples"].sum() for record in records) == 2 * len(X)
+        if options["dispatch"] == "equal":
+            # Their shares would follow from seconds.
+            loose = {"rtol": 1e-2, "atol": 1e-2} if "compression" in options else {"rtol": 1e-9, "atol": 1e-11}
+            assert torch.allclose(flat(session.model), expected[0], **loose), options
+        assert records[-1].loss < records[0].loss
+        session._strategy.close()
+    transport.close()
+
+
+def flat_after(transport: Any, **options: Any) -> torch.Tensor:
+    session = start(transport, make_model(), **options)
+    learn(session)
+    return flat(session.model)
+
+
+@pytest.mark.mpi(4, timeout=300)
+def test_sparse_gradients_and_batch_norm(backend: str) -> None:
+    """Rows that only one rank of an island touched are the island's; parts are never too small for BatchNorm."""
+
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(50, 4, mode="sum", sparse=True, dtype=torch.float64)
+            self.norm, self.out = nn.BatchNorm1d(4).double(), nn.Linear(4, 3).double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.norm(self.bag(x)))
+
+    transport = connect(stall_limit_s=60, backend=backend, groups=True)
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randint(0, 50, (301, 5), generator=generator), torch.randint(0, 3, (301,), generator=generator))
+    for mode in ("always", "never"):
+        torch.manual_seed(transport.rank)
+        model = Bag()
+        config = Config(batch_size=8, mega_batch=100, island="2", sparse_merge=mode, hash_interval=1)
+        session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=transport)
+        records = learn(session, data=data, num_epochs=1)
+        assert records[-1].num_samples == 301
+        session._strategy.close()
+    transport.close()
+
+
+@pytest.mark.mpi(4, timeout=200)
+def test_gradients_can_be_clipped_as_the_island_s(backend: str) -> None:
+    session = start(connect(stall_limit_s=60, backend=backend, groups=True), make_model(), island="2")
+    for batch in session.batches(DATA, num_epochs=0.5):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            nn.functional.cross_entropy(session.model(batch.x), batch.y).backward()
+            assert session.synchronize()
+            norm = float(torch.nn.utils.clip_grad_norm_(session.model.parameters(), 0.1))
+            assert len(set(session._strategy._inside.allgather_object(norm))) == 1  # type: ignore[attr-defined]
+            session.optimizer.step()
+        same_inside(session)
+    session.close()
+
+
+@pytest.mark.mpi(4, timeout=300)
+def test_any_rank_ends_a_round_and_the_run_and_workers_read(backend: str) -> None:
+    """The last ranks of islands, whichever comes first; all agree on what was consumed."""
+    transport = connect(stall_limit_s=60, backend=backend, groups=True)
+    session = start(transport, make_model(), island="2", batch_size=8, mega_batch=300)
+    loader = session.loader(DATA, num_workers=1, persistent_workers=True)
+    ends: list[int] = []
+    session.records.append(lambda record: ends.append(record.num_samples))
+    rows: list[int] = []
+    for number, batch in enumerate(loader):
+        rows += batch.rows.tolist()
+        with session.step(batch):
+            assert torch.equal(batch.x, X[batch.rows])
+            session.optimizer.zero_grad()
+            nn.functional.cross_entropy(session.model(batch.x), batch.y).backward()
+            session.optimizer.step()
+        is_last = session.rank in (1, 3)
+        if is_last and number == 0:
+            session._strategy.close_round()
+        if is_last and ends:
+            session.stop()
+    assert len(ends) == 2 and ends[0] < 100 and ends[1] == ends[0] + 300, ends
+    assert len(set(session.gather(tuple(ends)))) == 1
+    every = sorted(row for part in session.gather(rows) for row in part)
+    assert len(every) == len(set(every)) == ends[-1]
+    session.close()
+
+
+@pytest.mark.mpi(4, timeout=200)
+def test_an_island_is_as_fast_as_its_slowest_rank(backend: str) -> None:
+    """One rank against three, of which one is slow: whoever is free takes the next batch."""
+    session = start(connect(stall_limit_s=60, backend=backend, groups=True), make_model(), island="1,3")
+    seconds = [0.02, 0.0, 0.08, 0.0][session.rank]
+    records = learn(session, each=lambda *_: time.sleep(seconds))
+    samples = sum(record.stats["num_samples"] for record in records)
+    assert samples.sum() == 2 * len(X)
+    assert (samples[1:] > 0).all() and samples[1:].max() - samples[1:].min() < 0.2 * samples[1:].max()
+    assert samples[0] > 1.8 * samples[1:].sum(), samples
+    weights = sum(record.weight for record in records) / len(records)
+    assert weights.sum() == pytest.approx(1.0) and weights[0] > 0.6
+    assert weights[1] == pytest.approx(weights[3])
+    session.close()
+
+
+@pytest.mark.mpi(4, timeout=200)
+def test_one_rank_that_is_not_finite_is_its_island(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    session = start(connect(stall_limit_s=60, backend=backend, groups=True), make_model(), island="2", dispatch="equal")
+    poisoned: list[int] = []
+
+    def poison(session: Session, batch: Any) -> None:
+        if session.rank == 3 and session.round == 2 and not poisoned:
+            batch.x[0, 0] = float("nan")
+            poisoned.append(session.round)
+
+    with caplog.at_level(logging.WARNING):
+        records = learn(session, each=poison)
+    assert [record.weight.tolist() for record in records if not record.weight.all()] == [[0.5, 0.5, 0.0, 0.0]]
+    assert records[2].stats["finite"].min() == 0
+    assert all(torch.isfinite(p).all() for p in session.model.parameters())
+    assert caplog.text.count("islands [1] had NaN or Inf") == (session.rank == 0)
+    session.close()
+
+
+@pytest.mark.mpi(4, timeout=300)
+def test_a_resume_has_the_same_bits_and_needs_the_same_islands(backend: str, shared_tmp_path: Path) -> None:
+    transport = connect(stall_limit_s=60, backend=backend, groups=True, repeatable=True)
+    folder = shared_tmp_path / "checkpoints"
+    options = {"adam": True, "dispatch": "equal", "compression": "maxmin:8"}
+
+    def run(num_epochs: float, *, checkpoints: bool = True) -> str:
+        session = start(transport, make_model(), island="2", **options)
+        checkpointer = Checkpointer(session, folder, interval=1) if checkpoints else None
+        if checkpointer is not None:
+            checkpointer.resume()
+        learn(session, num_epochs=num_epochs)
+        if checkpointer is not None:
+            assert checkpointer.close().failed == 0
+        session._strategy.close()
+        return model_hash(session.model)
+
+    whole = run(2, checkpoints=False)
+    assert run(1) != whole
+    assert run(2) == whole
+    other = start(transport, make_model(), island="1,3", **options)
+    with pytest.raises(AgreedError, match=r"island was '2' and is '1,3'"):
+        Checkpointer(other, folder, interval=1).resume()
+    state = other.state_dict()
+    state["shared"]["strategy"]["islands"] = [0, 0, 1, 1]
+    with pytest.raises(ValueError, match="it is of other islands"):
+        other.load_state_dict(state)
+    transport.close()
+
+
+@pytest.mark.mpi(4)
+def test_islands_that_the_ranks_do_not_fill_are_refused_on_all(backend: str) -> None:
+    transport = connect(stall_limit_s=60, backend=backend, groups=True)
+    with pytest.raises(AgreedError, match="island must divide the number of ranks, got 3 and 4 ranks: choose 2 or 4"):
+        start(transport, make_model(), island="3")
+    with pytest.raises(AgreedError, match="3 of 4 ranks"):
+        start(transport, make_model(), island="1,2")
+    transport.close()
+
+
+@pytest.mark.mpi(4, timeout=200)
+@pytest.mark.parametrize("compression", ["none", "maxmin:8"])
+def test_only_first_ranks_send_between_islands(backend: str, compression: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: dict[int, int] = {}
+    kind: Any = TorchCollectives if backend == "torch" else HorovodCollectives
+
+    def counted(name: str) -> None:
+        original = getattr(kind, name)
+
+        def count(self: Any, tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            sent[self.world_size] = sent.get(self.world_size, 0) + tensor.nbytes
+            return original(self, tensor, *arguments, **options)
+
+        monkeypatch.setattr(kind, name, count)
+
+    for name in ("allreduce_sum_async_", "alltoall_bytes_async", "allgather_bytes_async"):
+        counted(name)
+    # Codecs leave small tensors as they are.
+    model = nn.Sequential(nn.Linear(6, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2)).double()
+    transport = connect(stall_limit_s=60, backend=backend, groups=True)
+    session = start(transport, model, island="1,3", compression=compression)
+    # By size: 4 ranks are the world, 3 the second island, 2 the first ranks. What torch gathers for statistics is the world's.
+    sent.clear()
+    records = learn(session, num_epochs=1)
+    payload = sum(record.stats["payload_bytes"] for record in records)
+    dense = flat(session.model).numel() * 8 * len(records)
+    leads = session.rank in (0, 1)
+    assert (payload > 0).tolist() == [True, True, False, False]
+    assert payload[0] == pytest.approx(dense) if compression == "none" else payload[0] < dense / 4
+    # SRA sends a part twice, and codes beside their scales.
+    assert (sent.get(2, 0) > 0) == leads and sent.get(2, 0) <= 2.5 * payload[session.rank]
+    assert (sent.get(3, 0) > 0) == (session.rank > 0)
+    assert sent.get(4, 0) < len(records) * 4096
+    session.close()
+
+
+SCRIPT = """
+import sys, torch
+from torch.utils.data import TensorDataset
+import hvd_adaptive
+
+x = torch.randn(400, 6)
+model = torch.nn.Linear(6, 2)
+session = hvd_adaptive.Session(model, torch.optim.SGD(model.parameters(), lr=0.1),
+                               hvd_adaptive.Config(batch_size=8, mega_batch=200, island="2", backend="torch"))
+for batch in session.batches(TensorDataset(x, (x.sum(1) > 0).long()), num_epochs=4):
+    if session.rank == 1 and session.round == 1:
+        continue
+    with session.step(batch):
+        session.optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+        session.optimizer.step()
+session.close()
+"""
+
+
+def test_a_rank_that_leaves_out_a_step_ends_the_job(run_job: Any, tmp_path: Path) -> None:
+    path = tmp_path / "own_loop.py"
+    path.write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    job = run_job([*torchrun, str(path)], timeout=200)
+    assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
+    assert "rank 1 made no step with a batch of its island" in job.stderr, job.describe()
+
+
+@pytest.mark.mpi(4, timeout=300)
+def test_the_trainer_takes_islands(train: Any, shared_tmp_path: Path, backend: str) -> None:
+    options = ["--batch-size", "16", "--mega-batch", "400", "--optimizer", "sgd", "--lr", "0.5", "--epochs", "2"]
+    train(*options, "--island", "2", "--backend", backend)
+    summary, rounds = read_run(shared_tmp_path / "run")
+    assert summary["world_size"] == 4 and rounds[-1]["samples"] == summary["samples"]
+    assert np.allclose([r["weight_sum"] for r in rounds], 1.0)
+    assert rounds[-1]["loss"] < rounds[0]["loss"]
