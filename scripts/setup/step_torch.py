@@ -58,7 +58,6 @@ class Torch:
             return self.version
         return f"{self.version}+" + ("cpu" if self.cuda is None else "cu" + self.cuda.replace(".", ""))
 
-
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Whether it has code for GPUs of a compute capability; True where it does not say what it has."""
         if not self.code:
