@@ -1,0 +1,158 @@
+"""The record of peers.py: tables of losses, times and ratios."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from peers_methods import package_of, tuned_as
+from recording import header
+
+PLAIN = "Horovod fp32"
+Result = dict[str, Any]
+
+
+def record(results: list[Result], methods: list[str]) -> list[str]:
+    """Returns the record's lines.
+
+    Args:
+        results: of all runs.
+        methods: in the order of the tables' rows; others come after them.
+    """
+    methods = list(dict.fromkeys([*methods, *(result["case"]["method"] for result in results)]))
+    done = [result for result in results if "curve" in result]
+    samples = max((result["case"]["samples"] for result in done), default=0)
+    packages = sorted({package for name in methods if (package := package_of(name))})
+    lines = [
+        *header("A small language model beside today's peers", peers_versions(packages)),
+        "A GPT of 1.03 million parameters over bytes (`examples/gpt.py`) on the standard library's sources; AdamW (0.9, 0.95),",
+        "weight decay 0.1, clipping at 1, constant rate; batches of 8 windows of 64 bytes a rank. Links are between two network",
+        "namespaces of this machine; loopback: no namespaces. A slower rank sleeps before each pass for a multiple of the CPU",
+        "time of the pass before. Loss: nats a byte over 256 held-out windows, looked at about every 400 samples of all ranks,",
+        f"after {samples:,} samples (interpolated). Time: of training without looks, to the loss that plain Horovod has then",
+        "with the same seed (interpolated). Median (range) over seeds. Ours in bold.",
+    ]
+    tuning = [result for result in done if result["case"]["stage"] == "tune"]
+    if tuning:
+        lines += ["", "## Learning rates", "", *tuning_table(tuning, methods)]
+    runs = [result for result in done if result["case"]["stage"] == "run"]
+    for link, speeds in dict.fromkeys((result["case"]["link"], result["case"]["speeds"]) for result in runs):
+        here = [result for result in runs if (result["case"]["link"], result["case"]["speeds"]) == (link, speeds)]
+        lines += ["", f"## {link}, ranks of speeds {speeds}", "", *table(here, methods)]
+    failed = [result for result in results if "error" in result]
+    if failed:
+        lines += ["", "## Runs that failed", ""]
+        for result in failed:
+            case = result["case"]
+            where = f"{case['link']}, {case['speeds']}, rate {case['lr']:g}, seed {case['seed']}"
+            lines.append(f"* {case['method']}, {where}: {result['error']}")
+    return lines
+
+
+def peers_versions(packages: list[str]) -> str:
+    """Returns which peers were to be installed."""
+    lines = (Path(__file__).parent / "peers.txt").read_text().splitlines()
+    pinned = ", ".join(line for line in lines if line.startswith(tuple(packages)))
+    return f"Peers: {pinned}; DDP, PowerSGD and PostLocalSGD are torch's."
+
+
+def tuning_table(tuning: list[Result], methods: list[str]) -> list[str]:
+    """Losses of one seed by method and rate."""
+    rates = sorted({result["case"]["lr"] for result in tuning})
+    lines = [
+        "One host, equal ranks, seed 1: loss at equal samples. The best counts below, at all speeds and over all links. Horovod",
+        "fp16 and DDP take that of Horovod fp32, whose updates they make.",
+        "",
+        f"| method | {' | '.join(f'{rate:g}' for rate in rates)} |",
+        f"| --- |{' --- |' * len(rates)}",
+    ]
+    for name in dict.fromkeys(tuned_as(name) for name in methods):
+        found = {result["case"]["lr"]: loss_at_end(result) for result in tuning if result["case"]["method"] == name}
+        if found:
+            best = min(found, key=lambda rate: found[rate])
+            cells = [("" if rate not in found else f"{found[rate]:.4f}") for rate in rates]
+            cells[rates.index(best)] = f"**{cells[rates.index(best)]}**"
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def table(runs: list[Result], methods: list[str]) -> list[str]:
+    """The rows of one link and one set of speeds."""
+    plain = {result["case"]["seed"]: result for result in runs if result["case"]["method"] == PLAIN}
+    lines = [
+        "| method | lr | seeds | samples/s | MB sent a rank | loss | behind Horovod fp32 | s to its loss | sooner than it |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in methods:
+        found = [result for result in runs if result["case"]["method"] == name]
+        if not found:
+            continue
+        losses, behind, seconds, sooner = [], [], [], []
+        for result in found:
+            loss = loss_at(result, result["case"]["samples"])
+            if loss is not None:
+                losses.append(loss)
+            base = plain.get(result["case"]["seed"])
+            if base is None:
+                continue
+            if loss is not None:
+                behind.append(loss - loss_at_end(base))
+            reached = seconds_to(result, loss_at_end(base))
+            if reached is not None:
+                seconds.append(reached)
+                sooner.append(base["curve"][-1][1] / reached)
+        num_plain = sum(result["case"]["seed"] in plain for result in found)
+        never = f"never in {max(result['curve'][-1][0] for result in found):,} samples: {num_plain - len(sooner)} of {num_plain}"
+        reach = middle(sooner, ".2f", "x") if len(sooner) == num_plain else never
+        sent = max(max(result["sent_mb"]) for result in found)
+        cells = [
+            f"**{name}**" if name.startswith("ours") else name,
+            "/".join(f"{lr:g}" for lr in sorted({result["case"]["lr"] for result in found})),
+            f"{len(found)}",
+            middle([result["curve"][-1][0] / result["curve"][-1][1] for result in found], ".0f"),
+            f"{sent:.0f}" if sent else "",
+            middle(losses, ".4f"),
+            middle(behind, "+.4f"),
+            middle(seconds, ".1f"),
+            reach if num_plain else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def middle(values: list[float], form: str, unit: str = "") -> str:
+    """Median and range."""
+    if not values:
+        return ""
+    text = f"{statistics.median(values):{form}}{unit}"
+    return text if len(values) == 1 else f"{text} ({min(values):{form}} to {max(values):{form}})"
+
+
+def loss_at_end(result: Result) -> float:
+    return float(result["curve"][-1][2])
+
+
+def loss_at(result: Result, samples: int) -> float | None:
+    """Returns the loss after so many samples, between the looks before and after; None: the run was shorter."""
+    # Two looks at the same number of samples: the later one has what was on the way.
+    points = {n: loss for n, _, loss in result["curve"]}
+    before = max((n for n in points if n <= samples), default=None)
+    after = min((n for n in points if n >= samples), default=None)
+    if before is None or after is None:
+        return None
+    part = 0.0 if after == before else (samples - before) / (after - before)
+    return float((1 - part) * points[before] + part * points[after])
+
+
+def seconds_to(result: Result, loss: float) -> float | None:
+    """Returns the training seconds to a loss, between the looks before and after; None: never."""
+    earlier: tuple[float, float] | None = None
+    for _, seconds, seen in result["curve"]:
+        if seen <= loss:
+            if earlier is None or earlier[1] <= seen:
+                return float(seconds)
+            part = (earlier[1] - loss) / (earlier[1] - seen)
+            return float(earlier[0] + part * (seconds - earlier[0]))
+        earlier = (seconds, seen)
+    return None

@@ -1,0 +1,202 @@
+"""What peers.py trains, alike for all methods: a small GPT over bytes, its samples, the clock, and the looks at the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from gpt import GPT, load_text, next_byte_loss
+
+BATCH = 8
+# Samples over all ranks between two looks at the held-out loss, and between two merges where a method has equal periods: 50
+# batches, the default of `local`.
+PERIOD = 50 * BATCH
+TEST_WINDOWS = 256
+_SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run.
+
+    Attributes:
+        stage: "tune" or "run".
+        method: a name of peers_methods.METHODS.
+        link: "loopback", or the rate as tc writes it.
+        speeds: of the ranks, such as "1:2"; the slowest is 1.
+        lr: AdamW's.
+        seed: of weights and order.
+        samples: of all ranks, at which losses are compared.
+        most_samples: the run ends here, or at ``samples`` with the target reached.
+        target: loss; None: run to ``most_samples``.
+    """
+
+    stage: str
+    method: str
+    link: str
+    speeds: str
+    lr: float
+    seed: int
+    samples: int
+    most_samples: int
+    target: float | None = None
+
+    @property
+    def parts(self) -> list[float]:
+        """Each rank's part of all speeds."""
+        speeds = [float(speed) for speed in self.speeds.split(":")]
+        return [speed / sum(speeds) for speed in speeds]
+
+    @property
+    def factors(self) -> list[float]:
+        """How many times as long each rank's forward and backward pass takes; with more ranks than two, so that two cores are
+        enough for all."""
+        speeds = [float(speed) for speed in self.speeds.split(":")]
+        return [max(1.0, len(speeds) / 2) * max(speeds) / speed for speed in speeds]
+
+
+def windows(split: str) -> tuple[Tensor, Tensor]:
+    """Returns bytes and next bytes of all windows to train on, or of 256 from all over the last tenth; int64, shape (n, 64)."""
+    everything = load_text(1 << 40)[0].tensors  # nine tenths; the rest is not needed
+    x, y = everything
+    held_out = len(x) // 10
+    if split == "train":
+        return x[:-held_out], y[:-held_out]
+    rows = torch.arange(TEST_WINDOWS) * held_out // TEST_WINDOWS + len(x) - held_out
+    return x[rows], y[rows]
+
+
+class Training:
+    """One rank's part in a run.
+
+    Args:
+        case: the run.
+        rank: this rank.
+        address: at which rank 0 is found.
+        port: where ranks meet for looks; the next one is free for the method.
+    """
+
+    def __init__(self, case: Case, *, rank: int, address: str, port: int) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(case.seed)
+        self.case, self.rank, self.world_size = case, rank, len(case.parts)
+        self.address, self.port = address, port
+        self.model = GPT()
+        self.train_x, self.train_y = windows("train")
+        self._test = [part[rank :: self.world_size] for part in windows("test")]
+        self._order = np.random.default_rng(case.seed).permutation(len(self.train_x))[rank :: self.world_size]
+        self._factor, self._compute_s = case.factors[rank], 0.0
+        self.num_steps = self.num_samples = 0
+        self.train_s, self._since = 0.0, None
+        self.curve: list[tuple[int, float, float]] = []
+        self._store = torch.distributed.TCPStore(
+            address, port, self.world_size, rank == 0, timeout=timedelta(seconds=120), wait_for_workers=True
+        )
+        self._meetings = 0
+        self._sent_before = self._sent()
+
+    def optimizer(self, parameters: Iterable[nn.Parameter] | None = None) -> torch.optim.AdamW:
+        """Returns the AdamW that every method steps with."""
+        parameters = self.model.parameters() if parameters is None else parameters
+        return torch.optim.AdamW(parameters, lr=self.case.lr, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Returns this rank's next samples of its part of the data."""
+        rows = self._order[np.arange(BATCH) + self.num_steps * BATCH]
+        return self.train_x[rows], self.train_y[rows]
+
+    def backward(self, forward: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+        """Computes the gradients of a batch. A slower rank sleeps first, for a multiple of the CPU time of its pass before."""
+        if self._factor > 1:
+            time.sleep((self._factor - 1) * self._compute_s)
+        begin = time.thread_time()
+        loss = next_byte_loss(forward, x, y)
+        loss.backward()
+        self._compute_s = time.thread_time() - begin
+        self.num_steps += 1
+        self.num_samples += len(x)
+        return loss
+
+    def clip(self) -> None:
+        """Clips the gradients of the model at norm 1."""
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+    def start(self) -> None:
+        """Starts the clock once all ranks are here. COLLECTIVE."""
+        self.gather(None)
+        self._since = time.perf_counter()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns every rank's value, in rank order. COLLECTIVE."""
+        self._meetings += 1
+        self._store.set(f"{self._meetings}.{self.rank}", json.dumps(value))
+        return [json.loads(self._store.get(f"{self._meetings}.{rank}")) for rank in range(self.world_size)]
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Stops the clock within the block, after which all ranks go on together. COLLECTIVE."""
+        if self._since is not None:
+            self.train_s += time.perf_counter() - self._since
+        self._since = None
+        yield
+        self.start()
+
+    def score(self, model: nn.Module) -> float:
+        """Returns the held-out loss of a model that all ranks hold, of which each scores a part of the windows. COLLECTIVE."""
+        x, y = self._test
+        with torch.no_grad():
+            own = next_byte_loss(model, x, y).item() * len(x)
+        return sum(self.gather(own)) / TEST_WINDOWS
+
+    def look(self, model: nn.Module | None = None) -> bool:
+        """Writes down samples, seconds and loss, at a place where all ranks hold the same model. COLLECTIVE.
+
+        Returns:
+            Whether the run is to end.
+        """
+        with self.pause():
+            found = self.gather([self.num_samples, self.train_s])
+            num_samples, seconds = sum(n for n, _ in found), max(s for _, s in found)
+            self.curve.append((num_samples, seconds, self.score(model or self.model)))
+        return self.is_over(num_samples)
+
+    def is_over(self, num_samples: int) -> bool:
+        """Tells whether the run is to end after so many samples."""
+        case = self.case
+        reached = case.target is not None and self.curve and self.curve[-1][2] <= case.target
+        return num_samples >= case.most_samples or (bool(reached) and num_samples >= case.samples)
+
+    def finish(self, path: Path, **more: Any) -> None:
+        """Writes what was found, on rank 0. COLLECTIVE."""
+        sent = self.gather(self._sent() - self._sent_before)
+        samples = self.gather(self.num_samples)
+        if self.rank == 0:
+            result = {
+                "case": dataclasses.asdict(self.case),
+                "curve": [(n, round(s, 3), round(loss, 5)) for n, s, loss in self.curve],
+                "rank_samples": samples,
+                "sent_mb": [round(num_bytes / 1e6, 2) for num_bytes in sent],
+                "load": os.getloadavg()[0],
+                **more,
+            }
+            path.write_text(json.dumps(result))
+        self.gather(None)
+
+    def _sent(self) -> int:
+        return int(_SENT.read_text()) if self.case.link != "loopback" else 0
+
