@@ -41,7 +41,7 @@ from hvd_adaptive.cluster.relaunch import ranks_command
 HERE = Path(__file__).resolve().parent
 RATES = (0.0015, 0.003, 0.006)
 PEERS_PYTHON = HERE.parent / ".venv-peers" / "bin" / "python"
-METHOD_HELP = f"of {', '.join(METHODS)}; or ours with other fields of Config: 'ours {{\"mega_batch\": 160}}' (default: those named)"
+METHOD_HELP = f"of {'; '.join(METHODS)}; or ours with fields of Config: 'ours {{\"mega_batch\": 160}}' (default: those named)"
 STAGES = ("install", "tune", "run", "record")
 
 Result = dict[str, Any]

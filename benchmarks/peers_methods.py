@@ -361,7 +361,7 @@ def find(name: str) -> Method:
         settings = json.loads(name.removeprefix("ours "))
         return lambda training: ours(training, settings)
     if name not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, or 'ours {{...}}', got {name!r}")
+        raise ValueError(f"a method must be one of {'; '.join(METHODS)}; or 'ours {{...}}', got {name!r}")
     return METHODS[name]
 
 
