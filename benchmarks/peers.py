@@ -245,9 +245,12 @@ def run_case(case: Case, *, limit_s: float) -> Result:
         finally:
             if job.poll() is None:
                 job.kill()
-            for pid in processes_of(folder):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            end = time.monotonic() + 10
+            while (left := processes_of(folder)) and time.monotonic() < end:
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                time.sleep(0.05)
             job.wait()
             if hosts is not None:
                 hosts.close()
