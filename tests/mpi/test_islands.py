@@ -166,7 +166,8 @@ def test_any_rank_ends_a_round_and_the_run_and_workers_read(backend: str) -> Non
             session._strategy.close_round()
         if is_last and ends:
             session.stop()
-    assert len(ends) == 2 and ends[0] < 100 and ends[1] == ends[0] + 300, ends
+    # What is left of the epoch is cut into rounds of one size.
+    assert len(ends) == 2 and ends[0] < 100 and 200 < ends[1] - ends[0] <= 300, ends
     assert len(set(session.gather(tuple(ends)))) == 1
     every = sorted(row for part in session.gather(rows) for row in part)
     assert len(every) == len(set(every)) == ends[-1]
