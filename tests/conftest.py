@@ -12,6 +12,7 @@ import functools
 import gc
 import importlib.metadata
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -81,6 +82,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.pluginmanager.register(RankPlugin(config), "rank")
     else:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            # A shell that starts the tests in the background has it ignored, and what the tests start would inherit that.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         set_no_deadlines()
         if hasattr(config, "workerinput"):
             import torch
