@@ -19,6 +19,10 @@ ROW_RULES = ("dual-averaging", "fisher-rows")
 
 # Occurrences of the average label between two merges, over all ranks, under which averages dilute most labels.
 _RARE = 1.5
+DIVERGED = (
+    "the parameters of ALL ranks hold NaN or Inf: the run has diverged. Lower the learning rate, warm it up for longer, or merge "
+    "more often (--mega-batch)."
+)
 
 
 def labels_are_rare(labels_a_sample: float, num_labels: int, mega_batch: int) -> bool:
@@ -33,11 +37,6 @@ def labels_are_rare(labels_a_sample: float, num_labels: int, mega_batch: int) ->
         mega_batch: samples between two merges, over all ranks.
     """
     return labels_a_sample * mega_batch < _RARE * num_labels
-
-DIVERGED = (
-    "the parameters of ALL ranks hold NaN or Inf: the run has diverged. Lower the learning rate, warm it up for longer, or merge "
-    "more often (--mega-batch)."
-)
 
 
 @dataclass(frozen=True, slots=True)

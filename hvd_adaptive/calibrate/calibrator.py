@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import itertools
 import time
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from hvd_adaptive.algorithm.micro_batches import multiple
 from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.algorithm.speed_model import fit_line
-from hvd_adaptive.calibrate.choices import SLOW_EXCHANGE, SLOW_LINK_CODEC, choose
+from hvd_adaptive.calibrate.choices import SLOW_EXCHANGE, SLOW_LINK_CODEC, choose, may_choose
 from hvd_adaptive.calibrate.file import (
     FORMAT,
     Calibration,
@@ -67,7 +67,7 @@ class Calibrator:
         transport: the world.
         memory_bytes: of the host that this rank's process may grow to, on the CPU; None: not known.
         least_s: seconds that real rounds of each kind take at least, and passes over the batch sizes at most.
-        given: names of options that were chosen by hand: no other strategy and no other compression is recommended then.
+        given: names of options that were chosen by hand; where strategy or compression is among them, both stay.
         say: gets a line of progress, on rank 0.
     """
 
@@ -162,7 +162,8 @@ class Calibrator:
         last = rounds[-1]
         choices = [local(last, chosen.mega_batch, config.compression)]
         notes = [note]
-        free_codec = config.compression == "none" and "compression" not in self._given and self._takes_codec()
+        may = functools.partial(may_choose, config, self._given)
+        free_codec = may("local", SLOW_LINK_CODEC)
         if free_codec and last.merge_s > SLOW_EXCHANGE * last.round_s:
             coded = self._rounds(chosen, chosen.mega_batch, compression=SLOW_LINK_CODEC)
             mega_batch, note = period(coded, rounds)
@@ -174,7 +175,7 @@ class Calibrator:
             choices.append(self._choice("sync", self._synchronous("sync", chosen, compression=SLOW_LINK_CODEC), SLOW_LINK_CODEC))
         horovod = self._synchronous("horovod", chosen)
         choices.append(self._choice("horovod", horovod))
-        best = choose([choice for choice in choices if "strategy" not in self._given or choice.strategy == "local"])
+        best = choose([choices[0], *(one for one in choices[1:] if may(one.strategy, one.compression))])
         if best.strategy == "local":
             chosen.mega_batch = best.mega_batch
             chosen.notes += [note] if (note := notes[choices.index(best)]) else []
@@ -248,7 +249,7 @@ class Calibrator:
         ) as probe:
             for size in sizes:
                 reset_peak()
-                fits, results = tried(device, optimizer, partial(probe.repeat, size, repeat_s=_REPEAT_S))
+                fits, results = tried(device, optimizer, functools.partial(probe.repeat, size, repeat_s=_REPEAT_S))
                 if not fits:
                     if micro is None:
                         largest = largest_fitting(device, optimizer, probe, below=size, above=max(repeats, default=0))
@@ -376,13 +377,6 @@ class Calibrator:
         if strategy == "sync":
             own |= {"micro_batch_size": config.micro_batch_size, "compression": compression}
         return self._play(Config(strategy=strategy, batch_size=chosen.batch_size, mega_batch=mega_batch, **own))
-
-    def _takes_codec(self) -> bool:
-        try:
-            dataclasses.replace(self._config, compression=SLOW_LINK_CODEC)
-        except ValueError:
-            return False
-        return True
 
     @staticmethod
     def _choice(strategy: str, rounds: Rounds, compression: str = "none") -> Choice:

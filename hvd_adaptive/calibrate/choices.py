@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
 
 from hvd_adaptive.calibrate.file import Choice
+from hvd_adaptive.config import Config
 
 # Samples to a loss over plain Horovod's. `local`: 1.0 to 1.4 on the embedded set (benchmarks/records/2026-11-23-defaults.md),
 # 1.02 on a language model (2026-11-23-fragments.md). Codes of 4 bits with residuals cost none that was seen.
@@ -19,6 +21,25 @@ _LEAST_GAIN = 1.1
 def relative_time(choice: Choice) -> float:
     """Returns the predicted time to a loss, in units that compare between choices."""
     return SAMPLES_TO_A_LOSS[choice.strategy] / choice.samples_per_s
+
+
+def may_choose(config: Config, given: Collection[str], strategy: str, compression: str) -> bool:
+    """Returns whether ``train`` would take another strategy or compression beside the options that it gets.
+
+    Args:
+        config: as it was given.
+        given: names of the options that were chosen by hand; where strategy or compression is among them, both stay.
+        strategy: of the choice.
+        compression: likewise.
+    """
+    if config.compression != "none" or not {"strategy", "compression"}.isdisjoint(given):
+        return False
+    try:
+        dataclasses.replace(config, strategy=strategy, compression=compression)
+    except ValueError:
+        # An option that was given needs another one.
+        return False
+    return True
 
 
 def choose(choices: Sequence[Choice]) -> Choice:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adaptive.algorithm.speed_model import fit_line
-from hvd_adaptive.calibrate.choices import choose, table
+from hvd_adaptive.calibrate.choices import choose, may_choose, table
 from hvd_adaptive.calibrate.file import Calibration, Choice, read_table, to_toml, write_file
 from hvd_adaptive.calibrate.memory_ceiling import largest_by_growth
 from hvd_adaptive.calibrate.recommend import predict, recommend_batches, recommend_mega_batch
@@ -201,6 +201,16 @@ def test_the_choice_weighs_speed_against_samples_and_keeps_what_was_given_where_
     assert choose(coded) is coded[1]
     lines = table(coded, coded[1])
     assert lines[2].split() == ["local,", "maxmin:4", "1,300", "1.2x", "1.00", "<-", "chosen"] and "1.30" in lines[1]
+
+
+def test_nothing_is_chosen_that_the_given_options_forbid() -> None:
+    assert may_choose(Config(), {"batch_size"}, "sync", "maxmin:4") and may_choose(Config(), (), "local", "maxmin:4")
+    # train takes no choice where one of the two stands in the file, on the command line or in a variable.
+    assert not may_choose(Config(), {"strategy"}, "local", "maxmin:4")
+    assert not may_choose(Config(compression="fp16"), (), "sync", "none")
+    # It would refuse these together.
+    assert not may_choose(Config(merge_period="auto"), {"merge_period"}, "sync", "none")
+    assert not may_choose(Config(sparse_merge="always"), {"sparse_merge"}, "local", "maxmin:4")
 
 
 def test_train_takes_the_recommended_way_unless_one_is_given_by_hand(tmp_path: Path) -> None:
