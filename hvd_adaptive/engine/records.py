@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from hvd_adaptive.algorithm.statistics import Array, Gathered
+from hvd_adaptive.engine.claims import Claim
 from hvd_adaptive.engine.merge import MergeStats
-from hvd_adaptive.engine.replay import RoundClaims
 
 # Statistics that are of no use in a file.
 _NOT_RECORDED = ("loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy", "preempted", "state_checksum")
@@ -85,6 +85,31 @@ class RoundStats(MergeStats):
         if loss is not None:
             self.loss_sum += loss * num_samples
             self.loss_samples += num_samples
+
+
+@dataclass(frozen=True, slots=True)
+class RoundClaims:
+    """One round as it was.
+
+    Attributes:
+        round: its number.
+        data: what the rows are of, as text.
+        num_samples: samples of the round, over all ranks.
+        claims: what each rank took, in its order.
+        batch_size: of each rank.
+        lr: learning rate of each rank's last step.
+        weight: merge weight of each rank.
+        model_hash: SHA-256 of the merged model, where it was taken.
+    """
+
+    round: int
+    data: str
+    num_samples: int
+    claims: list[list[Claim]]
+    batch_size: list[float]
+    lr: list[float]
+    weight: list[float]
+    model_hash: str | None
 
 
 @dataclass(slots=True)

@@ -13,63 +13,22 @@ import math
 import operator
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 
 from hvd_adaptive.comm.protocols import AgreedError, Collectives
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.claims import Claim, Claims, ClaimSize
+from hvd_adaptive.engine.records import RoundClaims, RoundRecord
 from hvd_adaptive.validation import parse_json
-
-if TYPE_CHECKING:
-    from hvd_adaptive.engine.records import RoundRecord
 
 log = logging.getLogger(__name__)
 
 CLAIMS_FILE = "claims.jsonl"
 # What may differ between a run and its replay: none of them changes a bit of the model.
 _FREE = ("backend", "record", "replay", "stall_limit_s", "hash_interval", "slowdown", "drain_limit_s", "straggler_limit")
-
-
-@dataclass(frozen=True, slots=True)
-class RoundClaims:
-    """One round as it was.
-
-    Attributes:
-        round: its number.
-        data: what the rows are of, as text.
-        num_samples: samples of the round, over all ranks.
-        claims: what each rank took, in its order.
-        batch_size: of each rank.
-        lr: learning rate of each rank's last step.
-        weight: merge weight of each rank.
-        model_hash: SHA-256 of the merged model, where it was taken.
-    """
-
-    round: int
-    data: str
-    num_samples: int
-    claims: list[list[Claim]]
-    batch_size: list[float]
-    lr: list[float]
-    weight: list[float]
-    model_hash: str | None
-
-    def check(self) -> None:
-        """Raises ValueError for fields that are not what they should be, as in a file that was changed."""
-        num_ranks = len(self.claims)
-        for name in ("batch_size", "lr", "weight"):
-            numbers = getattr(self, name)
-            whole = isinstance(numbers, list) and len(numbers) == num_ranks
-            if not whole or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
-                raise ValueError(f"{name} must be {num_ranks} numbers, got {_short(numbers)}")
-        if not isinstance(self.round, int) or not isinstance(self.num_samples, int) or not isinstance(self.data, str):
-            raise ValueError("round and num_samples must be whole numbers, and data text")
-        if not isinstance(self.model_hash, (str, type(None))):
-            raise ValueError(f"model_hash must be text, got {_short(self.model_hash)}")
 
 
 class WatchedClaims:
@@ -305,7 +264,7 @@ def read_recording(path: Path) -> tuple[dict[str, str], dict[int, RoundClaims]]:
                 continue
             value["claims"] = [[tuple(map(operator.index, claim)) for claim in rank] for rank in value["claims"]]
             entry = RoundClaims(**value)
-            entry.check()
+            _check(entry)
             ends = np.array(sorted(claim[:2] for rank in entry.claims for claim in rank))
         except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
             raise ValueError(f"line {number} of {file} is not of a recording: {error}") from None
@@ -315,3 +274,17 @@ def read_recording(path: Path) -> tuple[dict[str, str], dict[int, RoundClaims]]:
     if not identity:
         raise ValueError(f"{file} does not say which run it is of: its first line is missing")
     return identity, rounds
+
+
+def _check(entry: RoundClaims) -> None:
+    """Raises ValueError for fields that are not what they should be, as in a file that was changed."""
+    num_ranks = len(entry.claims)
+    for name in ("batch_size", "lr", "weight"):
+        numbers = getattr(entry, name)
+        whole = isinstance(numbers, list) and len(numbers) == num_ranks
+        if not whole or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
+            raise ValueError(f"{name} must be {num_ranks} numbers, got {_short(numbers)}")
+    if not isinstance(entry.round, int) or not isinstance(entry.num_samples, int) or not isinstance(entry.data, str):
+        raise ValueError("round and num_samples must be whole numbers, and data text")
+    if not isinstance(entry.model_hash, (str, type(None))):
+        raise ValueError(f"model_hash must be text, got {_short(entry.model_hash)}")

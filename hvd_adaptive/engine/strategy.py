@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.claims import Claim
-from hvd_adaptive.engine.records import RoundRecord, RoundStats
-from hvd_adaptive.engine.replay import RoundClaims
+from hvd_adaptive.engine.records import RoundClaims, RoundRecord, RoundStats
 
 # What a saved rank held alone.
 OwnState = Callable[[int], dict[str, Any]]

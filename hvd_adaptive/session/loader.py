@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from hvd_adaptive.comm.protocols import agree_equal
+import torch
+
+from hvd_adaptive.algorithm.ledger import Ledger
+from hvd_adaptive.comm.protocols import Collectives, agree_equal
+from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource
+from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.worker_batches import WorkerSource, refuse_stream
 
-if TYPE_CHECKING:
-    from hvd_adaptive.session.session import Session
+
+class Reader(Protocol):
+    """A session, as far as a loader needs it; see :class:`hvd_adaptive.Session`."""
+
+    config: Config
+    device: torch.device
+    ledger: Ledger
+    _times: DeviceTimes
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def transport(self) -> Collectives:
+        """The world of ranks."""
+
+    def _batches_from(self, source: BatchSource, *, num_epochs: float | None) -> Iterator[Batch]:
+        """Yields batches until the epochs are consumed."""
 
 
 class Loader:
@@ -21,7 +43,7 @@ class Loader:
         source: reads them.
     """
 
-    def __init__(self, session: Session, source: BatchSource) -> None:
+    def __init__(self, session: Reader, source: BatchSource) -> None:
         self._session = session
         self._source = source
 
@@ -31,7 +53,7 @@ class Loader:
 
 
 def loader(
-    self: Session,
+    self: Reader,
     dataset: Any,
     *,
     num_workers: int = 0,

@@ -37,8 +37,8 @@ from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.emulation import compute_seconds
 from hvd_adaptive.engine.learning_rate import LearningRateMultiplier
 from hvd_adaptive.engine.out_of_memory import begun_step_error, is_out_of_memory
-from hvd_adaptive.engine.records import RoundRecord, RoundStats
-from hvd_adaptive.engine.replay import Replay, RoundClaims, round_claims, run_identity
+from hvd_adaptive.engine.records import RoundClaims, RoundRecord, RoundStats
+from hvd_adaptive.engine.replay import Replay, round_claims, run_identity
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.session.handed_out import HandedOut
 from hvd_adaptive.session.loader import loader

@@ -25,8 +25,8 @@ from hvd_adaptive.engine.claims import Claim, Claims, OwnPart, SharedCursor
 from hvd_adaptive.engine.merge import Merge
 from hvd_adaptive.engine.out_of_memory import MemoryCeiling
 from hvd_adaptive.engine.overlap import OverlappedMerge
-from hvd_adaptive.engine.records import RoundRecord, RoundStats
-from hvd_adaptive.engine.replay import RecordedClaims, RoundClaims, WatchedClaims
+from hvd_adaptive.engine.records import RoundClaims, RoundRecord, RoundStats
+from hvd_adaptive.engine.replay import RecordedClaims, WatchedClaims
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.engine.weighted_gradient import GradientWeight
 

@@ -18,8 +18,7 @@ from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.claims import Claim, StepFrontier
 from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.emulation import compute_seconds
-from hvd_adaptive.engine.records import RoundRecord, RoundStats
-from hvd_adaptive.engine.replay import RoundClaims
+from hvd_adaptive.engine.records import RoundClaims, RoundRecord, RoundStats
 
 
 class SynchronousClock:
