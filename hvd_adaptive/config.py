@@ -126,8 +126,8 @@ class Config:
     )
     outer_state: str = option(
         "device",
-        "where the global model and the outer step's velocity are; host: in pinned host memory, from where each merge takes them "
-        "piece by piece, for models near the GPU's size",
+        "where the global model, the outer step's velocity and what a codec has lost are; host: in pinned host memory, from "
+        "where each merge takes them piece by piece, for models near the GPU's size",
         "device", "host",
         strategy=_LOCAL,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -69,8 +70,23 @@ class PowerSgd(TensorCodec):
         memory: dict[str, Tensor],
     ) -> Steps:
         """See :class:`~hvd_adaptive.compress.codec.TensorCodec`; the memory holds Q of the last sum, where the next goes on."""
+        kept = nullcontext() if feedback is None else feedback.lent(f"{name}.worker", flat.numel(), flat.device)
+        with kept as residual:
+            yield from self._sum(world, flat, shapes, residual, name=name, key=key, weight=weight, memory=memory)
+
+    def _sum(
+        self,
+        world: Group,
+        flat: Tensor,
+        shapes: Sequence[tuple[int, ...]],
+        residual: Tensor | None,
+        *,
+        name: str,
+        key: int,
+        weight: float,
+        memory: dict[str, Tensor],
+    ) -> Steps:
         values = flat.to(torch.float32)
-        residual = None if feedback is None else feedback.residual(f"{name}.worker", values)
         if weight != 1.0:
             values.mul_(weight)
         if residual is not None:

@@ -106,7 +106,9 @@ class Merge:
         self.outer = OuterStep.of(config)
         if config.compression != "none":
             infos = [info for group in flat.parameter_groups for info in group.infos]
-            flat.compressed = CompressedSum(config, transport, infos, devices=[flat.device], auto_bits=config.auto_bits)
+            flat.compressed = CompressedSum(
+                config, transport, infos, devices=[flat.device], auto_bits=config.auto_bits, residuals_on_host=on_host
+            )
         self.state_rule = optimizer_state.rule(config, optimizer)
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
         self.overlap = OverlappedMerge(flat, self.outer, transport, config, self._forget) if config.overlaps_merges else None

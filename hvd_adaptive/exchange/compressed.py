@@ -41,6 +41,7 @@ class CompressedSum:
         names: of all trainable parameters, with their shapes.
         devices: where they are: the codecs' kernels are compiled for these now.
         auto_bits: rounds between two choices of bits for each layer (:class:`BitChooser`); 0: never.
+        residuals_on_host: what codecs lose is kept in host memory.
 
     Raises:
         AgreedError: on all ranks, for a policy that cannot be read, names no parameter, or has a codec that cannot go with the
@@ -55,6 +56,7 @@ class CompressedSum:
         *,
         devices: Iterable[torch.device],
         auto_bits: int = 0,
+        residuals_on_host: bool = False,
     ) -> None:
         self._names = list(names)
         self._transport = transport
@@ -67,6 +69,7 @@ class CompressedSum:
             policy,
             reducer=options.reducer,
             error_feedback=options.error_feedback,
+            residuals_on_host=residuals_on_host,
             seed=options.seed,
         )
         self._num_rounds = 0

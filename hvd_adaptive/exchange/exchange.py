@@ -55,6 +55,7 @@ class Exchange:
             Uncompressed tensors always take allreduce. "auto" tries at the first `sum_` of each name: SRA, hierarchical where the
             transport has groups and hosts have several ranks each, and no compression, and stays with the fastest.
         error_feedback: whether what a code loses is sent in the next step.
+        residuals_on_host: what it loses is kept in host memory.
         seed: of stochastic rounding.
         chunk_elements: the most elements of a chunk, about; the next chunk is encoded while one is on the wire.
 
@@ -70,6 +71,7 @@ class Exchange:
         *,
         reducer: str = "sra",
         error_feedback: bool = False,
+        residuals_on_host: bool = False,
         seed: int = 0,
         chunk_elements: int = CHUNK_ELEMENTS,
     ) -> None:
@@ -80,7 +82,7 @@ class Exchange:
         self._seed = seed
         self._chunk_elements = chunk_elements
         self._one_host = False
-        self._feedback = ErrorFeedback() if error_feedback else None
+        self._feedback = ErrorFeedback(on_host=residuals_on_host) if error_feedback else None
         self._layouts: dict[str, list[Run]] = {}
         self._memory: dict[str, Tensor] = {}
         agree_equal(

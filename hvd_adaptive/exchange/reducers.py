@@ -10,8 +10,8 @@ All return tasks (:mod:`hvd_adaptive.exchange.pipeline`), one a chunk, which eve
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -51,12 +51,11 @@ class Job:
     feedback: ErrorFeedback | None = None
     weight: float = 1.0
 
-    def residual(self, side: str, num_elements: int) -> Tensor | None:
-        """Returns this rank's residual on the worker's or the owner's side, fp32, shape (num_elements,)."""
+    def residual(self, side: str, num_elements: int, start: int, size: int) -> AbstractContextManager[Tensor | None]:
+        """Lends a part of this rank's residual on the worker's or the owner's side, which has num_elements, fp32."""
         if self.feedback is None:
-            return None
-        like = torch.empty(num_elements, dtype=torch.float32, device=self.flat.device)
-        return self.feedback.residual(f"{self.name}.{side}", like)
+            return nullcontext()
+        return self.feedback.lent(f"{self.name}.{side}", num_elements, self.flat.device, slice(start, start + size))
 
 
 def allreduce(world: Group, job: Job) -> list[Task]:
@@ -91,10 +90,10 @@ def _allreduce_chunk(world: Group, job: Job, span: Span, name: str) -> Task:
     codec, wire_dtype = job.codec, job.codec.wire_dtype
     assert wire_dtype is not None
     out = job.flat[span.start : span.stop]
-    residual = _slice(job.residual("worker", job.flat.numel()), span.start, span.size)
     payload = torch.empty(codec.payload_bytes(span.size), dtype=torch.uint8, device=out.device)
     key = mix_key(job.key, world.rank, span.start)
-    codec.encode_(out, payload, key=key, residual=residual, weight=job.weight)
+    with job.residual("worker", job.flat.numel(), span.start, span.size) as residual:
+        codec.encode_(out, payload, key=key, residual=residual, weight=job.weight)
     total = yield world.allreduce_sum_async_(payload.view(wire_dtype), name)
     codec.decode_(total.view(torch.uint8), out)
 
@@ -150,14 +149,6 @@ class _Sra:
     def payload_bytes(self, chunk: int, local_rank: int) -> list[int]:
         return [self.job.codec.payload_bytes(piece.size) for piece in self.part(chunk, local_rank)]
 
-    @cached_property
-    def worker_residual(self) -> Tensor | None:
-        return self.job.residual("worker", self.worker_offsets[-1])
-
-    @cached_property
-    def owner_residual(self) -> Tensor | None:
-        return self.job.residual("owner", self.owner_offsets[-1])
-
     def tasks(self) -> list[Task]:
         return [self.task(chunk) for chunk in range(len(self.spans))]
 
@@ -194,14 +185,15 @@ class _Sra:
         codec, part = self.job.codec, self.part(chunk, self.local_rank)
         sizes = self.payload_bytes(chunk, self.local_rank)
         payload = torch.empty(sum(sizes), dtype=torch.uint8, device=values.device)
-        codec.encode_(
-            values,
-            payload,
-            key=mix_key(self.job.key, 0, self.cross.rank, part[0].start),
-            residual=_slice(self.worker_residual, self.worker_offsets[chunk], values.numel()),
-            weight=weight,
-            piece=self.pieces[chunk][0].size,
-        )
+        with self.job.residual("worker", self.worker_offsets[-1], self.worker_offsets[chunk], values.numel()) as residual:
+            codec.encode_(
+                values,
+                payload,
+                key=mix_key(self.job.key, 0, self.cross.rank, part[0].start),
+                residual=residual,
+                weight=weight,
+                piece=self.pieces[chunk][0].size,
+            )
         return self.cross.alltoall_bytes_async(
             payload,
             send_bytes=sizes,
@@ -216,8 +208,8 @@ class _Sra:
         total = torch.empty(piece.size, dtype=torch.float32, device=received.device)
         codec.decode_(received, total, num_peers=self.cross.world_size)
         encoded = torch.empty(sizes[self.cross.rank], dtype=torch.uint8, device=received.device)
-        residual = _slice(self.owner_residual, self.owner_offsets[chunk], piece.size)
-        codec.encode_(total, encoded, key=mix_key(self.job.key, 1, piece.start), residual=residual)
+        with self.job.residual("owner", self.owner_offsets[-1], self.owner_offsets[chunk], piece.size) as residual:
+            codec.encode_(total, encoded, key=mix_key(self.job.key, 1, piece.start), residual=residual)
         return self.cross.allgather_bytes_async(
             encoded, receive_bytes=sizes, name=f"{self.job.name}.{chunk}.gather"
         )
@@ -240,7 +232,3 @@ def _sum_rows(rows: Tensor) -> Tensor:
     for row in rows[1:]:
         total.add_(row)
     return total
-
-
-def _slice(residual: Tensor | None, start: int, size: int) -> Tensor | None:
-    return None if residual is None else residual[start : start + size]

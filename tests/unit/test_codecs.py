@@ -158,15 +158,20 @@ def test_error_feedback_telescopes(spec: str) -> None:
 
 def test_residuals_are_kept_by_name_and_forgotten_on_reset() -> None:
     feedback = ErrorFeedback()
-    feedback.residual("a", torch.empty(3)).add_(1)
+    cpu = torch.device("cpu")
+    with feedback.lent("a", 3, cpu) as residual:
+        residual.add_(1)
     other = ErrorFeedback()
     other.load_state_dict(feedback.state_dict())
-    feedback.residual("a", torch.empty(3)).add_(1)
-    assert other.residual("a", torch.empty(3)).tolist() == [1, 1, 1]
-    with pytest.raises(RuntimeError, match=r"has shape \(3,\), but the exchange now has \(4,\)"):
-        other.residual("a", torch.empty(4))
+    with feedback.lent("a", 3, cpu, slice(1, 2)) as residual:
+        residual.add_(1)
+    with other.lent("a", 3, cpu) as theirs, feedback.lent("a", 3, cpu) as own:
+        assert (theirs.tolist(), own.tolist()) == ([1, 1, 1], [1, 2, 1])
+    with pytest.raises(RuntimeError, match="has 3 elements, but the exchange now has 4"), other.lent("a", 4, cpu):
+        pass
     other.reset()
-    assert other.residual("a", torch.empty(4)).tolist() == [0, 0, 0, 0]
+    with other.lent("a", 4, cpu) as residual:
+        assert residual.tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

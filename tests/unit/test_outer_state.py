@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hvd_adaptive.algorithm import outer_step
-from hvd_adaptive.comm.threads import LocalTransport
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine import host_state
 from hvd_adaptive.session.session import Session
 
 # Several pieces, the last one cut.
 SIZE, PIECE = 50, 1000
+# Ranks that are threads share torch's generator.
+SEEDED = threading.Lock()
 DOCS = Path(__file__).parents[2] / "docs" / "training.md"
 
 
@@ -34,11 +37,14 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def begin(config: Config, dtype: torch.dtype = torch.float32, size: int = SIZE) -> tuple[Session, Any]:
-    torch.manual_seed(0)
-    model = nn.Linear(size, size, bias=False, dtype=dtype).to("cuda")
-    data = TensorDataset(torch.randn(128, size, dtype=dtype), torch.randn(128, size, dtype=dtype))
-    return Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=LocalTransport()), data
+def begin(
+    config: Config, dtype: torch.dtype = torch.float32, size: int = SIZE, transport: LocalTransport | None = None
+) -> tuple[Session, Any]:
+    with SEEDED:
+        torch.manual_seed(0)
+        model = nn.Linear(size, size, bias=False, dtype=dtype).to("cuda")
+        data = TensorDataset(torch.randn(128, size, dtype=dtype), torch.randn(128, size, dtype=dtype))
+    return Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=transport or LocalTransport()), data
 
 
 def train(session: Session, data: Any, num_epochs: float) -> None:
@@ -72,6 +78,26 @@ def test_the_bits_are_those_of_the_device(outer: str, dtype: torch.dtype) -> Non
             assert all(is_on(v) is (place == "device") for v in velocity.values())
             found.append((next(session.model.parameters()).detach().cpu(), group.weights.cpu()))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("codec", ["fp16", "maxmin:4", "topk:0.1", "powersgd:2"])
+def test_what_codecs_have_lost_is_on_the_host_too(codec: str) -> None:
+    def body(transport: LocalTransport, place: str) -> tuple[Any, ...]:
+        with recording(Log()) as log:
+            session, data = begin(config(compression=codec, dispatch="equal", outer_state=place), transport=transport)
+            train(session, data, 1.0)
+            session.load_state_dict(session.state_dict())
+            train(session, data, 2.0)
+            kept = session.state_dict()["own"]["strategy"]["compressed"]["exchange"]["residuals"]
+            assert kept and all(is_on(r) is (place == "device") and r.any() for r in kept.values())
+            assert place == "device" or all(r.is_pinned() for r in kept.values())
+            wrong = [line for line in log.lines("start") if any(word in line for word in (" mix ", " race ", " pageable "))]
+            return next(session.model.parameters()).detach().cpu(), [r.cpu() for r in kept.values()], wrong
+
+    found = {place: LocalWorld(2).run(lambda t, place=place: body(t, place)) for place in ("device", "host")}
+    for (device_model, device_kept, _), (model, kept, wrong) in zip(found["device"], found["host"], strict=True):
+        assert torch.equal(device_model, model) and not wrong, wrong
+        assert all(torch.equal(a, b) for a, b in zip(device_kept, kept, strict=True))
 
 
 def bytes_on_device() -> int:
