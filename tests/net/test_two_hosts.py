@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from campaign import write_data
 from two_hosts import ENVIRONMENT, NETWORK, TwoHosts
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive"]
@@ -98,6 +99,7 @@ def test_hosts_with_unlike_data_are_refused(train: Any, hosts: TwoHosts, fault: 
 @pytest.fixture
 def disturb(train: Any, tmp_path: Path) -> Callable[..., Any]:
     """Trains for ever, does something in the midst of it, and checks that this ends the job in time."""
+    write_data(tmp_path / "data")
 
     def run(disturbance: Callable[[], object]) -> Any:
         begin_s = float("nan")
@@ -110,8 +112,8 @@ def disturb(train: Any, tmp_path: Path) -> Callable[..., Any]:
             disturbance()
             begin_s = time.monotonic()
 
-        options = ["--epochs", "10000", "--mega-batch", "2000", "--stall-limit-s", str(LIMIT_S)]
-        job = train(*options, ranks_per_host=2, during=during, grace_s=FAR_END_S)
+        options = ["--epochs", "100000", "--mega-batch", "2000", "--stall-limit-s", str(LIMIT_S)]
+        job = train("--data", str(tmp_path / "data"), *options, ranks_per_host=2, during=during, grace_s=FAR_END_S)
         took_s = time.monotonic() - job.outlived_s - begin_s
         assert not job.timed_out and job.returncode != 0 and not job.leftover, job.describe()
         assert took_s < DEAD_S, job.describe()

@@ -32,8 +32,8 @@ _SPACES = ("pid", "user", "time", "cgroup")
 def fixed_variables() -> dict[str, str]:
     """The variables of this process that a fork cannot change any more."""
     found = {name: value for name, value in os.environ.items() if name.startswith(FIXED) and name not in _FREE and value}
-    # Each launcher puts its folder in front once more.
-    found["LD_LIBRARY_PATH"] = ":".join(dict.fromkeys(found.get("LD_LIBRARY_PATH", "").split(":")))
+    # Each launcher puts its folder in front once more; on another host it also leaves an empty name, which finds nothing there.
+    found["LD_LIBRARY_PATH"] = ":".join(dict.fromkeys(filter(None, found.get("LD_LIBRARY_PATH", "").split(":"))))
     return found
 
 
