@@ -86,6 +86,8 @@ def pytest_configure(config: pytest.Config) -> None:
             # A shell that starts the tests in the background has it ignored, and what the tests start would inherit that.
             signal.signal(signal.SIGINT, signal.default_int_handler)
         set_no_deadlines()
+        # Torch's stores ask for the name of every address; where the name server loses answers, each would take 5 s.
+        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
         if hasattr(config, "workerinput"):
             import torch
 
