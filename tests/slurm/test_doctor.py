@@ -11,7 +11,7 @@ import pytest
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive", "doctor", "--probe-seconds", "0.2", "--json", "-"]
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.beside]
 
 
 @pytest.mark.usefixtures("pmix")

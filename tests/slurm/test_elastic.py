@@ -6,7 +6,7 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,13 @@ until {command} --epochs "$(cat {epochs})"; do
     until [ -e {epochs} ]; do sleep 0.1; done
 done
 """
+
+
+@pytest.fixture(autouse=True)
+def restored(slurm: SlurmSite) -> Iterator[None]:
+    """Brings back nodes that the test has lost."""
+    yield
+    slurm.restore()
 
 
 def test_a_node_is_lost_and_comes_back(

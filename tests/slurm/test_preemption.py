@@ -14,50 +14,25 @@ import pytest
 from campaign import NUM_SAMPLES
 from ledger import check_ledger
 from slurm_site import SlurmJob, SlurmSite
-from two_hosts import TwoHosts
 
 ROOT = Path(__file__).resolve().parents[2]
-EPOCHS = 12
-SLOW = "0:10,10"  # a fast machine would end the training before it is told to
+NUM_EPOCHS = 5
+SLOW = "0:40,40"  # a fast machine would end the training before it is told to
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.beside]
 
 
 def check_finished(job: SlurmJob) -> None:
     job.wait(lambda: job.state == "COMPLETED")
     summary = json.loads((job.run / "summary.json").read_text())
-    assert summary["ranks_agreed"] is True and summary["samples"] == EPOCHS * NUM_SAMPLES, job.output
-    check_ledger(job.run, dataset_size=NUM_SAMPLES, num_epochs=EPOCHS)
-
-
-@pytest.fixture
-def submit(
-    run_in_slurm: Callable[..., Any], slurm: SlurmSite, hosts: TwoHosts, data: Path, tmp_path: Path
-) -> Callable[..., SlurmJob]:
-    """Submits a training over two nodes with one rank each, which goes on with the one in `tmp_path`."""
-
-    def run(*sbatch: str, train: tuple[str, ...] = ()) -> SlurmJob:
-        output = tmp_path / f"output-{len(list(tmp_path.glob('output-*')))}"
-        places = ["--data", str(data), "--cache-dir", str(hosts.local / "cache"), "--out", str(tmp_path / "run")]
-        small = ["--no-calibration", "--hidden-size", "16", "--batch-size", "16", "--mega-batch", "400", "--eval-rounds", "0"]
-        argv = [*places, *small, "--epochs", str(EPOCHS), "--record", "--checkpoint-interval", "2", *train]
-        if sbatch:
-            smaller = ["--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", "--time=5", f"--output={output}"]
-            job = run_in_slurm("sbatch", "--parsable", *smaller, *sbatch, *argv, leaves_job=True)
-        else:
-            smaller = ["--nodes", "2", "--ntasks-per-node", "1", "--cpus-per-task", "1", "--time", "5", "--log", str(output)]
-            command = [sys.executable, "-m", "hvd_adaptive", "submit", *smaller, "--venv", sys.prefix, "--requeue", "--yes"]
-            job = run_in_slurm(*command, "--", "train", *argv, leaves_job=True)
-        assert job.returncode == 0, job.describe()
-        return SlurmJob(slurm, job.stdout.split()[-1], tmp_path / "run", output)
-
-    return run
+    assert summary["ranks_agreed"] is True and summary["samples"] == NUM_EPOCHS * NUM_SAMPLES, job.output
+    check_ledger(job.run, dataset_size=NUM_SAMPLES, num_epochs=NUM_EPOCHS)
 
 
 @pytest.mark.usefixtures("pmix")
 @pytest.mark.parametrize("script", ["preemptible", "preemptible-mpirun"])
-def test_a_signal_in_a_round_saves_and_requeues(submit: Callable[..., SlurmJob], script: str) -> None:
-    job = submit(str(ROOT / "slurm" / f"{script}.sbatch"), train=("--slowdown", f"{SLOW};8:1,1"))
+def test_a_signal_in_a_round_saves_and_requeues(submit: Callable[..., SlurmJob], folder: Path, script: str) -> None:
+    job = submit(folder, str(ROOT / "slurm" / f"{script}.sbatch"), train=("--slowdown", f"{SLOW};3:1,1"), num_epochs=NUM_EPOCHS)
     job.wait(lambda: job.has_rounds(1))
     job.signal("USR1")
     job.wait(lambda: "Go on with --resume auto" in job.output)
@@ -66,9 +41,9 @@ def test_a_signal_in_a_round_saves_and_requeues(submit: Callable[..., SlurmJob],
 
 
 @pytest.mark.usefixtures("pmix")
-def test_requeued_from_outside_and_cancelled(submit: Callable[..., SlurmJob]) -> None:
+def test_requeued_from_outside_and_cancelled(submit: Callable[..., SlurmJob], folder: Path) -> None:
     # From outside: Slurm ends the ranks and starts the job again.
-    job = submit(train=("--slowdown", SLOW))
+    job = submit(folder, train=("--slowdown", SLOW), num_epochs=NUM_EPOCHS)
     job.wait(lambda: job.has_rounds(3) and job.has_checkpoint)
     job.ask("scontrol", "requeue", job.number)
     job.wait(lambda: "Restarts=1" in job.show() and "resumed from" in job.output)
@@ -78,7 +53,7 @@ def test_requeued_from_outside_and_cancelled(submit: Callable[..., SlurmJob]) ->
     job.ask("scancel", job.number)
     job.wait(lambda: job.state == "CANCELLED")
 
-    check_finished(submit())
+    check_finished(submit(folder, num_epochs=NUM_EPOCHS))
 
 
 OWN_LOOP = """
@@ -137,52 +112,61 @@ if session.preempted:
 """
 
 
-@pytest.mark.usefixtures("pmix")
-def test_signals_in_a_merge_of_a_loop_of_ones_own(run_in_slurm: Callable[..., Any], slurm: SlurmSite, tmp_path: Path) -> None:
-    script = tmp_path / "own_loop.py"
-    script.write_text(OWN_LOOP)
+class OwnLoop:
+    """Jobs that go on with each other in `folder`."""
 
-    def start(folder: Path, *sbatch: str, pauses_s: str) -> SlurmJob:
+    def __init__(self, run_in_slurm: Callable[..., Any], slurm: SlurmSite, folder: Path) -> None:
+        self._run_in_slurm, self._slurm, self._folder = run_in_slurm, slurm, folder
+        self.checkpoints = folder / "checkpoints"
+        self._script = folder / "own_loop.py"
+        self._script.write_text(OWN_LOOP)
+
+    def start(self, *sbatch: str, pauses_s: str) -> SlurmJob:
         """With so many seconds of each merge, the last ones of all others, too; negative ones end with a checkpoint."""
-        output = tmp_path / f"output-{folder.name}-{pauses_s}"
-        command = f"exec srun --mpi=pmix {sys.executable} {script} {folder} {pauses_s}"
+        output = self._folder / f"output-{pauses_s}"
+        command = f"exec srun --mpi=pmix {sys.executable} {self._script} {self.checkpoints} {pauses_s}"
         options = ("--parsable", "-N2", "-n2", f"--output={output}", f"--wrap={command}")
-        job = run_in_slurm("sbatch", *options, *sbatch, leaves_job=True)
+        job = self._run_in_slurm("sbatch", *options, *sbatch, leaves_job=True)
         assert job.returncode == 0, job.describe()
-        return SlurmJob(slurm, job.stdout.strip(), tmp_path, output)
+        return SlurmJob(self._slurm, job.stdout.strip(), self._folder, output)
 
-    def wait_for_end(job: SlurmJob) -> None:
-        # No state: Slurm did not answer.
-        job.wait(lambda: job.state not in ("", "PENDING", "CONFIGURING", "RUNNING", "COMPLETING"))
-
-    def go_on_to_the_end(folder: Path) -> None:
-        job = start(folder, "--time=5", pauses_s="0")
-        wait_for_end(job)
+    def go_on_to_the_end(self) -> None:
+        job = self.start("--time=5", pauses_s="0")
+        job.wait(lambda: job.has_ended)
         assert job.state == "COMPLETED", job.output
-        check_rows(folder)
+        check_rows(self.checkpoints)
 
-    # One signal, which Slurm itself sends to the ranks before the time limit, as much as 60 s early; seldom between two merges.
-    # This job waits beside the others.
-    at_limit = start(tmp_path / "limit", "--time=1", "--signal=USR1@10", pauses_s="2")
 
-    # Two signals while the third merge cannot be over soon.
-    folder = tmp_path / "checkpoints"
-    job = start(folder, "--time=5", pauses_s="1,-60,50")
-    job.wait(lambda: job.output.count("is merging") >= 6 and (folder / "round-00000002").exists())
+@pytest.mark.usefixtures("pmix")
+def test_slurms_signal_in_a_merge_of_a_loop_of_ones_own(
+    run_in_slurm: Callable[..., Any], slurm: SlurmSite, folder: Path
+) -> None:
+    """One, which Slurm sends to the ranks before the time limit, as much as 60 s early; seldom between two merges."""
+    loop = OwnLoop(run_in_slurm, slurm, folder)
+    job = loop.start("--time=1", "--signal=USR1@10", pauses_s="2")
+    job.wait(lambda: job.has_ended)
+    assert job.state == "FAILED" and "ExitCode=75:0" in job.show(), job.output
+    loop.go_on_to_the_end()
+
+
+@pytest.mark.usefixtures("pmix")
+def test_two_signals_in_a_merge_of_a_loop_of_ones_own(
+    run_in_slurm: Callable[..., Any], slurm: SlurmSite, folder: Path
+) -> None:
+    """Two signals while the third merge cannot be over soon."""
+    loop = OwnLoop(run_in_slurm, slurm, folder)
+    job = loop.start("--time=5", pauses_s="1,-60,50")
+    job.wait(lambda: job.output.count("is merging") >= 6 and (loop.checkpoints / "round-00000002").exists())
     job.ask("scancel", "--signal=USR1", job.number)
     job.wait(lambda: job.output.count("got the signal in a merge") == 2)
     # Within two seconds it would be the first one again.
     time.sleep(3)
     job.ask("scancel", "--signal=TERM", job.number)
-    wait_for_end(job)
+    job.wait(lambda: job.has_ended)
     assert job.state == "FAILED" and "has merged after it" not in job.output, job.output
     assert "a second signal came while the ranks got ready to end after SIGUSR1; the job ends now" in job.output, job.output
-    assert f"the newest checkpoint is {folder}/round-00000002" in job.output, job.output
-    go_on_to_the_end(folder)
-
-    wait_for_end(at_limit)
-    assert at_limit.state == "FAILED" and "ExitCode=75:0" in at_limit.show(), at_limit.output
-    go_on_to_the_end(tmp_path / "limit")
+    assert f"the newest checkpoint is {loop.checkpoints}/round-00000002" in job.output, job.output
+    loop.go_on_to_the_end()
 
 
 def check_rows(folder: Path) -> None:

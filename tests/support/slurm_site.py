@@ -13,7 +13,7 @@ from pathlib import Path
 
 from two_hosts import ENVIRONMENT, NAMES, NETWORK, TwoHosts
 
-CPUS_PER_NODE = 4
+CPUS_PER_NODE = 6
 _START_S = 180.0
 _END_S = 10.0
 _LAST_WORDS_S = 20.0
@@ -25,7 +25,7 @@ FirstJobId={first_job}
 SlurmctldHost={first}({network}.1)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=10
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 MessageTimeout=30
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -205,6 +205,11 @@ class SlurmJob:
     def state(self) -> str:
         """As `scontrol show job` has it, such as RUNNING."""
         return self.show().partition("JobState=")[2].partition(" ")[0]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is over. Until then its state may be a signal's, too, and it has none where Slurm does not answer."""
+        return self.state in _ENDED
 
     def show(self) -> str:
         return self.ask("scontrol", "show", "job", self.number)
