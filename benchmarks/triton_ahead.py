@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import json
 import os
 import re
 import shutil
@@ -33,6 +34,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
 from hvd_adaptive.compress.kernels import cuda, cuda_codes, cuda_select
@@ -285,12 +287,32 @@ def examine(name: str, function: str, kernel: Any, seconds: float, num_compiled:
         faults.append("fused multiply-add")
     # Divisions are made of fused ones, so that only a decoder's machine code has none.
     if function in ("decode", "cast_decode"):
-        machine_code = kernel.asm["sass"]
+        machine_code = disassemble(kernel, function)
         if "EXIT" not in machine_code:
             faults.append("has no machine code that can be read")
         if re.search(r"\b[FD]FMA\b", machine_code):
             faults.append("fused multiply-add in machine code")
     return Variant(name, seconds, registers, stack + local, kernel.metadata.shared, tuple(faults))
+
+
+def disassemble(kernel: Any, function: str) -> str:
+    """Returns a kernel's machine code as text, and keeps it beside the kernel: it takes as long as to compile one."""
+    if "machine" not in kernel.asm:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            command = [triton.knobs.nvidia.nvdisasm.path, "--print-code", "--no-dataflow", file.name]
+            kernel.asm["machine"] = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        get_cache_manager(kernel.hash).put(kernel.asm["machine"], f"{function}.machine", binary=False)
+    return kernel.asm["machine"]
+
+
+def copy_kernels(source: Path, target: Path) -> None:
+    """Copies what Triton keeps to another folder, where it finds them: it notes where each file of a kernel is."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    for group in target.glob("*/__grp__*.json"):
+        files = [file for file in group.parent.iterdir() if file.is_file() and file != group]
+        group.write_text(json.dumps({"child_paths": {file.name: str(file) for file in files}}))
 
 
 def kernels() -> set[str]:
@@ -314,9 +336,12 @@ def main() -> int:
     print(f"Triton {triton.__version__}; compiled only, not run: no GPU is used", flush=True)
     seen, num_variants, num_faulty, slowest = set(), 0, 0, 0.0
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["TRITON_CACHE_DIR"] = cache = f"{folder}/cache"
+        cache = Path(folder) / "cache"
+        os.environ["TRITON_CACHE_DIR"] = str(cache)
         if options.kept and options.kept.exists():
-            shutil.copytree(options.kept, cache)
+            copy_kernels(options.kept, cache)
+        # Torch imports much for the first one of its device without values: before the processes fork.
+        torch.empty(1, device="meta").cumsum(0)
         with ProcessPoolExecutor(options.jobs) as pool:
             for variants in pool.map(compile_case, *zip(*((t, n, options.most_seconds) for t, n in chosen), strict=True)):
                 for v in variants:
@@ -330,7 +355,7 @@ def main() -> int:
                     num_variants, num_faulty = num_variants + 1, num_faulty + bool(v.faults)
                     slowest = max(slowest, v.seconds)
         if options.kept and not num_faulty:
-            shutil.copytree(cache, options.kept, dirs_exist_ok=True)
+            copy_kernels(cache, options.kept)
     missing = kernels() - seen
     if missing:
         print(f"never compiled: {', '.join(sorted(missing))}")
