@@ -138,6 +138,9 @@ class WorkerSource(BatchSource):
 
     def _stop(self) -> None:
         self._claims.forget()
+        if (iterator := getattr(self._loader, "_iterator", None)) is not None:
+            # Python would collect it in the midst of some later step, and then wait up to 5 s for each worker.
+            iterator._shutdown_workers()
         self._loader = None
 
 
