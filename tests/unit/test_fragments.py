@@ -259,8 +259,14 @@ def test_without_delay_it_is_the_whole_merge_a_fragment_at_a_time() -> None:
     assert results[0]["hash"] == results[1]["hash"]
 
 
-@pytest.mark.parametrize("more", [{}, {"compression": "maxmin:4"}, {"merge_weights": "samples", "outer_step": "none"}])
-@pytest.mark.parametrize("options", [*FRAGMENTS, {"overlap_merge": True}])
+MORE: list[dict[str, Any]] = [{"compression": "maxmin:4"}, {"merge_weights": "samples", "outer_step": "none"}]
+
+
+@pytest.mark.parametrize(
+    # Each way to send with nothing more and with one of these.
+    ("options", "more"),
+    [(o, more) for place, o in enumerate([*FRAGMENTS, {"overlap_merge": True}]) for more in ({}, MORE[place % 2])],
+)
 def test_a_resume_with_fragments_on_the_way_goes_on_with_the_same_bits(options: dict[str, Any], more: dict[str, Any]) -> None:
     # The order of claims and all seconds are out of play: parts are fixed, and no rule looks at speeds.
     whole = LocalWorld(2).run(lambda t: train(t, stop_at=6, **options, **more))
