@@ -78,19 +78,20 @@ def runnable_pages() -> list[Path]:
 
 
 @pytest.mark.parametrize("page", runnable_pages(), ids=lambda page: page.stem)
-def test_commands_of_a_page_run(page: Path, run_job: Any, data: Path, tmp_path: Path) -> None:
+def test_commands_of_a_page_run(page: Path, run_job: Any, data: Path, cache_home: Path, tmp_path: Path) -> None:
     """In the order of the page, in a folder with the data set PREFIX."""
     for split in ("train", "test"):
         shutil.copy(data / f"toy_{split}.txt.gz", tmp_path / f"PREFIX_{split}.txt.gz")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
-    env = {"PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache"), **root, **SHORT}
+    env = {"PATH": path, "XDG_CACHE_HOME": str(cache_home), **root, **SHORT}
     for block in fenced(page, "bash"):
         if block.skip is None:
             text = re.sub(r"--time-limit \d+", "--time-limit 0.5", block.text)
             text = re.sub(r"hvd-adaptive calibrate ", "hvd-adaptive calibrate --seconds 0.5 ", text)
             script = f"cd {shlex.quote(str(tmp_path))}\nset -euo pipefail\n{text}"
-            job = run_job(["bash", "-c", script], env=env, timeout=900)
+            # Commands that load torch themselves are forks, as their ranks are.
+            job = run_job(["bash", "-c", script], env=env, timeout=900, alone=True)
             assert job.returncode == 0, f"{block.page}:{block.line}\n{block.text}\n{job.describe()}"
 
 

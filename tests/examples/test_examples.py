@@ -33,10 +33,16 @@ SMALL = {
 }
 
 
+@pytest.fixture(scope="session")
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all examples keep what they make of the data that come with the package."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.parametrize("name", SMALL)
-def test_an_example_learns(name: str, run_job: Any, tmp_path: Path) -> None:
+def test_an_example_learns(name: str, run_job: Any, cache_home: Path) -> None:
     command, bound = SMALL[name]
-    job = run_job(command, np=None if "run" in command else 2, cwd=EXAMPLES, env={"XDG_CACHE_HOME": str(tmp_path)})
+    job = run_job(command, np=None if "run" in command else 2, cwd=EXAMPLES, env={"XDG_CACHE_HOME": str(cache_home)})
     assert job.returncode == 0, job.describe()
     found = [float(value) for value in re.findall(r"(?:held-out accuracy|P@1|held-out) (\d\.\d+) ", job.stdout)]
     assert found, job.describe()
@@ -46,9 +52,9 @@ def test_an_example_learns(name: str, run_job: Any, tmp_path: Path) -> None:
         assert "adaptive: DataLoader 1" in job.stderr, job.describe()
 
 
-def test_the_built_in_trainer_learns_by_its_file(run_job: Any, tmp_path: Path) -> None:
+def test_the_built_in_trainer_learns_by_its_file(run_job: Any, cache_home: Path, tmp_path: Path) -> None:
     run = ["train", "-np", "2", "--config", "sparse_text.toml", "--epochs", "0.2", "--out", str(tmp_path / "run")]
-    job = run_job([*ADAPTIVE, *run], cwd=EXAMPLES, env={"XDG_CACHE_HOME": str(tmp_path)})
+    job = run_job([*ADAPTIVE, *run], cwd=EXAMPLES, env={"XDG_CACHE_HOME": str(cache_home)})
     assert job.returncode == 0, job.describe()
     summary, _ = read_run(tmp_path / "run")
     assert summary["best"]["p1"] > 0.47, job.describe()

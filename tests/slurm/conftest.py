@@ -1,7 +1,7 @@
 """A Slurm for the tests of this folder, started once.
 
 Most of what these tests do is to wait for Slurm. Those marked `beside` run at the same time, in threads, and wait in the queue as
-other people's jobs do. The others, which lose nodes, come before them.
+other people's jobs do. The others, among them what loses nodes, come before them.
 """
 
 from __future__ import annotations

@@ -39,9 +39,14 @@ def exit_on_signals() -> None:
         signal.signal(number, leave)
 
 
-def forking_environment() -> dict[str, str]:
-    """Variables of a program that this process starts by itself, and whose ranks shall be forks of the zygote."""
+def forking_environment(*, alone: bool = False) -> dict[str, str]:
+    """Variables of a program that this process starts by itself, and whose ranks shall be forks of the zygote.
+
+    Args:
+        alone: as for `Job`.
+    """
     return {
+        **({ALONE: "1"} if alone else {}),
         "PYTHONPATH": os.pathsep.join([str(STARTUP), str(_REPO), os.environ.get("PYTHONPATH", "")]),
         ZYGOTE_SOCKET: os.environ.get(ZYGOTE_SOCKET) or str(ZYGOTE.start()),
     }

@@ -157,7 +157,9 @@ def test_a_check_that_crashes_or_hangs_is_a_finding(
 
 
 def test_a_check_that_raises_says_why() -> None:
-    found = run_check("gpu", device="cuda:99", num_ranks=None, backend="torch", limit_s=100)
+    found = run_check(
+        "gpu", device="cuda:99", num_ranks=None, backend="torch", limit_s=100, extra=forking_environment(alone=True)
+    )
     assert found["error"] and "kind" not in found
     assert judge_check("gpu", found).text.startswith("the look at the GPU failed: ")
 

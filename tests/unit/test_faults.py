@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -109,8 +108,8 @@ worker.kill()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", [False, True])
-def test_a_killed_worker_is_found_behind_a_child_that_ended_well(kill):
+def test_a_killed_worker_is_found_behind_a_child_that_ended_well(run_job, kill):
     script = WORKERS.replace("KILL", str(kill))
-    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200)
+    answer = run_job([sys.executable, "-c", script], timeout=200, alone=True)
     pid, _, said = answer.stdout.partition(" ")
     assert said.strip() == (f"A worker (pid {pid}) was killed by signal: Killed" if kill else ""), answer
