@@ -73,10 +73,12 @@ def plain_run(world_size: int, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("codec", "largest_share"),
-    [("fp16", 0.54), ("maxmin:8", 0.33), ("maxmin:4", 0.21), ("sign", 0.11), ("topk:0.05", 0.2), ("powersgd:2", 0.2)],
-)
-@pytest.mark.parametrize("world_size", [2, 3])
+    ("codec", "largest_share", "world_size"),
+    [
+        ("fp16", 0.54, 3), ("maxmin:8", 0.33, 2), ("maxmin:4", 0.21, 3), ("maxmin:4", 0.21, 2), ("sign", 0.11, 3),
+        ("topk:0.05", 0.2, 2), ("topk:0.05", 0.2, 3), ("powersgd:2", 0.2, 2), ("powersgd:2", 0.2, 3),
+    ],
+)  # fmt: skip
 def test_fewer_bytes_and_equal_models(codec: str, largest_share: float, world_size: int) -> None:
     plain = plain_run(world_size)
     ours = LocalWorld(world_size).run(lambda t: train(t, compression=codec))

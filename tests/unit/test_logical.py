@@ -93,7 +93,9 @@ def test_the_same_bits_for_any_number_of_ranks(optimizer: str, options: dict[str
     work = np.random.default_rng(0).integers(0, 50, len(DATA)) if config.work == "nonzeros" else None
     alone = LocalWorld(1).run(lambda t: train(t, config, optimizer=optimizer, work=work))[0]
     assert len(set(alone["hashes"])) == len(alone["hashes"]) == 4
-    for world_size in (2, 3, 4, 5):
+    # Every optimizer, and all options, with all of these.
+    turn = list(OPTIMIZERS).index(optimizer) + bool(options) + (work is not None)
+    for world_size in ((2, 5), (3, 4))[turn % 2]:
         results = LocalWorld(world_size).run(lambda t: train(t, config, optimizer=optimizer, work=work))
         consumed = np.concatenate([rows for result in results for rows in result["rows"]])
         assert np.array_equal(np.bincount(consumed, minlength=len(DATA)), np.full(len(DATA), 2))
