@@ -157,7 +157,7 @@ def test_batch_sizes_follow_emulated_speeds(train: Any, shared_tmp_path: Path, r
 
     answer = train(
         "--batch-size-rule", rule, "--batch-size", "16", "--min-batch-size", "4", "--max-batch-size", "64",
-        *step, "--slowdown", "20,1", "--epochs", "4", "--mega-batch", "500",
+        *step, "--slowdown", "20,1", "--epochs", "3", "--mega-batch", "500",
     )  # fmt: skip
     summary, rounds = read_run(shared_tmp_path / "run")
     slow, fast = rounds[-1]["ranks"]["batch_size"]
@@ -172,7 +172,7 @@ def test_shares_of_sync_follow_emulated_speeds(train: Any, shared_tmp_path: Path
     # The samples of a step cost more than the step itself: else equal shares would be as good.
     train(
         "--strategy", "sync", "--global-batch-size", "256", "--accumulation-steps", "2", "--loss-reduction", "sum",
-        "--optimizer", "sgd", "--lr", "0.06", "--hidden-size", "512", "--slowdown", "20,1", "--epochs", "6",
+        "--optimizer", "sgd", "--lr", "0.06", "--hidden-size", "512", "--slowdown", "20,1", "--epochs", "4",
         "--mega-batch", "500",
     )  # fmt: skip
     summary, rounds = read_run(shared_tmp_path / "run")
@@ -180,7 +180,7 @@ def test_shares_of_sync_follow_emulated_speeds(train: Any, shared_tmp_path: Path
     assert slow < 64 and slow + fast == 256
     # Shares may move within a round: the weights are those at its end, with which the next one begins.
     assert all(a["ranks"]["weight"] == [size / 256 for size in b["ranks"]["batch_size"]] for a, b in pairwise(rounds))
-    assert summary["samples"] == sum(summary["ranks"]["num_samples"]) == 12000 and summary["inexact"] == []
+    assert summary["samples"] == sum(summary["ranks"]["num_samples"]) == 8000 and summary["inexact"] == []
     assert rounds[-1]["loss"] < 0.9 * rounds[0]["loss"]
 
 
