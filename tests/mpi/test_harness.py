@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pairs import BACKENDS, half
 
 TESTS_FOLDER = Path(__file__).parents[1]
 
@@ -159,3 +161,11 @@ def test_without_mpirun_it_skips_by_name_and_fails_in_ci(run_pytest: Any, tmp_pa
     result = run_pytest("-k", "test_passes", env={**env, "CI": "true"})
     assert result.returncode == 1
     assert "CI must have an MPI" in result.stdout
+
+
+def test_each_case_meets_each_number_of_ranks_and_each_backend() -> None:
+    cases, counts = "abcde", (1, 2, 3, 4)
+    runs = {where: half(cases, *where) for where in itertools.product(counts, BACKENDS)}
+    met = {(case, value) for where, taken in runs.items() for case in taken for value in where}
+    assert met == set(itertools.product(cases, [*counts, *BACKENDS]))
+    assert all(2 <= len(taken) <= 3 for taken in runs.values())
