@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 from campaign import write_data
 from mpi_world import REPORTS
+from pairs import BACKENDS
 
 
 @pytest.fixture(scope="session")
@@ -32,19 +33,29 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(params=["horovod", "torch"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each backend in turn: the same test runs over both. Ranks over torch are told where they meet."""
-    if request.param == "torch":
-        from mpi4py import MPI
+@pytest.fixture
+def use_backend(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Prepares the ranks for a backend, and returns it: ranks over torch are told where they meet. COLLECTIVE."""
 
-        from hvd_adaptive.cluster.relaunch import meeting_place
+    def use(backend: str) -> str:
+        if backend == "torch":
+            from mpi4py import MPI
 
-        comm = MPI.COMM_WORLD
-        with meeting_place({}) as place:
-            for name, value in comm.bcast(place).items():
-                monkeypatch.setenv(name, value)
-    return str(request.param)
+            from hvd_adaptive.cluster.relaunch import meeting_place
+
+            comm = MPI.COMM_WORLD
+            with meeting_place({}) as place:
+                for name, value in comm.bcast(place).items():
+                    monkeypatch.setenv(name, value)
+        return backend
+
+    return use
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, use_backend: Callable[[str], str]) -> str:
+    """Each backend in turn: the same test runs over both."""
+    return use_backend(request.param)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ COMMAND = [sys.executable, "-m", "hvd_adaptive"]
 def test_what_is_recommended_runs(run_job: Any, data: Path, tmp_path: Path) -> None:
     file, run = tmp_path / "calibration.toml", tmp_path / "run"
     options = ["--data", str(data), "--cache-dir", str(tmp_path / "cache"), "--batch-size", "32", "--slowdown", "1,2"]
-    options += ["--seconds", "0.2"]
+    options += ["--seconds", "0.1"]
     job = run_job([*COMMAND, "calibrate", "-np", "2", "--out", str(file), *options], timeout=400)
     assert job.returncode == 0 and not job.leftover, job.describe()
     assert "recommended: strategy" in job.stdout and ", batch_size 32" in job.stdout and "predicted:" in job.stdout
@@ -33,7 +33,7 @@ def test_what_is_recommended_runs(run_job: Any, data: Path, tmp_path: Path) -> N
     assert all(size <= found.model_bytes * 1.03 for size in found.merge.payload_bytes)
 
     # The run takes the file's data and options, the slowdown too.
-    job = run_job([*COMMAND, "train", "-np", "2", "--config", str(file), "--out", str(run), "--epochs", "2"], timeout=400)
+    job = run_job([*COMMAND, "train", "-np", "2", "--config", str(file), "--out", str(run), "--epochs", "1"], timeout=400)
     assert job.returncode == 0, job.describe()
     config = json.loads((run / "config.json").read_text())
     assert config["mega_batch"] == read_config_file(str(file))["mega_batch"]
@@ -56,5 +56,5 @@ def test_micro_batches_are_measured_and_kept(run_job: Any, data: Path, tmp_path:
     # What it wrote goes with both strategies.
     for strategy in ("local", "sync"):
         command = ["train", "-np", "2", "--config", str(file), "--strategy", strategy, "--out", str(run / strategy)]
-        job = run_job([*COMMAND, *command, "--epochs", "1"], timeout=400)
+        job = run_job([*COMMAND, *command, "--epochs", "0.5"], timeout=400)
         assert job.returncode == 0, job.describe()

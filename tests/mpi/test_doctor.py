@@ -54,7 +54,7 @@ def test_a_rank_that_cannot_join_says_why_and_rank_0_does_not_wait_for_ever(run_
     own = f'export PYTHONPATH="{broken}:$PYTHONPATH"; unset {ZYGOTE_SOCKET}'
     rank = f'[ "$OMPI_COMM_WORLD_RANK" = 1 ] && {{ {own}; }}; exec "$@"'
     # From the launcher's SIGTERM to SIGKILL, and before SIGTERM as long: a busy machine needs more than its second for a page.
-    env = {"PYTHONUTF8": "1", "OMPI_MCA_odls_base_sigkill_timeout": "10"}
+    env = {"PYTHONUTF8": "1", "OMPI_MCA_odls_base_sigkill_timeout": "5"}
     job = run_job(["bash", "-c", rank, "rank", *COMMAND, "--limit", "60"], np=2, timeout=400, env=env)
     assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
     assert "rank 1 on" in job.stderr and "undefined symbol: _ZN2at4_ops" in job.stderr, job.describe()

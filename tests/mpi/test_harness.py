@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pairs import BACKENDS, half
 
 TESTS_FOLDER = Path(__file__).parents[1]
 
@@ -78,7 +80,7 @@ def test_skips_on_one_rank():
 def test_ends_silently():
     os._exit(0)
 
-@pytest.mark.mpi(2, timeout=12)
+@pytest.mark.mpi(2, timeout=6)
 def test_hangs():
     if world().rank == 1:
         time.sleep(1000)
@@ -121,7 +123,7 @@ MUST_FAIL = {
     "test_skips_on_one_rank": ["rank 1 skipped"],
     "test_ends_silently": ["rank 0 did not run", "rank 1 did not run"],
     "test_is_not_there_for_the_ranks": ["rank 0 did not run", "rank 1 did not run"],
-    "test_hangs": ["not done after 12 s", "rank 1 did not run", "in test_hangs"],
+    "test_hangs": ["not done after 6 s", "rank 1 did not run", "in test_hangs"],
     "test_leaves_a_process_that_outlives_it": ["processes outlived the job: ['sleep 1000 ']"],
 }
 LEFT_BEHIND = {
@@ -159,3 +161,11 @@ def test_without_mpirun_it_skips_by_name_and_fails_in_ci(run_pytest: Any, tmp_pa
     result = run_pytest("-k", "test_passes", env={**env, "CI": "true"})
     assert result.returncode == 1
     assert "CI must have an MPI" in result.stdout
+
+
+def test_each_case_meets_each_number_of_ranks_and_each_backend() -> None:
+    cases, counts = "abcde", (1, 2, 3, 4)
+    runs = {where: half(cases, *where) for where in itertools.product(counts, BACKENDS)}
+    met = {(case, value) for where, taken in runs.items() for case in taken for value in where}
+    assert met == set(itertools.product(cases, [*counts, *BACKENDS]))
+    assert all(2 <= len(taken) <= 3 for taken in runs.values())

@@ -235,7 +235,7 @@ def test_no_alarm_when_a_rank_holds_pythons_lock_for_a_while(rank, holder):
 
 @pytest.mark.mpi(4)
 def test_no_alarm_on_an_overloaded_machine(rank):
-    threads = [threading.Thread(target=rank.work, args=(LIMIT_S + 2,), kwargs={"is_busy": True}) for _ in range(3)]
+    threads = [threading.Thread(target=rank.work, args=(LIMIT_S + 1,), kwargs={"is_busy": True}) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pairs import half
 from runs import read_run
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -26,8 +27,9 @@ from hvd_adaptive.engine.flat_model import model_hash
 
 _lock = threading.Lock()
 _generator = torch.Generator().manual_seed(0)
-X = torch.randn(606, 6, dtype=torch.float64, generator=_generator)
+X = torch.randn(303, 6, dtype=torch.float64, generator=_generator)
 DATA = TensorDataset(X, (X.sum(dim=1) > 0).long())
+ISLANDS = ["2", "1,3"]
 
 
 def make_model() -> nn.Sequential:
@@ -46,7 +48,7 @@ def start(transport: Any, model: nn.Module, *, adam: bool = False, **options: An
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=0.01) if adam else torch.optim.SGD(
         parameters, lr=0.1, momentum=0.5
     )
-    config = Config(**{"batch_size": 16, "mega_batch": 160, "hash_interval": 1, **options})
+    config = Config(**{"batch_size": 16, "mega_batch": 80, "hash_interval": 1, **options})
     return Session(model, optimizer, config, transport=transport)
 
 
@@ -74,17 +76,20 @@ def same_inside(session: Session) -> None:
 
 
 @pytest.mark.mpi(4, timeout=300)
-@pytest.mark.parametrize("island", ["2", "1,3"])
+@pytest.mark.parametrize("island", ISLANDS)
 def test_islands_end_where_as_many_ranks_would(island: str, backend: str) -> None:
     transport = connect(stall_limit_s=60, backend=backend, groups=True)
-    for options in (
+    cases: list[dict[str, Any]] = [
         {"adam": False},
         {"adam": True},
         {"adam": False, "compression": "maxmin:4"},
         {"adam": False, "micro_batch_size": 4, "dispatch": "proportional"},
-    ):
-        options = {"dispatch": "equal", **options}
-        expected = LocalWorld(2).run(lambda t: flat_after(t, **options))  # noqa: B023
+    ]
+    for case in half(cases, ISLANDS.index(island), backend):
+        options = {"dispatch": "equal", **case}
+        # Two simulated ranks, once: all ranks would compute the same.
+        alone = LocalWorld(2).run(lambda t: flat_after(t, **options)) if transport.rank == 0 else None  # noqa: B023
+        expected = transport.allgather_object(alone)[0]
         session = start(transport, make_model(), island=island, **options)
         records = learn(session)
         assert sum(record.stats["num_samples"].sum() for record in records) == 2 * len(X)
@@ -118,14 +123,14 @@ def test_sparse_gradients_and_batch_norm(backend: str) -> None:
 
     transport = connect(stall_limit_s=60, backend=backend, groups=True)
     generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randint(0, 50, (301, 5), generator=generator), torch.randint(0, 3, (301,), generator=generator))
+    data = TensorDataset(torch.randint(0, 50, (201, 5), generator=generator), torch.randint(0, 3, (201,), generator=generator))
     for mode in ("always", "never"):
         torch.manual_seed(transport.rank)
         model = Bag()
         config = Config(batch_size=8, mega_batch=100, island="2", sparse_merge=mode, hash_interval=1)
         session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=transport)
         records = learn(session, data=data, num_epochs=1)
-        assert records[-1].num_samples == 301
+        assert records[-1].num_samples == 201
         session._strategy.close()
     transport.close()
 
@@ -149,7 +154,7 @@ def test_gradients_can_be_clipped_as_the_island_s(backend: str) -> None:
 def test_any_rank_ends_a_round_and_the_run_and_workers_read(backend: str) -> None:
     """The last ranks of islands, whichever comes first; all agree on what was consumed."""
     transport = connect(stall_limit_s=60, backend=backend, groups=True)
-    session = start(transport, make_model(), island="2", batch_size=8, mega_batch=300)
+    session = start(transport, make_model(), island="2", batch_size=8, mega_batch=150)
     loader = session.loader(DATA, num_workers=1, persistent_workers=True)
     ends: list[int] = []
     session.records.append(lambda record: ends.append(record.num_samples))
@@ -167,7 +172,7 @@ def test_any_rank_ends_a_round_and_the_run_and_workers_read(backend: str) -> Non
         if is_last and ends:
             session.stop()
     # What is left of the epoch is cut into rounds of one size.
-    assert len(ends) == 2 and ends[0] < 100 and 200 < ends[1] - ends[0] <= 300, ends
+    assert len(ends) == 2 and ends[0] < 100 and 100 < ends[1] - ends[0] <= 150, ends
     assert len(set(session.gather(tuple(ends)))) == 1
     every = sorted(row for part in session.gather(rows) for row in part)
     assert len(every) == len(set(every)) == ends[-1]
@@ -177,11 +182,11 @@ def test_any_rank_ends_a_round_and_the_run_and_workers_read(backend: str) -> Non
 @pytest.mark.mpi(4, timeout=200)
 def test_an_island_is_as_fast_as_its_slowest_rank(backend: str) -> None:
     """One rank against three, of which one is slow: whoever is free takes the next batch."""
-    session = start(connect(stall_limit_s=60, backend=backend, groups=True), make_model(), island="1,3")
+    session = start(connect(stall_limit_s=60, backend=backend, groups=True), make_model(), island="1,3", mega_batch=160)
     seconds = [0.02, 0.0, 0.08, 0.0][session.rank]
-    records = learn(session, each=lambda *_: time.sleep(seconds))
+    records = learn(session, num_epochs=4, each=lambda *_: time.sleep(seconds))
     samples = sum(record.stats["num_samples"] for record in records)
-    assert samples.sum() == 2 * len(X)
+    assert samples.sum() == 4 * len(X)
     assert (samples[1:] > 0).all() and samples[1:].max() - samples[1:].min() < 0.2 * samples[1:].max()
     assert samples[0] > 1.8 * samples[1:].sum(), samples
     weights = sum(record.weight for record in records) / len(records)
@@ -316,7 +321,7 @@ def test_a_rank_that_leaves_out_a_step_ends_the_job(run_job: Any, tmp_path: Path
 
 @pytest.mark.mpi(4, timeout=300)
 def test_the_trainer_takes_islands(train: Any, shared_tmp_path: Path, backend: str) -> None:
-    options = ["--batch-size", "16", "--mega-batch", "400", "--optimizer", "sgd", "--lr", "0.5", "--epochs", "2"]
+    options = ["--batch-size", "16", "--mega-batch", "400", "--optimizer", "sgd", "--lr", "0.5", "--epochs", "1"]
     train(*options, "--island", "2", "--backend", backend)
     summary, rounds = read_run(shared_tmp_path / "run")
     assert summary["world_size"] == 4 and rounds[-1]["samples"] == summary["samples"]

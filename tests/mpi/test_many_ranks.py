@@ -27,14 +27,14 @@ def test_every_sample_is_used_once_where_hosts_claim_together(monkeypatch: pytes
     assert transport.host_store is not None and list(transport.host_store.ranks) == [rank // 2 * 2, rank // 2 * 2 + 1]
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    config = hvd_adaptive.Config(batch_size=8, mega_batch=600, slowdown="1,1,2,4", lr_rule="none")
+    config = hvd_adaptive.Config(batch_size=8, mega_batch=300, slowdown="1,1,2,4", lr_rule="none")
     session = hvd_adaptive.Session(model, torch.optim.SGD(model.parameters(), lr=0.01), config, transport=transport)
     asked: list[str] = []
     add = transport.add
     monkeypatch.setattr(transport, "add", lambda key, amount: (asked.append(key), add(key, amount))[1])
     seen: list[int] = []
     num_steps = 0
-    for batch in session.batches(TensorDataset(torch.randn(2000, 3), torch.randn(2000, 1)), num_epochs=2):
+    for batch in session.batches(TensorDataset(torch.randn(1000, 3), torch.randn(1000, 1)), num_epochs=2):
         with session.step(batch):
             session.optimizer.zero_grad()
             (model(batch.x) - batch.y).square().mean().backward()
@@ -42,7 +42,7 @@ def test_every_sample_is_used_once_where_hosts_claim_together(monkeypatch: pytes
         seen += batch.rows.tolist()
         num_steps += 1
     everyone = MPI.COMM_WORLD.allgather(seen)
-    assert (np.bincount(np.concatenate(everyone), minlength=2000) == 2).all()
+    assert (np.bincount(np.concatenate(everyone), minlength=1000) == 2).all()
     sums = np.sum(MPI.COMM_WORLD.allgather([num_steps, sum(key.startswith("claim.") for key in asked)]), axis=0)
     assert sums[1] < 2 * sums[0]  # one read and one move of each claim, without pools
     session.close()

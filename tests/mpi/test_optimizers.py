@@ -6,22 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pairs import half
 from runs import read_run
 
 from hvd_adaptive.engine.optimizers import OPTIMIZERS
 
 COMMON = ["--no-calibration", "--batch-size", "16", "--mega-batch", "500", "--eval-rounds", "1", "--hash-interval", "1"]
+STRATEGIES, GRADIENTS = ["local", "sync", "horovod"], ["sparse", "dense"]
 
 
 @pytest.mark.mpi(2)
-@pytest.mark.parametrize("strategy", ["local", "sync", "horovod"])
-@pytest.mark.parametrize("gradients", ["sparse", "dense"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("gradients", GRADIENTS)
 def test_every_optimizer_learns_in_every_strategy(
     train: Any, shared_tmp_path: Path, strategy: str, gradients: str
 ) -> None:
     # Local steps learn a little less, and what each rank takes is another matter each time.
     epochs = "2" if strategy == "local" else "1"
-    for name in OPTIMIZERS:
+    # The other optimizers have the other kind of gradients in this strategy.
+    for name in half(OPTIMIZERS, STRATEGIES.index(strategy), GRADIENTS.index(gradients)):
         options = ["--optimizer", name, "--strategy", strategy, "--input-gradients", gradients, "--epochs", epochs]
         train(*COMMON, *options, out=name)
         summary, rounds = read_run(shared_tmp_path / name)

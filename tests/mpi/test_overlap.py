@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import half
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -73,6 +74,6 @@ def test_overlap_and_sma(num_ranks: int, backend: str) -> None:
     transport = connect(stall_limit_s=60, backend=backend)
     assert transport.world_size == num_ranks
     check_overlap(transport)
-    check_session(transport, overlap_merge=True)
-    check_session(transport, strategy="sma", outer_momentum=0.5)
+    for options in half([{"overlap_merge": True}, {"strategy": "sma", "outer_momentum": 0.5}], num_ranks, backend):
+        check_session(transport, **options)
     transport.close()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import half
 from torch import nn
 
 from hvd_adaptive import Config
@@ -44,7 +45,8 @@ def test_touched_rows_merge_as_all_rows(num_ranks: int, backend: str) -> None:
 
     transport = connect(stall_limit_s=60, backend=backend)
     assert transport.world_size == num_ranks
-    for options in ({}, {"merge_weights": "fisher-rows"}, {"merge_weights": "fisher-rows", "outer_step": "none"}):
+    ways: list[dict[str, Any]] = [{}, {"merge_weights": "fisher-rows"}, {"merge_weights": "fisher-rows", "outer_step": "none"}]
+    for options in half(ways, num_ranks, backend):
         dense, _ = train(transport, sparse_merge="never", **options)
         sparse, rows = train(transport, sparse_merge="always", **options)
         automatic, _ = train(transport, sparse_merge="auto", **options)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import BACKENDS
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -43,8 +44,10 @@ def run(session: Session, **options: Any) -> list[Any]:
 
 @pytest.mark.mpi(1, 2, 3, 4)
 @pytest.mark.parametrize("rule", ["updates", "heterogpu"])
-def test_a_merge_is_the_weighted_sum_of_deltas(rule: str, num_ranks: int, backend: str) -> None:
+def test_a_merge_is_the_weighted_sum_of_deltas(rule: str, num_ranks: int, use_backend: Any) -> None:
     from mpi4py import MPI
+
+    backend = use_backend(BACKENDS[(num_ranks + (rule == "updates")) % 2])
 
     torch.manual_seed(MPI.COMM_WORLD.Get_rank())
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).double()

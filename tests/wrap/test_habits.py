@@ -44,7 +44,7 @@ def test_habits_that_can_be_shared_out(num_ranks: int) -> None:
 
 @pytest.mark.mpi(2, timeout=600)
 def test_habits_that_keep_equal_shares_and_say_why(num_ranks: int) -> None:
-    results, _ = run_both([f"habits.py {mode}" for mode in EQUAL], num_ranks, rtol=0.0)
+    results, _ = run_both([f"habits.py {mode} --epochs 1" for mode in EQUAL], num_ranks, rtol=0.0)
     for (mode, reason), (trained, fractions) in zip(EQUAL.items(), results, strict=True):
         assert any(reason in loader.reasons for loader in trained), (mode, [loader.reasons for loader in trained])
         assert not any(fractions), mode

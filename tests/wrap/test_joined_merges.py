@@ -75,3 +75,4 @@ def test_a_broken_rank_beside_one_that_has_joined(num_ranks: int) -> None:
             rank.merger.merge()
         weights = hvd.allgather(rank.weights()[None], name="weights")
         assert bool(weights.isfinite().all()) and all(torch.equal(weights[0], other) for other in weights[1:]), options
+    hvd.shutdown()
