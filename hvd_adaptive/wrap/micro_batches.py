@@ -1,0 +1,206 @@
+"""Compiled modules, called with micro-batches of one size, so that they are compiled once whatever a rank's share is.
+
+The script calls the module once with its whole batch, and gets the whole result. In between the module is called with as many
+samples at a time as a micro-batch has, and the results are put behind each other. So the script's loss is the one that it has
+always been, and one backward goes through all the calls. What is too short for a micro-batch is filled up with samples of its
+own, whose results are cut off again: they have no gradients.
+
+What was compiled cannot be looked into. So while a batch is followed, the Python that it was made of runs in its place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hvd_adaptive.wrap.closing_report import Report
+from hvd_adaptive.wrap.follow import Follower
+from hvd_adaptive.wrap.losses import rows_dim
+from hvd_adaptive.wrap.reasons import Reason
+from hvd_adaptive.wrap.tensors import tensors_in
+
+# Where a tensor's rows are: the dimension, and rows of a sample.
+_Rows = tuple[int, int]
+
+
+class MicroBatches:
+    """Calls compiled modules.
+
+    Args:
+        size: samples of a micro-batch.
+        follower: knows which batch the script is at, and where its samples are in a module's arguments.
+        report: gets conditions, and a line at the end.
+    """
+
+    def __init__(self, size: int, follower: Follower, report: Report) -> None:
+        self._size = size
+        self._follower = follower
+        self._report = report
+        self._results: weakref.WeakKeyDictionary[nn.Module, list[_Rows | None]] = weakref.WeakKeyDictionary()
+        self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._names: list[str] = []
+
+    def lines(self) -> list[str]:
+        """Returns what the report says of it."""
+        if not self._names:
+            return [
+                f"  micro-batches: no compiled model of the script's was called with {self._size} samples at a time; shares are "
+                "whole numbers of them, where the script's batch is, and forwards get them at once"
+            ]
+        return [f"  micro-batches: {name}, compiled, was called with {self._size} samples at a time" for name in self._names]
+
+    def call(self, module: nn.Module, eager: Callable[..., Any], compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls a compiled module for the script; returns what the script would get.
+
+        Args:
+            module: that was compiled.
+            eager: the Python that it was made of.
+            compiled: what torch made of it.
+            args: the script's.
+            kwargs: likewise.
+        """
+        follower = self._follower
+        if follower.is_tracing:
+            result = eager(*args, **kwargs)
+            return self._learn(module, result) if torch.is_grad_enabled() else result
+        if not torch.is_grad_enabled():
+            follower.evaluated(module)
+        else:
+            tensors = list(tensors_in([args, kwargs]))
+            follower.forward_begins(module, tensors)
+            cut = self._cut(module, tensors)
+            if cut is not None:
+                with follower.unwatched():
+                    result = self._run(module, compiled, args, kwargs, *cut)
+                # Not only its last one may be looked at.
+                follower.results.update(t.grad_fn for t in tensors_in([result]))
+                return result
+        with follower.unwatched():
+            return compiled(*args, **kwargs)
+
+    def _learn(self, module: nn.Module, result: Any) -> Any:
+        """Takes note of where the samples are in a result; returns it as micro-batches' results would be put together."""
+        num_samples = self._follower.num_samples
+        found: list[_Rows | None] = []
+        for tensor in tensors_in([result]):
+            dim = rows_dim(tensor, num_samples)
+            found.append(None if dim is None else (dim, tensor.shape[dim] // num_samples))
+        known = self._results.setdefault(module, found)
+        if known != found or not found or None in found:
+            self._results[module] = [None]
+        try:
+            whole = _join([result], iter(found)) if self._results[module] == found else result
+        except TypeError:
+            self._results[module] = [None]
+            whole = result
+        if None in self._results[module]:
+            self._follower.refuse(Reason.MICRO_RESULT)
+        self._follower.results.update(tensor.grad_fn for tensor in tensors_in([whole]))
+        return whole
+
+    def _cut(self, module: nn.Module, tensors: list[Tensor]) -> tuple[dict[int, _Rows], int] | None:
+        """Returns which tensors to cut, by id, and the samples in them; None: the module is to be called as the script does."""
+        follower, places = self._follower, self._follower.places(module)
+        rows = self._results.get(module)
+        if not places or rows is None:
+            # A part of another module, or one that was never followed.
+            follower.refuse(Reason.COMPILED)
+            return None
+        if follower.keeps_equal_shares or None in rows:
+            return None
+        num_samples = follower.num_samples
+        found: dict[int, _Rows] = {}
+        for number, dim, per_sample in places:
+            tensor = tensors[number] if number < len(tensors) else None
+            if tensor is None or dim >= tensor.dim() or tensor.shape[dim] != per_sample * num_samples:
+                continue
+            if found.setdefault(id(tensor), (dim, per_sample)) != (dim, per_sample):
+                follower.refuse(Reason.UNSEEN)
+                return None
+        return (found, num_samples) if found else None
+
+    def _run(
+        self, module: nn.Module, compiled: Callable[..., Any], args: Any, kwargs: Any, cut: dict[int, _Rows], num_samples: int
+    ) -> Any:
+        if module not in self._called:
+            self._called.add(module)
+            self._names.append(type(module).__name__)
+            # It is compiled now, which says nothing of the rank's speed.
+            self._follower.was_traced = True
+            if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
+                self._report.condition(
+                    f"BatchNorm normalizes over micro-batches of {self._size} samples, and moves its running statistics with "
+                    "each; in a short batch some samples fill them up, and count more than once"
+                )
+        results = []
+        for start in range(0, num_samples, self._size):
+            count = min(self._size, num_samples - start)
+            part = _map([args, kwargs], lambda t, start=start, count=count: self._part(t, cut.get(id(t)), start, count))
+            result = compiled(*part[0], **part[1])
+            results.append(result if count == self._size else self._shortened(module, result, count))
+        return _join(results, iter(self._results[module]))
+
+    def _shortened(self, module: nn.Module, result: Any, count: int) -> Any:
+        places = iter(self._results[module])
+
+        def shorten(tensor: Tensor) -> Tensor:
+            dim, per_sample = next(places) or (0, 1)
+            return tensor.narrow(dim, 0, per_sample * count)
+
+        return _map(result, shorten)
+
+    def _part(self, tensor: Tensor, rows: _Rows | None, start: int, count: int) -> Tensor:
+        """Returns a micro-batch of a tensor, filled up to its size."""
+        if rows is None:
+            return tensor
+        dim, per_sample = rows
+        part = tensor.narrow(dim, start * per_sample, count * per_sample)
+        if count < self._size:
+            order = torch.arange(self._size * per_sample, device=tensor.device) % (count * per_sample)
+            part = part.index_select(dim, order)
+        # Else its strides would tell of the whole batch.
+        return part.contiguous()
+
+
+def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Returns a value with its tensors replaced, in lists, tuples and mappings.
+
+    Raises:
+        TypeError: for tensors in anything else.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        items = {key: _map(item, function) for key, item in value.items()}
+        # As Hugging Face's outputs, which take their entries by name.
+        return dict(items) if type(value) is dict else type(value)(**items)
+    if isinstance(value, (list, tuple)):
+        parts = [_map(item, function) for item in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if any(True for _ in tensors_in([value])):
+        raise TypeError(f"a {type(value).__name__} cannot be put together")
+    return value
+
+
+def _join(results: list[Any], places: Any) -> Any:
+    """Puts results behind each other, tensor by tensor.
+
+    Args:
+        results: of the micro-batches, alike but for their numbers.
+        places: where the rows of each tensor are, in order.
+
+    Raises:
+        TypeError: for tensors in anything but lists, tuples and mappings.
+    """
+    others = [list(tensors_in([result])) for result in results]
+    number = iter(range(len(others[0])))
+
+    def join(tensor: Tensor) -> Tensor:
+        index, place = next(number), next(places)
+        return torch.cat([tensors[index] for tensors in others], dim=place[0])
+
+    return _map(results[0], join)
