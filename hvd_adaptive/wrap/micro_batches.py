@@ -1,9 +1,10 @@
 """Compiled modules, called with micro-batches of one size, so that they are compiled once whatever a rank's share is.
 
 The script calls the module once with its whole batch, and gets the whole result. In between the module is called with as many
-samples at a time as a micro-batch has, and the results are put behind each other. So the script's loss is the one that it has
-always been, and one backward goes through all the calls. What is too short for a micro-batch is filled up with samples of its
-own, whose results are cut off again: they have no gradients.
+samples at a time as a micro-batch has, and the results are put behind each other; of a mean, such as a loss, comes the mean. So
+the script's loss is the one that it has always been, and one backward goes through all the calls. What is too short for a
+micro-batch is filled up with samples of its own, whose results are cut off again: they have no gradients. Beside a mean this
+cannot be done, so that a short batch is compiled apart.
 
 What was compiled cannot be looked into. So while a batch is followed, the Python that it was made of runs in its place.
 """
@@ -11,7 +12,7 @@ What was compiled cannot be looked into. So while a batch is followed, the Pytho
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from hvd_adaptive.wrap.tensors import tensors_in
 
 # Where a tensor's rows are: the dimension, and rows of a sample.
 _Rows = tuple[int, int]
+# The same of a result; None: it is one number, a mean over the samples, else the loader keeps equal shares.
+_Place = _Rows | None
 
 
 class MicroBatches:
@@ -40,7 +43,9 @@ class MicroBatches:
         self._size = size
         self._follower = follower
         self._report = report
-        self._results: weakref.WeakKeyDictionary[nn.Module, list[_Rows | None]] = weakref.WeakKeyDictionary()
+        self._results: weakref.WeakKeyDictionary[nn.Module, list[_Place]] = weakref.WeakKeyDictionary()
+        # Whose results are neither.
+        self._refused: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._names: list[str] = []
 
@@ -85,20 +90,18 @@ class MicroBatches:
     def _learn(self, module: nn.Module, result: Any) -> Any:
         """Takes note of where the samples are in a result; returns it as micro-batches' results would be put together."""
         num_samples = self._follower.num_samples
-        found: list[_Rows | None] = []
-        for tensor in tensors_in([result]):
-            dim = rows_dim(tensor, num_samples)
-            found.append(None if dim is None else (dim, tensor.shape[dim] // num_samples))
-        known = self._results.setdefault(module, found)
-        if known != found or not found or None in found:
-            self._results[module] = [None]
+        tensors = list(tensors_in([result]))
+        dims = [rows_dim(tensor, num_samples) for tensor in tensors]
+        found = [None if dim is None else (dim, t.shape[dim] // num_samples) for t, dim in zip(tensors, dims, strict=True)]
+        is_known = all(dim is not None or tensor.numel() == 1 for tensor, dim in zip(tensors, dims, strict=True))
         try:
-            whole = _join([result], iter(found)) if self._results[module] == found else result
+            whole = _join([result], found, [num_samples]) if is_known and tensors else None
         except TypeError:
-            self._results[module] = [None]
-            whole = result
-        if None in self._results[module]:
+            whole = None
+        if whole is None or self._results.setdefault(module, found) != found:
+            self._refused.add(module)
             self._follower.refuse(Reason.MICRO_RESULT)
+            return result
         self._follower.results.update(tensor.grad_fn for tensor in tensors_in([whole]))
         return whole
 
@@ -110,7 +113,7 @@ class MicroBatches:
             # A part of another module, or one that was never followed.
             follower.refuse(Reason.COMPILED)
             return None
-        if follower.keeps_equal_shares or None in rows:
+        if follower.keeps_equal_shares or module in self._refused:
             return None
         num_samples = follower.num_samples
         found: dict[int, _Rows] = {}
@@ -136,34 +139,40 @@ class MicroBatches:
                     f"BatchNorm normalizes over micro-batches of {self._size} samples, and moves its running statistics with "
                     "each; in a short batch some samples fill them up, and count more than once"
                 )
+        places = self._results[module]
+        fills_up = None not in places
+        counts = [min(self._size, num_samples - start) for start in range(0, num_samples, self._size)]
         results = []
-        for start in range(0, num_samples, self._size):
-            count = min(self._size, num_samples - start)
-            part = _map([args, kwargs], lambda t, start=start, count=count: self._part(t, cut.get(id(t)), start, count))
+        for number, count in enumerate(counts):
+            size = self._size if fills_up else count
+            part = _map([args, kwargs], lambda t, n=number, s=size: _part(t, cut.get(id(t)), n * self._size, counts[n], s))
             result = compiled(*part[0], **part[1])
-            results.append(result if count == self._size else self._shortened(module, result, count))
-        return _join(results, iter(self._results[module]))
+            results.append(result if count == size else _shortened(result, places, count))
+        return _join(results, places, counts)
 
-    def _shortened(self, module: nn.Module, result: Any, count: int) -> Any:
-        places = iter(self._results[module])
 
-        def shorten(tensor: Tensor) -> Tensor:
-            dim, per_sample = next(places) or (0, 1)
-            return tensor.narrow(dim, 0, per_sample * count)
+def _part(tensor: Tensor, rows: _Rows | None, start: int, count: int, size: int) -> Tensor:
+    """Returns some samples of a tensor, filled up to a size."""
+    if rows is None:
+        return tensor
+    dim, per_sample = rows
+    part = tensor.narrow(dim, start * per_sample, count * per_sample)
+    if count < size:
+        order = torch.arange(size * per_sample, device=tensor.device) % (count * per_sample)
+        part = part.index_select(dim, order)
+    # Else its strides would tell of the whole batch.
+    return part.contiguous()
 
-        return _map(result, shorten)
 
-    def _part(self, tensor: Tensor, rows: _Rows | None, start: int, count: int) -> Tensor:
-        """Returns a micro-batch of a tensor, filled up to its size."""
-        if rows is None:
-            return tensor
-        dim, per_sample = rows
-        part = tensor.narrow(dim, start * per_sample, count * per_sample)
-        if count < self._size:
-            order = torch.arange(self._size * per_sample, device=tensor.device) % (count * per_sample)
-            part = part.index_select(dim, order)
-        # Else its strides would tell of the whole batch.
-        return part.contiguous()
+def _shortened(result: Any, places: Sequence[_Place], count: int) -> Any:
+    """Returns the first samples of a result."""
+    rest = iter(places)
+
+    def shorten(tensor: Tensor) -> Tensor:
+        dim, per_sample = next(rest) or (0, 1)
+        return tensor.narrow(dim, 0, per_sample * count)
+
+    return _map(result, shorten)
 
 
 def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -186,21 +195,26 @@ def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _join(results: list[Any], places: Any) -> Any:
+def _join(results: Sequence[Any], places: Sequence[_Place], counts: Sequence[int]) -> Any:
     """Puts results behind each other, tensor by tensor.
 
     Args:
         results: of the micro-batches, alike but for their numbers.
-        places: where the rows of each tensor are, in order.
+        places: where the rows of each tensor are.
+        counts: samples of each micro-batch.
 
     Raises:
         TypeError: for tensors in anything but lists, tuples and mappings.
     """
-    others = [list(tensors_in([result])) for result in results]
-    number = iter(range(len(others[0])))
+    columns = iter(zip(*(list(tensors_in([result])) for result in results), strict=True))
+    rest = iter(places)
 
-    def join(tensor: Tensor) -> Tensor:
-        index, place = next(number), next(places)
-        return torch.cat([tensors[index] for tensors in others], dim=place[0])
+    def join(_: Tensor) -> Tensor:
+        tensors, place = next(columns), next(rest)
+        if place is not None:
+            return torch.cat(tensors, dim=place[0])
+        parts = [tensor * (count / sum(counts)) for tensor, count in zip(tensors, counts, strict=True)]
+        # The same node of the graph at its end, however many there are.
+        return sum(parts[1:], parts[0]) * 1.0
 
     return _map(results[0], join)

@@ -58,8 +58,8 @@ class Reason(enum.Enum):
         "module that the script calls itself, --micro-batch-size M avoids both"
     )
     MICRO_RESULT = (
-        "the compiled module's result is not a row for each sample (as a loss is not), so it cannot be put together from "
-        "micro-batches"
+        "the compiled module's result holds something that is neither a row for each sample nor one number, so it cannot be put "
+        "together from micro-batches"
     )
     SCRIPTED = "a TorchScript module cannot be inspected"
     FIXED_SIZE = (

@@ -52,22 +52,6 @@ def test_shapes_that_keep_equal_shares_and_say_why(num_ranks: int) -> None:
         assert not any(fractions), mode
 
 
-@pytest.mark.mpi(2, timeout=600)
-def test_compiled_models_are_shared_out_in_micro_batches_with_the_same_updates(num_ranks: int) -> None:
-    """Of global batches of 16 samples: 4 and 12, in one and three micro-batches."""
-    # The last batches of `compile_short` have 6 samples on each rank. In place, the validation is compiled as well.
-    modes = {"compile_model": 1, "compile_short": 1, "compile_in_place": 2}
-    compiled: list[int] = []
-    results, engine = run_both(
-        [f"shapes.py {mode}" for mode in modes], num_ranks, shares="1,3", micro_batch_size=4,
-        seen=lambda values: compiled.append(values["num_compilations"]),
-    )  # fmt: skip
-    for mode, (trained, fractions), count in zip(modes, results, compiled, strict=True):
-        assert not trained[-1].reasons and trained[-1].num_shared and any(fractions), (mode, trained[-1].reasons)
-        assert count == modes[mode], (mode, count)
-    assert any("Net, compiled, was called with 4 samples at a time" in line for line in engine.report.lines())
-
-
 @pytest.mark.mpi(2, timeout=300)
 def test_samples_that_are_taken_by_their_number_are_there(num_ranks: int) -> None:
     """Of 16 samples a share of a third would be five."""
