@@ -264,7 +264,9 @@ def chosen_options(calibration: Calibration, given: Collection[str]) -> dict[str
     return {"strategy": best.strategy, "compression": best.compression, **fragments}
 
 
-def options_of(values: Mapping[str, Any], calibration: Calibration, *, strategy: str) -> dict[str, Any]:
+def options_of(
+    values: Mapping[str, Any], calibration: Calibration, *, strategy: str, for_script: bool = False
+) -> dict[str, Any]:
     """Returns the options of a calibration's file that are meant for a strategy; of bounds on the batch size, for another than
     ``local``, only the one that every rank's memory sets.
 
@@ -272,15 +274,20 @@ def options_of(values: Mapping[str, Any], calibration: Calibration, *, strategy:
         values: the options in the file.
         calibration: the rest of it.
         strategy: of :class:`hvd_adaptive.Config`.
+        for_script: a script is to be run, whose forwards micro-batches need not make smaller.
     """
+    largest = [rank.largest_batch for rank in calibration.ranks if rank.largest_batch is not None]
+    by_memory = {"max_batch_size": max(1, int(MEMORY_PART * min(largest)))} if largest else {}
+    without = {name: value for name, value in values.items() if name != "micro_batch_size"}
+    if for_script and largest and len(without) < len(values):
+        return {**without, **by_memory}
     if strategy == "local":
         return dict(values)
     kept = {name: value for name, value in values.items() if name not in LOCAL_ONLY}
     if kept.get("micro_batch_size") is not None:
         # These fit into memory, as many as you like.
         return {name: value for name, value in kept.items() if name != "micro_batch_size" or strategy in _MICRO_BATCHES}
-    largest = [rank.largest_batch for rank in calibration.ranks if rank.largest_batch is not None]
-    return {**kept, "max_batch_size": max(1, int(MEMORY_PART * min(largest)))} if largest else kept
+    return {**kept, **by_memory}
 
 
 def write_file(path: Path, options: Mapping[str, Any], calibration: Calibration, *, comment: str) -> None:

@@ -63,7 +63,12 @@ def _take_measurements(values: dict[str, Any], path: str) -> Calibration | None:
 
 
 def with_config_file(
-    path: str | None, given: Mapping[str, Any], environment: Mapping[str, Any], *, takes_choice: bool = False
+    path: str | None,
+    given: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    *,
+    takes_choice: bool = False,
+    for_script: bool = False,
 ) -> dict[str, Any]:
     """Returns the options of a file and those given, which win; those of the environment, last of all, are another source.
 
@@ -75,6 +80,7 @@ def with_config_file(
         given: options of the command line.
         environment: options of variables.
         takes_choice: take the strategy, compression and fragments that ``calibrate`` recommends for its own model.
+        for_script: as for :func:`hvd_adaptive.calibrate.file.options_of`.
 
     Raises:
         ValueError: as :func:`read_config_file`.
@@ -87,7 +93,7 @@ def with_config_file(
         if takes_choice:
             values = {**chosen_options(calibration, {*environment, *values, *given}), **values}
         strategy = {"strategy": Config().strategy, **environment, **values, **given}["strategy"]
-        values = options_of(values, calibration, strategy=strategy)
+        values = options_of(values, calibration, strategy=strategy, for_script=for_script)
     return {**values, **given}
 
 

@@ -11,6 +11,7 @@ What was compiled cannot be looked into. So while a batch is followed, the Pytho
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -145,17 +146,18 @@ class MicroBatches:
         results = []
         for number, count in enumerate(counts):
             size = self._size if fills_up else count
-            part = _map([args, kwargs], lambda t, n=number, s=size: _part(t, cut.get(id(t)), n * self._size, counts[n], s))
+            take = functools.partial(_part, cut=cut, start=number * self._size, count=count, size=size)
+            part = _map([args, kwargs], take)
             result = compiled(*part[0], **part[1])
             results.append(result if count == size else _shortened(result, places, count))
         return _join(results, places, counts)
 
 
-def _part(tensor: Tensor, rows: _Rows | None, start: int, count: int, size: int) -> Tensor:
+def _part(tensor: Tensor, *, cut: dict[int, _Rows], start: int, count: int, size: int) -> Tensor:
     """Returns some samples of a tensor, filled up to a size."""
-    if rows is None:
+    if id(tensor) not in cut:
         return tensor
-    dim, per_sample = rows
+    dim, per_sample = cut[id(tensor)]
     part = tensor.narrow(dim, start * per_sample, count * per_sample)
     if count < size:
         order = torch.arange(size * per_sample, device=tensor.device) % (count * per_sample)

@@ -49,8 +49,7 @@ class RunConfig:
     )
     micro_batch_size: int | None = option(
         None,
-        "call a model that the script compiles with so many samples at a time, and make shares whole numbers of them: it is "
-        "compiled once (default: a script that compiles keeps equal shares)",
+        "call compiled models with so many samples at a time, so that they compile once",
     )
     dry_run: bool = option(
         False,

@@ -174,6 +174,10 @@ def test_micro_batches_for_memory_go_with_every_strategy_that_has_them() -> None
     values = {"batch_size": 64, "min_batch_size": 64, "max_batch_size": 64, "micro_batch_size": 32}
     assert options_of(values, found, strategy="sync") == {"batch_size": 64, "micro_batch_size": 32}
     assert options_of(values, found, strategy="horovod") == {"batch_size": 64}
+    # A script's forwards take what it gives them, so that a share is what has to fit: 128 samples are the most of rank 1.
+    for strategy in ("local", "sync"):
+        assert options_of(values, found, strategy=strategy, for_script=True)["max_batch_size"] == 102
+        assert "micro_batch_size" not in options_of(values, found, strategy=strategy, for_script=True)
     for strategy in ("local", "sync", "horovod"):
         build_configs({"strategy": strategy, **options_of(values, found, strategy=strategy)})
 
