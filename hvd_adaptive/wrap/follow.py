@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from hvd_adaptive.wrap.compilers import is_reading
+from hvd_adaptive.wrap.forward_hook import ForwardHook
 from hvd_adaptive.wrap.forwards import Place, Tracer
 from hvd_adaptive.wrap.loaders import Handed, IndexStream, Loader
 from hvd_adaptive.wrap.reasons import Reason
@@ -370,5 +370,4 @@ def _watch_forwards(
         else:
             check(module, lambda: list(tensors_in([args, kwargs])))
 
-    hook: Any = register_module_forward_hook(after, with_kwargs=True)
-    return lambda: hook.remove()
+    return ForwardHook(after).remove

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_adaptive.wrap import inside, losses, sizes
 from hvd_adaptive.wrap.compilers import is_reading
 from hvd_adaptive.wrap.decisions import decides_by_length, divides_by_length
+from hvd_adaptive.wrap.forward_hook import ForwardHook
 from hvd_adaptive.wrap.losses import Kind
 from hvd_adaptive.wrap.own_gradients import OwnGradients
 from hvd_adaptive.wrap.picks import goes_through_batch, number_of_pick
@@ -381,7 +382,7 @@ class Tracer(TorchFunctionMode):
         if not self._hooks:
             self._hooks = [
                 register_module_forward_pre_hook(self._before),
-                register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
+                ForwardHook(self._after, always_call=True),
             ]
         sizes.watch(lambda: self.findings.add(Reason.SIZE_DECIDES))
         if not self._entered:

@@ -39,7 +39,11 @@ def test_compiled_models_are_shared_out_with_the_same_updates(num_ranks: int) ->
 
 @pytest.mark.mpi(2, timeout=300)
 def test_what_cannot_be_put_together_keeps_equal_shares_and_says_why(num_ranks: int) -> None:
-    commands = {"compiled.py --returns table": Reason.MICRO_RESULT, "shapes.py compile_step": Reason.COMPILED}
+    commands = {
+        "compiled.py --returns table": Reason.MICRO_RESULT,
+        "compiled.py --centered": Reason.MIXED,
+        "shapes.py compile_step": Reason.COMPILED,
+    }
     results, engine = run_both(list(commands), num_ranks, rtol=0.0, shares="1,3", micro_batch_size=4)
     for (command, reason), (trained, fractions) in zip(commands.items(), results, strict=True):
         assert reason in trained[-1].reasons and not any(fractions), (command, trained[-1].reasons)

@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 parser = argparse.ArgumentParser()
 parser.add_argument("--returns", choices=["pair", "dict", "logits", "table"], default="pair")
 parser.add_argument("--norm", action="store_true")
+parser.add_argument("--centered", action="store_true")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--rows", type=int, default=240)
 parser.add_argument("--sleep", type=float, default=0.0)
@@ -32,6 +33,8 @@ class LanguageModel(nn.Module):
     def forward(self, x, y):
         hidden = self.embedding(x) + self.position
         hidden = hidden + self.mlp(self.norm(hidden)).cumsum(1)
+        if args.centered:
+            hidden = hidden - hidden.mean(0)
         logits = self.head(hidden)
         if args.returns == "logits":
             return logits
