@@ -16,15 +16,16 @@ import torch
 from hvd_adaptive.algorithm.micro_batches import multiple
 from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.algorithm.speed_model import fit_line
-from hvd_adaptive.calibrate.choices import SLOW_EXCHANGE, SLOW_LINK_CODEC, choose, may_choose
-from hvd_adaptive.calibrate.file import (
-    FORMAT,
-    Calibration,
-    Choice,
-    LinkCalibration,
-    MergeCalibration,
-    RankCalibration,
+from hvd_adaptive.calibrate.choices import (
+    SLOW_EXCHANGE,
+    SLOW_LINK_CODEC,
+    choose,
+    may_choose,
+    may_cut,
+    settled,
 )
+from hvd_adaptive.calibrate.file import FORMAT, Calibration, Choice, MergeCalibration, RankCalibration
+from hvd_adaptive.calibrate.link import measure_claims, measure_link
 from hvd_adaptive.calibrate.memory_ceiling import (
     largest_by_growth,
     largest_fitting,
@@ -33,7 +34,13 @@ from hvd_adaptive.calibrate.memory_ceiling import (
     reset_peak,
     tried,
 )
-from hvd_adaptive.calibrate.recommend import Recommendation, predict, recommend_batches, recommend_mega_batch
+from hvd_adaptive.calibrate.recommend import (
+    Recommendation,
+    predict,
+    predict_fragments,
+    recommend_batches,
+    recommend_mega_batch,
+)
 from hvd_adaptive.calibrate.rounds import Rounds, lengthened, play_rounds, synchronous
 from hvd_adaptive.comm.protocols import Transport, agree, attempt, take_turns
 from hvd_adaptive.comm.threads import LocalTransport
@@ -48,9 +55,6 @@ _REPEAT_S = 0.05
 # All sizes in turn once more, so often at most: a machine's speed changes from second to second.
 _PASSES = 10
 _NUM_JITTER_STEPS = 30
-_NUM_CLAIMS = 200
-_LINK_BYTES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
-_LINK_REPEATS = 5
 # Steps of a round in which all ranks make them together, or of one of a rank alone.
 _NUM_STEPS = 25
 _SIZES = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
@@ -103,12 +107,12 @@ class Calibrator:
         Raises:
             AgreedError: on all ranks, if one sample does not fit into some rank's memory.
         """
-        transport, config = self._transport, self._config
+        transport = self._transport
         mine = self._in_turn(self._measure_rank)
         ranks: list[dict[str, Any]] = transport.allgather_object(mine)
         self._say("claims and the link between the ranks")
-        claim_s, claim_p99_s = self._claims()
-        link = self._link()
+        claim_s, claim_p99_s = measure_claims(transport)
+        link = measure_link(transport, self._device)
         largest = np.array([rank["largest_batch"] or np.inf for rank in ranks], dtype=np.float64)
         fixed_s = np.array([rank["fixed_s"] for rank in ranks])
         work_s = np.array([rank["per_work_s"] for rank in ranks])
@@ -116,13 +120,16 @@ class Calibrator:
         chosen = attempt(
             transport,
             lambda: recommend_batches(
-                batch_size=config.batch_size,
+                batch_size=self._config.batch_size,
                 fixed_s=fixed_s,
                 sample_s=sample_s,
                 largest=largest,
                 dataset_size=len(self._data),
+                may_cut=may_cut(self._config),
             ),
         )
+        # From here on as train will get it.
+        config = self._config = settled(self._config, chosen)
         if config.micro_batch_size is not None:
             # All steps have as many samples.
             chosen.min_batch_size = chosen.max_batch_size = chosen.batch_size
@@ -151,7 +158,22 @@ class Calibrator:
                 control_s=last.control_s,
                 wait_s=last.wait_s,
             )
-            return Choice(strategy="local", compression=compression, mega_batch=mega_batch, samples_per_s=samples_per_s)
+            return self._choice("local", compression, mega_batch, samples_per_s)
+
+        def in_fragments(whole: Rounds, choice: Choice, number: int) -> Choice:
+            # Fragments hold all rows, where a whole merge may have sent those that were touched.
+            sent = max(whole.payload_bytes, whole.model_bytes if choice.compression == "none" else 0)
+            samples_per_s = predict_fragments(
+                step_s=line_s * together,
+                batch_size=chosen.batch_size,
+                mega_batch=choice.mega_batch,
+                exchange_s=number * link.latency_s + link.per_byte_s * sent,
+                rest_s=max(0.0, whole.merge_s - link.latency_s - link.per_byte_s * whole.payload_bytes),
+                control_s=whole.control_s,
+                wait_s=whole.wait_s,
+            )
+            computed = self._choice("local", choice.compression, choice.mega_batch, samples_per_s)
+            return dataclasses.replace(computed, merge_fragments=number, source="computed")
 
         chosen.mega_batch, note = period(rounds[0], rounds)
         if chosen.mega_batch > 1.1 * first_size:
@@ -161,24 +183,36 @@ class Calibrator:
             rank |= {"together": float(ratio), "slowdown": float(factor)}
         last = rounds[-1]
         choices = [local(last, chosen.mega_batch, config.compression)]
-        notes = [note]
+        whole, notes = {config.compression: last}, {config.compression: note}
         may = functools.partial(may_choose, config, self._given)
         free_codec = may("local", SLOW_LINK_CODEC)
         if free_codec and last.merge_s > SLOW_EXCHANGE * last.round_s:
-            coded = self._rounds(chosen, chosen.mega_batch, compression=SLOW_LINK_CODEC)
-            mega_batch, note = period(coded, rounds)
+            coded = whole[SLOW_LINK_CODEC] = self._rounds(chosen, chosen.mega_batch, compression=SLOW_LINK_CODEC)
+            mega_batch, notes[SLOW_LINK_CODEC] = period(coded, rounds)
             choices.append(local(coded, mega_batch, SLOW_LINK_CODEC))
-            notes.append(note)
+        number = last.most_fragments
+        # With weights of single rows a model is merged whole.
+        if number is not None and not last.weights_rows:
+            choices += [
+                in_fragments(whole[one.compression], one, number)
+                for one in list(choices)
+                if may("local", one.compression, number)
+            ]
         sync = self._synchronous("sync", chosen)
-        choices.append(self._choice("sync", sync))
+        choices.append(self._played("sync", sync))
         if free_codec and synchronous(sync, *lines).exchange_s * _NUM_STEPS > SLOW_EXCHANGE * sync.round_s:
-            choices.append(self._choice("sync", self._synchronous("sync", chosen, compression=SLOW_LINK_CODEC), SLOW_LINK_CODEC))
+            choices.append(self._played("sync", self._synchronous("sync", chosen, SLOW_LINK_CODEC), SLOW_LINK_CODEC))
         horovod = self._synchronous("horovod", chosen)
-        choices.append(self._choice("horovod", horovod))
-        best = choose([choices[0], *(one for one in choices[1:] if may(one.strategy, one.compression))])
+        choices.append(self._played("horovod", horovod))
+        allowed = [choices[0], *(one for one in choices[1:] if may(one.strategy, one.compression, one.merge_fragments))]
+        while (best := choose(allowed)).source == "computed":
+            # What was only computed has to show it.
+            tried = self._rounds(chosen, best.mega_batch, best.compression, best.merge_fragments)
+            shown = dataclasses.replace(best, samples_per_s=tried.mega_batch / tried.round_s, source="measured")
+            choices[choices.index(best)] = allowed[allowed.index(best)] = shown
         if best.strategy == "local":
             chosen.mega_batch = best.mega_batch
-            chosen.notes += [note] if (note := notes[choices.index(best)]) else []
+            chosen.notes += [note] if (note := notes[best.compression]) else []
         exchange_s = [link.latency_s + link.per_byte_s * one.payload_bytes for one in rounds]
         local_s = float(np.median([max(0.0, one.merge_s - s) for one, s in zip(rounds, exchange_s, strict=True)]))
         return chosen, Calibration(
@@ -302,50 +336,6 @@ class Calibrator:
             "step_s": seconds.tolist(),
         }
 
-    def _claims(self) -> tuple[float, float]:
-        """Claims as dispatch does, all ranks at once; returns the median over ranks and the slowest rank's 99%. COLLECTIVE."""
-        transport = self._transport
-        transport.rendezvous("calibrate claims")
-        seconds = []
-        for _ in range(_NUM_CLAIMS):
-            begin = time.perf_counter()
-            # Reads the cursor, then adds to it.
-            transport.add("calibrate.claims", 0)
-            transport.add("calibrate.claims", 1)
-            seconds.append(time.perf_counter() - begin)
-        gathered = transport.allgather_stats(np.array([np.median(seconds), np.quantile(seconds, 0.99)]))
-        transport.rendezvous("calibrate claimed")
-        if transport.rank == 0:
-            transport.forget("calibrate.claims")
-        return float(np.median(gathered[:, 0])), float(gathered[:, 1].max())
-
-    def _link(self) -> LinkCalibration:
-        """Fits Horovod's allreduce of fp32 over all ranks. COLLECTIVE."""
-        transport = self._transport
-        medians = []
-        for size in _LINK_BYTES:
-            tensor = torch.zeros(size // 4, device=self._device)
-            seconds = []
-            for _ in range(1 + _LINK_REPEATS):
-                transport.rendezvous("calibrate link")
-                begin = time.perf_counter()
-                transport.allreduce_sum_(tensor, f"calibrate.{size}")
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
-                seconds.append(time.perf_counter() - begin)
-            slowest = transport.allgather_stats(np.array(seconds[1:])).max(axis=0)
-            medians.append(max(float(np.median(slowest)), 1e-9))
-        latency_s, per_byte_s, error = fit_line(np.array(_LINK_BYTES, dtype=np.float64), np.array(medians))
-        hosts = len(set(transport.allgather_object(transport.host)))
-        return LinkCalibration(
-            num_hosts=hosts,
-            latency_s=latency_s,
-            per_byte_s=per_byte_s,
-            fit_error=error,
-            bytes=list(_LINK_BYTES),
-            seconds=medians,
-        )
-
     def _play(self, config: Config, *, transport: Transport | None = None) -> Rounds:
         """Trains some real rounds. COLLECTIVE."""
         return play_rounds(
@@ -353,36 +343,49 @@ class Calibrator:
             least_s=self._least_s,
         )  # fmt: skip
 
-    def _rounds(self, chosen: Recommendation, mega_batch: int, compression: str | None = None) -> Rounds:
+    def _rounds(
+        self, chosen: Recommendation, mega_batch: int, compression: str | None = None, merge_fragments: int | None = None
+    ) -> Rounds:
         """Trains rounds of the strategy ``local``. COLLECTIVE."""
-        self._say(f"rounds of {mega_batch} samples{'' if compression is None else f', {compression}'}")
         config = self._config
+        fragments = merge_fragments or config.merge_fragments
+        more = [] if compression in (None, "none") else [compression]
+        more += [] if merge_fragments is None else [f"{merge_fragments} fragments"]
+        self._say(", ".join([f"rounds of {mega_batch} samples", *map(str, more)]))
         config = dataclasses.replace(
             config,
-            batch_size=chosen.batch_size,
-            reference_batch_size=config.reference_batch_size or config.batch_size,
             min_batch_size=min(chosen.min_batch_size, chosen.batch_size),
             max_batch_size=max(chosen.max_batch_size, chosen.batch_size),
+            reference_batch_size=config.reference_batch_size or config.batch_size,
             mega_batch=mega_batch,
             compression=compression or config.compression,
+            merge_fragments=fragments,
         )
         return self._play(config)
 
     def _synchronous(self, strategy: str, chosen: Recommendation, compression: str = "none") -> Rounds:
         """Trains with steps that all ranks make together. COLLECTIVE."""
         self._say(f"steps of {strategy}{'' if compression == 'none' else f', {compression}'}")
-        config = self._config
+        config, batch_size = self._config, chosen.batch_size
         own = {name: getattr(config, name) for name in ("slowdown", "seed", "stall_limit_s", "num_threads")}
-        mega_batch = _NUM_STEPS * chosen.batch_size * self._transport.world_size
         if strategy == "sync":
             own |= {"micro_batch_size": config.micro_batch_size, "compression": compression}
-        return self._play(Config(strategy=strategy, batch_size=chosen.batch_size, mega_batch=mega_batch, **own))
+        elif chosen.micro_batch_size is not None:
+            # What fits into memory: plain Horovod knows no micro-batches.
+            batch_size = chosen.micro_batch_size
+        mega_batch = _NUM_STEPS * batch_size * self._transport.world_size
+        return self._play(Config(strategy=strategy, batch_size=batch_size, mega_batch=mega_batch, **own))
 
-    @staticmethod
-    def _choice(strategy: str, rounds: Rounds, compression: str = "none") -> Choice:
+    def _choice(self, strategy: str, compression: str, mega_batch: int, samples_per_s: float) -> Choice:
+        config = self._config
         return Choice(
             strategy=strategy,
             compression=compression,
-            mega_batch=rounds.mega_batch,
-            samples_per_s=rounds.mega_batch / rounds.round_s,
+            merge_fragments=config.merge_fragments if strategy == "local" else 1,
+            micro_batch_size=None if strategy == "horovod" else config.micro_batch_size,
+            mega_batch=mega_batch,
+            samples_per_s=samples_per_s,
         )
+
+    def _played(self, strategy: str, rounds: Rounds, compression: str = "none") -> Choice:
+        return self._choice(strategy, compression, rounds.mega_batch, rounds.mega_batch / rounds.round_s)

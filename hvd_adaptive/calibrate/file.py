@@ -18,6 +18,10 @@ FORMAT = 1
 TABLE = "calibration"
 # Options recommended for strategy `local` alone: they would keep the shares of `sync` from what takes least time.
 LOCAL_ONLY = ("min_batch_size", "max_batch_size")
+# What is chosen by the predicted time, unless one of them is given by hand.
+BY_CHOICE = frozenset({"strategy", "compression", "merge_fragments"})
+# Strategies that take a step in micro-batches.
+_MICRO_BATCHES = ("local", "sync")
 # Memory is never used to its last byte: fragments, and batches heavier than the measured ones.
 MEMORY_PART = 0.8
 Table = TypeVar("Table")
@@ -120,14 +124,27 @@ class Choice:
     Attributes:
         strategy: as for :class:`hvd_adaptive.Config`.
         compression: likewise.
+        merge_fragments: likewise.
+        micro_batch_size: likewise.
         mega_batch: samples of a round; 0 in files of older versions.
         samples_per_s: over all ranks, evaluation excluded.
+        source: "measured" of real rounds, or "computed" from other ones and the link.
     """
 
     strategy: str = "local"
     compression: str = "none"
+    merge_fragments: int = 1
+    micro_batch_size: int | None = None
     mega_batch: int = 0
     samples_per_s: float
+    source: str = "measured"
+
+    def is_way_of(self, config: Any) -> bool:
+        """Returns whether a run with a :class:`hvd_adaptive.Config` trains in this way."""
+        names = ["strategy", "compression", "merge_fragments", "micro_batch_size"]
+        # Of steps that all ranks make together a round's length changes nothing.
+        names += ["mega_batch"] if self.strategy == "local" else []
+        return all(getattr(self, name) == getattr(config, name) for name in names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,19 +250,23 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     return float(value) if kind is float else value
 
 
-def chosen_options(calibration: Calibration, given: Collection[str]) -> dict[str, str]:
-    """Returns the strategy and the compression that were recommended, or none of both where one is given by hand.
+def chosen_options(calibration: Calibration, given: Collection[str]) -> dict[str, Any]:
+    """Returns the strategy, the compression and the fragments that were recommended, or none of them where one is given by hand.
 
     Args:
         calibration: of a file.
         given: names of options from everywhere.
     """
     best = calibration.predicted
-    free = {"strategy", "compression"}.isdisjoint(given)
-    return {"strategy": best.strategy, "compression": best.compression} if free else {}
+    if not BY_CHOICE.isdisjoint(given):
+        return {}
+    fragments = {"merge_fragments": best.merge_fragments} if best.merge_fragments > 1 else {}
+    return {"strategy": best.strategy, "compression": best.compression, **fragments}
 
 
-def options_of(values: Mapping[str, Any], calibration: Calibration, *, strategy: str) -> dict[str, Any]:
+def options_of(
+    values: Mapping[str, Any], calibration: Calibration, *, strategy: str, for_script: bool = False
+) -> dict[str, Any]:
     """Returns the options of a calibration's file that are meant for a strategy; of bounds on the batch size, for another than
     ``local``, only the one that every rank's memory sets.
 
@@ -253,12 +274,20 @@ def options_of(values: Mapping[str, Any], calibration: Calibration, *, strategy:
         values: the options in the file.
         calibration: the rest of it.
         strategy: of :class:`hvd_adaptive.Config`.
+        for_script: a script is to be run, whose forwards micro-batches need not make smaller.
     """
+    largest = [rank.largest_batch for rank in calibration.ranks if rank.largest_batch is not None]
+    by_memory = {"max_batch_size": max(1, int(MEMORY_PART * min(largest)))} if largest else {}
+    without = {name: value for name, value in values.items() if name != "micro_batch_size"}
+    if for_script and largest and len(without) < len(values):
+        return {**without, **by_memory}
     if strategy == "local":
         return dict(values)
     kept = {name: value for name, value in values.items() if name not in LOCAL_ONLY}
-    largest = [rank.largest_batch for rank in calibration.ranks if rank.largest_batch is not None]
-    return {**kept, "max_batch_size": max(1, int(MEMORY_PART * min(largest)))} if largest else kept
+    if kept.get("micro_batch_size") is not None:
+        # These fit into memory, as many as you like.
+        return {name: value for name, value in kept.items() if name != "micro_batch_size" or strategy in _MICRO_BATCHES}
+    return {**kept, **by_memory}
 
 
 def write_file(path: Path, options: Mapping[str, Any], calibration: Calibration, *, comment: str) -> None:

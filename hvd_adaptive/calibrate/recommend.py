@@ -26,6 +26,7 @@ class Recommendation:
         min_batch_size: samples.
         max_batch_size: samples.
         mega_batch: samples between two merges.
+        micro_batch_size: samples of each forward pass; None: whole batches.
         notes: sentences for people.
     """
 
@@ -33,13 +34,17 @@ class Recommendation:
     min_batch_size: int
     max_batch_size: int
     mega_batch: int = 0
+    micro_batch_size: int | None = None
     notes: list[str] = field(default_factory=list)
 
 
 def recommend_batches(
-    *, batch_size: int, fixed_s: Array, sample_s: Array, largest: Array, dataset_size: int
+    *, batch_size: int, fixed_s: Array, sample_s: Array, largest: Array, dataset_size: int, may_cut: bool = False
 ) -> Recommendation:
-    """Chooses the bounds of the batch sizes.
+    """Chooses the bounds of the batch sizes, and micro-batches where a batch does not fit into memory.
+
+    Whole batches take least time: each further pass costs what every step costs. So there are micro-batches only for memory, the
+    largest that fit. Without them, the batch gets smaller.
 
     Steps under ``min_batch_size`` would spend more than half of their time on what every step costs, on some rank; above
     ``max_batch_size`` no rank would gain a tenth. Both keep to 8 x around the batch size, as the rules do.
@@ -50,6 +55,7 @@ def recommend_batches(
         sample_s: seconds of each further sample, shape (world_size,), > 0.
         largest: samples that each rank's memory allows, infinite where that is not known, shape (world_size,).
         dataset_size: number of training samples.
+        may_cut: the other options allow micro-batches.
 
     Raises:
         ValueError: if one sample does not fit on some rank.
@@ -60,8 +66,16 @@ def recommend_batches(
     notes = []
     size = batch_size
     if room < size:
-        size = int(room)
         why = f"rank {int(largest.argmin())} has memory for {largest.min():.0f} samples"
+        micro = max(part for part in range(1, int(room) + 1) if size % part == 0)
+        if may_cut and micro * _ROOM >= size:
+            now, then = (float((fixed_s + sample_s * part).max()) / part for part in (micro, size))
+            notes.append(
+                f"micro_batch_size is {micro}: {why}. A step of batch_size {size} adds up the gradients of {size // micro} "
+                f"micro-batches, the same update; steps take up to {now / then:.2f} times as long"
+            )
+            return Recommendation(size, size, size, micro_batch_size=micro, notes=notes)
+        size = int(room)
         notes.append(f"batch_size is {size} instead of {batch_size}: {why}")
     half = float((fixed_s / sample_s).max()) * _LEAST_EFFICIENCY / (1 - _LEAST_EFFICIENCY)
     enough = float((fixed_s / sample_s).max()) * _ENOUGH_EFFICIENCY / (1 - _ENOUGH_EFFICIENCY)
@@ -119,3 +133,22 @@ def predict(*, step_s: Array, batch_size: int, mega_batch: int, merge_s: float, 
     """
     samples_per_s = float((batch_size / step_s).sum())
     return mega_batch / (mega_batch / samples_per_s + merge_s + control_s + wait_s)
+
+
+def predict_fragments(
+    *, step_s: Array, batch_size: int, mega_batch: int, exchange_s: float, rest_s: float, control_s: float, wait_s: float
+) -> float:
+    """Returns the samples a second where merges go in fragments beside the steps: a round takes as long as its steps or its
+    exchange, and then what cannot go beside.
+
+    Args:
+        step_s: seconds of each rank's step and claim at the batch size, all ranks at work, shape (world_size,), > 0.
+        batch_size: samples.
+        mega_batch: samples of a round.
+        exchange_s: seconds in which all fragments of a round cross the link.
+        rest_s: seconds of the merges' other work.
+        control_s: seconds of a round's statistics and weights.
+        wait_s: mean seconds that ranks wait for the last one.
+    """
+    compute_s = mega_batch / float((batch_size / step_s).sum())
+    return mega_batch / (max(compute_s, exchange_s) + rest_s + control_s + wait_s)

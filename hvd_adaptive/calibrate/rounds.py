@@ -11,14 +11,16 @@ import torch
 from numpy.typing import NDArray
 
 from hvd_adaptive.algorithm.statistics import Array
+from hvd_adaptive.calibrate.choices import most_fragments
 from hvd_adaptive.calibrate.file import SynchronousCalibration
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.config import Config
+from hvd_adaptive.engine.optimizer_state import with_defaults
 from hvd_adaptive.engine.records import RoundRecord
 from hvd_adaptive.session.session import Session
 from hvd_adaptive.xmc.data import SparseDataset
 from hvd_adaptive.xmc.train_config import TrainConfig
-from hvd_adaptive.xmc.trainer import local_step, make_model, make_optimizer
+from hvd_adaptive.xmc.trainer import has_rare_labels, local_step, make_model, make_optimizer
 
 # Rounds that count at least, after one that does not.
 _NUM_ROUNDS = 3
@@ -37,11 +39,18 @@ class Rounds:
         control_s: statistics, weights, next batch sizes, of the slowest rank.
         wait_s: waiting for the last rank; mean over ranks.
         round_s: the whole round.
+        most_fragments: into which a merge could be cut; None: one layer is all there is.
+        weights_rows: merges weigh single rows, not ranks.
         records: the rounds that count.
     """
 
-    def __init__(self, records: Sequence[RoundRecord], *, mega_batch: int, model: torch.nn.Module) -> None:
+    def __init__(
+        self, records: Sequence[RoundRecord], *, mega_batch: int, model: torch.nn.Module, weights_rows: bool
+    ) -> None:
         self.records = records[1:]
+        self.weights_rows = weights_rows
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.most_fragments = most_fragments([name for name, _ in named], [one.numel() for _, one in named])
         self.mega_batch = mega_batch
         trained = (p for p in model.parameters() if p.requires_grad)
         buffers = (b for b in model.buffers() if b.is_floating_point())
@@ -85,7 +94,10 @@ def play_rounds(
     share = Config().merge_share
     config = dataclasses.replace(config, merge_period="fixed", merge_share=share, warmup_epochs=0.0, hash_interval=0)
     model = make_model(train, data, seed=config.seed, device=device)
-    session = Session(model, make_optimizer(train, model), config, transport=transport)
+    optimizer = make_optimizer(train, model)
+    if config.strategy == "local":
+        config = with_defaults(config, optimizer, model.parameters(), rare_labels=has_rare_labels(config, data))
+    session = Session(model, optimizer, config, transport=transport)
     records: list[RoundRecord] = []
 
     def after_round(record: RoundRecord) -> None:
@@ -99,7 +111,8 @@ def play_rounds(
     for batch in session.batches(data, num_epochs=None, work=work):
         with session.step(batch):
             batch.loss = local_step(model, session.optimizer, batch)
-    return Rounds(records, mega_batch=config.mega_batch_samples, model=model)
+    weights_rows = config.strategy == "local" and config.weight_rule in ("dual-averaging", "fisher-rows")
+    return Rounds(records, mega_batch=config.mega_batch_samples, model=model, weights_rows=weights_rows)
 
 
 def lengthened(rounds: Sequence[Rounds], fixed_s: Array, work_s: Array) -> Array:

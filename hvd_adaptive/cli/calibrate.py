@@ -82,6 +82,8 @@ def calibrate(
         "max_batch_size": chosen.max_batch_size,
         "mega_batch": chosen.mega_batch,
     }
+    if chosen.micro_batch_size is not None:
+        options["micro_batch_size"] = chosen.micro_batch_size
     if chosen.batch_size != config.batch_size:
         options["reference_batch_size"] = config.reference_batch_size or config.batch_size
     comment = f"hvd-adaptive calibrate, {found.created}: {len(found.ranks)} ranks on {found.link.num_hosts} host(s)"
@@ -116,8 +118,10 @@ def describe(chosen: Recommendation, found: Calibration, path: Path) -> str:
         "",
         *table(found.choices, best),
         "",
-        f"recommended: strategy {best.strategy}, compression {best.compression}, batch_size {chosen.batch_size}, "
-        f"min_batch_size {chosen.min_batch_size}, max_batch_size {chosen.max_batch_size}, mega_batch {chosen.mega_batch}",
+        f"recommended: strategy {best.strategy}, compression {best.compression}, merge_fragments {best.merge_fragments}, "
+        f"micro_batch_size {best.micro_batch_size or 'none'},",
+        f"             batch_size {chosen.batch_size}, min_batch_size {chosen.min_batch_size}, max_batch_size "
+        f"{chosen.max_batch_size}, mega_batch {chosen.mega_batch}",
         f"predicted:   {best.samples_per_s:,.0f} samples/s over all ranks",
         *(f"note:        {note}" for note in chosen.notes),
         f"written:     {path}; hvd-adaptive train -np {len(found.ranks)} --config {path}",

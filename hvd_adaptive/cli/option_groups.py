@@ -35,7 +35,7 @@ TRAIN_MORE = {
 }
 RUN = {
     "how ranks share the script's batches": (
-        *("strategy", "shares", "max_batch_size", "mega_batch", "merge_weights", "compression"),
+        *("strategy", "shares", "max_batch_size", "micro_batch_size", "mega_batch", "merge_weights", "compression"),
         *("dry_run", "slowdown", "stall_limit_s"),
     ),
 }

@@ -63,7 +63,12 @@ def _take_measurements(values: dict[str, Any], path: str) -> Calibration | None:
 
 
 def with_config_file(
-    path: str | None, given: Mapping[str, Any], environment: Mapping[str, Any], *, takes_choice: bool = False
+    path: str | None,
+    given: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    *,
+    takes_choice: bool = False,
+    for_script: bool = False,
 ) -> dict[str, Any]:
     """Returns the options of a file and those given, which win; those of the environment, last of all, are another source.
 
@@ -74,7 +79,8 @@ def with_config_file(
         path: the file, if there is one.
         given: options of the command line.
         environment: options of variables.
-        takes_choice: take the strategy and the compression that ``calibrate`` recommends for its own model.
+        takes_choice: take the strategy, compression and fragments that ``calibrate`` recommends for its own model.
+        for_script: as for :func:`hvd_adaptive.calibrate.file.options_of`.
 
     Raises:
         ValueError: as :func:`read_config_file`.
@@ -87,12 +93,12 @@ def with_config_file(
         if takes_choice:
             values = {**chosen_options(calibration, {*environment, *values, *given}), **values}
         strategy = {"strategy": Config().strategy, **environment, **values, **given}["strategy"]
-        values = options_of(values, calibration, strategy=strategy)
+        values = options_of(values, calibration, strategy=strategy, for_script=for_script)
     return {**values, **given}
 
 
 def predicted_speed(path: str | None, config: Config, *, world_size: int) -> float | None:
-    """Returns the samples a second that ``calibrate`` predicted for a run, None where its file is not used as it was written.
+    """Returns the samples a second that ``calibrate`` predicted for a run, None for a way to train that it has not measured.
 
     Args:
         path: the file of options, if there is one.
@@ -102,11 +108,8 @@ def predicted_speed(path: str | None, config: Config, *, world_size: int) -> flo
     calibration = _take_measurements(read_config_file(path, measurements=True), path) if path else None
     if calibration is None or len(calibration.ranks) != world_size:
         return None
-    best = calibration.predicted
-    same = (config.strategy, config.compression) == (best.strategy, best.compression)
-    # Of steps that all ranks make together a round's length changes nothing.
-    same = same and (best.strategy == "sync" or best.mega_batch == config.mega_batch)
-    return best.samples_per_s if same else None
+    ways = [calibration.predicted, *(one for one in calibration.choices if one.source == "measured")]
+    return next((one.samples_per_s for one in ways if one.is_way_of(config)), None)
 
 
 def read_environment(

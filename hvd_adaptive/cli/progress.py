@@ -68,7 +68,7 @@ class Progress:
             self._last_line_s = time.monotonic()
             self._console.print(Text(line))
 
-    def finish(self, summary: dict[str, Any] | None, path: Path, predicted_samples_per_s: float | None = None) -> None:
+    def finish(self, summary: dict[str, Any] | None, path: Path) -> None:
         """Says how it ended; without a summary, that it stopped at a merge."""
         if self._live is not None:
             self._live.stop()
@@ -82,7 +82,8 @@ class Progress:
             if name.startswith("p") and name[1:].isdigit()
         )
         when = "after" if epoch is None else f"reached at epoch {epoch:.2f} of"
-        predicted = f"; predicted {predicted_samples_per_s:,.0f}" if predicted_samples_per_s else ""
+        expected = summary["predicted_samples_per_s"]
+        predicted = f"; predicted {expected:,.0f}" if expected else ""
         lines = [
             f"best model: {scores}, {when} {summary['epochs']:.2f}",
             f"{summary['samples']:,} samples in {summary['train_s']:.1f} s of training "

@@ -37,7 +37,8 @@ def run_config(
     given = typed(vars(options or argparse.Namespace()), fields)
     variables = read_environment(environment, also=fields)
     strategy = {"strategy": variables.get("strategy", RunConfig().strategy)}
-    from_file = with_config_file(path, {name: given[name] for name in given.keys() & strategy}, strategy)
+    of_strategy = {name: given[name] for name in given.keys() & strategy}
+    from_file = with_config_file(path, of_strategy, strategy, for_script=True)
     known = fields_of(RunConfig, Config, TrainConfig)
     unknown = sorted(from_file.keys() - known.keys())
     if unknown:

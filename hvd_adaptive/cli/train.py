@@ -91,6 +91,7 @@ def train(
         transport=transport,
         make_directory=make_directory,
         supervised=supervised,
+        predicted_samples_per_s=predicted_samples_per_s,
         show_progress=progress.show if progress else None,
     )
     directory = trainer.directory
@@ -101,7 +102,7 @@ def train(
         # Started again, it would only begin again.
         return EXIT_PREEMPTED if options.checkpoint_interval != 0 else 1
     if progress and directory:
-        progress.finish(summary, directory.path, predicted_samples_per_s)
+        progress.finish(summary, directory.path)
     return 0
 
 

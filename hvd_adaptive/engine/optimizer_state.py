@@ -75,7 +75,9 @@ def with_defaults(
     if config.merge_weights == "auto":
         can = fits and _exchanges_accumulators(config, optimizer) and goes_with_dual_averaging(config)
         for_rare = "dual-averaging" if can else "fisher-rows"
-        config = dataclasses.replace(config, merge_weights=for_rare if rare_labels and config.island is None else "updates")
+        # Fragments and islands have one weight a rank.
+        by_rows = rare_labels and config.island is None and config.merge_fragments == 1
+        config = dataclasses.replace(config, merge_weights=for_rare if by_rows else "updates")
     is_sgd = isinstance(optimizer, (SGD, LazyMomentum))
     if config.lr_rule == "auto":
         config = dataclasses.replace(config, lr_rule="linear" if is_sgd else "none")

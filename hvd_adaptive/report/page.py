@@ -101,6 +101,13 @@ def _findings(runs: Sequence[Run], target_p1: float | None) -> list[dict[str, st
             })  # fmt: skip
         elif len(runs) == 1 and (best := run.best("p1")) is not None:
             findings.append({"figure": f"{best:.4f}", "text": f"best P@1, in {run.train_s:.1f} s of training"})
+        predicted, made = run.summary.get("predicted_samples_per_s"), run.summary.get("samples_per_s")
+        if predicted and made:
+            findings.append({
+                "figure": f"{made / predicted:.2f}",
+                "text": f"of the speed that calibrate predicted for {name.lower() if len(runs) == 1 else name}: {made:,.0f} "
+                f"samples/s, predicted {predicted:,.0f}",
+            })  # fmt: skip
         used, ceiling = run.summary.get("utilisation"), analysis.equal_shares_ceiling(run) if run.rounds else None
         if used is not None:
             most = f"; equal shares would allow {ceiling:.2f} at most" if ceiling else ""

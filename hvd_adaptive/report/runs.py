@@ -159,7 +159,7 @@ def _read_run(path: Path) -> Run:
 def _parse_run(path: Path) -> Run:
     config = _read_json(path / "config.json", required=True)
     summary = _read_json(path / "summary.json", required=False)
-    for name in ("utilisation", "wait_share"):
+    for name in ("utilisation", "wait_share", "samples_per_s", "predicted_samples_per_s"):
         if not isinstance(summary.get(name), (int, float, type(None))):
             raise ValueError(f"{path / 'summary.json'}: {name} must be a number, got {summary[name]!r}")
     rounds = _read_rounds(path / "rounds.jsonl")

@@ -89,6 +89,9 @@ def _notes(
     else:
         notes += [f"Emulated slowdowns in {run.label}: {run.slowdown}." for run in runs if run.slowdown]
     for run in runs:
+        predicted, made = run.summary.get("predicted_samples_per_s"), run.summary.get("samples_per_s")
+        if predicted and made:
+            notes.append(f"{run.label} made {made:,.0f} samples/s; calibrate predicted {predicted:,.0f}.")
         if not run.finished:
             rounds = f"{len(run.rounds)} round{'s' * (len(run.rounds) > 1)}"
             notes.append(f"{run.label} has not ended: {rounds}, {run.train_s:.0f} s of training so far.")

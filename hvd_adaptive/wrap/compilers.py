@@ -19,29 +19,42 @@ def is_reading() -> bool:
     return bool(torch.compiler.is_compiling()) or torch._C._get_tracing_state() is not None
 
 
-def intercept_compile(unwatched: Callable[[], AbstractContextManager[None]], called: Callable[[], None]) -> None:
+# Calls a compiled module: it, the Python that it was made of, what was made of it, and arguments.
+CallModule = Callable[[nn.Module, Callable[..., Any], Callable[..., Any], Any, Any], Any]
+
+
+def intercept_compile(
+    unwatched: Callable[[], AbstractContextManager[None]], called: Callable[[], None], call_module: CallModule | None = None
+) -> None:
     """Replaces ``torch.compile``, which ``nn.Module.compile`` uses as well.
 
     Args:
         unwatched: nothing is watched within it.
         called: is told of each call of what was compiled.
+        call_module: calls a module that was compiled; None: as any other function.
     """
     own = torch.compile
 
-    def around(call: Callable[..., Any]) -> Callable[..., Any]:
+    def around(call: Callable[..., Any], source: Any = None) -> Callable[..., Any]:
         @functools.wraps(call)
         def outside(*args: Any, **options: Any) -> Any:
             if is_reading():
                 return call(*args, **options)
+            if call_module is not None and args and isinstance(getattr(args[0], "_orig_mod", None), nn.Module):
+                compiled, *others = args
+                return call_module(compiled._orig_mod, compiled._orig_mod, functools.partial(call, compiled), others, options)
+            module = getattr(source, "__self__", None)
+            if call_module is not None and isinstance(module, nn.Module) and source == module._call_impl:
+                return call_module(module, source, call, args, options)
             called()
             with unwatched():
                 return call(*args, **options)
 
         return outside
 
-    def seen(compiled: Any) -> Any:
+    def seen(compiled: Any, source: Any) -> Any:
         if not isinstance(compiled, nn.Module):
-            return around(compiled)
+            return around(compiled, source)
         cls: Any = type(compiled)
         if not hasattr(cls.__call__, "__wrapped__"):
             cls.__call__ = around(cls.__call__)
@@ -52,6 +65,6 @@ def intercept_compile(unwatched: Callable[[], AbstractContextManager[None]], cal
         if model is None:
             return lambda function: compile(function, **options)
         compiled = own(model, **options)
-        return compiled if compiled is model else seen(compiled)
+        return compiled if compiled is model else seen(compiled, model)
 
     torch.compile = compile

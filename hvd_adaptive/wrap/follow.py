@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from hvd_adaptive.wrap.compilers import is_reading
-from hvd_adaptive.wrap.forwards import Tracer
+from hvd_adaptive.wrap.forward_hook import ForwardHook
+from hvd_adaptive.wrap.forwards import Place, Tracer
 from hvd_adaptive.wrap.loaders import Handed, IndexStream, Loader
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.tensors import tensors_in
@@ -38,6 +38,7 @@ class Follower:
         weight: the factor on the gradients of the present backward.
         stream: the pass whose batch the last backward was of; None before the first, or if there is none.
         was_traced: a batch was traced since the last step, which makes the step slow.
+        results: the graph's nodes of what compiled modules have given for the present batch.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Follower:
         self.weight = 1.0
         self.stream: IndexStream | None = None
         self.was_traced = False
+        self.results: set[Any] = set()
         self._stepped_last: Callable[[], Any] = lambda: None
         self._describe = describe
         self._condition = condition
@@ -88,12 +90,13 @@ class Follower:
         self.finish_trace()
         self._look_at_unused(stream)
         self._is_evaluated = False
+        self.results.clear()
         stream.deliver()
         self._event += 1
         stream.delivered_at = self._event
         self._is_backward, self._mismatch = False, None
         if stream.weight_differs and self._unwatch is None:
-            self._unwatch = _watch_forwards(self._check_forward, self._take_note_of_evaluation)
+            self._unwatch = _watch_forwards(self._check_forward, self.evaluated)
         self._lengths = {n for tensor in tensors_in([batch]) for n in tensor.shape} if stream.weight_differs else set()
         loader = stream.loader
         loader.looks.delivered(batch)
@@ -167,14 +170,54 @@ class Follower:
             return
         loader = found[-1].loader
         for tensor in tensors:
-            loader.heads.look(tensor, learn=self._traced is not None)
+            loader.heads.look(tensor, learn=self._traced is not None, ends=self.results)
         # One that comes later was not followed; whether shares were equal at its first step is for the report.
         if loader.heads.is_new and loader.is_traced:
             loader.reasons.add(Reason.OTHER_LOSS)
 
-    def unwatched(self) -> AbstractContextManager[None]:
-        """Returns a context within which nothing is watched."""
-        return self._tracer.unwatched()
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Nothing is watched within."""
+        unwatch, self._unwatch = self._unwatch, None
+        if unwatch is not None:
+            unwatch()
+        try:
+            with self._tracer.unwatched():
+                yield
+        finally:
+            if unwatch is not None:
+                self._unwatch = _watch_forwards(self._check_forward, self.evaluated)
+
+    # -- of compiled modules, in which nothing is watched
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether a batch is followed, outside of any forward."""
+        return self._traced is not None and self._tracer.root is None
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the batch that the script is at; 0: of none."""
+        found = self._candidates()
+        return found[-1].current.num_samples if found else 0
+
+    @property
+    def keeps_equal_shares(self) -> bool:
+        """Whether the batch that the script is at is of a loader whose shares stay equal, or of none."""
+        found = self._candidates()
+        return not found or bool(found[-1].loader.reasons) or not found[-1].loader.is_traced
+
+    def places(self, module: nn.Module) -> set[Place]:
+        """Returns where a batch's samples are in the arguments of a module; empty for one that was not followed."""
+        return self._tracer.places.get(module, set())
+
+    def forward_begins(self, module: nn.Module, tensors: list[Tensor]) -> None:
+        """A module is called with tensors."""
+        self._check_forward(module, lambda: tensors)
+
+    def evaluated(self, module: nn.Module) -> None:
+        """A module is called without gradients."""
+        self._is_evaluated |= module in self._tracer.places
 
     @property
     def is_at_unequal_batch(self) -> bool:
@@ -301,9 +344,6 @@ class Follower:
             "its weight would be wrong. The script cuts or repeats batches in a way that its first ones did not show"
         )
 
-    def _take_note_of_evaluation(self, module: nn.Module) -> None:
-        self._is_evaluated |= module in self._tracer.places
-
     def _left_out(self, count: float, num_samples: int) -> bool:
         """Whether the batch that the loader gave had only so many of its samples."""
         return 0 < count < num_samples and count in self._lengths and num_samples not in self._lengths
@@ -330,5 +370,4 @@ def _watch_forwards(
         else:
             check(module, lambda: list(tensors_in([args, kwargs])))
 
-    hook: Any = register_module_forward_hook(after, with_kwargs=True)
-    return lambda: hook.remove()
+    return ForwardHook(after).remove

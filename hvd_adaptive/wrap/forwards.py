@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_adaptive.wrap import inside, losses, sizes
 from hvd_adaptive.wrap.compilers import is_reading
 from hvd_adaptive.wrap.decisions import decides_by_length, divides_by_length
+from hvd_adaptive.wrap.forward_hook import ForwardHook
 from hvd_adaptive.wrap.losses import Kind
 from hvd_adaptive.wrap.own_gradients import OwnGradients
 from hvd_adaptive.wrap.picks import goes_through_batch, number_of_pick
@@ -54,6 +55,7 @@ class Tracer(TorchFunctionMode):
         places: the modules that own trained parameters and are called by the script itself, and where the batch size stands in
             their arguments.
         least_samples: how many samples a batch must have for those that the script takes by their number.
+        root: the module that the script itself has called, while its forward is under way.
         gradients: what watches for changes of gradients that Horovod has not averaged yet.
     """
 
@@ -77,8 +79,8 @@ class Tracer(TorchFunctionMode):
         self._beside: dict[int, Tensor] = {}
         self._means: set[Any] = set()
         self._size_asked = self._length_asked = False
-        # The module that the script itself has called, and how often it is within itself.
-        self._root: nn.Module | None = None
+        # How often the root is within itself.
+        self.root: nn.Module | None = None
         self._depth = 0
         self._own_reduction = self._mean_seen = False
         self._hooks: list[Any] = []
@@ -92,7 +94,7 @@ class Tracer(TorchFunctionMode):
         """Begins to follow a batch."""
         self.end()
         self.findings, self.num_forwards, self.num_backwards = set(), 0, 0
-        self._root, self._depth, self.least_samples = None, 0, 1
+        self.root, self._depth, self.least_samples = None, 0, 1
         self._size_asked = self._length_asked = self._own_reduction = self._mean_seen = False
         self._num_samples = num_samples
         self._guarded(lambda: self._keep(Kind.ROWS, *tensors_in([batch])))
@@ -134,7 +136,7 @@ class Tracer(TorchFunctionMode):
             self._guarded(lambda: self._judge(args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if not self._is_followed():
-            if self._watching and self._root is not None and torch.is_grad_enabled():
+            if self._watching and self.root is not None and torch.is_grad_enabled():
                 self._guarded(lambda: self._look_inside(func, args, kwargs or {}, result))
                 if func in _SHAPES:
                     return inside.sizes_of(args, result, self._num_samples)
@@ -147,7 +149,7 @@ class Tracer(TorchFunctionMode):
         return result
 
     def _is_followed(self) -> bool:
-        return self._watching and self._root is None and torch._C._current_graph_task_id() == -1
+        return self._watching and self.root is None and torch._C._current_graph_task_id() == -1
 
     def _guarded(self, action: Callable[[], Any]) -> None:
         """Looks at something; a stranger's objects may raise anything."""
@@ -163,21 +165,21 @@ class Tracer(TorchFunctionMode):
         # Within backward a part of a model may run again, as in gradient checkpointing.
         if not self._watching or is_reading() or torch._C._current_graph_task_id() != -1:
             return
-        if self._root is module:
+        if self.root is module:
             self._depth += 1
-        elif self._root is None and (
+        elif self.root is None and (
             module in self.places or any(parameter in self._trained for parameter in module.parameters())
         ):
-            self._root, self._depth = module, 1
+            self.root, self._depth = module, 1
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, result: Any = None) -> None:
         # Also after a forward that has failed, and then torch leaves out the keyword arguments.
-        if module is not self._root or is_reading():
+        if module is not self.root or is_reading():
             return
         self._depth -= 1
         if self._depth:
             return
-        self._root = None
+        self.root = None
         if self._watching:
             self._guarded(lambda: self._look_at_forward(module, args, kwargs or {}, result))
 
@@ -345,7 +347,7 @@ class Tracer(TorchFunctionMode):
 
     def is_made_of_batch(self, tensor: Tensor) -> bool:
         """Whether a tensor is made of the batch that is watched now, sample by sample."""
-        is_inside = self._root is not None and tensor.dim() > 0 and tensor.shape[0] == self._num_samples
+        is_inside = self.root is not None and tensor.dim() > 0 and tensor.shape[0] == self._num_samples
         return self._watching and (is_inside or self._kind(tensor) in (Kind.ROWS, Kind.CUT))
 
     def _keep(self, kind: Kind, *tensors: Tensor) -> None:
@@ -380,7 +382,7 @@ class Tracer(TorchFunctionMode):
         if not self._hooks:
             self._hooks = [
                 register_module_forward_pre_hook(self._before),
-                register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
+                ForwardHook(self._after, always_call=True),
             ]
         sizes.watch(lambda: self.findings.add(Reason.SIZE_DECIDES))
         if not self._entered:

@@ -7,7 +7,7 @@ labels that are ignored). Its graph then begins with other nodes than those that
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +34,14 @@ class Heads:
         self._targets: list[tuple[int, Tensor]] = []
         self._is_ignored = False
 
-    def look(self, loss: Tensor, *, learn: bool) -> None:
-        """Looks at a loss; where it is not to be learnt, another kind than those before is noticed."""
+    def look(self, loss: Tensor, *, learn: bool, ends: Collection[Any] = ()) -> None:
+        """Looks at a loss; where it is not to be learnt, another kind than those before is noticed.
+
+        Args:
+            loss: what backward is called on.
+            learn: it is one of those that are looked at closely.
+            ends: nodes behind which a model is whose graph may change.
+        """
         names: list[str] = []
         nodes, known = [loss.grad_fn], set()
         for _ in range(_DEPTH):
@@ -49,7 +55,8 @@ class Heads:
             names.append(name)
             if not learn and name.startswith("NllLoss"):
                 self._count_ignored(node)
-            nodes.extend(following for following, _ in node.next_functions)
+            if node not in ends:
+                nodes.extend(following for following, _ in node.next_functions)
         head = tuple(names)
         if learn:
             self._seen.add(head)

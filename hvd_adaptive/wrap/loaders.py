@@ -116,7 +116,7 @@ class IndexStream:
     """
 
     def __init__(
-        self, loader: Loader, index_sampler: Any, *, world_size: int, rank: int, upper: int | None
+        self, loader: Loader, index_sampler: Any, *, world_size: int, rank: int, upper: int | None, unit: int = 1
     ) -> None:
         self.loader = loader
         self.num_handed = 0
@@ -137,6 +137,8 @@ class IndexStream:
         self._world_size = world_size
         self._rank = rank
         self._upper = upper
+        # Shares are whole numbers of so many samples, where the script's batches are.
+        self._unit = unit
         self._union: Union | None = None
         self._fractions: tuple[float, ...] | None = None
         self._changes: deque[tuple[int, tuple[float, ...] | None]] = deque()
@@ -210,12 +212,14 @@ class IndexStream:
             # All ranks see these lists and leave this batch alone.
             return own, handed
         total = handed.global_samples
+        unit = self._unit if len(own) % self._unit == 0 else 1
         sizes = integer_shares(
             self._fractions,
-            total,
-            lower=min(self.loader.smallest, len(own)),
-            upper=None if self._upper is None else [max(self._upper, len(own))] * self._world_size,
+            total // unit,
+            lower=-(-min(self.loader.smallest, len(own)) // unit),
+            upper=None if self._upper is None else [max(self._upper, len(own)) // unit] * self._world_size,
         )
+        sizes = [unit * size for size in sizes]
         size = sizes[self._rank]
         share = take_share(lists, sizes, self._rank)
         return share, Handed(size, total, self._world_size * size / total)

@@ -53,7 +53,14 @@ class Reason(enum.Enum):
     NUMBERED = "the script takes samples of a batch by their numbers, up to the last one, which a smaller batch does not have"
     GATHERED = "the script exchanges a value for each sample with the other ranks in a step, or a loss before backward()"
     SKIPPED = "the script skipped batches of another size than its own"
-    COMPILED = "torch.compile: compiled code cannot be inspected, and would be compiled again for other batch sizes"
+    COMPILED = (
+        "torch.compile: compiled code cannot be inspected, and would be compiled again for other batch sizes; for a compiled "
+        "module that the script calls itself, --micro-batch-size M avoids both"
+    )
+    MICRO_RESULT = (
+        "the compiled module's result holds something that is neither a row for each sample nor one number, so it cannot be put "
+        "together from micro-batches"
+    )
     SCRIPTED = "a TorchScript module cannot be inspected"
     FIXED_SIZE = (
         "a forward makes or reshapes a tensor for the script's batch size, without asking how many samples there are"

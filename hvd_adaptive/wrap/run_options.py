@@ -47,6 +47,10 @@ class RunConfig:
     max_batch_size: int | None = option(
         None, "most samples in a batch of any rank (default: no bound)"
     )
+    micro_batch_size: int | None = option(
+        None,
+        "call compiled models with so many samples at a time, so that they compile once",
+    )
     dry_run: bool = option(
         False,
         "run at most 28 steps, say what would be adaptive, and end",
@@ -83,7 +87,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_types_and_choices(self)
-        check_positive(self, "interval", "max_batch_size")
+        check_positive(self, "interval", "max_batch_size", "micro_batch_size")
         if self.stall_limit_s < 1:
             raise ValueError(f"stall_limit_s must be >= 1, got {self.stall_limit_s}")
         check_needs(self)
@@ -93,6 +97,9 @@ class RunConfig:
                 f"merge_weights 'samples' needs lr_rule 'none', got {self.lr_rule!r}: a rank's share of the batch "
                 "already makes its steps longer, and would count twice. Or use merge_weights 'updates'"
             )
+        most, micro = self.max_batch_size, self.micro_batch_size
+        if most is not None and micro is not None and most < micro:
+            raise ValueError(f"max_batch_size must be >= micro_batch_size, got {most} < {micro}")
         self.merging()
         if self.shares is not None:
             parse_shares(self.shares)

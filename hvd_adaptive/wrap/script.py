@@ -107,7 +107,8 @@ def intercept(
     atexit.register(engine.over)
     intercept_loaders(engine)
     intercept_backward(engine.losses)
-    intercept_compile(engine.unwatched, engine.compiled)
+    micro = engine.micro_batches
+    intercept_compile(engine.unwatched, engine.compiled, None if micro is None else micro.call)
     if config.strategy == "local":
         intercept_modules(engine)
     # Before the collectives are watched: who watches shall see the script's own tensors.

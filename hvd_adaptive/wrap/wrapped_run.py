@@ -24,6 +24,7 @@ from hvd_adaptive.wrap.local_steps import LocalSteps
 from hvd_adaptive.wrap.long_waits import LongWaits, equal_shares
 from hvd_adaptive.wrap.meeting import Meetings, Store
 from hvd_adaptive.wrap.meter import Meter
+from hvd_adaptive.wrap.micro_batches import MicroBatches
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.run_options import RunConfig
 from hvd_adaptive.wrap.share_exchange import Shares
@@ -49,6 +50,7 @@ class Engine:
 
     Attributes:
         report: what is told at the end.
+        micro_batches: calls the script's compiled modules; None: they are called as the script does.
         on_start: called when Horovod has been initialized, on every rank.
         on_step: called after each step of a wrapped optimizer.
         on_failure: called on a rank whose script ends with an exit code other than 0.
@@ -78,11 +80,14 @@ class Engine:
         self._watch = Stopwatch(clock)
         is_sync = config.strategy == "sync"
         self._follower = Follower(describe if is_sync else lambda module: [], self.report.condition, weighs=is_sync)
+        size = config.micro_batch_size
+        self.micro_batches = None if size is None else MicroBatches(size, self._follower, self.report)
         self._tail: Stretch | None = None
         self._untimed = True
         self._local = LocalSteps(config, make_world=self._make_world, note=self.report.note)
         self._encoded = EncodedGradients(config, self._make_world)
-        self.report.more = lambda: [*self._local.lines(), *self._encoded.lines()]
+        of_micro_batches = lambda: self.micro_batches.lines() if self.micro_batches else []  # noqa: E731
+        self.report.more = lambda: [*self._local.lines(), *self._encoded.lines(), *of_micro_batches()]
         # The pass that fed the last step.
         self._fed_by: IndexStream | None = None
         self._exchange_due = self._exchanging = False
@@ -304,6 +309,7 @@ class Engine:
             world_size=self.world_size,
             rank=self.rank,
             upper=self.config.max_batch_size,
+            unit=self.config.micro_batch_size or 1,
         )
         self._follower.opened(stream)
         return stream

@@ -74,6 +74,19 @@ def make_model(train: TrainConfig, data: SparseDataset, *, seed: int, device: to
     ).to(device)
 
 
+def labels_of_a_round(config: Config, data: SparseDataset) -> tuple[int, float]:
+    """Returns the samples between two merges, as for one rank: a resume with another number of ranks keeps the rule. And the mean
+    number of a sample's labels."""
+    mega_batch = capped_mega_batch(config, config.mega_batch_samples, len(data), 1)
+    return mega_batch, float(data.label_counts().sum()) / max(1, len(data))
+
+
+def has_rare_labels(config: Config, data: SparseDataset) -> bool:
+    """Returns whether a label occurs on one rank at most between most merges."""
+    mega_batch, labels_a_sample = labels_of_a_round(config, data)
+    return labels_are_rare(labels_a_sample, data.num_labels, mega_batch)
+
+
 def local_step(model: nn.Module, optimizer: Optimizer, batch: Batch, *, sums_loss: bool = False) -> torch.Tensor:
     """Makes a local step on a batch; returns its mean loss, detached.
 
@@ -105,6 +118,7 @@ class Trainer:
         transport: the world.
         make_directory: on rank 0 makes the run's folder, on others None; called when the options have been checked.
         supervised: what the supervisor of ``--elastic`` asks for, None where there is none.
+        predicted_samples_per_s: what ``calibrate`` predicted for these options and ranks, for the summary.
         show_progress: on rank 0 called after each round with the record, its evaluation and the seconds left, if known.
 
     Raises:
@@ -122,12 +136,14 @@ class Trainer:
         transport: Transport,
         make_directory: Callable[[], RunDirectory] | None,
         supervised: Supervised | None = None,
+        predicted_samples_per_s: float | None = None,
         show_progress: ShowProgress | None = None,
     ) -> None:
         self._train = train
         self._transport = transport
         self._data, test = splits
         self._supervised = supervised
+        self._predicted_samples_per_s = predicted_samples_per_s
         self._show_progress = show_progress
         self._sums_loss = config.loss_reduction == "sum"
         self._model = make_model(train, self._data, seed=config.seed, device=device)
@@ -205,6 +221,7 @@ class Trainer:
         digest = model_hash(self._model)
         agreed = len(set(self._transport.allgather_object(digest))) == 1
         summary = self._totals.summary(session, final=final, model_hash=digest, ranks_agreed=agreed)
+        summary["predicted_samples_per_s"] = self._predicted_samples_per_s
         summary["checkpoints"] = dataclasses.asdict(counts)
         self._write(lambda directory: directory.close())
         self._write(lambda directory: directory.write_summary(summary))
@@ -214,10 +231,8 @@ class Trainer:
         return summary
 
     def _with_defaults(self, config: Config, optimizer: Optimizer) -> Config:
-        # As for one rank: a resume with another number of ranks keeps the rule.
-        mega_batch = capped_mega_batch(config, config.mega_batch_samples, len(self._data), 1)
-        labels_a_sample = float(self._data.label_counts().sum()) / max(1, len(self._data))
-        rare = labels_are_rare(labels_a_sample, self._data.num_labels, mega_batch)
+        mega_batch, labels_a_sample = labels_of_a_round(config, self._data)
+        rare = has_rare_labels(config, self._data)
         found = with_defaults(config, optimizer, self._model.parameters(), rare_labels=rare)
         if rare and config.merge_weights == "auto" and self._transport.rank == 0:
             log.info(

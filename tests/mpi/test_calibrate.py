@@ -19,11 +19,14 @@ def test_what_is_recommended_runs(run_job: Any, data: Path, tmp_path: Path) -> N
     options += ["--seconds", "0.1"]
     job = run_job([*COMMAND, "calibrate", "-np", "2", "--out", str(file), *options], timeout=400)
     assert job.returncode == 0 and not job.leftover, job.describe()
-    assert "recommended: strategy" in job.stdout and ", batch_size 32" in job.stdout and "predicted:" in job.stdout
+    assert "recommended: strategy" in job.stdout and " batch_size 32" in job.stdout and "predicted:" in job.stdout
     found = read_table(read_config_file(str(file), measurements=True)["calibration"], str(file))
     assert len(found.ranks) == 2 and found.num_samples == 2000 and found.predicted.samples_per_s > 0
     ways = [(choice.strategy, choice.compression) for choice in found.choices]
     assert {("local", "none"), ("sync", "none"), ("horovod", "none")} <= set(ways) and found.predicted in found.choices
+    # The model has two layers; only what was tried is taken.
+    assert ("local", 2) in {(choice.strategy, choice.merge_fragments) for choice in found.choices}
+    assert found.predicted.source == "measured"
     assert found.ranks[0].batch_size == [4, 8, 16, 32, 64, 128, 256]
     # No time is tested: the machine may be busy.
     for rank in found.ranks:
@@ -40,6 +43,8 @@ def test_what_is_recommended_runs(run_job: Any, data: Path, tmp_path: Path) -> N
     assert config["slowdown"] == "1,2" and config["batch_size"] == 32
     assert (config["strategy"], config["compression"]) == (found.predicted.strategy, found.predicted.compression)
     assert f"samples/s; predicted {found.predicted.samples_per_s:,.0f})" in job.stdout
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["predicted_samples_per_s"] == found.predicted.samples_per_s
     job = run_job([*COMMAND, "simulate", "--calibration", str(file), "--strategies", "local", "--rounds", "4", "--settle", "1"])
     assert job.returncode == 0 and "local" in job.stdout, job.describe()
 
@@ -51,6 +56,7 @@ def test_micro_batches_are_measured_and_kept(run_job: Any, data: Path, tmp_path:
     assert job.returncode == 0 and not job.leftover, job.describe()
     found = read_table(read_config_file(str(file), measurements=True)["calibration"], str(file))
     assert found.ranks[0].batch_size == [8, 16, 32, 64, 128, 256] and found.ranks[0].largest_batch is None
+    assert {choice.micro_batch_size for choice in found.choices if choice.strategy != "horovod"} == {8}
     kept = read_config_file(str(file))
     assert kept["micro_batch_size"] == 8 and kept["min_batch_size"] == kept["max_batch_size"] == kept["batch_size"] == 32
     # What it wrote goes with both strategies.

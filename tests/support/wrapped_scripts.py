@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,20 @@ def weights(values: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def run_both(
-    commands: list[str], num_ranks: int, rtol: float = 1e-9, **options: Any
+    commands: list[str],
+    num_ranks: int,
+    rtol: float = 1e-9,
+    seen: Callable[[dict[str, Any]], None] = lambda values: None,
+    **options: Any,
 ) -> tuple[list[tuple[list[Any], list[Any]]], Any]:
     """Runs scripts plain and wrapped with unequal shares, or as options say, and compares their weights.
+
+    Args:
+        commands: scripts and their arguments.
+        num_ranks: number of ranks.
+        rtol: relative difference that weights may have.
+        seen: gets each wrapped script's globals.
+        options: of `RunConfig`.
 
     Returns:
         For each script the loaders that it trained from and the shares of all its loaders at the end; and the engine.
@@ -43,6 +55,7 @@ def run_both(
     for command, expected in zip(commands, plain, strict=True):
         before = len(engine.report.loaders)
         values = run(command)
+        seen(values)
         for name, value in weights(values).items():
             assert torch.allclose(value, expected[name], rtol=rtol, atol=1e-12 * rtol), (command, name)
         loaders = engine.report.loaders[before:]

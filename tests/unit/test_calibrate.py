@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adaptive.algorithm.speed_model import fit_line
-from hvd_adaptive.calibrate.choices import choose, may_choose, table
-from hvd_adaptive.calibrate.file import Calibration, Choice, read_table, to_toml, write_file
+from hvd_adaptive.calibrate import calibrator
+from hvd_adaptive.calibrate.choices import choose, may_choose, may_cut, most_fragments, settled, table
+from hvd_adaptive.calibrate.file import (
+    Calibration,
+    Choice,
+    chosen_options,
+    options_of,
+    read_table,
+    to_toml,
+    write_file,
+)
 from hvd_adaptive.calibrate.memory_ceiling import largest_by_growth
-from hvd_adaptive.calibrate.recommend import predict, recommend_batches, recommend_mega_batch
+from hvd_adaptive.calibrate.recommend import (
+    predict,
+    predict_fragments,
+    recommend_batches,
+    recommend_mega_batch,
+)
+from hvd_adaptive.calibrate.rounds import Rounds
 from hvd_adaptive.cli.calibrate_options import check_calibrate
 from hvd_adaptive.cli.option_sources import build_configs, predicted_speed, read_config_file, with_config_file
 from hvd_adaptive.cli.run import run_config
+from hvd_adaptive.comm.threads import LocalTransport
 from hvd_adaptive.config import Config
 from hvd_adaptive.wrap.run_options import RunConfig
+from hvd_adaptive.xmc.train_config import TrainConfig
 
 RANK: dict[str, Any] = {
     "host": "alpha", "device": "cpu", "threads": 1, "fixed_s": 1e-3, "per_work_s": 1e-4, "fit_error": 0.01, "jitter": 0.02,
@@ -123,6 +142,46 @@ def test_the_prediction_counts_steps_and_the_end_of_a_round() -> None:
     assert found == pytest.approx(1200 / 0.5)
 
 
+def test_fragments_take_as_long_as_steps_or_exchange_whichever_is_longer() -> None:
+    # 3,000 samples a second: 0.4 s of steps.
+    options: dict[str, Any] = {
+        "step_s": np.array([0.032, 0.064]), "batch_size": 64, "mega_batch": 1200, "rest_s": 0.05, "control_s": 0.02,
+        "wait_s": 0.03,
+    }  # fmt: skip
+    assert predict_fragments(exchange_s=0.3, **options) == pytest.approx(1200 / 0.5)
+    assert predict_fragments(exchange_s=0.9, **options) == pytest.approx(1200 / 1.0)
+
+
+def test_what_does_not_fit_into_memory_is_cut_into_micro_batches_where_that_is_allowed() -> None:
+    found = batches([1e-3, 2e-3], [1e-4, 1e-4], largest=[np.inf, 45.0], may_cut=True)
+    # 36 samples fit, and 32 is the largest part of 64 that does.
+    assert (found.batch_size, found.min_batch_size, found.max_batch_size, found.micro_batch_size) == (64, 64, 64, 32)
+    # 64 samples take 8.4 ms at once, 10.4 ms in two parts.
+    assert "micro_batch_size is 32: rank 1 has memory for 45" in found.notes[0] and "up to 1.24 times as long" in found.notes[0]
+    config = settled(Config(), found)
+    assert may_choose(config, (), "sync", "none") and config.micro_batch_size == 32
+    # Parts of less than an eighth would be mostly overhead, and whole batches are left alone where they fit.
+    assert batches([1e-3], [1e-4], largest=[5.0], may_cut=True).micro_batch_size is None
+    assert batches([1e-3], [1e-4], largest=[80.0], may_cut=True).micro_batch_size is None
+    assert may_cut(Config()) and not may_cut(Config(micro_batch_size=32)) and not may_cut(Config(work="nonzeros"))
+    # With a smaller batch the learning rate keeps its meaning in `local` alone.
+    smaller = settled(Config(), batches([1e-3], [1e-4], largest=[40.0]))
+    assert smaller.reference_batch_size == 64 and not may_choose(smaller, (), "sync", "none")
+
+
+def test_micro_batches_for_memory_go_with_every_strategy_that_has_them() -> None:
+    found = read_table(TABLE, "x")
+    values = {"batch_size": 64, "min_batch_size": 64, "max_batch_size": 64, "micro_batch_size": 32}
+    assert options_of(values, found, strategy="sync") == {"batch_size": 64, "micro_batch_size": 32}
+    assert options_of(values, found, strategy="horovod") == {"batch_size": 64}
+    # A script's forwards take what it gives them, so that a share is what has to fit: 128 samples are the most of rank 1.
+    for strategy in ("local", "sync"):
+        assert options_of(values, found, strategy=strategy, for_script=True)["max_batch_size"] == 102
+        assert "micro_batch_size" not in options_of(values, found, strategy=strategy, for_script=True)
+    for strategy in ("local", "sync", "horovod"):
+        build_configs({"strategy": strategy, **options_of(values, found, strategy=strategy)})
+
+
 def test_growth_gives_a_ceiling_only_where_it_can_be_seen() -> None:
     gib = 2**30
     largest, how = largest_by_growth({64: gib, 128: gib + 64 * 2**20}, 2 * gib)
@@ -200,7 +259,23 @@ def test_the_choice_weighs_speed_against_samples_and_keeps_what_was_given_where_
     coded = ways(("local", "none", 1000), ("local", "maxmin:4", 1300), ("sync", "none", 900))
     assert choose(coded) is coded[1]
     lines = table(coded, coded[1])
-    assert lines[2].split() == ["local,", "maxmin:4", "1,300", "1.2x", "1.00", "<-", "chosen"] and "1.30" in lines[1]
+    assert lines[2].split() == ["local,", "maxmin:4", "640", "1,300", "1.20x", "1.00", "<-", "chosen"] and "1.30" in lines[1]
+    assert lines[3].split() == ["sync", "-", "900", "1.00x", "1.20"]
+
+
+def test_fragments_are_chosen_only_where_they_gain_more_than_the_samples_that_they_need() -> None:
+    whole, sync = ways(("local", "maxmin:4", 1000), ("sync", "none", 500))
+    four = dataclasses.replace(whole, merge_fragments=4, samples_per_s=1150, source="computed")
+    # 15% faster, but 7% more samples.
+    assert choose([whole, four, sync]) is whole
+    faster = dataclasses.replace(four, samples_per_s=1200)
+    assert choose([whole, faster, sync]) is faster
+    two = dataclasses.replace(faster, merge_fragments=2)
+    assert choose([whole, two, sync]) is whole
+    lines = table([whole, two], whole)
+    assert lines[2].split() == ["local,", "maxmin:4,", "2", "fragments", "640", "~1,200", "1.36x", "0.94"] and lines[3][0] == "~"
+    assert most_fragments(["a.weight", "b.weight"], [10, 10]) == 2 and most_fragments(["a.weight", "a.bias"], [10, 1]) is None
+    assert most_fragments([f"blocks.{i}.weight" for i in range(6)], [9] * 6) == 4
 
 
 def test_nothing_is_chosen_that_the_given_options_forbid() -> None:
@@ -208,6 +283,8 @@ def test_nothing_is_chosen_that_the_given_options_forbid() -> None:
     # train takes no choice where one of the two stands in the file, on the command line or in a variable.
     assert not may_choose(Config(), {"strategy"}, "local", "maxmin:4")
     assert not may_choose(Config(compression="fp16"), (), "sync", "none")
+    assert may_choose(Config(), (), "local", "maxmin:4", 2) and not may_choose(Config(), {"merge_fragments"}, "local", "none", 2)
+    assert not may_choose(Config(merge_weights="fisher-rows"), {"merge_weights"}, "local", "none", 2)
     # It would refuse these together.
     assert not may_choose(Config(merge_period="auto"), {"merge_period"}, "sync", "none")
     assert not may_choose(Config(sparse_merge="always"), {"sparse_merge"}, "local", "maxmin:4")
@@ -223,6 +300,20 @@ def test_train_takes_the_recommended_way_unless_one_is_given_by_hand(tmp_path: P
     assert predicted_speed(str(file), build_configs(taken)[0], world_size=2) == 1000
     assert predicted_speed(str(file), build_configs(taken)[0], world_size=3) is None
     assert predicted_speed(None, Config(), world_size=2) is None
+    # Of a way chosen by hand the prediction is there where it was measured.
+    by_hand = {"strategy": "local", "compression": "none", "mega_batch": 640}
+    more = [chosen, {**by_hand, "samples_per_s": 900.0}, {**by_hand, "merge_fragments": 2, "samples_per_s": 950.0}]
+    more[2]["source"] = "computed"
+    file.write_text(json.dumps({**values, "calibration": {**TABLE, "predicted": chosen, "choices": more}}))
+    assert predicted_speed(str(file), Config(**by_hand), world_size=2) == 900
+    assert predicted_speed(str(file), Config(**by_hand, merge_fragments=2), world_size=2) is None
+    assert predicted_speed(str(file), Config(**{**by_hand, "mega_batch": 1280}), world_size=2) is None
+    fragments = {**by_hand, "merge_fragments": 2, "samples_per_s": 950.0}
+    file.write_text(json.dumps({**values, "calibration": {**TABLE, "predicted": fragments, "choices": [fragments]}}))
+    taken = build_configs(with_config_file(str(file), {}, {}, takes_choice=True))[0]
+    assert taken.merge_fragments == 2 and predicted_speed(str(file), taken, world_size=2) == 950
+    assert "merge_fragments" not in with_config_file(str(file), {"compression": "fp16"}, {}, takes_choice=True)
+    file.write_text(json.dumps({**values, "calibration": {**TABLE, "predicted": chosen, "choices": [chosen]}}))
     for by_hand, environment in (({"strategy": "local"}, {}), ({}, {"compression": "fp16"})):
         taken = with_config_file(str(file), by_hand, environment, takes_choice=True)
         assert "compression" not in taken and taken.get("strategy", "local") == "local" and taken["max_batch_size"] == 180
@@ -274,3 +365,57 @@ def test_a_read_calibration_is_typed() -> None:
 def test_what_cannot_be_calibrated_is_refused(config: Config, out: str, seconds: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_calibrate(config, out, seconds)
+
+
+class FakeRounds(Rounds):
+    """Rounds over a link that takes `exchange_s`, or a quarter of it with codes; steps of 64 samples take 10 ms."""
+
+    def __init__(self, config: Config, exchange_s: float) -> None:
+        num_steps = config.mega_batch_samples / 64
+        self.mega_batch, self.model_bytes = config.mega_batch_samples, 4000
+        self.most_fragments, self.weights_rows = 4, False
+        self.payload_bytes = 4000 if config.compression == "none" else 1000
+        exchange_s *= self.payload_bytes / self.model_bytes
+        self.merge_s = exchange_s if config.merge_fragments == 1 else 0.0
+        self.control_s = self.wait_s = 0.0
+        compute_s = 0.01 * num_steps
+        beside = config.strategy == "local" and config.merge_fragments > 1
+        per_round = exchange_s * (1 if config.strategy == "local" else num_steps)
+        self.round_s = max(compute_s, per_round) if beside else compute_s + per_round
+        self._sums = {"num_steps": num_steps, "work": config.mega_batch_samples, "busy_s": compute_s, "claim_s": 0, "wait_s": 0}
+
+    def total(self, *names: str) -> Any:
+        return np.array([sum(self._sums[name] for name in names)])
+
+
+@pytest.mark.parametrize(("exchange_s", "fragments", "tried"), [(1e-3, 1, 0), (2.0, 4, 1)])
+def test_fragments_are_tried_where_they_are_predicted_to_pay_and_taken_where_they_do(
+    monkeypatch: pytest.MonkeyPatch, exchange_s: float, fragments: int, tried: int
+) -> None:
+    played: list[Config] = []
+
+    def play(config: Config, *args: Any, **options: Any) -> Rounds:
+        played.append(config)
+        return FakeRounds(config, exchange_s)
+
+    link = read_table(TABLE, "x").link
+    # A model of 4,000 bytes.
+    link = dataclasses.replace(link, latency_s=1e-6, per_byte_s=exchange_s / 4000)
+    rank = {key: value for key, value in RANK.items() if key not in ("together", "slowdown")}
+    mine = {**rank, "largest_batch": None, "fixed_s": 0.0, "per_work_s": 0.01 / 64}
+    monkeypatch.setattr(calibrator, "play_rounds", play)
+    monkeypatch.setattr(calibrator, "measure_link", lambda transport, device: link)
+    monkeypatch.setattr(calibrator.Calibrator, "_measure_rank", lambda self: dict(mine))
+    data: Any = range(6400)
+    one = calibrator.Calibrator(
+        Config(), TrainConfig(), data, device=torch.device("cpu"), transport=LocalTransport(), memory_bytes=None, least_s=0.1,
+        say=lambda line: None,
+    )  # fmt: skip
+    chosen, found = one.run()
+    assert found.predicted.merge_fragments == fragments and found.predicted.source == "measured"
+    assert sum(config.merge_fragments > 1 for config in played) == tried
+    assert any(choice.source == "computed" for choice in found.choices)
+    if tried:
+        # With codes an exchange takes as long as the 50 steps between two merges, so that fragments hide it.
+        assert found.predicted.compression == "maxmin:4" and chosen.mega_batch == found.predicted.mega_batch
+        assert build_configs({"mega_batch": chosen.mega_batch, **chosen_options(found, ())})[0].merge_fragments == 4
