@@ -219,7 +219,14 @@ class Trainer:
         labels_a_sample = float(self._data.label_counts().sum()) / max(1, len(self._data))
         rare = labels_are_rare(labels_a_sample, self._data.num_labels, mega_batch)
         found = with_defaults(config, optimizer, self._model.parameters(), rare_labels=rare)
-        if rare and config.merge_weights == "auto" and self._transport.rank == 0:
+        told = rare and config.merge_weights == "auto" and self._transport.rank == 0
+        if told and config.island is not None:
+            log.warning(
+                "merge_weights auto means updates with island %s: an island's weight is its number of batches. Without islands each "
+                "row would have its own weight, as most labels occur on one rank only between two merges: compare the two",
+                config.island,
+            )
+        elif told:
             log.info(
                 "merge_weights %s: the %d labels occur %.1f times each in the %d samples between two merges, so most on one rank",
                 found.weight_rule, self._data.num_labels, labels_a_sample * mega_batch / self._data.num_labels, mega_batch,
