@@ -222,8 +222,8 @@ class Trainer:
         told = rare and config.merge_weights == "auto" and self._transport.rank == 0
         if told and config.island is not None:
             log.warning(
-                "merge_weights auto means updates with island %s: an island's weight is its number of batches. Without islands each "
-                "row would have its own weight, as most labels occur on one rank only between two merges: compare the two",
+                "merge_weights auto means updates with island %s: an island's weight is its number of batches. Without islands "
+                "rows would have their own weights, as most labels occur on one rank only between two merges: compare the two",
                 config.island,
             )
         elif told:
