@@ -105,8 +105,8 @@ class ShardedGradients:
         """
         if not self._was_called:
             raise RuntimeError(
-                f"{self._name} made a step for which the model returned no tensor with a gradient: call model(...) itself for every "
-                "batch, not a layer of it or model.forward(...), and return tensors, alone or in lists, tuples and dicts"
+                f"{self._name} made a step for which the model returned no tensor with a gradient: call model(...) itself for "
+                "every batch, not a layer of it or model.forward(...), and return tensors, alone or in lists, tuples and dicts"
             )
         self._was_called = False
 

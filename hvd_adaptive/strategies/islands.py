@@ -33,7 +33,7 @@ from hvd_adaptive.strategies.local import LocalStrategy
 log = logging.getLogger(__name__)
 
 # Parts of the state that all ranks hold alike, unless each has its own shard.
-_OF_SHARDS = ("model", "outer", "overlap")
+_OF_SHARDS = ("model", "outer")
 
 
 class IslandStrategy(LocalStrategy):
@@ -140,6 +140,10 @@ class IslandStrategy(LocalStrategy):
         inside, unit = self._inside, self.round_unit
         return own_part(num_samples, member=inside.rank, size=inside.world_size, unit=unit, smallest=self._smallest)
 
+    def _computed(self, stats: RoundStats) -> float:
+        # This rank's parts are of whole batches, which are the island's work.
+        return stats.work
+
     def _step_samples(self, batch: Batch) -> int:
         return batch.work
 
@@ -210,13 +214,15 @@ class IslandStrategy(LocalStrategy):
         self._islands.check_shards()
         refused = {
             "micro_batch_size": "all ranks of the island must make equally many backward passes",
+            "merge_fragments": "all shards of a fragment must be finite, which ranks learn at the end of a round",
+            "overlap_merge": "all shards must be finite, which ranks learn at the end of a round",
             "auto_bits": "bits are chosen for whole layers",
             "outlier_limit": "a rank knows the norm of its shard only",
             "clip_delta": "a rank knows the norm of its shard only",
             "perturbation": "a rank knows the norm of its shard only",
         }
         for name, why in refused.items():
-            if getattr(config, name):
+            if getattr(config, name) != type(config).__dataclass_fields__[name].default:
                 raise ValueError(f"a sharded model needs no {name}, got {getattr(config, name)!r}: {why}. Leave one of them out")
         if sparse := sorted(sparse_parameters(model)):
             raise ValueError(f"a sharded model has dense gradients only, got sparse=True for {', '.join(sparse)}: set it False")
