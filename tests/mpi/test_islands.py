@@ -332,7 +332,7 @@ def test_weights_that_islands_do_not_have_are_not_dropped_in_silence(train: Any,
     """With rare labels, auto means weights by row or coordinate, unless there are islands."""
     from mpi4py import MPI
 
-    options = ["--batch-size", "8", "--mega-batch", "32", "--optimizer", "adagrad", "--lr", "0.1", "--epochs", "0.1"]
+    options = ["--batch-size", "4", "--mega-batch", "8", "--optimizer", "adagrad", "--lr", "0.1", "--epochs", "0.1"]
     heard = train(*options, "--backend", backend, out="alone").stderr
     told = train(*options, "--backend", backend, "--island", "2", out="islands").stderr
     if MPI.COMM_WORLD.Get_rank() == 0:
