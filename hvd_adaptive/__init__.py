@@ -15,6 +15,7 @@ __all__ = [
     "__version__",
     "bind_device",
     "catch_signals",
+    "island_mesh",
 ]
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from hvd_adaptive.config import Config
     from hvd_adaptive.exit_codes import EXIT_PREEMPTED
     from hvd_adaptive.session.checkpointer import Checkpointer
+    from hvd_adaptive.session.island_mesh import island_mesh
     from hvd_adaptive.session.session import Batch, Session
     from hvd_adaptive.state.preemption import catch_signals
 
@@ -53,6 +55,10 @@ def __getattr__(name: str) -> Any:
         from hvd_adaptive.state.preemption import catch_signals
 
         return catch_signals
+    if name == "island_mesh":
+        from hvd_adaptive.session.island_mesh import island_mesh
+
+        return island_mesh
     if name == "bind_device":
         from hvd_adaptive.cluster.device import bind_device
 

@@ -100,8 +100,6 @@ def check_combinations(config: Any) -> None:
 
 def _check_island(config: Any) -> None:
     name = f"island {config.island!r}"
-    _check_needed(config, name, "the ranks of an island step together, beside no exchange with other islands",
-                  overlap_merge=(False,), merge_fragments=(1,))
     _check_needed(config, name, "an island is one rank to the others, and they meet in one step", reducer=("sra", "allreduce"))
     _check_needed(config, name, "an island cuts each batch by its samples", work=("samples",))
     _check_needed(config, name, "an island has one weight for all coordinates", weight_rule=_ONE_WEIGHT)

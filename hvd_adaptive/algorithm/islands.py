@@ -65,6 +65,25 @@ class Islands:
         """The first rank of each island."""
         return [int(rank) for rank in np.unique(self.of_rank, return_index=True)[1]]
 
+    @property
+    def members(self) -> list[list[int]]:
+        """The ranks of each island, ascending."""
+        return [np.flatnonzero(self.of_rank == island).tolist() for island in range(len(self.sizes))]
+
+    def check_shards(self) -> None:
+        """Raises ValueError unless each shard of a model can be merged by itself: by the ranks that have it in each island, in
+        the order of the islands."""
+        if len(set(self.sizes.tolist())) > 1:
+            raise ValueError(
+                f"islands of a sharded model must have equally many ranks, got {self.sizes.tolist()}: else their shards differ. "
+                "Choose one number for island, or leave fully_shard out"
+            )
+        if any(list(ranks) != sorted(ranks) for ranks in zip(*self.members, strict=True)):
+            raise ValueError(
+                f"islands of a sharded model must have their ranks in the same order, got {self.members}: start the ranks "
+                "host by host"
+            )
+
     def combine(self, gathered: Gathered) -> dict[str, Array]:
         """Returns the islands' statistics, shape (num_islands,), from those of their ranks, shape (world_size,)."""
         return {name: self._combine(name, values) for name, values in gathered.items()}

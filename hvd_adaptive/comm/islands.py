@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvd_adaptive.comm.protocols import Group, Transport
+from hvd_adaptive.comm.protocols import Group, Pending, Transport
 
 
 class _Told:
@@ -174,3 +174,49 @@ class IslandWorld:
             pending = self._between.allgather_bytes_async(tensor, receive_bytes=receive_bytes, name=name)
         num_bytes = None if receive_bytes is None else sum(receive_bytes)
         return _Told(lambda: self.inside.tell(tensor[:0] if pending is None else pending.wait(), name, num_bytes=num_bytes))
+
+
+class ShardWorld:
+    """A :class:`hvd_adaptive.comm.protocols.Transport` whose ranks are islands, each of which holds one model in shards: sums and
+    bytes cross between the ranks that have the same shard. Construction is COLLECTIVE.
+
+    Args:
+        whole: the islands, of equally many ranks.
+
+    Attributes:
+        whole: the islands, for what is not cut up.
+        rank: this rank's island.
+        world_size: number of islands.
+    """
+
+    def __init__(self, whole: IslandWorld) -> None:
+        self.whole = whole
+        self.rank, self.world_size = whole.rank, whole.world_size
+        self._beside = whole._world.split(whole.inside.rank)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "whole":
+            raise AttributeError(name)
+        return getattr(self.whole, name)
+
+    def allreduce_sum_(self, tensor: Tensor, name: str) -> None:
+        self.allreduce_sum_async_(tensor, name).wait()
+
+    def allreduce_sum_async_(self, tensor: Tensor, name: str) -> Pending:
+        if self.world_size == 1:
+            return _Told(lambda: tensor)
+        return self._beside.allreduce_sum_async_(tensor, name)
+
+    def alltoall_bytes_async(
+        self, tensor: Tensor, *, send_bytes: Sequence[int], receive_bytes: Sequence[int], name: str
+    ) -> Pending:
+        return self._beside.alltoall_bytes_async(tensor, send_bytes=send_bytes, receive_bytes=receive_bytes, name=name)
+
+    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int] | None, name: str) -> Pending:
+        return self._beside.allgather_bytes_async(tensor, receive_bytes=receive_bytes, name=name)
+
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces contiguous tensors by those of the first island's rank that has the same shard. COLLECTIVE."""
+        beside = Inside(self._beside)
+        for index, tensor in enumerate(tensors):
+            beside.tell_(tensor, f"shards.{index}")

@@ -46,7 +46,7 @@ class TorchCollectives:
 
     Args:
         group: the process group.
-        worker: runs this rank's collectives, one at a time; of the whole world and all groups.
+        worker: runs this rank's collectives, one at a time; of this group alone, or of others as well.
         waiting: marks this rank as waiting, for the heartbeats.
         broken: called on the main thread when a collective has failed; raises.
         on_gpus: whether the group takes CUDA tensors; else they go through host memory.

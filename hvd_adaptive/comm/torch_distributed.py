@@ -145,7 +145,7 @@ class TorchTransport(WatchedWorld):
         self._is_through_host = False
         self._on_gpus = dist.is_nccl_available() and _have_own_gpus([(host, gpus) for host, _, gpus in places])
         super().__init__(rank=rank, hosts=hosts, gather=gather, end=os._exit, stall_limit_s=stall_limit_s)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="hvd_adaptive-collectives")
+        self._workers = [_worker()]
         group = dist.new_group(backend=self._backends, timeout=_FOREVER) if self._on_gpus else host_group
         self._gather = gather
         self._world = self._collectives(group)
@@ -157,7 +157,7 @@ class TorchTransport(WatchedWorld):
         return "cpu:gloo,cuda:nccl" if self._on_gpus else "gloo"
 
     def _collectives(self, group: Any) -> TorchCollectives:
-        return TorchCollectives(group, self._worker, self.waiting, self._end_broken, on_gpus=self._on_gpus)
+        return TorchCollectives(group, self._workers[-1], self.waiting, self._end_broken, on_gpus=self._on_gpus)
 
     def describe(self) -> dict[str, Any]:
         """Returns, for people, the world's size and what carries its tensors."""
@@ -204,6 +204,9 @@ class TorchTransport(WatchedWorld):
             ))  # fmt: skip
             if other == color:
                 mine = group
+        if not self._on_gpus:
+            # What waits for another island must not hold up what is inside this one. NCCL's groups are to take turns.
+            self._workers.append(_worker())
         return self._collectives(mine)
 
     def allreduce_max_(self, tensor: Tensor, name: str) -> None:
@@ -236,7 +239,8 @@ class TorchTransport(WatchedWorld):
     def close(self) -> None:
         if not self._has_left:
             self.rendezvous("close")
-            self._worker.shutdown()
+            for worker in self._workers:
+                worker.shutdown()
             self.leave()
 
     def _end_broken(self, error: BrokenWorldError) -> None:
@@ -256,6 +260,11 @@ class TorchTransport(WatchedWorld):
         raise BrokenWorldError(
             f"{error}. Another rank has ended, or the network to it is down: look for ranks that say something else"
         )
+
+
+def _worker() -> ThreadPoolExecutor:
+    """Runs collectives of one group, in the order in which they were started."""
+    return ThreadPoolExecutor(1, thread_name_prefix="hvd_adaptive-collectives")
 
 
 def _have_own_gpus(places: Sequence[tuple[str, Sequence[str]]]) -> bool:

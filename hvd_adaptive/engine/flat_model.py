@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hvd_adaptive.algorithm.outer_step import OuterStep
+from hvd_adaptive.comm.islands import ShardWorld
 from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.compress.kernels.dispatch import sum_of_squares
 from hvd_adaptive.compress.policy import TensorInfo
@@ -32,6 +33,7 @@ from hvd_adaptive.engine.flat_group import (
 )
 from hvd_adaptive.engine.merge_rule import MergeRule
 from hvd_adaptive.engine.row_merge import RowMerge
+from hvd_adaptive.engine.shards import is_sharded, local, reshard
 from hvd_adaptive.engine.touched_rows import TouchedRows
 from hvd_adaptive.exchange.compressed import CompressedSum
 
@@ -40,13 +42,13 @@ class FlatModel:
     """A model whose replicas differ between merges and agree after them.
 
     Trainable parameters take the outer step, buffers (BatchNorm's running statistics) do as :class:`FlatBuffers` says. Frozen
-    parameters are broadcast once and stay. A tied parameter counts once.
+    parameters are broadcast once and stay. A tied parameter counts once. Of a model in shards, this is of the rank's own ones.
 
-    Construction is COLLECTIVE: all ranks start from rank 0's parameters and buffers.
+    Construction is COLLECTIVE: all ranks start from rank 0's parameters and buffers, or from the first island's shards.
 
     Args:
         model: any module; floating-point parameters on one device.
-        transport: the world.
+        transport: the world; a :class:`ShardWorld` for a model in shards.
         touched: the sparse parameters whose touched rows are known, by ``id`` of the parameter.
         on_host: the global parameters are in host memory, and come to the model's device piece by piece.
 
@@ -70,9 +72,11 @@ class FlatModel:
     ) -> None:
         self._model = model
         self._transport = transport
+        whole: Any = transport.whole if isinstance(transport, ShardWorld) else transport
+        reshard(model)
         parameters = list(model.parameters())
         self._trainable = [p.requires_grad for p in parameters]
-        trainable = [p.detach() for p in parameters if p.requires_grad]
+        trainable = [local(p) for p in parameters if p.requires_grad]
         buffers = list(model.buffers())
         if not trainable:
             raise ValueError("model must have a parameter with requires_grad=True, got none")
@@ -83,7 +87,9 @@ class FlatModel:
             raise ValueError(
                 "model must have real parameters and buffers: view complex ones as real (torch.view_as_real)"
             )
-        transport.broadcast_([*(p.detach() for p in parameters), *buffers])
+        whole.broadcast_([*(p.detach() for p in parameters if not is_sharded(p)), *buffers])
+        if transport is not whole:
+            transport.broadcast_([local(p) for p in parameters if is_sharded(p)])
         self.device = trainable[0].device
 
         marks = {
@@ -101,7 +107,7 @@ class FlatModel:
             group.positions = [places[id(t)] for t in group.tensors]
         self.compressed: CompressedSum | None = None
         self.rule: MergeRule | None = None
-        self.buffers = FlatBuffers(model, transport)
+        self.buffers = FlatBuffers(model, whole)
         self.num_parameters = sum(p.numel() for p in trainable)
         self.payload_bytes = self._dense_bytes = sum(
             g.delta.numel() * g.delta.element_size() for g in self.groups
@@ -145,6 +151,7 @@ class FlatModel:
             RuntimeError: if a parameter was frozen or unfrozen since construction.
         """
         self.check_trainable()
+        reshard(self._model)
         return fill_deltas(self.groups, verify=verify)
 
     def check_trainable(self) -> None:
@@ -234,7 +241,7 @@ class FlatModel:
         return {
             "weights": {group.name: group.weights for group in self.parameter_groups},
             "buffers": self.buffers.state_dict(),
-            "frozen": [p.detach() for p in self._model.parameters() if not p.requires_grad],
+            "frozen": self._frozen(),
         }
 
     @torch.no_grad()
@@ -243,14 +250,18 @@ class FlatModel:
         for group in self.parameter_groups:
             group.weights.copy_(state["weights"][group.name])
         self.buffers.load_state_dict(state["buffers"])
-        frozen = [p for p in self._model.parameters() if not p.requires_grad]
-        for tensor, value in zip(frozen, state["frozen"], strict=True):
+        for tensor, value in zip(self._frozen(), state["frozen"], strict=True):
             tensor.copy_(value)
         self.restore_()
+
+    def _frozen(self) -> list[Tensor]:
+        reshard(self._model)
+        return [local(p) for p in self._model.parameters() if not p.requires_grad]
 
     @torch.no_grad()
     def restore_(self) -> None:
         """Loads the global model back into the model, undoing local steps."""
+        reshard(self._model)
         for group in self.groups:
             load_(group, range(len(group.tensors)))
         for part in self.row_ranges:
@@ -290,9 +301,11 @@ class FlatModel:
 
 @torch.no_grad()
 def model_hash(model: nn.Module, *, buffers: bool = True) -> str:
-    """Returns the SHA-256 of all parameters' bytes, and all buffers' unless told otherwise, in the model's order."""
+    """Returns the SHA-256 of all parameters' bytes, and all buffers' unless told otherwise, in the model's order; of a model in
+    shards, of this rank's."""
     digest = hashlib.sha256()
+    reshard(model)
     tensors = (*model.parameters(), *(model.buffers() if buffers else ()))
-    for part in host_bytes([tensor.detach() for tensor in tensors]):
+    for part in host_bytes([local(tensor) for tensor in tensors]):
         digest.update(part.numpy().data)
     return digest.hexdigest()

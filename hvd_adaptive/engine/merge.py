@@ -29,6 +29,7 @@ from hvd_adaptive.engine.merge_rule import make_merge_rule
 from hvd_adaptive.engine.overlap import OverlappedMerge
 from hvd_adaptive.engine.rank_warnings import warn_of_broken, warn_of_outliers
 from hvd_adaptive.engine.row_merge import RowMerge
+from hvd_adaptive.engine.shards import local_state, sharded_state
 from hvd_adaptive.engine.touched_rows import mark_rows, sparse_parameters
 from hvd_adaptive.exchange.compressed import CompressedSum
 
@@ -210,7 +211,7 @@ class Merge:
         compressed = None if flat.compressed is None else flat.compressed.state_dict()
         return {
             "shared": {"model": flat.state_dict(), "outer": self.outer.state_dict(), "overlap": overlap["shared"]},
-            "own": {"optimizer": self._optimizer.state_dict(), "overlap": overlap["own"], "compressed": compressed}
+            "own": {"optimizer": local_state(self._optimizer.state_dict()), "overlap": overlap["own"], "compressed": compressed}
             | ({} if self._history is None else {"history": self._history.state_dict()}),
         }
 
@@ -227,7 +228,7 @@ class Merge:
             own: of a rank that saved it.
             same_ranks: that rank is this one; else its progress is left out.
         """
-        self._optimizer.load_state_dict(own["optimizer"])
+        self._optimizer.load_state_dict(sharded_state(own["optimizer"], self._optimizer))
         if self.rule is not None:
             self.rule.restart()
         if self.flat_model.compressed is not None:

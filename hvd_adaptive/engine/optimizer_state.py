@@ -18,6 +18,7 @@ from hvd_adaptive.comm.protocols import AgreedError, Collectives
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.dual_averaging import has_accumulators
 from hvd_adaptive.engine.optimizers import LazyMomentum, RowwiseAdagrad
+from hvd_adaptive.engine.shards import local, zeros
 
 
 def rule(config: Config, optimizer: Optimizer) -> str:
@@ -102,7 +103,7 @@ def reset_(optimizer: Optimizer, initial: dict[str, Any]) -> None:
 def structure(optimizer: Optimizer) -> dict[tuple[int, str], tuple[tuple[int, ...], torch.dtype]]:
     """Returns shape and dtype of each tensor or number of the state, by the parameter's place among all and the entry's name."""
     return {
-        (index, name): (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else ((), torch.float64)
+        (index, name): (tuple(local(value).shape), value.dtype) if isinstance(value, Tensor) else ((), torch.float64)
         for index, parameter in enumerate(_parameters(optimizer))
         for name, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, (Tensor, int, float))
@@ -150,8 +151,8 @@ def average_(
         state = optimizer.state[parameter]
         value = state.get(key[1])
         if value is None:
-            device = parameter.device if shape else torch.device("cpu")
-            value = state[key[1]] = torch.zeros(shape, dtype=dtype, device=device)
+            value = state[key[1]] = zeros(parameter, shape, dtype)
+        value = local(value) if isinstance(value, Tensor) else value
         rows = (unions or {}).get(id(parameter))
         if not isinstance(value, Tensor) or value.dim() != parameter.dim() or shape[:1] != parameter.shape[:1]:
             rows = None

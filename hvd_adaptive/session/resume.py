@@ -14,7 +14,8 @@ from typing import Any
 from hvd_adaptive.cluster.last_checkpoint import find_checkpoints, number_of
 from hvd_adaptive.comm.protocols import AgreedError, Transport, agree_equal, long_task
 from hvd_adaptive.config import Config
-from hvd_adaptive.engine.flat_model import model_hash
+from hvd_adaptive.engine.shards import describe_type
+from hvd_adaptive.session.sameness import compare_models
 from hvd_adaptive.session.session import Session
 from hvd_adaptive.state import checkpoint
 from hvd_adaptive.state.checkpoint import RefusedError
@@ -57,7 +58,7 @@ class Identity:
         return cls(
             model=[
                 *(
-                    [name, list(p.shape), str(p.dtype), p.requires_grad]
+                    [name, list(p.shape), describe_type(p), p.requires_grad]
                     for name, p in model.named_parameters()
                 ),
                 *([name, list(b.shape), str(b.dtype), False] for name, b in model.named_buffers()),
@@ -144,11 +145,9 @@ def load_newest_valid(
         if manifest is not None:
             error = _load(path, manifest, session, like)
             if error is None:
-                agree_equal(
-                    session.transport,
-                    {"model after the resume": model_hash(session.model, buffers=session.config.strategy != "horovod")},
-                    f"Do all hosts see the same files in {path}?",
-                )
+                digest, _ = compare_models(session.model, session.transport, buffers=session.config.strategy != "horovod")
+                remedy = f"Do all hosts see the same files in {path}?"
+                agree_equal(session.transport, {"model after the resume": digest}, remedy)
                 return path, manifest
         refusals.append(f"checkpoint refused: {error}")
         if session.rank == 0:

@@ -27,7 +27,6 @@ from hvd_adaptive.algorithm.batch_sizes import lr_schedule
 from hvd_adaptive.algorithm.ledger import Ledger, epoch_order, round_size
 from hvd_adaptive.algorithm.merge_period import capped_mega_batch
 from hvd_adaptive.algorithm.slowdown import Slowdown
-from hvd_adaptive.comm import connect
 from hvd_adaptive.comm.protocols import Transport, agree_equal
 from hvd_adaptive.comm.shared_gpus import settle_shared_gpus
 from hvd_adaptive.config import Config
@@ -41,6 +40,7 @@ from hvd_adaptive.engine.records import RoundClaims, RoundRecord, RoundStats
 from hvd_adaptive.engine.replay import Replay, round_claims, run_identity
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.session.handed_out import HandedOut
+from hvd_adaptive.session.island_mesh import join
 from hvd_adaptive.session.loader import loader
 from hvd_adaptive.session.sameness import check_same_model, describe
 from hvd_adaptive.session.session_state import SessionState, Stateful
@@ -86,10 +86,7 @@ class Session:
         transport: Transport | None = None,
     ) -> None:
         self.config = config or Config()
-        self.transport = transport or connect(
-            stall_limit_s=self.config.stall_limit_s, backend=self.config.backend, groups=self.config.uses_groups,
-            repeatable=self.config.repeatable,
-        )  # fmt: skip
+        self.transport = transport or join(self.config)
         self.model = model
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.ledger = Ledger()

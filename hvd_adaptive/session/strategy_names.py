@@ -8,8 +8,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.algorithm.world_scale import scaled_config
-from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.config import Config
+from hvd_adaptive.engine.shards import is_sharded
 from hvd_adaptive.engine.strategy import Strategy
 from hvd_adaptive.research.heterogpu import add_rules
 from hvd_adaptive.research.logical import LogicalStrategy
@@ -40,4 +41,10 @@ def make_strategy(model: nn.Module, optimizer: Optimizer, config: Config, transp
     make = LogicalStrategy if config.logical_ranks else _STRATEGIES[config.strategy]
     if config.island is not None:
         make = IslandStrategy
+    elif any(is_sharded(p) for p in model.parameters()):
+        # All ranks have compared their models.
+        raise AgreedError(
+            "the model's parameters are sharded (DTensors), and merges without islands need whole ones: set island in the "
+            "configuration, and call fully_shard(..., mesh=hvd_adaptive.island_mesh(config)); or leave fully_shard out"
+        )
     return make(model, optimizer, scaled_config(config, transport.world_size), transport)

@@ -18,19 +18,22 @@ from torch.optim import Optimizer
 from hvd_adaptive.algorithm.islands import Islands, own_part
 from hvd_adaptive.algorithm.ledger import ClaimRule
 from hvd_adaptive.algorithm.statistics import Array, Gathered
-from hvd_adaptive.comm.islands import IslandWorld
-from hvd_adaptive.comm.protocols import AgreedError, Collectives, Transport
+from hvd_adaptive.comm.islands import IslandWorld, ShardWorld
+from hvd_adaptive.comm.protocols import AgreedError, Transport, attempt
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.claims import Claims, IslandClaims
 from hvd_adaptive.engine.records import RoundStats
+from hvd_adaptive.engine.shards import check_shards
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.engine.touched_rows import sparse_parameters
-from hvd_adaptive.engine.weighted_gradient import GradientWeight
-from hvd_adaptive.exchange.gradients import GradientExchange
+from hvd_adaptive.strategies.island_gradients import ExchangedGradients, IslandGradients, ShardedGradients
 from hvd_adaptive.strategies.local import LocalStrategy
 
 log = logging.getLogger(__name__)
+
+# Parts of the state that all ranks hold alike, unless each has its own shard.
+_OF_SHARDS = ("model", "outer")
 
 
 class IslandStrategy(LocalStrategy):
@@ -63,7 +66,8 @@ class IslandStrategy(LocalStrategy):
         self._all = transport
         world = self._world = IslandWorld(transport, self._islands.of_rank)
         self._inside = world.inside
-        super().__init__(model, optimizer, config, cast(Transport, world))
+        self._is_sharded = attempt(transport, lambda: self._check_shards(model, config))
+        super().__init__(model, optimizer, config, cast(Transport, ShardWorld(world) if self._is_sharded else world))
         speaks = transport.rank == 0
         self.merge.who = "islands" if speaks else None
         self._control.speaks = speaks
@@ -73,15 +77,13 @@ class IslandStrategy(LocalStrategy):
         self._smallest = 2 if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()) else 1
         if self._weight is not None:
             self._weight.remove()
-        sparse = sparse_parameters(model).values() if self._inside.world_size > 1 else ()
-        self._weight = GradientWeight(optimizer, sparse)
-        self._exchange = GradientExchange(
-            model.named_parameters(),
-            dataclasses.replace(self._config, compression="none", reducer="sra", auto_bits=0, error_feedback=False),
-            cast(Collectives, self._inside),
-            average=True,
-            name="island",
-        )
+            self._weight = None
+        self._gradients: IslandGradients
+        if self._is_sharded:
+            self._gradients = ShardedGradients(model, f"rank {transport.rank}")
+        else:
+            plain = dataclasses.replace(self._config, compression="none", reducer="sra", auto_bits=0, error_feedback=False)
+            self._gradients = ExchangedGradients(model, optimizer, plain, self._inside)
         self._hook = optimizer.register_step_pre_hook(self._before_step)
         self._share = 1.0
         self._is_reduced = True
@@ -95,7 +97,7 @@ class IslandStrategy(LocalStrategy):
     def synchronize(self) -> bool:
         """Waits until the gradients are the island's; returns True. COLLECTIVE inside the island."""
         if not self._is_reduced:
-            self._exchange.synchronize()
+            self._gradients.synchronize()
             self._is_reduced = True
         return True
 
@@ -107,7 +109,7 @@ class IslandStrategy(LocalStrategy):
         """Takes the hooks off the model and the optimizer."""
         super().close()
         self._hook.remove()
-        self._exchange.remove()
+        self._gradients.close()
 
     def round_batches(
         self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats
@@ -117,14 +119,14 @@ class IslandStrategy(LocalStrategy):
         Raises:
             RuntimeError: if a step was left out, for which the other ranks of the island wait.
         """
-        assert self._weight is not None
         parts = cast(BatchSource, _Parts(source, self._own_part))
         for batch in super().round_batches(rows, work=work, source=parts, round_id=round_id, stats=stats):
             # The mean over the ranks of gradients so weighted is the mean over the island's samples.
             self._share = self._inside.world_size * batch.num_samples / batch.work
-            self._weight.value = self._share
+            self._gradients.weight = self._share
             if self._config.micro_batch_size is not None:
-                self._exchange.set_backward_passes_per_step(batch.num_micro_batches)
+                self._gradients.expect(batch.num_micro_batches)
+                batch._weigh = self._weigh
             self._is_reduced = False
             yield batch
             if not self._is_reduced:
@@ -138,12 +140,15 @@ class IslandStrategy(LocalStrategy):
         inside, unit = self._inside, self.round_unit
         return own_part(num_samples, member=inside.rank, size=inside.world_size, unit=unit, smallest=self._smallest)
 
+    def _computed(self, stats: RoundStats) -> float:
+        # This rank's parts are of whole batches, which are the island's work.
+        return stats.work
+
     def _step_samples(self, batch: Batch) -> int:
         return batch.work
 
     def _weigh(self, micro: Batch) -> None:
-        assert self._weight is not None
-        self._weight.value = micro.weight * self._share
+        self._gradients.weight = micro.weight * self._share
 
     def _before_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if len(args) > 1 or kwargs.get("closure") is not None:
@@ -171,19 +176,22 @@ class IslandStrategy(LocalStrategy):
         if self._island_claims is not None and self._world.leads:
             self._island_claims.forget()
         of_rank = self._islands.of_rank
-        return gathered, weight[of_rank] / self._islands.sizes[of_rank], payload_bytes if self._world.leads else 0
+        sends = self._is_sharded or self._world.leads
+        return gathered, weight[of_rank] / self._islands.sizes[of_rank], payload_bytes if sends else 0
 
     def _gather(self, stats: RoundStats) -> Gathered:
         return self._islands.combine(stats.gather(self._all.allgather_stats))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the strategy's state, and which ranks made up which island."""
+        """Returns the strategy's state, and which ranks made up which island. Of a model in shards, each rank has its own."""
         state = super().state_dict()
+        if self._is_sharded:
+            state["own"]["shard"] = {name: state["shared"].pop(name) for name in _OF_SHARDS}
         state["shared"]["islands"] = self._islands.of_rank.tolist()
         return state
 
     def load_state_dict(self, shared: dict[str, Any], own_of: OwnState, *, world_size: int) -> None:
-        """Takes over a state of the same islands; each rank that of its island's first.
+        """Takes over a state of the same islands; each rank that of its island's first, or its own one of a model in shards.
 
         Raises:
             ValueError: for one of other islands.
@@ -194,8 +202,31 @@ class IslandStrategy(LocalStrategy):
                 f"it is of other islands: its ranks were in islands {shared['islands']}, and are in {mine} here. Start as many "
                 "ranks on as many hosts as then"
             )
-        leaders = self._islands.leaders
-        super().load_state_dict(shared, lambda island: own_of(leaders[island]), world_size=len(leaders))
+        leaders, rank = self._islands.leaders, self._all.rank
+        if self._is_sharded:
+            shared = {**shared, **own_of(rank)["shard"]}
+        of_island: OwnState = lambda island: own_of(rank if self._is_sharded else leaders[island])  # noqa: E731
+        super().load_state_dict(shared, of_island, world_size=len(leaders))
+
+    def _check_shards(self, model: nn.Module, config: Config) -> bool:
+        if not check_shards(model, self._islands.members[self._world.rank]):
+            return False
+        self._islands.check_shards()
+        refused = {
+            "micro_batch_size": "all ranks of the island must make equally many backward passes",
+            "merge_fragments": "all shards of a fragment must be finite, which ranks learn at the end of a round",
+            "overlap_merge": "all shards must be finite, which ranks learn at the end of a round",
+            "auto_bits": "bits are chosen for whole layers",
+            "outlier_limit": "a rank knows the norm of its shard only",
+            "clip_delta": "a rank knows the norm of its shard only",
+            "perturbation": "a rank knows the norm of its shard only",
+        }
+        for name, why in refused.items():
+            if getattr(config, name) != type(config).__dataclass_fields__[name].default:
+                raise ValueError(f"a sharded model needs no {name}, got {getattr(config, name)!r}: {why}. Leave one of them out")
+        if sparse := sorted(sparse_parameters(model)):
+            raise ValueError(f"a sharded model has dense gradients only, got sparse=True for {', '.join(sparse)}: set it False")
+        return True
 
     def _tell(self, hosts: Sequence[str]) -> None:
         sizes, of_rank = self._islands.sizes.tolist(), self._islands.of_rank

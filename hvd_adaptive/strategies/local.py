@@ -215,8 +215,12 @@ class LocalStrategy:
         """Lets an overlapped merge go on to a place of the round, in work."""
         start = time.perf_counter()
         first, end = self._span
-        overlap.reach_((place - first) / max(1, end - first), self._work_of(stats.num_samples, stats.batch_size))
+        overlap.reach_((place - first) / max(1, end - first), self._work_of(self._computed(stats), stats.batch_size))
         stats.merge_s += time.perf_counter() - start
+
+    def _computed(self, stats: RoundStats) -> float:
+        """Returns the samples of this round's steps so far."""
+        return stats.num_samples
 
     def _work_of(self, num_samples: float, batch_size: float) -> float:
         """Returns what weighs a rank: samples, or updates."""

@@ -234,7 +234,14 @@ class Trainer:
         mega_batch, labels_a_sample = labels_of_a_round(config, self._data)
         rare = has_rare_labels(config, self._data)
         found = with_defaults(config, optimizer, self._model.parameters(), rare_labels=rare)
-        if rare and config.merge_weights == "auto" and self._transport.rank == 0:
+        told = rare and config.merge_weights == "auto" and self._transport.rank == 0
+        if told and config.island is not None:
+            log.warning(
+                "merge_weights auto means updates with island %s: an island's weight is its number of batches. Without islands "
+                "rows would have their own weights, as most labels occur on one rank only between two merges: compare the two",
+                config.island,
+            )
+        elif told:
             log.info(
                 "merge_weights %s: the %d labels occur %.1f times each in the %d samples between two merges, so most on one rank",
                 found.weight_rule, self._data.num_labels, labels_a_sample * mega_batch / self._data.num_labels, mega_batch,

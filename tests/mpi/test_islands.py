@@ -84,6 +84,9 @@ def test_islands_end_where_as_many_ranks_would(island: str, backend: str) -> Non
         {"adam": True},
         {"adam": False, "compression": "maxmin:4"},
         {"adam": False, "micro_batch_size": 4, "dispatch": "proportional"},
+        {"adam": False, "overlap_merge": True},
+        {"adam": True, "merge_fragments": 3, "fragment_alpha": 0.3},
+        {"adam": False, "merge_fragments": 2, "fragment_delay": 0.4, "compression": "maxmin:8"},
     ]
     for case in half(cases, ISLANDS.index(island), backend):
         options = {"dispatch": "equal", **case}
@@ -327,3 +330,18 @@ def test_the_trainer_takes_islands(train: Any, shared_tmp_path: Path, backend: s
     assert summary["world_size"] == 4 and rounds[-1]["samples"] == summary["samples"]
     assert np.allclose([r["weight_sum"] for r in rounds], 1.0)
     assert rounds[-1]["loss"] < rounds[0]["loss"]
+
+
+@pytest.mark.mpi(4, timeout=200)
+def test_weights_that_islands_do_not_have_are_not_dropped_in_silence(train: Any, backend: str) -> None:
+    """With rare labels, auto means weights by row or coordinate, unless there are islands."""
+    from mpi4py import MPI
+
+    options = ["--batch-size", "4", "--mega-batch", "8", "--optimizer", "adagrad", "--lr", "0.1", "--epochs", "0.1"]
+    heard = train(*options, "--backend", backend, out="alone").stderr
+    told = train(*options, "--backend", backend, "--island", "2", out="islands").stderr
+    if MPI.COMM_WORLD.Get_rank() == 0:
+        assert "merge_weights dual-averaging: the" in heard
+        assert "merge_weights auto means updates with island 2" in told
+    quiet = train(*options, "--backend", backend, "--island", "2", "--merge-weights", "updates", out="named").stderr
+    assert "merge_weights auto" not in quiet

@@ -54,7 +54,7 @@ def test_what_names_no_islands_is_refused(option: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"strategy": "sync"}, {"strategy": "horovod"}, {"overlap_merge": True}, {"merge_fragments": 2}, {"logical_ranks": 2},
+        {"strategy": "sync"}, {"strategy": "horovod"}, {"logical_ranks": 2},
         {"work": "nonzeros"}, {"merge_weights": "fisher-rows"}, {"record": True}, {"reference_ranks": 4},
         {"compression": "maxmin:4", "reducer": "hierarchical"},
     ],
