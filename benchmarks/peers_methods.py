@@ -327,7 +327,9 @@ def ours(training: Training, settings: dict[str, Any]) -> dict[str, Any]:
     def after_round(record: Any) -> None:
         weights.append([round(float(w), 3) for w in record.weight])
         shares.append([int(n) for n in record.stats["num_samples"]])
-        if training.look():
+        # Shorter rounds than PERIOD, which divide the epoch, are not all looked at.
+        since = record.num_samples - (training.curve[-1][0] if training.curve else 0)
+        if since >= 0.9 * PERIOD and training.look():
             session.stop(agreed=True)
 
     session.records.append(after_round)
