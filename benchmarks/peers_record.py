@@ -106,12 +106,14 @@ def table(runs: list[Result], methods: list[str]) -> list[str]:
             base = plain.get(result["case"]["seed"])
             if base is None:
                 continue
+            # Its looks may be a few samples later than where losses are compared.
+            target = loss_at(base, base["case"]["samples"]) or loss_at_end(base)
             if loss is not None:
-                behind.append(loss - loss_at_end(base))
-            reached = seconds_to(result, loss_at_end(base))
-            if reached is not None:
+                behind.append(loss - target)
+            reached, plain_s = seconds_to(result, target), seconds_to(base, target)
+            if reached is not None and plain_s is not None:
                 seconds.append(reached)
-                sooner.append(base["curve"][-1][1] / reached)
+                sooner.append(plain_s / reached)
         num_plain = sum(result["case"]["seed"] in plain for result in found)
         never = f"never in {max(result['curve'][-1][0] for result in found):,} samples: {num_plain - len(sooner)} of {num_plain}"
         reach = middle(sooner, ".2f", "x") if len(sooner) == num_plain else never
