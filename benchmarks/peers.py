@@ -1,9 +1,10 @@
-"""Today's peers and ours on a small language model: time to plain Horovod's loss and loss at equal samples. One command (root):
+"""Today's peers and ours on small models: time to plain Horovod's loss, and loss at equal samples. One command (root):
 
     python benchmarks/peers.py --record FILE              all of it: installs the peers, tunes, measures, writes the record
     python benchmarks/peers.py install                    torchft and hivemind, into .venv-peers
     python benchmarks/peers.py tune                       three learning rates a method, one host, equal ranks
     python benchmarks/peers.py run --links 100mbit --speeds 1:1 1:2 --seeds 1 --minutes 25
+    python benchmarks/peers.py equal --rates 0.003        longer runs on one host, whose rate falls to 0: loss at equal samples
     python benchmarks/peers.py record --record FILE
 
 Every run adds a line of JSON to --out, and what is there is not repeated, so that it can be measured in pieces. A run that fails
@@ -33,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 
 from peers_methods import METHODS, find, package_of, tuned_as
 from peers_record import PLAIN, record
-from peers_task import Case
+from peers_task import TASKS, Case
 from recording import publish
 
 from hvd_adaptive.cluster.relaunch import ranks_command
@@ -42,7 +43,8 @@ HERE = Path(__file__).resolve().parent
 RATES = (0.0015, 0.003, 0.006)
 PEERS_PYTHON = HERE.parent / ".venv-peers" / "bin" / "python"
 METHOD_HELP = f"of {'; '.join(METHODS)}; or ours with fields of Config: 'ours {{\"mega_batch\": 160}}' (default: those named)"
-STAGES = ("install", "tune", "run", "record")
+PLAIN_HELP = "measure plain Horovod over a link so long only; its losses are then those of one host, of the same updates"
+STAGES = ("install", "tune", "run", "equal", "record")
 
 Result = dict[str, Any]
 
@@ -52,11 +54,14 @@ def main() -> None:
     parser.add_argument("stage", nargs="?", choices=STAGES, help="(default: one after the other)")
     parser.add_argument("--out", type=Path, default=Path("out/peers.jsonl"), help="(default: out/peers.jsonl)")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="METHOD", help=METHOD_HELP)
+    parser.add_argument("--model", nargs="+", default=["gpt-1m", "resnet"], choices=TASKS, help="(default: gpt-1m resnet)")
     parser.add_argument("--links", nargs="+", default=["loopback", "1gbit", "100mbit"], help="loopback, or as tc writes a rate")
-    parser.add_argument("--speeds", nargs="+", default=["1:1", "1:2"], help="a rank each, such as 1:1:2:4")
+    parser.add_argument("--speeds", nargs="+", default=["1:1", "1:2", "1:1:2:4"], help="a rank each")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates to tune with")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates to tune with; one: it counts")
     parser.add_argument("--samples", type=int, default=4800, help="of all ranks, at which losses are compared")
+    parser.add_argument("--equal-samples", type=int, default=9600, help="of all ranks, in stage equal")
+    parser.add_argument("--plain-samples", type=int, help=PLAIN_HELP)
     parser.add_argument("--most", type=float, default=1.5, help="times so many, to reach the target with")
     parser.add_argument("--limit-s", type=float, default=600.0, help="of a run")
     parser.add_argument("--minutes", type=float, help="start no run after so many")
@@ -76,7 +81,8 @@ def main() -> None:
             publish(record(read(options.out), list(METHODS)), options.record)
         else:
             bench = Bench(options, end)
-            (bench.tune if stage == "tune" else bench.run)()
+            for model in options.model:
+                getattr(bench, stage)(model)
 
 
 def install() -> None:
@@ -110,8 +116,9 @@ def read(path: Path) -> list[Result]:
 
 
 def key(case: dict[str, Any]) -> str:
-    """Names a case, whatever its target."""
-    return json.dumps({name: value for name, value in case.items() if name != "target"})
+    """Names a case, whatever its target; older ones have fewer fields."""
+    older = {field.name: field.default for field in dataclasses.fields(Case) if field.default is not dataclasses.MISSING}
+    return json.dumps({name: value for name, value in sorted((older | case).items()) if name != "target"})
 
 
 class Bench:
@@ -136,55 +143,94 @@ class Bench:
             say(f"{method}: left out, as {package} is not installed ({reason}). Remedy: python benchmarks/peers.py install")
         return reason is None
 
-    def tune(self) -> None:
+    def tune(self, model: str) -> None:
         """Tries every learning rate with one seed, on one host with equal ranks: a loss at equal samples needs no clock."""
+        rates = self._options.rates
+        if len(rates) == 1:
+            return
         groups = dict.fromkeys(tuned_as(name) for name in self._methods)
         # The middle one first: a session that ends early leaves one rate for all.
-        middle = self._options.rates[len(self._options.rates) // 2]
-        for rate in sorted(self._options.rates, key=lambda rate: rate != middle):
+        middle = rates[len(rates) // 2]
+        for rate in sorted(rates, key=lambda rate: rate != middle):
             for name in groups:
-                self._once("tune", name, link="loopback", speeds="1:1", lr=rate, seed=1, most=1.0, target=None)
+                self._once(self._case("tune", name, model=model, lr=rate))
 
-    def run(self) -> None:
+    def run(self, model: str) -> None:
         """Runs the methods in turns, at their best rates."""
         options = self._options
         for seed, link, speeds in itertools.product(options.seeds, options.links, options.speeds):
+            num_ranks = len(speeds.split(":"))
             # The others' target. Its updates are the same at all speeds and over all links.
             for name in sorted(self._methods, key=lambda name: name != PLAIN):
                 if name.endswith("by hand") and len(set(speeds.split(":"))) == 1:
                     continue
-                rate = best_rate(read(options.out), name)
+                rate = options.rates[0] if len(options.rates) == 1 else best_rate(read(options.out), name, model)
                 if rate is None:
                     say(f"{name}: left out, as its learning rate is not tuned. Remedy: python benchmarks/peers.py tune")
                     continue
-                is_plain = name == PLAIN
-                target = None if is_plain else self._target(seed, len(speeds.split(":")))
-                most = 1.0 if is_plain else options.most
-                self._once("run", name, link=link, speeds=speeds, lr=rate, seed=seed, most=most, target=target)
+                case = self._case("run", name, model=model, lr=rate, seed=seed, link=link, speeds=speeds)
+                if name != PLAIN:
+                    target = self._target(case)
+                    self._once(dataclasses.replace(case, most_samples=round(options.most * case.samples), target=target))
+                elif options.plain_samples and link != "loopback":
+                    there = dataclasses.replace(case, link="loopback", speeds=":".join("1" * num_ranks))
+                    self._once(there)
+                    self._once(case, curve_of=there)
+                else:
+                    self._once(case)
 
-    def _target(self, seed: int, num_ranks: int) -> float | None:
-        for result in read(self._options.out):
-            case = result["case"]
-            wanted = (PLAIN, seed, self._options.samples, best_rate(read(self._options.out), PLAIN), num_ranks)
-            same = (case["method"], case["seed"], case["samples"], case["lr"], len(case["speeds"].split(":"))) == wanted
-            if same and "curve" in result:
+    def equal(self, model: str) -> None:
+        """Runs all methods with all rates and seeds on one host with equal ranks; the learning rate falls to 0."""
+        samples = self._options.equal_samples
+        groups = dict.fromkeys(tuned_as(name) for name in self._methods)
+        for rate, seed, name in itertools.product(self._options.rates, self._options.seeds, groups):
+            # hivemind does not end at a given number of samples.
+            if package_of(name) != "hivemind":
+                case = self._case("equal", name, model=model, lr=rate, seed=seed)
+                self._once(dataclasses.replace(case, samples=samples, most_samples=samples, decay=True))
+
+    def _case(
+        self, stage: str, method: str, *, model: str, lr: float, seed: int = 1, link: str = "loopback", speeds: str = "1:1"
+    ) -> Case:
+        samples = self._options.samples
+        return Case(
+            stage=stage, method=method, link=link, speeds=speeds, lr=lr, seed=seed, samples=samples, most_samples=samples,
+            model=model,
+        )  # fmt: skip
+
+    def _target(self, case: Case) -> float | None:
+        """Returns the loss of plain Horovod after the case's samples, at any speeds and over any link."""
+        results = read(self._options.out)
+        for result in results:
+            plain = Case(**result["case"])
+            same = (plain.method, plain.decay, len(plain.parts)) == (PLAIN, False, len(case.parts))
+            alike = all(getattr(plain, name) == getattr(case, name) for name in ("seed", "samples", "model"))
+            if same and alike and plain.lr in (case.lr, best_rate(results, PLAIN, case.model)) and "curve" in result:
                 return float(result["curve"][-1][2])
         return None
 
-    def _once(
-        self, stage: str, method: str, *, link: str, speeds: str, lr: float, seed: int, most: float, target: float | None
-    ) -> None:
-        """Runs a case, unless it is there, and writes down what came of it."""
-        samples = self._options.samples
-        case = Case(
-            stage=stage, method=method, link=link, speeds=speeds, lr=lr, seed=seed, samples=samples,
-            most_samples=round(most * samples), target=target,
-        )  # fmt: skip
-        known = {key(result["case"]): result for result in read(self._options.out)}.get(key(dataclasses.asdict(case)))
+    def _once(self, case: Case, *, curve_of: Case | None = None) -> None:
+        """Runs a case, unless it is there, and writes down what came of it.
+
+        Args:
+            case: it.
+            curve_of: one that is there, with the same losses: the case is run only until its speed is known.
+        """
+        found = {key(result["case"]): result for result in read(self._options.out)}
+        known = found.get(key(dataclasses.asdict(case)))
         if (known is not None and not ("error" in known and self._options.retry)) or time.monotonic() > self._end:
             return
         begin = time.monotonic()
-        result = run_case(case, limit_s=self._options.limit_s)
+        if curve_of is None:
+            result = run_case(case, limit_s=self._options.limit_s)
+        else:
+            whole = found.get(key(dataclasses.asdict(curve_of)), {})
+            if "curve" not in whole:
+                return
+            short = dataclasses.replace(case, samples=self._options.plain_samples, most_samples=self._options.plain_samples)
+            result = run_case(short, limit_s=self._options.limit_s) | {"case": dataclasses.asdict(case)}
+            if "curve" in result:
+                result = stretched(result, whole["curve"])
         with self._options.out.open("a") as file:
             file.write(json.dumps(result) + "\n")
         if "error" in result:
@@ -193,19 +239,33 @@ class Bench:
             num_samples, seconds, loss = result["curve"][-1]
             what = f"{loss:.4f} after {num_samples} samples in {seconds:.1f} s, {max(result['sent_mb']):.1f} MB sent a rank"
         took = f"{time.monotonic() - begin:.0f} s in all"
-        say(f"{time.strftime('%H:%M:%S')} {link} {speeds} {method}, lr {lr:g}, seed {seed}: {what}; {took}")
+        name = f"{case.model} {case.link} {case.speeds} {case.method}"
+        say(f"{time.strftime('%H:%M:%S')} {name}, lr {case.lr:g}, seed {case.seed}: {what}; {took}")
+
+
+def stretched(short: Result, curve: list[Any]) -> Result:
+    """Returns a short run as one of the length of another with the same updates: that one's losses, at its own speed."""
+    measured, seconds, _ = short["curve"][-1]
+    times = curve[-1][0] / measured
+    return {
+        **short,
+        "curve": [(n, round(n * seconds / measured, 3), loss) for n, _, loss in curve],
+        "sent_mb": [round(sent * times, 2) for sent in short["sent_mb"]],
+        "measured_samples": measured,
+    }
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def best_rate(results: list[Result], method: str) -> float | None:
-    """Returns the learning rate of the lowest loss in tuning."""
+def best_rate(results: list[Result], method: str, model: str) -> float | None:
+    """Returns the learning rate of a model's lowest loss in tuning."""
+    wanted = ("tune", tuned_as(method), model)
     tuned = [
-        (result["curve"][-1][2], result["case"]["lr"])
+        (result["curve"][-1][2], case.lr)
         for result in results
-        if "curve" in result and result["case"]["stage"] == "tune" and result["case"]["method"] == tuned_as(method)
+        if "curve" in result and ((case := Case(**result["case"])).stage, case.method, case.model) == wanted
     ]
     return min(tuned)[1] if tuned else None
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers_task import BATCH, PERIOD, Case, Training
+from peers_task import BATCH, GPT, PERIOD, Case, Training
 from torch import nn
 
 from hvd_adaptive.cluster.binding import read_launcher
@@ -182,10 +182,12 @@ def diloco(training: Training, *, momentum: float, fragments: int = 1, by_hand: 
     optimizer = training.optimizer()
     parts: list[nn.Module] = [model]
     if fragments > 1:  # runs of layers; the tables go with the first, the last norm with the last
-        edges = [round(k * len(model.blocks) / fragments) for k in range(fragments + 1)]
-        parts = [nn.ModuleList(model.blocks[a:b]) for a, b in itertools.pairwise(edges)]
-        parts[0].extend([model.bytes, model.positions])
-        parts[-1].append(model.norm)
+        layers = list(model.blocks if isinstance(model, GPT) else model)
+        edges = [round(k * len(layers) / fragments) for k in range(fragments + 1)]
+        parts = [nn.ModuleList(layers[a:b]) for a, b in itertools.pairwise(edges)]
+        if isinstance(model, GPT):
+            parts[0].extend([model.bytes, model.positions])
+            parts[-1].append(model.norm)
     outer = [torch.optim.SGD(part.parameters(), lr=0.7, momentum=momentum, nesterov=True) for part in parts]
     steps = periods(training, by_hand=by_hand, multiple=fragments)
     # Of what is between two fragments, half, as for ours.
@@ -297,11 +299,9 @@ def hivemind_local(training: Training) -> dict[str, Any]:
 
 def score_alone(training: Training, model: nn.Module, state: dict[str, Any]) -> float:
     """Returns the held-out loss over all windows on this rank."""
-    from peers_task import next_byte_loss, windows
-
     model.load_state_dict(state)
     with torch.no_grad():
-        return float(next_byte_loss(model, *windows("test")))
+        return float(training.loss(model, *training.test_samples()))
 
 
 def own_address(training: Training) -> str:
@@ -327,7 +327,9 @@ def ours(training: Training, settings: dict[str, Any]) -> dict[str, Any]:
     def after_round(record: Any) -> None:
         weights.append([round(float(w), 3) for w in record.weight])
         shares.append([int(n) for n in record.stats["num_samples"]])
-        if training.look():
+        # Shorter rounds than PERIOD, which divide the epoch, are not all looked at.
+        since = record.num_samples - (training.curve[-1][0] if training.curve else 0)
+        if since >= 0.9 * PERIOD and training.look():
             session.stop(agreed=True)
 
     session.records.append(after_round)

@@ -1,4 +1,4 @@
-"""What peers.py trains, alike for all methods: a small GPT over bytes, its samples, the clock, and the looks at the loss."""
+"""What peers.py trains, alike for all methods: a small GPT over bytes or a ResNet, the clock, and the looks at the loss."""
 
 from __future__ import annotations
 
@@ -16,18 +16,77 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
+from digits import Digits, small_resnet
 from gpt import GPT, load_text, next_byte_loss
 
 BATCH = 8
 # Samples over all ranks between two looks at the held-out loss, and between two merges where a method has equal periods: 50
 # batches, the default of `local`.
 PERIOD = 50 * BATCH
-TEST_WINDOWS = 256
+# Held-out samples of a look, and of the last look of a run of stage "equal".
+TEST_SAMPLES, ALL_TEST_SAMPLES = 256, 2048
 _SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+
+Samples = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained.
+
+    Attributes:
+        text: it in words, for the record.
+        model: makes it.
+        loss: of a model, inputs and what they should give, in nats: the mean.
+        samples: gives those to train on and those held out.
+    """
+
+    text: str
+    model: Callable[[], nn.Module]
+    loss: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor]
+    samples: Callable[[], tuple[Samples, Samples]]
+
+
+def windows() -> tuple[Samples, Samples]:
+    """Returns bytes and next bytes, int64, shape (n, 64): all windows to train on, and some from all over the last tenth."""
+    x, y = load_text(1 << 40)[0].tensors  # nine tenths; the rest is not needed
+    held_out = len(x) // 10
+    rows = torch.arange(ALL_TEST_SAMPLES) * held_out // ALL_TEST_SAMPLES + len(x) - held_out
+    return (x[:-held_out], y[:-held_out]), (x[rows], y[rows])
+
+
+def digits() -> tuple[Samples, Samples]:
+    """Returns the handwritten digits that come with scikit-learn, those to train on also moved by a pixel, to all nine places."""
+    train, test = Digits(train=True), Digits(train=False)
+    padded = F.pad(train.images, (1, 1, 1, 1))
+    moved = [padded[:, :, 1 + down : 9 + down, 1 + right : 9 + right] for down in (-1, 0, 1) for right in (-1, 0, 1)]
+    return (torch.cat(moved), train.labels.repeat(9)), (test.images, test.labels)
+
+
+def image_loss(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """Returns the mean loss of an image, in nats."""
+    return F.cross_entropy(model(x), y)
+
+
+def _gpt(millions: str, width: int, num_layers: int) -> Task:
+    text = f"a GPT of {millions} million parameters (width {width}, {num_layers} layers)"
+    return Task(text=text, model=lambda: GPT(width, num_layers, width // 32), loss=next_byte_loss, samples=windows)
+
+
+TASKS = {
+    "gpt-1m": _gpt("1.03", 128, 5),
+    "gpt-4m": _gpt("4.03", 256, 5),
+    "gpt-10m": _gpt("10.8", 384, 6),
+    "resnet": Task(
+        text="a ResNet of 0.61 million parameters (width 128, 5 convolutions)", model=lambda: small_resnet(128),
+        loss=image_loss, samples=digits,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +94,7 @@ class Case:
     """A run.
 
     Attributes:
-        stage: "tune" or "run".
+        stage: "tune", "run" or "equal".
         method: a name of peers_methods.METHODS.
         link: "loopback", or the rate as tc writes it.
         speeds: of the ranks, such as "1:2"; the slowest is 1.
@@ -44,6 +103,8 @@ class Case:
         samples: of all ranks, at which losses are compared.
         most_samples: the run ends here, or at ``samples`` with the target reached.
         target: loss; None: run to ``most_samples``.
+        model: a name of TASKS.
+        decay: the learning rate falls to 0 in a straight line, at ``most_samples``.
     """
 
     stage: str
@@ -55,6 +116,8 @@ class Case:
     samples: int
     most_samples: int
     target: float | None = None
+    model: str = "gpt-1m"
+    decay: bool = False
 
     @property
     def parts(self) -> list[float]:
@@ -68,17 +131,6 @@ class Case:
         enough for all."""
         speeds = [float(speed) for speed in self.speeds.split(":")]
         return [max(1.0, len(speeds) / 2) * max(speeds) / speed for speed in speeds]
-
-
-def windows(split: str) -> tuple[Tensor, Tensor]:
-    """Returns bytes and next bytes of all windows to train on, or of 256 from all over the last tenth; int64, shape (n, 64)."""
-    everything = load_text(1 << 40)[0].tensors  # nine tenths; the rest is not needed
-    x, y = everything
-    held_out = len(x) // 10
-    if split == "train":
-        return x[:-held_out], y[:-held_out]
-    rows = torch.arange(TEST_WINDOWS) * held_out // TEST_WINDOWS + len(x) - held_out
-    return x[rows], y[rows]
 
 
 class Training:
@@ -96,14 +148,18 @@ class Training:
         torch.manual_seed(case.seed)
         self.case, self.rank, self.world_size = case, rank, len(case.parts)
         self.address, self.port = address, port
-        self.model = GPT()
-        self.train_x, self.train_y = windows("train")
-        self._test = [part[rank :: self.world_size] for part in windows("test")]
+        task = TASKS[case.model]
+        self.model, self.loss = task.model(), task.loss
+        (self.train_x, self.train_y), self._test = task.samples()
         self._order = np.random.default_rng(case.seed).permutation(len(self.train_x))[rank :: self.world_size]
+        self._optimizers: list[torch.optim.Optimizer] = []
+        # This rank's part of all samples so far.
+        self._part = 1 / self.world_size
         self._factor, self._compute_s = case.factors[rank], 0.0
         self.num_steps = self.num_samples = 0
         self.train_s, self._since = 0.0, None
         self.curve: list[tuple[int, float, float]] = []
+        self.final_loss: float | None = None
         self._store = torch.distributed.TCPStore(
             address, port, self.world_size, rank == 0, timeout=timedelta(seconds=120), wait_for_workers=True
         )
@@ -113,24 +169,32 @@ class Training:
     def optimizer(self, parameters: Iterable[nn.Parameter] | None = None) -> torch.optim.AdamW:
         """Returns the AdamW that every method steps with."""
         parameters = self.model.parameters() if parameters is None else parameters
-        return torch.optim.AdamW(parameters, lr=self.case.lr, betas=(0.9, 0.95), weight_decay=0.1)
+        self._optimizers.append(torch.optim.AdamW(parameters, lr=self.case.lr, betas=(0.9, 0.95), weight_decay=0.1))
+        return self._optimizers[-1]
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Returns this rank's next samples of its part of the data."""
-        rows = self._order[np.arange(BATCH) + self.num_steps * BATCH]
+        rows = self._order[(np.arange(BATCH) + self.num_steps * BATCH) % len(self._order)]
         return self.train_x[rows], self.train_y[rows]
 
     def backward(self, forward: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
         """Computes the gradients of a batch. A slower rank sleeps first, for a multiple of the CPU time of its pass before."""
+        if self.case.decay:
+            self._decay()
         if self._factor > 1:
             time.sleep((self._factor - 1) * self._compute_s)
         begin = time.thread_time()
-        loss = next_byte_loss(forward, x, y)
+        loss = self.loss(forward, x, y)
         loss.backward()
         self._compute_s = time.thread_time() - begin
         self.num_steps += 1
         self.num_samples += len(x)
         return loss
+
+    def _decay(self) -> None:
+        left = max(0.0, 1 - self.num_samples / self._part / self.case.most_samples)
+        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
+            group["lr"] = self.case.lr * left
 
     def clip(self) -> None:
         """Clips the gradients of the model at norm 1."""
@@ -156,12 +220,19 @@ class Training:
         yield
         self.start()
 
-    def score(self, model: nn.Module) -> float:
-        """Returns the held-out loss of a model that all ranks hold, of which each scores a part of the windows. COLLECTIVE."""
+    def test_samples(self, *, all_of_them: bool = False) -> Samples:
+        """Returns the held-out samples of a look."""
         x, y = self._test
+        every = 1 if all_of_them else max(1, len(x) // TEST_SAMPLES)
+        return x[::every], y[::every]
+
+    def score(self, model: nn.Module, *, all_of_them: bool = False) -> float:
+        """Returns the held-out loss of a model that all ranks hold, of which each scores a part of the samples. COLLECTIVE."""
+        x, y = self.test_samples(all_of_them=all_of_them)
+        own_x, own_y = x[self.rank :: self.world_size], y[self.rank :: self.world_size]
         with torch.no_grad():
-            own = next_byte_loss(model, x, y).item() * len(x)
-        return sum(self.gather(own)) / TEST_WINDOWS
+            own = self.loss(model, own_x, own_y).item() * len(own_x)
+        return float(sum(self.gather(own)) / len(x))
 
     def look(self, model: nn.Module | None = None) -> bool:
         """Writes down samples, seconds and loss, at a place where all ranks hold the same model. COLLECTIVE.
@@ -172,8 +243,12 @@ class Training:
         with self.pause():
             found = self.gather([self.num_samples, self.train_s])
             num_samples, seconds = sum(n for n, _ in found), max(s for _, s in found)
+            self._part = max(self.num_samples, 1) / num_samples
             self.curve.append((num_samples, seconds, self.score(model or self.model)))
-        return self.is_over(num_samples)
+            is_over = self.is_over(num_samples)
+            if is_over and self.case.stage == "equal":
+                self.final_loss = self.score(model or self.model, all_of_them=True)
+        return is_over
 
     def is_over(self, num_samples: int) -> bool:
         """Tells whether the run is to end after so many samples."""
@@ -192,6 +267,8 @@ class Training:
                 "rank_samples": samples,
                 "sent_mb": [round(num_bytes / 1e6, 2) for num_bytes in sent],
                 "load": os.getloadavg()[0],
+                "last_lr": max((group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups), default=0.0),
+                **({} if self.final_loss is None else {"final_loss": round(self.final_loss, 5)}),
                 **more,
             }
             path.write_text(json.dumps(result))

@@ -1,8 +1,9 @@
-"""benchmarks/peers.py: what it reads from curves, what it names a case, and that nothing of a run outlives its limit."""
+"""benchmarks/peers.py: tasks, what it reads from curves, what it names a case, and that nothing of a run outlives its limit."""
 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -84,3 +85,75 @@ def test_a_case_is_known_again_whatever_its_target(tmp_path: Path) -> None:
     lines = [result([(400, 1.0, 2.0)], target=None), result([(400, 1.0, 1.9)], target=2.1), result([(400, 1.0, 1.8)], seed=2)]
     (tmp_path / "runs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [found["curve"][-1][2] for found in peers.read(tmp_path / "runs.jsonl")] == [1.9, 1.8]
+
+
+def test_a_case_of_before_there_were_models_is_known_again() -> None:
+    import peers
+
+    older, newer = result([])["case"], result([], model="gpt-1m", decay=False)["case"]
+    assert peers.key(older) == peers.key(newer)
+    assert peers.key(older) != peers.key(result([], model="resnet")["case"])
+
+
+def test_four_unequal_ranks_need_no_more_than_two_cores() -> None:
+    from peers_task import Case
+
+    case = Case(stage="run", method="DDP", link="100mbit", speeds="1:1:2:4", lr=0.003, seed=1, samples=400, most_samples=400)
+    assert case.factors == [8.0, 8.0, 4.0, 2.0]
+    assert sum(1 / factor for factor in case.factors) <= 2
+    assert case.parts == [0.125, 0.125, 0.25, 0.5]
+
+
+@pytest.mark.parametrize(("name", "millions"), [("gpt-1m", 1.03), ("gpt-4m", 4.03), ("gpt-10m", 10.8), ("resnet", 0.61)])
+def test_tasks(name: str, millions: float) -> None:
+    from peers_task import TASKS
+
+    task = TASKS[name]
+    model = task.model()
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
+    (x, y), (test_x, test_y) = task.samples()
+    assert len(x) == len(y) > 9600 and len(test_x) == len(test_y) > 256
+    # What is held out is not trained on.
+    assert {row.numpy().tobytes() for row in test_x[:50]}.isdisjoint(row.numpy().tobytes() for row in x)
+    # An untrained model knows nothing: about as much as guessing.
+    classes = 256 if name.startswith("gpt") else 10
+    assert task.loss(model, x[:64], y[:64]).item() == pytest.approx(math.log(classes), rel=0.15)
+
+
+def test_a_short_run_takes_the_losses_of_another_at_its_own_speed() -> None:
+    from peers import stretched
+
+    short = result([(200, 20.0, 2.9), (400, 40.0, 2.5)])
+    long = stretched(short, [[400, 1.0, 2.6], [800, 2.0, 2.2]])
+    assert long["curve"] == [(400, 40.0, 2.6), (800, 80.0, 2.2)]
+    assert long["sent_mb"] == [2.0, 4.0] and long["measured_samples"] == 400
+
+
+def test_losses_at_equal_samples_are_compared_seed_by_seed() -> None:
+    from peers_record import equal_table
+
+    runs = [result([(400, 1.0, 9.9)], method="Horovod fp32", seed=seed, stage="equal") for seed in (1, 2)]
+    for lr in (0.002, 0.003):
+        runs += [result([(400, 1.0, 9.9)], method="ours local", seed=seed, lr=lr, stage="equal") for seed in (1, 2)]
+    for run, loss in zip(runs, [2.0, 2.5, 2.1, 2.7, 2.03, 2.51], strict=True):
+        run["final_loss"] = loss
+    row = next(line for line in equal_table(runs, ["Horovod fp32", "ours local"]) if "ours" in line)
+    # Of the better rate; the seeds' own losses are half a nat apart, the distances are not.
+    assert "| 0.003 | 2 | 2.2700 | +0.0200 ± 0.0100 | +0.0300, +0.0100 |" in row
+
+
+def test_a_run_on_ranks_whose_rate_falls_to_0() -> None:
+    import peers
+    from peers_task import Case
+
+    case = Case(
+        stage="equal", method="ours local, 4 bits", link="loopback", speeds="1:1", lr=0.003, seed=1, samples=1200,
+        most_samples=1200, model="resnet", decay=True,
+    )  # fmt: skip
+    found = peers.run_case(case, limit_s=300)
+    assert "error" not in found, found["log"]
+    # Three rounds, whose sizes divide the epoch.
+    assert 1200 <= sum(found["rank_samples"]) == found["curve"][-1][0] < 1240
+    # From guessing, log 10, over all held-out images. The last look is at the same images.
+    assert found["final_loss"] == pytest.approx(found["curve"][-1][2], abs=1e-4) and found["final_loss"] < 1.5
+    assert found["last_lr"] < 0.003 / 20
