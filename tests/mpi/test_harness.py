@@ -15,7 +15,7 @@ from pairs import BACKENDS, half
 TESTS_FOLDER = Path(__file__).parents[1]
 
 TESTS = """
-import os, sys, threading, time
+import os, signal, sys, threading, time
 import jobs
 import pytest
 
@@ -33,7 +33,10 @@ def test_passes(num_ranks):
 
 @pytest.mark.mpi(2)
 def test_changes_what_can_be_put_back(shared_tmp_path, tmp_path):
+    from torch.utils.data import DataLoader
     PIDS.append(os.getpid())
+    assert [int(value) for value in DataLoader([7], num_workers=1)] == [7]
+    assert signal.getsignal(signal.SIGCHLD) != signal.SIG_DFL
     os.environ["LEFT"], sys.argv[:], sys.path[:0] = "behind", ["x"], ["/left"]
     sys.excepthook = print
     os.chdir(tmp_path)
@@ -44,6 +47,7 @@ def test_changes_what_can_be_put_back(shared_tmp_path, tmp_path):
 @pytest.mark.mpi(2)
 def test_finds_all_as_it_was(shared_tmp_path):
     assert PIDS == [os.getpid()]
+    assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
     assert "LEFT" not in os.environ and sys.argv != ["x"] and sys.path[0] != "/left" and sys.excepthook is not print
     assert os.getcwd() == FOLDER and not list(shared_tmp_path.iterdir())
 

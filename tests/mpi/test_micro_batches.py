@@ -122,7 +122,7 @@ def count_compilations(*, micro_batch_size: int | None, strategy: str) -> list[i
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = make_model()
-    compiled: Any = torch.compile(model, backend="aot_eager")
+    compiled: Any = torch.compile(model, backend="eager")
     config = Config(strategy=strategy, batch_size=12, micro_batch_size=micro_batch_size, mega_batch=72)
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
     if strategy == "sync" and micro_batch_size is not None:

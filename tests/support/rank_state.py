@@ -85,6 +85,8 @@ class RankState:
             time.sleep(0.01)
         if children:
             found.append(f"processes run: {sorted(children)}")
+        else:
+            self._forget_workers()
         mpi_ops = sys.modules.get("horovod.torch.mpi_ops")
         if mpi_ops is not None and mpi_ops.is_initialized():
             found.append("Horovod is initialized")
@@ -100,6 +102,14 @@ class RankState:
         if self._unread_messages():
             found.append("a message that nobody has received")
         return found
+
+    def _forget_workers(self) -> None:
+        """Puts back the handler with which PyTorch, from the first loader on, watches for dead workers; it will set it again."""
+        handling: Any = sys.modules.get("torch.utils.data._utils.signal_handling")
+        before = self._signals[signal.SIGCHLD]
+        if handling is not None and handling._SIGCHLD_handler_set and signal.getsignal(signal.SIGCHLD) is not before:
+            signal.signal(signal.SIGCHLD, before)
+            handling._SIGCHLD_handler_set = False
 
     def _unread_messages(self) -> bool:
         from mpi4py import MPI
