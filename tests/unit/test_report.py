@@ -243,6 +243,19 @@ def test_a_run_that_still_goes_on_and_one_without_evaluation_have_a_page(tmp_pat
     assert "Where each rank&#39;s time went" in page
 
 
+def test_the_predicted_speed_stands_beside_the_real_one(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", strategy="local", label="mine", num_rounds=3)
+    summary = json.loads((path / "summary.json").read_text())
+    (path / "summary.json").write_text(json.dumps({**summary, "samples_per_s": 8000.0, "predicted_samples_per_s": 10000.0}))
+    runs = read_runs([path])
+    assert "mine made 8,000 samples/s; calibrate predicted 10,000." in summary_table(runs)
+    page = render_page(runs)
+    assert "0.80" in page and "of the speed that calibrate predicted for the run: 8,000 samples/s, predicted 10,000" in page
+    (path / "summary.json").write_text(json.dumps({**summary, "predicted_samples_per_s": "fast"}))
+    with pytest.raises(ValueError, match="predicted_samples_per_s must be a number, got 'fast'"):
+        read_runs([path])
+
+
 @pytest.mark.slow
 def test_many_ranks_and_long_runs_keep_the_page_small(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a", strategy="local", slowdown=None, num_rounds=1200)
