@@ -148,6 +148,7 @@ class TorchTransport(WatchedWorld):
         self._workers = [_worker()]
         group = dist.new_group(backend=self._backends, timeout=_FOREVER) if self._on_gpus else host_group
         self._gather = gather
+        self._own_groups = [own for own in {host_group, group} if own is not dist.group.WORLD]
         self._world = self._collectives(group)
         self.start()
         atexit.register(self.leave)
@@ -204,6 +205,7 @@ class TorchTransport(WatchedWorld):
             ))  # fmt: skip
             if other == color:
                 mine = group
+        self._own_groups.append(mine)
         if not self._on_gpus:
             # What waits for another island must not hold up what is inside this one. NCCL's groups are to take turns.
             self._workers.append(_worker())
@@ -242,6 +244,10 @@ class TorchTransport(WatchedWorld):
             for worker in self._workers:
                 worker.shutdown()
             self.leave()
+            atexit.unregister(self.leave)
+            # Each has threads of its own, which end with the last reference, and this process may connect again.
+            for group in self._own_groups if dist.is_initialized() else ():
+                dist.destroy_process_group(group)
 
     def _end_broken(self, error: BrokenWorldError) -> None:
         """Ends this rank after a collective that failed, and names the rank that has died if it is on this host.

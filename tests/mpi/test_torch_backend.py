@@ -5,18 +5,22 @@ What both backends have in common is tested where the other one is, by the fixtu
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from runs import read_run
 from zygote import stub_of
+
+from hvd_adaptive.comm import connect
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -121,3 +125,21 @@ def test_a_rank_that_is_killed_under_torchrun_ends_the_job(run_job: Any, data: P
     # torchrun, which knows a fork by its stub, notices first; a rank that has lost the other one says who it is, too.
     named = rf"exitcode *: -9 \(pid: {killed[1]}\)|rank 1 on \S+ \(pid {killed[0]}\) is dead"
     assert re.search(named, job.stderr), job.describe()
+
+
+@pytest.mark.mpi(2)
+def test_a_world_that_is_closed_leaves_no_threads(use_backend: Callable[[str], str]) -> None:
+    """Each group of torch.distributed has its own. Those of the process's first one stay."""
+    use_backend("torch")
+
+    def meet() -> int:
+        transport = connect(stall_limit_s=60, backend="torch", groups=True)
+        inside = transport.split(transport.rank)
+        assert inside.world_size == 1
+        transport.close()
+        del transport, inside
+        gc.collect()
+        return len(os.listdir("/proc/self/task"))
+
+    meet()
+    assert meet() >= meet()
