@@ -338,7 +338,7 @@ def ours(training: Training, settings: dict[str, Any]) -> dict[str, Any]:
     for batch in session.batches(data, num_epochs=None):
         with session.step(batch):
             session.optimizer.zero_grad()
-            batch.loss = training.backward(model, batch.x, batch.y)
+            batch.loss = training.backward(model, batch.x, batch.y, num_samples_before=batch.num_samples_before)
             session.synchronize()
             training.clip()
             session.optimizer.step()

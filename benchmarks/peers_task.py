@@ -177,10 +177,19 @@ class Training:
         rows = self._order[(np.arange(BATCH) + self.num_steps * BATCH) % len(self._order)]
         return self.train_x[rows], self.train_y[rows]
 
-    def backward(self, forward: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-        """Computes the gradients of a batch. A slower rank sleeps first, for a multiple of the CPU time of its pass before."""
+    def backward(
+        self, forward: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, *, num_samples_before: int | None = None
+    ) -> Tensor:
+        """Computes the gradients of a batch. A slower rank sleeps first, for a multiple of the CPU time of its pass before.
+
+        Args:
+            forward: the model.
+            x: the batch's inputs.
+            y: what they should give.
+            num_samples_before: of all ranks, as far as the method knows; None: from this rank's own and its part so far.
+        """
         if self.case.decay:
-            self._decay()
+            self._decay(self.num_samples / self._part if num_samples_before is None else num_samples_before)
         if self._factor > 1:
             time.sleep((self._factor - 1) * self._compute_s)
         begin = time.thread_time()
@@ -191,8 +200,8 @@ class Training:
         self.num_samples += len(x)
         return loss
 
-    def _decay(self) -> None:
-        left = max(0.0, 1 - self.num_samples / self._part / self.case.most_samples)
+    def _decay(self, num_samples_before: float) -> None:
+        left = max(0.0, 1 - num_samples_before / self.case.most_samples)
         for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
             group["lr"] = self.case.lr * left
 
@@ -260,6 +269,9 @@ class Training:
         """Writes what was found, on rank 0. COLLECTIVE."""
         sent = self.gather(self._sent() - self._sent_before)
         samples = self.gather(self.num_samples)
+        # Of the rank that began the last step.
+        rates = (group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups)
+        last_lr = min(self.gather(max(rates, default=0.0)))
         if self.rank == 0:
             result = {
                 "case": dataclasses.asdict(self.case),
@@ -267,7 +279,7 @@ class Training:
                 "rank_samples": samples,
                 "sent_mb": [round(num_bytes / 1e6, 2) for num_bytes in sent],
                 "load": os.getloadavg()[0],
-                "last_lr": max((group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups), default=0.0),
+                "last_lr": last_lr,
                 **({} if self.final_loss is None else {"final_loss": round(self.final_loss, 5)}),
                 **more,
             }

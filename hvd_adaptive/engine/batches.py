@@ -46,6 +46,8 @@ class Batch:
         loss: set it to this batch's mean loss, a 0-dim tensor or a number, to have it in the round's record. Of micro-batches,
             set each one's.
         number: of this rank's batches, from 1; 0 for one that no session gave.
+        num_samples_before: samples that all ranks together were given before this step, since the training's first epoch began.
+            Let learning-rate schedules follow it: ranks make different numbers of steps.
         weight: of a micro-batch: what its mean counts in its batch's; below 0 where it takes off again what another one has
             more than once, 0 where the rank has no samples.
     """
@@ -56,7 +58,10 @@ class Batch:
     work: int
     loss: Any = None
     number: int = 0
+    num_samples_before: int = 0
     weight: float = 1.0
+    # The same of this round alone, from the strategy.
+    _place: int = 0
     _parts: list[Batch] | None = None
     _weigh: Callable[[Batch], None] | None = None
     _num_handed: int = 0

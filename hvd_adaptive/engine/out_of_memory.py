@@ -135,6 +135,7 @@ class MemoryCeiling:
                 continue
             with source.times.waiting(stats):
                 part = source.load(rows, work)
+            part._place = batch._place
             yield part
             if not self._failed:
                 computed.append(len(rows))

@@ -145,7 +145,8 @@ class LogicalStrategy(LocalStrategy):
     ) -> Iterator[Batch]:
         """Yields the batches of a logical rank's fixed part of the mega-batch."""
         total = mega_batch.total_work
-        part = OwnPart(*(total * n // self._num_logical for n in (number, number + 1)))
+        begin, end = (total * n // self._num_logical for n in (number, number + 1))
+        part = OwnPart(begin, end)
         work_per_sample = total / max(1, len(mega_batch.rows))
 
         def size(remaining: int) -> int:
@@ -163,6 +164,8 @@ class LogicalStrategy(LocalStrategy):
                 claimed = mega_batch.claimed(*claim)
                 batch = source.load(claimed, claim[1] - claim[0]) if len(claimed) else None
             if batch is not None:
+                # As if all computed side by side.
+                batch._place = mega_batch.num_rows_before((claim[0] - begin) * self._num_logical)
                 yield batch
 
     def _end_turn(self, logical: _LogicalRank) -> None:

@@ -210,6 +210,7 @@ class Session:
                 stats=self._stats,
             ):
                 self._lr.value = schedule * self._strategy.lr_multiplier(batch)
+                batch.num_samples_before = self.ledger.epoch * len(source) + self.ledger.cursor + batch._place
                 self._handed_out.give(batch, self._stats)
                 yield batch
                 if self.preemption.signal_number:

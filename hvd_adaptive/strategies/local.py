@@ -197,7 +197,10 @@ class LocalStrategy:
                 claimed = mega_batch.claimed(start, stop)
                 if len(claimed):
                     loaded.append((len(claims.taken) - 1, parts))
-                    return source.request(claimed, stop - start)
+                    batch = source.request(claimed, stop - start)
+                    first, end = self._span
+                    batch._place = mega_batch.num_rows_before((start - first) * mega_batch.total_work // (end - first))
+                    return batch
             return None
 
         for batch in source.prefetched(fetch, stats):

@@ -222,6 +222,10 @@ class FixedWorkStrategy:
 
         def fetch(_: int) -> Batch | None:
             step, load = next(loads, (0, None))
-            return load() if load is not None and frontier.begin(step) else None
+            if load is None or not frontier.begin(step):
+                return None
+            batch = load()
+            batch._place = step * self._step_samples
+            return batch
 
         yield from source.prefetched(fetch, stats)

@@ -80,6 +80,36 @@ def test_every_sample_of_an_epoch_is_consumed_once(world_size: int, work: str) -
     assert results[0]["session"].ledger.epoch == 3 and results[0]["session"].num_samples == 3 * NUM_SAMPLES
 
 
+@pytest.mark.parametrize(
+    ("options", "claims"),
+    [
+        ({}, True), ({"work": "nonzeros"}, True), ({"dispatch": "equal"}, False), ({"logical_ranks": 3}, False),
+        ({"strategy": "sync"}, False), ({"strategy": "sync", "accumulation_steps": 2}, False),
+    ],
+)  # fmt: skip
+def test_schedules_can_follow_the_samples_of_all_ranks(options: dict[str, Any], claims: bool) -> None:
+    cost = np.random.default_rng(0).integers(1, 50, NUM_SAMPLES) if "work" in options else None
+    seen: list[list[tuple[int, int]]] = [[], []]
+    LocalWorld(2).run(
+        lambda t: train(
+            t, Config(batch_size=16, mega_batch=150, **options), work=cost, num_epochs=2,
+            model=nn.Sequential(nn.Linear(6, 2)).double(),
+            on_batch=lambda _, batch: seen[t.rank].append((batch.num_samples_before, batch.num_samples)),
+        )
+    )  # fmt: skip
+    if claims:
+        # Each claim begins where another one ends.
+        given = sorted(seen[0] + seen[1])
+        assert [before + num for before, num in given] == [before for before, _ in given[1:]] + [2 * NUM_SAMPLES]
+    elif options.get("strategy") == "sync":
+        # One rate for each step of all ranks.
+        assert [before for before, _ in seen[0]] == [before for before, _ in seen[1]]
+    for begun in seen:
+        places = [before for before, _ in begun]
+        assert min(places) < 64 and 2 * NUM_SAMPLES - 64 <= max(places) < 2 * NUM_SAMPLES
+        assert places == sorted(places) or "logical_ranks" in options
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_ranks_hold_the_same_bits_after_every_merge(world_size: int) -> None:
     config = Config(batch_size=16, mega_batch=100, slowdown=",".join("421"[:world_size]), hash_interval=1)
