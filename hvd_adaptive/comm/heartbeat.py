@@ -275,8 +275,9 @@ class Heartbeat:
         if self._cut_s is not None:
             state = ""  # the connection ended, so the process has
         text = describe(fault, reporter=self._rank, host=self._host, limit_s=self._limit_s, state=state)
-        if fault.kind == "silent" and fault.beat is not None and not same_host:
-            # If the network between the hosts is down, the launcher cannot end the job either.
+        if fault.kind == "silent" and not same_host:
+            # If the network between the hosts is down, the launcher cannot end the job either. Of a rank that was never heard,
+            # nobody knows the host.
             launcher = find_launcher_process(self._pid)
             if launcher is not None:
                 end_later(launcher)

@@ -146,7 +146,8 @@ for batch in session.batches(TensorDataset(x, (x.sum(1) > 0).long()), num_epochs
         session.optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(batch.x), batch.y).backward()
         session.optimizer.step()
-    if session.round == 2:
+    # On crowded cores one rank may take all batches of a round.
+    if session.round >= 2:
         fail(session)
 session.close()
 """
@@ -161,7 +162,7 @@ def job_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         yield request.param
 
 
-def script(tmp_path: Path, body: str, backend: str, *, epochs: int = 4, limit_s: float = 30) -> list[str]:
+def script(tmp_path: Path, body: str, backend: str, *, epochs: int = 1000, limit_s: float = 30) -> list[str]:
     path = tmp_path / "own_loop.py"
     path.write_text(SCRIPT.format(body=body, epochs=epochs, limit_s=limit_s, backend=backend))
     return [sys.executable, str(path)]
