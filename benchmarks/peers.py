@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="learning rates to tune with; one: it counts")
     parser.add_argument("--samples", type=int, default=4800, help="of all ranks, at which losses are compared")
     parser.add_argument("--equal-samples", type=int, default=9600, help="of all ranks, in stage equal")
+    parser.add_argument("--warmup", type=int, default=1600, help="samples of all ranks in which the learning rate rises")
     parser.add_argument("--plain-samples", type=int, help=PLAIN_HELP)
     parser.add_argument("--most", type=float, default=1.5, help="times so many, to reach the target with")
     parser.add_argument("--limit-s", type=float, default=600.0, help="of a run")
@@ -195,7 +196,7 @@ class Bench:
         samples = self._options.samples
         return Case(
             stage=stage, method=method, link=link, speeds=speeds, lr=lr, seed=seed, samples=samples, most_samples=samples,
-            model=model,
+            model=model, warmup=self._options.warmup,
         )  # fmt: skip
 
     def _target(self, case: Case) -> float | None:
@@ -204,7 +205,7 @@ class Bench:
         for result in results:
             plain = Case(**result["case"])
             same = (plain.method, plain.decay, len(plain.parts)) == (PLAIN, False, len(case.parts))
-            alike = all(getattr(plain, name) == getattr(case, name) for name in ("seed", "samples", "model"))
+            alike = all(getattr(plain, name) == getattr(case, name) for name in ("seed", "samples", "model", "warmup"))
             if same and alike and plain.lr in (case.lr, best_rate(results, PLAIN, case.model)) and "curve" in result:
                 return float(result["curve"][-1][2])
         return None

@@ -105,6 +105,7 @@ class Case:
         target: loss; None: run to ``most_samples``.
         model: a name of TASKS.
         decay: the learning rate falls to 0 in a straight line, at ``most_samples``.
+        warmup: samples of all ranks in which the learning rate rises, in a straight line.
     """
 
     stage: str
@@ -118,6 +119,7 @@ class Case:
     target: float | None = None
     model: str = "gpt-1m"
     decay: bool = False
+    warmup: int = 0
 
     @property
     def parts(self) -> list[float]:
@@ -188,8 +190,7 @@ class Training:
             y: what they should give.
             num_samples_before: of all ranks, as far as the method knows; None: from this rank's own and its part so far.
         """
-        if self.case.decay:
-            self._decay(self.num_samples / self._part if num_samples_before is None else num_samples_before)
+        self._set_rate(self.num_samples / self._part if num_samples_before is None else num_samples_before)
         if self._factor > 1:
             time.sleep((self._factor - 1) * self._compute_s)
         begin = time.thread_time()
@@ -200,10 +201,13 @@ class Training:
         self.num_samples += len(x)
         return loss
 
-    def _decay(self, num_samples_before: float) -> None:
-        left = max(0.0, 1 - num_samples_before / self.case.most_samples)
+    def _set_rate(self, num_samples_before: float) -> None:
+        case = self.case
+        rate = case.lr * (max(0.0, 1 - num_samples_before / case.most_samples) if case.decay else 1.0)
+        if case.warmup:
+            rate *= min(1.0, (num_samples_before + 1) / case.warmup)
         for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
-            group["lr"] = self.case.lr * left
+            group["lr"] = rate
 
     def clip(self) -> None:
         """Clips the gradients of the model at norm 1."""

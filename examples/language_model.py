@@ -48,9 +48,13 @@ def evaluate(record):
 
 
 session.records.append(evaluate)
+warmup = len(train_data) // 10
 start = time.perf_counter()
 for batch in session.batches(train_data, num_epochs=args.epochs):
     with session.step(batch):
+        for group in session.optimizer.param_groups:
+            # By the samples of all ranks, whose numbers of steps differ.
+            group["lr"] = 0.002 * min(1.0, (batch.num_samples_before + 1) / warmup)
         session.optimizer.zero_grad()
         next_byte_loss(model, batch.x, batch.y).backward()
         session.synchronize()

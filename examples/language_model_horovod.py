@@ -45,9 +45,13 @@ def evaluate(epoch):
 
 def train():
     """Trains, with a look at the held-out windows as often as language_model.py takes one."""
+    warmup = len(train_data) // 10
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
         for step, (x, y) in enumerate(loader, 1):
+            num_samples_before = (epoch * len(loader) + step - 1) * 16 * hvd.size()
+            for group in optimizer.param_groups:
+                group["lr"] = 0.002 * min(1.0, (num_samples_before + 1) / warmup)
             optimizer.zero_grad()
             next_byte_loss(model, x.to(device), y.to(device)).backward()
             optimizer.synchronize()
