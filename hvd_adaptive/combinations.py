@@ -87,7 +87,7 @@ def check_combinations(config: Any) -> None:
             reference_ranks=(None,),
             size_rule=("fixed",),
             dispatch=("dynamic",),
-            merge_period=("fixed",),
+            merge_period=(None, "fixed"),
             overlap_merge=(False,),
             merge_fragments=(1,),
             outlier_limit=(0.0,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,10 @@ _MAX_FACTOR = 2.0
 LEAST_MERGES_AN_EPOCH = 4
 # Where no mega-batch was set.
 DEFAULT_MERGES_AN_EPOCH = 8
+# What ranks compute between two merges while these take at most a tenth of the time, where short rounds learn better from equally
+# many samples: benchmarks/records/2026-11-24-period.md.
+STEPS_OF_SHORT_ROUNDS = 5
+_SHORT_ROUNDS_SHARE = 0.1
 
 
 def capped_mega_batch(config: Config, planned: int, dataset_size: int, world_size: int) -> int:
@@ -28,9 +33,25 @@ def capped_mega_batch(config: Config, planned: int, dataset_size: int, world_siz
         dataset_size: samples of an epoch.
         world_size: number of ranks; each has a batch in a round.
     """
-    if config.mega_batch is not None or config.merge_period != "fixed":
+    if config.mega_batch is not None or config.merge_period == "auto":
         return planned
     return min(planned, max(-(-dataset_size // DEFAULT_MERGES_AN_EPOCH), world_size * config.batch_size))
+
+
+def with_short_rounds(config: Config, world_size: int) -> Config:
+    """Returns the configuration with rounds that begin short and grow where merges take long, unless their length is set.
+
+    After few steps the ranks' models have hardly moved apart, so that less is lost by their average.
+
+    Args:
+        config: the rules.
+        world_size: number of ranks.
+    """
+    if config.mega_batch is not None or config.merge_period == "fixed":
+        return config
+    share = _SHORT_ROUNDS_SHARE if config.merge_share is None else config.merge_share
+    samples = STEPS_OF_SHORT_ROUNDS * world_size * config.batch_size
+    return dataclasses.replace(config, mega_batch=samples, merge_period="auto", merge_share=share)
 
 
 def least_mega_batch(communication_s: float, rest_s: float, *, share: float) -> float:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvd_adaptive.algorithm.merge_period import with_short_rounds
 from hvd_adaptive.algorithm.outer_step import OuterStep
 from hvd_adaptive.algorithm.outliers import NormHistory, clip_factor
 from hvd_adaptive.algorithm.round_control import round_weights
@@ -95,7 +96,10 @@ class Merge:
         if parameters is None:
             parameters = [p for p in model.parameters() if p.requires_grad]
         modules = [model] if modules is None else modules
-        config = self.config = optimizer_state.with_defaults(config, optimizer, parameters)
+        config = optimizer_state.with_defaults(config, optimizer, parameters)
+        if optimizer_state.learns_from_short_rounds(config, optimizer):
+            config = with_short_rounds(config, transport.world_size)
+        self.config = config
         self._optimizer = optimizer
         self._transport = transport
         touched, on_host = mark_rows(model, optimizer, config, transport), config.outer_state == "host"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from hvd_adaptive.combinations import goes_with_dual_averaging
 from hvd_adaptive.comm.protocols import AgreedError, Collectives
@@ -33,6 +33,15 @@ def rule(config: Config, optimizer: Optimizer) -> str:
     if config.optimizer_state is not None:
         return config.optimizer_state
     return "average" if config.logical_ranks is None and _exchanges_accumulators(config, optimizer) else "keep"
+
+
+def learns_from_short_rounds(config: Config, optimizer: Optimizer) -> bool:
+    """Returns whether frequent merges are worth their time where no period is set: with dense Adam and its kin.
+
+    Merges beside later steps are as old as a round is long, whatever that is, and logical ranks follow no clock.
+    """
+    is_adam = isinstance(optimizer, (Adam, AdamW, NAdam, RAdam))
+    return is_adam and not config.overlaps_merges and config.logical_ranks is None
 
 
 def _exchanges_accumulators(config: Config, optimizer: Optimizer) -> bool:

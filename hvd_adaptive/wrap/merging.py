@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hvd_adaptive.algorithm.batch_sizes import lr_multiplier
-from hvd_adaptive.algorithm.merge_period import LEAST_MERGES_AN_EPOCH, MergePeriod
+from hvd_adaptive.algorithm.merge_period import LEAST_MERGES_AN_EPOCH, STEPS_OF_SHORT_ROUNDS, MergePeriod
 from hvd_adaptive.algorithm.statistics import Gathered
 from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.engine.learning_rate import LearningRateMultiplier
@@ -286,8 +286,11 @@ class Merger:
         config = self._config
         if self._period is None:
             batch_size = samples / num_calls / self._world.world_size
-            start = config.mega_batch or round(_BATCHES_A_ROUND * batch_size)
-            self._period = MergePeriod(config.merge_period, start=start, share=config.merge_share)
+            rules = self._engine.config
+            # The rules' own batch size is not the script's.
+            num_batches = _BATCHES_A_ROUND if rules.mega_batch is None else STEPS_OF_SHORT_ROUNDS * self._world.world_size
+            start = config.mega_batch or round(num_batches * batch_size)
+            self._period = MergePeriod(rules.merge_period or "fixed", start=start, share=rules.communication_share)
         elif gathered["step_s"].any():
             merge_s = float(gathered["merge_s"].max())
             self._period.observe(

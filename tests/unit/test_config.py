@@ -52,7 +52,7 @@ from hvd_adaptive.xmc.train_config import TrainConfig
         ({"perturbation": True}, "perturbation True needs merge_weights paper or heterogpu, got 'auto'"),
         ({"perturbation_delta": 0.2}, "perturbation_delta 0.2 needs perturbation True, got False"),
         ({"strategy": "horovod", "outer_momentum": 0.5}, "outer_momentum 0.5 needs strategy local or sma, got 'horovod'"),
-        ({"merge_share": 0.1}, "merge_share 0.1 needs merge_period auto, got 'fixed'"),
+        ({"merge_share": 0.1}, "merge_share 0.1 needs merge_period auto, got None"),
         ({"batch_size_step": 8.0}, "batch_size_step 8.0 needs batch_size_rule paper or heterogpu, got 'fixed'"),
         ({"reducer": "hierarchical"}, "reducer 'hierarchical' needs a compression, got 'none'"),
         ({"stall_limit_s": 0.5}, "stall_limit_s must be >= 1"),

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adaptive.algorithm.merge_period import MERGE_PERIODS, MergePeriod
+from hvd_adaptive.algorithm.merge_period import MERGE_PERIODS, MergePeriod, with_short_rounds
+from hvd_adaptive.config import Config
 
 
 def run(
@@ -106,3 +107,17 @@ def test_the_state_survives_a_restart() -> None:
 def test_impossible_periods_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MergePeriod(**values)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (5 * 3 * 16, "auto", 0.1)), ({"mega_batch": 700}, (700, None, 0.03)),
+        ({"merge_period": "fixed"}, (800, "fixed", 0.03)), ({"merge_period": "auto"}, (5 * 3 * 16, "auto", 0.1)),
+        ({"merge_period": "auto", "merge_share": 0.3}, (5 * 3 * 16, "auto", 0.3)),
+        ({"mega_batch": 700, "merge_period": "auto"}, (700, "auto", 0.03)),
+    ],
+)  # fmt: skip
+def test_short_rounds_are_for_who_has_set_no_period(options: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    config = with_short_rounds(Config(batch_size=16, **options), 3)
+    assert (config.mega_batch_samples, config.merge_period, config.communication_share) == expected

@@ -340,6 +340,22 @@ def test_different_models_are_named_on_all_ranks() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("make", "options", "expected"),
+    [
+        (torch.optim.AdamW, {}, 160), (torch.optim.Adam, {"compression": "maxmin:4"}, 160), (torch.optim.SGD, {}, 800),
+        (torch.optim.Adagrad, {}, 800), (torch.optim.AdamW, {"mega_batch": 320}, 320),
+        (torch.optim.AdamW, {"overlap_merge": True}, 800), (torch.optim.AdamW, {"merge_fragments": 2}, 800),
+    ],
+)  # fmt: skip
+def test_the_period_follows_the_optimizer_where_it_is_not_set(make: Any, options: dict[str, Any], expected: int) -> None:
+    def mega_batch(transport: LocalTransport) -> int:
+        model = make_model()
+        return LocalStrategy(model, make(model.parameters(), lr=0.1), Config(batch_size=16, **options), transport).mega_batch
+
+    assert LocalWorld(2).run(mega_batch) == [expected] * 2
+
+
 def test_one_ranks_wish_to_stop_ends_all() -> None:
     def wish(session: Session, batch: Any) -> None:
         if session.rank == 1 and session.round == 2:

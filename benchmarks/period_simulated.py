@@ -1,0 +1,146 @@
+"""What local steps of AdamW lose beside synchronous training, by period and by what becomes of the first moments at a merge.
+
+    python benchmarks/period_simulated.py --ranks 1:1 --period 10 --moments average --lr 0.0018 --seed 2
+    python benchmarks/period_simulated.py --ranks 1:1 --synchronous --lr 0.0018 --seed 2
+
+One process plays all ranks: no clock and no exchange, so that losses are of the rules alone. Task, warm-up, falling rate and
+clipping are those of peers.py. Prints one line of JSON: the held-out loss on the way, and at the end over all held-out samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+
+import numpy as np
+import torch
+from peers_task import BATCH, TASKS
+from torch import Tensor, nn
+
+from hvd_adaptive.compress.codec import of_values
+from hvd_adaptive.compress.parse import parse_codec
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt-1m", choices=TASKS)
+    parser.add_argument("--ranks", default="1:1", help="speeds: each makes its part of a round's steps")
+    parser.add_argument("--synchronous", action="store_true", help="one step of all ranks' batches together")
+    parser.add_argument("--period", type=int, default=50, help="batches of all ranks between two merges")
+    parser.add_argument("--moments", default="keep", choices=("keep", "average", "all", "zero"), help="all: second ones, too")
+    parser.add_argument("--bits", type=int, default=0, help="of changes and moments on the way; 0: all")
+    parser.add_argument("--lr", type=float, default=0.0018)
+    parser.add_argument("--samples", type=int, default=4800)
+    parser.add_argument("--warmup", type=int, default=800)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    curve, final = Simulation(options).run()
+    print(json.dumps(vars(options) | {"curve": curve, "final": round(final, 4)}), flush=True)
+
+
+class Simulation:
+    """All ranks of a run, in turns."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options, self._task = options, TASKS[options.model]
+        torch.manual_seed(options.seed)
+        first = self._task.model()
+        (self._x, self._y), self._test = self._task.samples()
+        self._order = np.random.default_rng(options.seed).permutation(len(self._x))
+        self._num_samples = 0
+        speeds = [float(speed) for speed in options.ranks.split(":")]
+        num_replicas = 1 if options.synchronous else len(speeds)
+        self._batch = BATCH * (len(speeds) // num_replicas)
+        self._models = [copy.deepcopy(first) for _ in range(num_replicas)]
+        self._optimizers = [
+            torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1) for model in self._models
+        ]
+        parts = [1.0] if options.synchronous else [speed / sum(speeds) for speed in speeds]
+        self._steps = [max(1, round(options.period * part)) for part in parts]
+        self._weights = [steps / sum(self._steps) for steps in self._steps]
+        self._global = [p.detach().clone() for p in first.parameters()]
+        self._codec = of_values(parse_codec(f"maxmin:{options.bits}")) if options.bits else None
+        self._lost: dict[tuple[str, int, int], Tensor] = {}
+
+    def run(self) -> tuple[list[tuple[int, float]], float]:
+        """Returns samples and loss on the way, and the last loss."""
+        options, curve = self._options, []
+        every = options.samples // 3
+        while self._num_samples < options.samples:
+            done = [0] * len(self._models)
+            # Whoever is least far within the round is next, as its progress is that of the clock.
+            for _ in range(sum(self._steps)):
+                rank = min(range(len(done)), key=lambda r: (done[r] + 1) / self._steps[r])
+                self._step(rank)
+                done[rank] += 1
+            if len(self._models) > 1:
+                self._merge()
+            if self._num_samples >= every * (len(curve) + 1):
+                curve.append((self._num_samples, round(self._score(256), 4)))
+        return curve, self._score(len(self._test[0]))
+
+    def _step(self, rank: int) -> None:
+        options, seen = self._options, self._num_samples
+        rows = self._order[(np.arange(self._batch) + seen) % len(self._order)]
+        self._num_samples += self._batch
+        optimizer, model = self._optimizers[rank], self._models[rank]
+        rate = options.lr * max(0.0, 1 - seen / options.samples) * min(1.0, (seen + 1) / options.warmup)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.zero_grad()
+        self._task.loss(model, self._x[rows], self._y[rows]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    @torch.no_grad()
+    def _merge(self) -> None:
+        parameters = [list(model.parameters()) for model in self._models]
+        for place, (base, *replicas) in enumerate(zip(self._global, *parameters, strict=True)):
+            base.add_(self._mean("change", place, [replica - base for replica in replicas]))
+            for replica in replicas:
+                replica.copy_(base)
+            states = [o.state[p] for o, p in zip(self._optimizers, replicas, strict=True)]
+            names = {"keep": (), "zero": (), "average": ("exp_avg",), "all": ("exp_avg", "exp_avg_sq")}[self._options.moments]
+            for name in names:
+                mean = self._mean(name, place, [state[name] for state in states])
+                for state in states:
+                    state[name].copy_(mean)
+            if self._options.moments == "zero":
+                for state in states:
+                    state["exp_avg"].zero_()
+        for values in zip(*(model.buffers() for model in self._models), strict=True):
+            if values[0].is_floating_point():
+                mean = sum(w * value for w, value in zip(self._weights, values, strict=True))
+                for value in values:
+                    value.copy_(mean)
+
+    def _mean(self, name: str, place: int, values: list[Tensor]) -> Tensor:
+        """Returns the weighted mean, coded by each rank and again as their sum, what codes lose being sent in the next round."""
+        weighted = (w * value for w, value in zip(self._weights, values, strict=True))
+        total = sum(self._coded(value, (name, place, rank)) for rank, value in enumerate(weighted))
+        return self._coded(total, (name, place, -1))
+
+    def _coded(self, value: Tensor, key: tuple[str, int, int]) -> Tensor:
+        if self._codec is None or value.dim() < 2:
+            return value
+        if key not in self._lost:
+            self._lost[key] = torch.zeros(value.numel())
+        payload, coded = torch.empty(self._codec.payload_bytes(value.numel()), dtype=torch.uint8), torch.empty_like(value)
+        # What is lost stays in the residual.
+        self._codec.encode_(value, payload, key=self._num_samples * 1009 + key[1] * 7 + key[2], residual=self._lost[key])
+        self._codec.decode_(payload, coded)
+        return coded
+
+    @torch.no_grad()
+    def _score(self, most: int) -> float:
+        x, y = (part[:: max(1, len(part) // most)] for part in self._test)
+        model = self._models[0].eval()
+        losses = [self._task.loss(model, a, b).item() * len(a) for a, b in zip(x.split(256), y.split(256), strict=True)]
+        model.train()
+        return sum(losses) / len(x)
+
+
+if __name__ == "__main__":
+    main()
