@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import logging
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -151,6 +152,19 @@ def select_large(
 ) -> None:
     """Writes places and values of the largest; see :func:`hvd_adaptive.compress.kernels.reference.select_large`."""
     (_cuda() if values.is_cuda else reference).select_large(values, threshold, payload, sampled=sampled, take=take)
+
+
+def decode_large(
+    payload: Tensor,
+    out: Tensor,
+    num_entries: Callable[[int], int],
+    *,
+    add: int,
+    num_peers: int = 1,
+    piece: int | None = None,
+) -> None:
+    """Reads places and values into ``out``; see :func:`hvd_adaptive.compress.kernels.reference.decode_large`."""
+    (_cuda() if out.is_cuda else reference).decode_large(payload, out, num_entries, add, num_peers, piece)
 
 
 def _split(payload: Tensor, num_elements: int, bucket: int, *, meta_size: int, num_bits: int) -> tuple[Any, Any]:
