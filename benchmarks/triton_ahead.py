@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for GPUs, on a machine without one, by the calls that the product makes. Nothing is run.
 
-    python benchmarks/triton_ahead.py --targets 75,80,90,100            # every variant, a quarter of an hour and more
+    python benchmarks/triton_ahead.py --targets 75,80,90,100            # every variant, as CI does: 5 minutes on 2 cores
     python benchmarks/triton_ahead.py --targets 90 --cases quick        # every kernel, and the corners
     python benchmarks/triton_ahead.py --cases sample                    # each corner for one target, every kernel for all
 
@@ -120,6 +120,8 @@ def cases() -> Iterator[Case]:
     for sampled, take in itertools.product((False, True), (False, True)):
         text = f"{'sampled' if sampled else 'exact'}{' feedback' if take else ''}"
         yield Case(text, True, functools.partial(select_large, sampled=sampled, take=take))
+    for add in (0, 1, -1):
+        yield Case(f"add={add}", True, functools.partial(decode_large, add=add))
 
 
 def void(_: Tensor) -> None:
@@ -166,6 +168,11 @@ def select_large(a: Arguments, *, sampled: bool, take: bool) -> None:
     cuda.select_large(
         values.view(a.num_peers, a.num), a.tensor(a.num_peers), payload.view(a.num_peers, 8), sampled=sampled, take=take
     )
+
+
+def decode_large(a: Arguments, *, add: int) -> None:
+    payload, piece = a.tensor(8 * a.num_peers * a.num, torch.uint8), None if a.num_peers > 1 else 4096
+    cuda.decode_large(payload, a.tensor(a.num), lambda num: num, add, a.num_peers, piece)
 
 
 class PretendedDriver:
@@ -286,7 +293,7 @@ def examine(name: str, function: str, kernel: Any, seconds: float, num_compiled:
     if re.search(r"\bfma\.\w+\.f\d+", ptx):
         faults.append("fused multiply-add")
     # Divisions are made of fused ones, so that only a decoder's machine code has none.
-    if function in ("decode", "cast_decode"):
+    if function in ("decode", "cast_decode", "decode_large"):
         machine_code = disassemble(kernel, function)
         if "EXIT" not in machine_code:
             faults.append("has no machine code that can be read")

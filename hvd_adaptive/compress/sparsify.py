@@ -18,7 +18,7 @@ _MAX_ELEMENTS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class TopK(ValueCodec):
-    """The ceil(fraction x num_elements) entries of largest magnitude, 8 bytes each (int32 place, fp32 value).
+    """The ceil(fraction x num_elements) entries of largest magnitude: their places, int32, ascending, then their values, fp32.
 
     ``sampled`` takes the threshold from up to 65,536 evenly spaced values instead of sorting all: many times faster on
     large tensors. Where too many values reach that threshold, those at the front are sent; where too few, the rest of
@@ -89,32 +89,7 @@ class TopK(ValueCodec):
         dispatch.select_large(values, threshold.contiguous(), payload, sampled=sampled, take=take)
 
     def _decode(self, payload: Tensor, out: Tensor, add: int, num_peers: int, piece: int | None) -> None:
-        if num_peers > 1 and out.is_cuda:
-            # A GPU adds in no order that is promised: peers' values lie side by side, and then add up in one launch.
-            apart = torch.zeros(num_peers, out.numel(), device=out.device)
-            self._add_entries(payload, apart, 1, piece)
-            dispatch.cast_decode(apart.view(torch.uint8).view(-1), out, dtype=torch.float32, add=0, num_peers=num_peers)
-            return
-        if add == 0:
-            out.zero_()
-        for sent in payload.view(num_peers, -1):
-            self._add_entries(sent, out.view(1, -1), -1 if add < 0 else 1, piece)
-
-    def _add_entries(self, payload: Tensor, out: Tensor, sign: int, piece: int | None) -> None:
-        """Adds what each peer has sent to its row of ``out``, or subtracts it."""
-        num_peers, num = out.shape
-        words, numbers = (payload.view(dtype).view(num_peers, -1) for dtype in (torch.int32, torch.float32))
-        peers = torch.arange(0, num_peers * num, num, device=out.device)
-        at = 0
-        for first, num_rows, size in _groups(num, piece):
-            num_entries = self.num_entries(size)
-            own = slice(at, at + num_rows * 2 * num_entries)
-            places, values = (sent[:, own].unflatten(1, (num_rows, 2 * num_entries)) for sent in (words, numbers))
-            rows = torch.arange(first, first + num_rows * size, size, device=out.device)
-            index = places[..., :num_entries] + (peers[:, None] + rows)[..., None]
-            # Places repeat only with value 0, so that the order of additions does not matter.
-            out.view(-1).index_add_(0, index.view(-1), values[..., num_entries:].reshape(-1), alpha=sign)
-            at = own.stop
+        dispatch.decode_large(payload, out, self.num_entries, add=add, num_peers=num_peers, piece=piece)
 
 
 def _groups(num_elements: int, piece: int | None) -> list[tuple[int, int, int]]:

@@ -116,7 +116,22 @@ def kernel_bits(device: torch.device, kernels: ModuleType | None = None) -> dict
         kernels.cast_decode(numbers.to(device), own, dtype, 1)
         if not torch.equal(payload.cpu(), numbers) or not torch.equal(own.cpu(), out):
             differing.append(str(dtype).removeprefix("torch."))
-    return {"compile_s": compile_s, "codes": 4 * len(_CODES) + 1 + len(_NUMBERS), "differing": differing}
+    if not _adds_largest(device, kernels):
+        differing.append("largest values")
+    return {"compile_s": compile_s, "codes": 4 * len(_CODES) + 2 + len(_NUMBERS), "differing": differing}
+
+
+def _adds_largest(device: torch.device, kernels: ModuleType) -> bool:
+    # Three peers' values add up in the peers' order, though many threads add them.
+    rows, threshold = normal_values(27_000, 1).view(3, 9000), torch.full((3,), 1.5)
+    entries = torch.empty(3, 8 * 900, dtype=torch.uint8)
+    payload = torch.full_like(entries, 85, device=device)
+    reference.select_large(rows, threshold, entries, sampled=True, take=False)
+    kernels.select_large(rows.to(device), threshold.to(device), payload, sampled=True, take=False)
+    out, own = torch.empty(9000), torch.empty(9000, device=device)
+    reference.decode_large(entries.view(-1), out, lambda num: 900, 0, num_peers=3)
+    kernels.decode_large(entries.view(-1).to(device), own, lambda num: 900, 0, num_peers=3)
+    return torch.equal(payload.cpu(), entries) and torch.equal(own.cpu(), out)
 
 
 def codec_speeds(device: torch.device, num_values: int = 1 << 26) -> dict[str, Any]:

@@ -81,12 +81,12 @@ class Fragment:
 
     def progress_norm(self) -> float:
         """Returns the L2 norm of this rank's progress since it was sent."""
-        squares = 0.0
+        squares = []
         for piece in self.pieces:
             group = piece.group
             for tensor, start in zip(group.tensors, group.slices(piece.start()), strict=True):
-                squares += float(sum_of_squares((tensor.to(start.dtype) - start.to(tensor.dtype).to(start.dtype)).reshape(-1)))
-        return squares**0.5
+                squares.append(sum_of_squares((tensor.to(start.dtype) - start.to(tensor.dtype).to(start.dtype)).reshape(-1)))
+        return float(sum(squares)) ** 0.5
 
     def start_again_(self) -> None:
         """Puts this rank's own parameters to the global model's."""

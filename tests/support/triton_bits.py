@@ -14,6 +14,7 @@ import torch
 
 from hvd_adaptive.compress.kernels import cuda, reference
 from hvd_adaptive.compress.kernels.reference import cast_bytes, maxmin_bytes, mix_key, sign_bytes
+from hvd_adaptive.compress.sparsify import TopK
 from hvd_adaptive.doctor import gpu_checks
 
 PARTS, DEVICE = sys.argv[1:]
@@ -230,6 +231,27 @@ def large() -> None:
                         assert_same(found[0][1][0].abs().nan_to_num(7e33).sort(descending=True).values, best, "topk")
 
 
+def large_decoded() -> None:
+    """Peers in order, pieces of which the last one has fewer entries, one program and two, and payloads padded with zeros."""
+    codec = TopK(fraction=0.1)
+    for num, piece in ((1, None), (37, 16), (9000, None), (9000, 8500), (17000, 8500)):
+        sent = []
+        for peer in range(3):
+            for part in awkward(num, 1.0).add(normal(num, peer)).split(piece or num):
+                payload = torch.empty(1, codec.payload_bytes(len(part)), dtype=torch.uint8)
+                # Sampled, and above a threshold that few values reach.
+                threshold = part.abs().nan_to_num().quantile(0.97 if peer == 1 else 0.5).view(1)
+                reference.select_large(part[None], threshold, payload, sampled=True, take=False)
+                sent.append(payload.view(-1))
+        payloads = torch.cat(sent)
+        for add, num_peers in ((0, 1), (1, 1), (-1, 1), (0, 3)):
+            outs = normal(num, 1), normal(num, 1)
+            own = payloads[: len(payloads) // 3 * num_peers]
+            reference.decode_large(own, outs[0], codec.num_entries, add, num_peers, piece)
+            on_device("decode_large", own, outs[1], codec.num_entries, add, num_peers, piece)
+            assert_same(*outs, num, piece, add, num_peers)
+
+
 def doctor() -> None:
     """What `hvd-adaptive doctor --gpu` compares, of fewer values: the interpreter runs one program after the other."""
     gpu_checks._CODES = tuple((bits, bucket, min(num, 5000)) for bits, bucket, num in gpu_checks._CODES)
@@ -238,7 +260,7 @@ def doctor() -> None:
 
 
 if __name__ == "__main__":
-    known = {part.__name__: part for part in (maxmin, sign, pieces, peers, cast, squares, large, doctor)}
+    known = {part.__name__: part for part in (maxmin, sign, pieces, peers, cast, squares, large, large_decoded, doctor)}
     for part in PARTS.split(","):
         try:
             known[part]()

@@ -48,7 +48,7 @@ def test_a_codec_gives_the_processors_bytes(spec: str, gpu: torch.device) -> Non
     assert torch.equal(payloads[0], payloads[1])
 
 
-@pytest.mark.parametrize("part", ["maxmin", "sign", "peers", "squares", "large"])
+@pytest.mark.parametrize("part", ["maxmin", "sign", "peers", "squares", "large", "large_decoded"])
 def test_the_kernels_give_the_references_bits(part: str) -> None:
     """The same assertions as in Triton's interpreter (tests/unit/test_triton.py)."""
     script = Path(__file__).parents[1] / "support" / "triton_bits.py"

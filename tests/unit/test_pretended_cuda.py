@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.compress import encode, parse_codec
 from hvd_adaptive.compress.codec import of_values
+from hvd_adaptive.compress.kernels import dispatch
 from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.compress.low_rank import subtract_product_
 from hvd_adaptive.config import Config
@@ -203,8 +204,7 @@ def test_a_step_of_sync_launches_no_more_with_more_ranks(codec: str, feedback: b
     assert abs(many - few) < 0.5, "\n".join(logs[1].lines("step"))
 
 
-def test_the_largest_values_of_several_peers_add_up_to_the_processors_bits() -> None:
-    """A GPU has them side by side first."""
+def test_the_largest_values_of_several_peers_add_up_in_one_launch() -> None:
     codec, num, piece = of_values(parse_codec("topk:0.3")), 1000, 300
     torch.manual_seed(0)
     parts = [part for _ in range(3) for part in torch.randn(num).split(piece)]
@@ -213,8 +213,26 @@ def test_the_largest_values_of_several_peers_add_up_to_the_processors_bits() -> 
     with recording(Log()) as log:
         out = torch.empty(num, device="cuda")
         codec.decode_(sent.to("cuda"), out, num_peers=3, piece=piece)
-        assert log.kernels["start"] <= 14, "\n".join(log.lines("start"))
+        assert log.kernels["start"] == 1, "\n".join(log.lines("start"))
         assert torch.equal(out.cpu(), expected)
+
+
+def test_whether_tensors_are_finite_takes_equally_many_launches_for_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are too long for a list of torch's have a launch each."""
+    monkeypatch.setattr(dispatch, "_MOST_IN_A_LIST", 1000)
+    launches = []
+    for sizes in ((7, 8), (8,) * 40, (2000, *(8,) * 40), (2000,)):
+        with recording(Log()) as log:
+            tensors = [torch.ones(size).to("cuda") for size in sizes]
+            log.phase = "step"
+            assert all_finite(*tensors)
+            log.phase = "end"
+            launches.append(log.kernels["step"])
+            assert log.count("wait", "step") == 1
+            for place in {0, len(sizes) - 1}:
+                broken = torch.ones(sizes[place]).index_fill(0, torch.tensor(sizes[place] - 1), float("nan")).to("cuda")
+                assert not all_finite(*tensors[:place], broken, *tensors[place + 1 :])
+    assert launches[0] == launches[1] == launches[2] - 1 <= 8 and launches[3] <= 8, launches
 
 
 def test_a_step_of_sync_on_one_rank_waits_once() -> None:

@@ -55,7 +55,7 @@ def run(*command: str, timeout_s: float = 900, **environment: str) -> subprocess
     )
 
 
-PARTS = ("maxmin", "sign", "pieces", "peers", "cast", "squares", "large", "doctor")
+PARTS = ("maxmin", "sign", "pieces", "peers", "cast", "squares", "large", "large_decoded", "doctor")
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,10 @@ def test_every_kernel_compiles_for_gpus_once_without_spills_and_fused_additions(
     done = run("benchmarks/triton_ahead.py", "--targets", ",".join(TARGETS), "--cases", "sample", "--kept", str(kept))
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     found = re.findall(r"^sm_(\d+) (\w+) .* registers, 0 bytes spilled, .*: ok$", done.stdout, re.M)
-    names = {"maxmin_encode", "sign_encode", "decode", "cast_encode", "cast_decode", "squares", "count_large", "store_large"}
+    names = {
+        "maxmin_encode", "sign_encode", "decode", "cast_encode", "cast_decode", "squares", "count_large", "store_large",
+        "decode_large",
+    }  # fmt: skip
     assert set(found) == {(target, name) for target in TARGETS for name in names}
     assert len(found) == done.stdout.count("\n") - 2
 

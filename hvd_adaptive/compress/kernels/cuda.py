@@ -7,6 +7,7 @@ TRITON_INTERPRET=1 runs the kernels on CPU tensors, for tests. `benchmarks/trito
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from hvd_adaptive.compress.kernels.reference import cast_bytes
 # A program's values in registers: more spill, and take minutes to compile.
 _TILE = 2048
 _MOST_PROGRAMS = 1024
+# Values to which one program adds entries: it searches each payload for them twice.
+_SPAN = 4 * _TILE
 
 
 def maxmin_encode(
@@ -148,6 +151,22 @@ def select_large(
         cuda_select.store_large[(num_programs, num_rows)](
             values, threshold, counts.cumsum(2), payload.view(torch.int32), payload.view(torch.float32), num,
             payload.shape[1] // 8, SAMPLED=sampled, TAKE=take, TILE=_TILE, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def decode_large(
+    payload: Tensor, out: Tensor, num_entries: Callable[[int], int], add: int, num_peers: int = 1, piece: int | None = None
+) -> None:
+    """Reads places and values into ``out``; see :func:`hvd_adaptive.compress.kernels.reference.decode_large`."""
+    num = out.numel()
+    if not num:
+        return
+    size = num if piece is None else min(piece, num)
+    words = payload.view(torch.int32)
+    with _device_of(out):
+        cuda_select.decode_large[(-(-size // _SPAN), -(-num // size))](
+            words, payload.view(torch.float32), out, num, size, num_entries(size), num_entries(num % size or size), num_peers,
+            words.numel() // num_peers, ADD=add, SPAN=_SPAN, STEP=256, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
 
 

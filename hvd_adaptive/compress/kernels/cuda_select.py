@@ -1,4 +1,4 @@
-"""Sums of squares and the selection of large values in Triton, in one pass each. See :mod:`.cuda_codes`."""
+"""Sums of squares, and large values: their selection, and their addition at their places. See :mod:`.cuda_codes`."""
 
 from __future__ import annotations
 
@@ -76,3 +76,53 @@ def store_large(
     tl.store(entries + (row * 2 + 1) * num_entries + slot, x, mask=taken)
     if TAKE:
         tl.store(values + row * num + place, x - x, mask=taken)
+
+
+@triton.jit
+def _entries_before(places, num_entries, end):
+    # Places ascend, but for those that pad a payload: 0 after the first one.
+    low, high = num_entries * 0, num_entries
+    while low < high:
+        middle = (low + high) // 2
+        place = tl.load(places + middle)
+        is_before = (place < end) & ((place > 0) | (middle == 0))
+        low = tl.where(is_before, middle + 1, low)
+        high = tl.where(is_before, high, middle)
+    return low
+
+
+@triton.jit(
+    do_not_specialize=[
+        "places", "entries", "out", "num", "piece", "num_entries", "last_entries", "num_peers", "peer_words"
+    ]
+)  # fmt: skip
+def decode_large(
+    places, entries, out, num: tl.int64, piece: tl.int64, num_entries: tl.int64, last_entries: tl.int64, num_peers: tl.int64,
+    peer_words: tl.int64, ADD: tl.constexpr, SPAN: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """A span of a piece, from all peers. places and entries are the same bytes: one peer's pieces after the other's.
+
+    A program alone changes its span, one peer after the other, so that the sum has the peers' order.
+
+    num_entries: of a whole piece; last_entries: of the last one. STEP: no fewer than threads, as for an encoder's residual.
+    """
+    which = tl.program_id(1).to(tl.int64)
+    here = tl.minimum(piece, num - which * piece)
+    own_entries = tl.where((which + 1) * piece < num, num_entries, last_entries)
+    first = tl.program_id(0).to(tl.int64) * SPAN
+    last = tl.minimum(first + SPAN, here)
+    own, step = out + which * piece, tl.arange(0, STEP)
+    if ADD == 0:
+        for start in range(first, last, STEP):
+            tl.store(own + start + step, tl.zeros((STEP,), tl.float32), mask=start + step < last)
+    for peer in range(num_peers):
+        at = peer * peer_words + which * 2 * num_entries
+        end = _entries_before(places + at, own_entries, last)
+        # Each thread has to see what the others have stored.
+        tl.debug_barrier()
+        for start in range(_entries_before(places + at, own_entries, first), end, STEP):
+            slot = start + step
+            target = own + tl.load(places + at + slot, mask=slot < end, other=0)
+            x = tl.load(entries + at + own_entries + slot, mask=slot < end, other=0.0)
+            before = tl.load(target, mask=slot < end, other=0.0)
+            tl.store(target, before - x if ADD < 0 else before + x, mask=slot < end)

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import logging
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,8 @@ from hvd_adaptive.compress.kernels import reference
 log = logging.getLogger(__name__)
 
 _NONE = np.empty(0, np.float32)
+# Older PyTorch's _foreach_norm has places of 32 bits.
+_MOST_IN_A_LIST = 2**31 - 1
 
 
 def maxmin_encode(
@@ -138,8 +141,10 @@ def all_finite(*tensors: Tensor) -> bool:
         return True
     # A finite sum proves all elements finite; an overflow does not prove the contrary.
     if values[0].is_cuda:
-        squares = [sum_of_squares(values[0].reshape(-1))] if len(values) == 1 else torch._foreach_norm(values)
-        if torch.stack([total.double() for total in squares]).isfinite().all():
+        alone = [v for v in values if v.numel() > _MOST_IN_A_LIST or len(values) == 1]
+        listed = [v for v in values if v.numel() <= _MOST_IN_A_LIST and len(values) > 1]
+        norms = torch._foreach_norm(listed) if listed else ()
+        if torch.stack([*norms, *map(sum_of_squares, alone)]).isfinite().all():
             return True
         return bool(torch.stack([v.isfinite().all() for v in values]).all())
     finite = all(math.isfinite(v.sum(dtype=torch.float32 if v.dtype == torch.float16 else None)) for v in values)
@@ -151,6 +156,19 @@ def select_large(
 ) -> None:
     """Writes places and values of the largest; see :func:`hvd_adaptive.compress.kernels.reference.select_large`."""
     (_cuda() if values.is_cuda else reference).select_large(values, threshold, payload, sampled=sampled, take=take)
+
+
+def decode_large(
+    payload: Tensor,
+    out: Tensor,
+    num_entries: Callable[[int], int],
+    *,
+    add: int,
+    num_peers: int = 1,
+    piece: int | None = None,
+) -> None:
+    """Reads places and values into ``out``; see :func:`hvd_adaptive.compress.kernels.reference.decode_large`."""
+    (_cuda() if out.is_cuda else reference).decode_large(payload, out, num_entries, add, num_peers, piece)
 
 
 def _split(payload: Tensor, num_elements: int, bucket: int, *, meta_size: int, num_bits: int) -> tuple[Any, Any]:

@@ -253,6 +253,38 @@ def _select_large(
         values[found] -= values[found]
 
 
+def decode_large(
+    payload: Tensor, out: Tensor, num_entries: Callable[[int], int], add: int, num_peers: int = 1, piece: int | None = None
+) -> None:
+    """Reads what `select_large` wrote into ``out``, with zeros for all that was not sent.
+
+    Args:
+        payload: uint8, contiguous: one peer's payloads after the other's.
+        out: fp32, contiguous, shape (num_elements,).
+        num_entries: of a payload, from the number of values that it is for.
+        add: as for `maxmin_decode`, and so are ``num_peers`` and ``piece``.
+        num_peers: in order.
+        piece: values of a payload.
+    """
+    if add == 0:
+        out.zero_()
+    size = min(piece or out.numel(), out.numel())
+    num_whole = out.numel() // size if size else 0
+    whole, whole_bytes = num_whole * size, num_whole * 8 * num_entries(size)
+    for sent in payload.view(num_peers, -1):
+        _add_rows(sent[:whole_bytes], out[:whole], num_whole, -1 if add < 0 else 1)
+        _add_rows(sent[whole_bytes:], out[whole:], 1, -1 if add < 0 else 1)
+
+
+def _add_rows(payload: Tensor, out: Tensor, num_rows: int, sign: int) -> None:
+    # All pieces of a size by one addition: a piece may hold few entries.
+    if out.numel():
+        places, entries = (payload.view(dtype).view(num_rows, 2, -1) for dtype in (torch.int32, torch.float32))
+        starts = torch.arange(0, out.numel(), out.numel() // num_rows, device=out.device)
+        # Places repeat only with value 0, so that the order of additions does not matter.
+        out.index_add_(0, (places[:, 0] + starts[:, None]).view(-1), entries[:, 1].reshape(-1), alpha=sign)
+
+
 def with_residual(values: Tensor, residual: Tensor | None, weight: float) -> Tensor:
     """Returns the weighted values, or the residual to which they have been added."""
     weighted = values if weight == 1.0 else values * weight
