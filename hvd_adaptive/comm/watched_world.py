@@ -108,7 +108,7 @@ class WatchedWorld:
         return self.side.compare_set(key, expected, desired)
 
     def forget(self, key: str) -> None:
-        self.side.delete(key)
+        self.side.forget(key)
 
     def rendezvous(self, name: str) -> float:
         with self.waiting(f"rendezvous {name}"):
