@@ -6,6 +6,8 @@ EXIT_BAD_INPUT = 2
 """The job was given something that it cannot do."""
 EXIT_STAGE_FAILED = 3
 """A rank of ``doctor`` failed at what all others need."""
+EXIT_FAULT = 14
+"""A rank is dead, frozen or stuck."""
 EXIT_TOO_FEW_HOSTS = 69
 """No hosts came for an elastic job (EX_UNAVAILABLE of sysexits.h)."""
 EXIT_PREEMPTED = 75

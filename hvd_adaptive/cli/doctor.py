@@ -21,8 +21,8 @@ from hvd_adaptive.doctor.examine import (
     wait_for_rank_0,
 )
 from hvd_adaptive.doctor.gpu import examine_gpu
-from hvd_adaptive.doctor.page import page
 from hvd_adaptive.doctor.supervise import Ended
+from hvd_adaptive.doctor.text_page import page
 from hvd_adaptive.exit_codes import EXIT_PROBLEMS
 
 

@@ -128,12 +128,10 @@ class TrainJob:
         self.records: Path | None = directory / RECORDS
 
     def num_done(self) -> int:
-        """See :class:`Job`."""
         last = self._last_rounds()[-1:]
         return int(last[0]["round"]) + 1 if last else 0
 
     def arguments(self, number: int, *, local: bool) -> list[str]:
-        """See :class:`Job`."""
         resume = self._resume if number == 1 or newest_checkpoint(*self._checkpoints) is None else "auto"
         argv = [*self._argv, "--out", str(self._directory), "--launch", str(number), "--memory-dir", str(self._memory)]
         # Where the first launch was lost before a checkpoint, the next one starts afresh in the same folder.
@@ -144,7 +142,6 @@ class TrainJob:
         return False
 
     def beginning(self, launch: Launch) -> Beginning | None:
-        """See :class:`Job`."""
         rounds = reversed(self._last_rounds())
         first = next((line for line in rounds if line.get("start", {}).get("launch") == launch.number), None)
         if first is None:
@@ -153,24 +150,19 @@ class TrainJob:
         return Beginning(record, f"at round {first['round'] + 1}", first["start"]["seconds"])
 
     def has_got_on(self, launch: Launch, *, blamed: bool) -> bool:
-        """See :class:`Job`."""
         return launch.has_begun
 
     def was_stopped(self, code: int) -> bool:
-        """See :class:`Job`."""
         return code == EXIT_PREEMPTED
 
     def is_finished(self, code: int) -> bool:
-        """See :class:`Job`."""
         # mpirun may say 0 of a job whose node was taken from it.
         return code == 0 and (self._directory / "summary.json").exists()
 
     def saved(self) -> str:
-        """See :class:`Job`."""
         return describe_newest(*self._checkpoints)
 
     def close(self, *, finished: bool) -> str:
-        """See :class:`Job`."""
         return ""
 
     def _last_rounds(self) -> list[dict[str, Any]]:
@@ -211,16 +203,13 @@ class ScriptJob:
 
     @property
     def stops_in_order(self) -> bool:
-        """See :class:`Job`."""
         return "commits" in self._events
 
     def num_done(self) -> int:
-        """See :class:`Job`."""
         newest = newest_checkpoint(*self._commits, kind=COMMIT)
         return number_of(newest) if newest else 0
 
     def arguments(self, number: int, *, local: bool) -> list[str]:
-        """See :class:`Job`."""
         self._events = {}
         in_memory = local and not self._is_chosen
         if not in_memory:
@@ -231,7 +220,6 @@ class ScriptJob:
         return ["run", *where, *self._options, *self._script]
 
     def hear(self, line: str) -> bool:
-        """See :class:`Job`."""
         text = line.partition(EVENT)[2]
         if not text:
             return False
@@ -242,7 +230,6 @@ class ScriptJob:
         return True
 
     def beginning(self, launch: Launch) -> Beginning | None:
-        """See :class:`Job`."""
         step = self._events.get("step")
         if step is None:
             return None
@@ -254,29 +241,24 @@ class ScriptJob:
         return Beginning({"commit": commit}, text, step["seconds"])
 
     def has_got_on(self, launch: Launch, *, blamed: bool) -> bool:
-        """See :class:`Job`."""
         if self.stops_in_order:
             # An error that comes back at the same place comes before the next new commit.
             return self.num_done() > launch.num_before
         return "steady" in self._events and (blamed or "raised" not in self._events)
 
     def was_stopped(self, code: int) -> bool:
-        """See :class:`Job`."""
         return code == EXIT_PREEMPTED and "stopped" in self._events
 
     def is_finished(self, code: int) -> bool:
-        """See :class:`Job`."""
         return code == 0 and "finished" in self._events
 
     def saved(self) -> str:
-        """See :class:`Job`."""
         newest = newest_checkpoint(*self._commits, kind=COMMIT)
         if newest is None:
             return "nothing was committed through hvd.elastic, so the script starts from its beginning"
         return f"the last commit is {newest}"
 
     def close(self, *, finished: bool) -> str:
-        """See :class:`Job`."""
         if finished:
             for folder in self._commits:
                 for path in folder.glob("*commit-*"):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.cluster.binding import LauncherInfo, check_world
@@ -21,7 +21,6 @@ from hvd_adaptive.comm.horovod_collectives import HorovodCollectives
 from hvd_adaptive.comm.horovod_wait import waits_asleep
 from hvd_adaptive.comm.job_end import end_on_exceptions
 from hvd_adaptive.comm.mpi_library import check_one_mpi, hold_back_mpi
-from hvd_adaptive.comm.protocols import Pending
 from hvd_adaptive.comm.through_host import host_route
 from hvd_adaptive.comm.watched_world import WatchedWorld
 
@@ -145,22 +144,6 @@ class HorovodMpiTransport(WatchedWorld):
             gathered: list[Any] = self._comm.allgather(value)
         return gathered
 
-    def allreduce_sum_(self, tensor: Tensor, name: str) -> None:
-        self._world.allreduce_sum_(tensor, name)
-
-    def allreduce_sum_async_(self, tensor: Tensor, name: str) -> Pending:
-        return self._world.allreduce_sum_async_(tensor, name)
-
-    def alltoall_bytes_async(
-        self, tensor: Tensor, *, send_bytes: Sequence[int], receive_bytes: Sequence[int], name: str
-    ) -> Pending:
-        return self._world.alltoall_bytes_async(
-            tensor, send_bytes=send_bytes, receive_bytes=receive_bytes, name=name
-        )
-
-    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int] | None, name: str) -> Pending:
-        return self._world.allgather_bytes_async(tensor, receive_bytes=receive_bytes, name=name)
-
     def split(self, color: int) -> HorovodCollectives:
         if not self.groups:
             raise RuntimeError(
@@ -180,12 +163,6 @@ class HorovodMpiTransport(WatchedWorld):
             if other == color:
                 mine = self._process_sets[members]
         return HorovodCollectives(self._hvd, mine, self.waiting)
-
-    def allreduce_max_(self, tensor: Tensor, name: str) -> None:
-        self._world.allreduce_max_(tensor, name)
-
-    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        self._world.broadcast_(tensors)
 
     def distributed_optimizer(
         self,

@@ -1,4 +1,4 @@
-"""The side channel's store for a world of one rank: the same counters and values, without a server."""
+"""The side channel's store for a world of one process: the same counters and values, without a server."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import threading
 
 
 class InProcessStore:
-    """The counters and values of a world of one rank."""
+    """The counters and values of a world of one process.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counters: dict[str, int] = {}
-        self._values: dict[str, str] = {}
+    Args:
+        shared: another rank's, for the same counters and values; None: new ones.
+    """
+
+    def __init__(self, shared: InProcessStore | None = None) -> None:
+        self._lock: threading.Lock = shared._lock if shared else threading.Lock()
+        self._counters: dict[str, int] = shared._counters if shared else {}
+        self._values: dict[str, str] = shared._values if shared else {}
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter, which starts at 0, and returns its new value."""

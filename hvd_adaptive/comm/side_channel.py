@@ -155,7 +155,7 @@ class SideChannel:
         with self._translated():
             return sealed_compare_set(self._claims, self.seal, f"user/{key}", expected, desired)
 
-    def delete(self, key: str) -> None:
+    def forget(self, key: str) -> None:
         """Forgets a counter or value; a key that is not there is no error. Any thread.
 
         Raises:

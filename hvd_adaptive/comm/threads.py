@@ -44,11 +44,10 @@ class LocalWorld:
         self.num_hosts = num_hosts
         self.barrier = threading.Barrier(world_size)
         self.lock = threading.Lock()
-        self.counters: dict[str, int] = {}
-        self.values: dict[str, str] = {}
+        self.store = InProcessStore()
         self.slots: list[Any] = [None] * world_size
         self.groups: dict[tuple[int, ...], LocalWorld] = {}
-        self.host_states: dict[int, InProcessStore] = {}
+        self.stores_of_hosts: dict[int, InProcessStore] = {}
 
     def run(self, function: Callable[[LocalTransport], Any], timeout_s: float = 120.0) -> list[Any]:
         """Runs ``function`` on one thread a rank; returns the results in rank order.
@@ -85,12 +84,10 @@ class _HostStore(InProcessStore):
     """A pretended host's store; see :class:`hvd_adaptive.comm.protocols.HostStore`."""
 
     def __init__(self, world: LocalWorld, ranks: list[int], num_hosts: int) -> None:
-        super().__init__()
+        with world.lock:
+            super().__init__(world.stores_of_hosts.setdefault(ranks[0], InProcessStore()))
         self.ranks: Sequence[int] = ranks
         self.num_hosts = num_hosts
-        with world.lock:
-            shared = world.host_states.setdefault(ranks[0], self)
-        self._lock, self._counters, self._values = shared._lock, shared._counters, shared._values
 
 
 class _Done:
@@ -107,13 +104,14 @@ class _Done:
         return self._result
 
 
-class LocalTransport:
+class LocalTransport(InProcessStore):
     """One rank of a :class:`LocalWorld`; see :class:`hvd_adaptive.comm.protocols.Transport`."""
 
     backend = "none"
 
     def __init__(self, world: LocalWorld | None = None, rank: int = 0) -> None:
         self._world = world or LocalWorld()
+        super().__init__(self._world.store)
         self.rank = rank
         self.world_size = self._world.world_size
         num_hosts = self._world.num_hosts
@@ -184,22 +182,6 @@ class LocalTransport:
         with torch.no_grad():
             for tensor, value in zip(tensors, source, strict=True):
                 tensor.copy_(value)
-
-    def add(self, key: str, amount: int) -> int:
-        with self._world.lock:
-            value = self._world.counters[key] = self._world.counters.get(key, 0) + amount
-            return value
-
-    def compare_set(self, key: str, expected: str, desired: str) -> str:
-        with self._world.lock:
-            if self._world.values.get(key, "") == expected:
-                self._world.values[key] = desired
-            return self._world.values.get(key, "")
-
-    def forget(self, key: str) -> None:
-        with self._world.lock:
-            self._world.counters.pop(key, None)
-            self._world.values.pop(key, None)
 
     def rendezvous(self, name: str) -> float:
         start = time.perf_counter()

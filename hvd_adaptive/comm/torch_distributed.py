@@ -18,22 +18,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.cluster.binding import LauncherInfo, check_world
 from hvd_adaptive.cluster.device import visible_gpus
 from hvd_adaptive.comm.failures import process_state
 from hvd_adaptive.comm.job_end import end_on_exceptions
-from hvd_adaptive.comm.protocols import AgreedError, Pending
+from hvd_adaptive.comm.protocols import AgreedError
 from hvd_adaptive.comm.torch_collectives import BrokenWorldError, TorchCollectives
 from hvd_adaptive.comm.watched_world import WatchedWorld
+from hvd_adaptive.exit_codes import EXIT_FAULT
 
 # How long a collective may last is for the heartbeats to judge, and the start for the start watch.
 _FOREVER = timedelta(days=7)
 # Whoever started the ranks sees the end of one first, and ends the others.
 _LAUNCHER_S = 3.0
-_FAULT_CODE = 14
 
 
 def start_process_group(info: LauncherInfo) -> None:
@@ -117,6 +117,7 @@ class TorchTransport(WatchedWorld):
 
     backend = "torch"
     groups = True
+    _world: TorchCollectives
 
     def __init__(
         self,
@@ -180,20 +181,6 @@ class TorchTransport(WatchedWorld):
     def allgather_object(self, value: Any) -> list[Any]:
         return self._world.call("agreement", lambda: self._gather(value))
 
-    def allreduce_sum_(self, tensor: Tensor, name: str) -> None:
-        self._world.allreduce_sum_(tensor, name)
-
-    def allreduce_sum_async_(self, tensor: Tensor, name: str) -> Pending:
-        return self._world.allreduce_sum_async_(tensor, name)
-
-    def alltoall_bytes_async(
-        self, tensor: Tensor, *, send_bytes: Sequence[int], receive_bytes: Sequence[int], name: str
-    ) -> Pending:
-        return self._world.alltoall_bytes_async(tensor, send_bytes=send_bytes, receive_bytes=receive_bytes, name=name)
-
-    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int] | None, name: str) -> Pending:
-        return self._world.allgather_bytes_async(tensor, receive_bytes=receive_bytes, name=name)
-
     def split(self, color: int) -> TorchCollectives:
         colors: list[int] = self.allgather_object(color)
         mine: Any = None
@@ -210,12 +197,6 @@ class TorchTransport(WatchedWorld):
             # What waits for another island must not hold up what is inside this one. NCCL's groups are to take turns.
             self._workers.append(_worker())
         return self._collectives(mine)
-
-    def allreduce_max_(self, tensor: Tensor, name: str) -> None:
-        self._world.allreduce_max_(tensor, name)
-
-    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        self._world.broadcast_(tensors)
 
     def distributed_optimizer(
         self,
@@ -261,7 +242,7 @@ class TorchTransport(WatchedWorld):
                 self.abort(
                     f"hvd_adaptive: rank {rank} on {host} (pid {pid}) is dead: rank {self.rank} has lost it in {error}. Look for "
                     f"its last output, and for the out-of-memory killer (`dmesg`). {self.last_words()}".rstrip(),
-                    _FAULT_CODE,
+                    EXIT_FAULT,
                 )
         raise BrokenWorldError(
             f"{error}. Another rank has ended, or the network to it is down: look for ranks that say something else"

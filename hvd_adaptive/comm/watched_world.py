@@ -1,24 +1,29 @@
-"""What every world of real ranks has beside its collectives: claims, rendezvous and heartbeats, on one wiring."""
+"""What every world of real ranks has in common: tensors through its carrier; claims, rendezvous and heartbeats on one wiring."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvd_adaptive.comm.heartbeat import Heartbeat
 from hvd_adaptive.comm.job_end import end_job
-from hvd_adaptive.comm.protocols import HostStore
+from hvd_adaptive.comm.protocols import HostStore, Pending
 from hvd_adaptive.comm.side_channel import SideChannel
+from hvd_adaptive.exit_codes import EXIT_FAULT
 
-_FAULT_CODE = 14
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hvd_adaptive.comm.horovod_collectives import HorovodCollectives
+    from hvd_adaptive.comm.torch_collectives import TorchCollectives
 
 
 class WatchedWorld:
-    """A rank's side channel and heartbeat; see :class:`hvd_adaptive.comm.protocols.Store` and ``Heartbeat`` there.
+    """A rank's side channel and heartbeat; see :class:`hvd_adaptive.comm.protocols.Transport`.
 
-    Construction is COLLECTIVE. The heartbeat begins with `start`.
+    Construction is COLLECTIVE. The heartbeat begins with `start`. A derived class sets ``_world``, which carries tensors.
 
     Args:
         rank: this rank.
@@ -33,6 +38,8 @@ class WatchedWorld:
     Raises:
         RuntimeError: the ranks cannot reach rank 0's store.
     """
+
+    _world: HorovodCollectives | TorchCollectives
 
     def __init__(
         self,
@@ -65,7 +72,7 @@ class WatchedWorld:
             host=self.host,
             pid=os.getpid(),
             limit_s=stall_limit_s,
-            abort=lambda: end(_FAULT_CODE),
+            abort=lambda: end(EXIT_FAULT),
             last_words=lambda: self.last_words(),
         )
         self._has_left = False
@@ -74,33 +81,46 @@ class WatchedWorld:
         """Begins to beat and to watch. COLLECTIVE."""
         self.heartbeat.start()
 
+    def allreduce_sum_(self, tensor: Tensor, name: str) -> None:
+        self._world.allreduce_sum_(tensor, name)
+
+    def allreduce_sum_async_(self, tensor: Tensor, name: str) -> Pending:
+        return self._world.allreduce_sum_async_(tensor, name)
+
+    def alltoall_bytes_async(
+        self, tensor: Tensor, *, send_bytes: Sequence[int], receive_bytes: Sequence[int], name: str
+    ) -> Pending:
+        return self._world.alltoall_bytes_async(tensor, send_bytes=send_bytes, receive_bytes=receive_bytes, name=name)
+
+    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int] | None, name: str) -> Pending:
+        return self._world.allgather_bytes_async(tensor, receive_bytes=receive_bytes, name=name)
+
+    def allreduce_max_(self, tensor: Tensor, name: str) -> None:
+        self._world.allreduce_max_(tensor, name)
+
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        self._world.broadcast_(tensors)
+
     def add(self, key: str, amount: int) -> int:
-        """Adds to a shared counter; returns its new value."""
         return self.side.add(key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """Sets a shared value if it is the expected one; returns what it is then."""
         return self.side.compare_set(key, expected, desired)
 
     def forget(self, key: str) -> None:
-        """Deletes a shared counter or value."""
-        self.side.delete(key)
+        self.side.forget(key)
 
     def rendezvous(self, name: str) -> float:
-        """Waits asleep until every rank has arrived; returns the seconds waited. COLLECTIVE."""
         with self.waiting(f"rendezvous {name}"):
             return self.side.arrive(name)
 
     def waiting(self, what: str = "") -> AbstractContextManager[None]:
-        """Marks this rank as waiting for others."""
         return self.heartbeat.waiting(what)
 
     def progress(self, what: str = "") -> None:
-        """Tells the heartbeats that this rank gets on."""
         self.heartbeat.progress(what)
 
     def abort(self, text: str, code: int) -> None:
-        """Ends the job on all ranks at once. Does not return."""
         end_job(text, lambda: self._end(code), code=code)
 
     def leave(self) -> None:

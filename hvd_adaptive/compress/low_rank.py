@@ -44,7 +44,6 @@ class PowerSgd(TensorCodec):
 
     @property
     def spec(self) -> str:
-        """See :class:`~hvd_adaptive.compress.codec.Codec`."""
         return f"powersgd:{self.factor_rank}"
 
     @property

@@ -42,16 +42,13 @@ class MaxMin(ValueCodec):
 
     @property
     def spec(self) -> str:
-        """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return f"maxmin:{self.bits},bucket={self.bucket},{self.rounding}"
 
     @property
     def granularity(self) -> int:
-        """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return self.bucket
 
     def payload_bytes(self, num_elements: int) -> int:
-        """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return maxmin_bytes(num_elements, self.bits, self.bucket)
 
     def _encode(
@@ -88,16 +85,13 @@ class Sign(ValueCodec):
 
     @property
     def spec(self) -> str:
-        """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return f"sign:bucket={self.bucket}"
 
     @property
     def granularity(self) -> int:
-        """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return self.bucket
 
     def payload_bytes(self, num_elements: int) -> int:
-        """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return sign_bytes(num_elements, self.bucket)
 
     def _encode(

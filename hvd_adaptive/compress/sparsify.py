@@ -41,12 +41,10 @@ class TopK(ValueCodec):
 
     @property
     def spec(self) -> str:
-        """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return f"topk:{self.fraction}" + (",sampled" if self.sampled else "")
 
     @property
     def granularity(self) -> int:
-        """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return 1
 
     def num_entries(self, num_elements: int) -> int:
@@ -54,7 +52,6 @@ class TopK(ValueCodec):
         return min(num_elements, math.ceil(self.fraction * num_elements))
 
     def payload_bytes(self, num_elements: int) -> int:
-        """See :class:`~hvd_adaptive.compress.codec.ValueCodec`."""
         return 8 * self.num_entries(num_elements)
 
     def _encode(

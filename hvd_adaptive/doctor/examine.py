@@ -18,8 +18,8 @@ from hvd_adaptive.cluster.relaunch import build_command, choose_launcher, meetin
 from hvd_adaptive.doctor import hardware, software
 from hvd_adaptive.doctor.findings import Facts, Finding, count
 from hvd_adaptive.doctor.machine import machine_facts
-from hvd_adaptive.doctor.page import document
 from hvd_adaptive.doctor.supervise import Ended, Outcome, ending_signals, supervise
+from hvd_adaptive.doctor.text_page import document
 
 OnStage = Callable[[str], None]
 

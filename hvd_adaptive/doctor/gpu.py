@@ -25,8 +25,8 @@ from hvd_adaptive.cluster.relaunch import choose_launcher, meeting_place, ranks_
 from hvd_adaptive.doctor.findings import Facts, Finding, count
 from hvd_adaptive.doctor.gpu_verdict import WHAT, judge_check
 from hvd_adaptive.doctor.machine import cpu_model, horovod_build, installed_versions
-from hvd_adaptive.doctor.page import document
 from hvd_adaptive.doctor.supervise import ending_signals, how_it_ended
+from hvd_adaptive.doctor.text_page import document
 
 # Seconds of each check; a GPU's first use loads libraries from disk, and kernels compile.
 LIMITS_S = {"gpu": 40.0, "kernels": 60.0, "codecs": 40.0, "events": 30.0, "allreduce": 40.0, "sharing": 40.0, "training": 60.0}

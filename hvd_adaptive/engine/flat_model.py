@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hvd_adaptive.algorithm.outer_step import OuterStep
-from hvd_adaptive.comm.islands import ShardWorld
+from hvd_adaptive.comm.island_world import ShardWorld
 from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.compress.kernels.dispatch import sum_of_squares
 from hvd_adaptive.compress.policy import TensorInfo

@@ -20,7 +20,7 @@ from hvd_adaptive.compress.kernels.dispatch import all_finite, sum_of_squares
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.flat_group import scale_
 from hvd_adaptive.engine.flat_model import FlatModel
-from hvd_adaptive.engine.fragments import Fragment, Piece, cut_model
+from hvd_adaptive.engine.model_fragments import Fragment, Piece, cut_model
 from hvd_adaptive.engine.rank_warnings import warn_of_broken, warn_of_outliers
 
 log = logging.getLogger(__name__)

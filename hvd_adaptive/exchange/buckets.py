@@ -86,14 +86,12 @@ class DenseBucket:
             slot.bucket = self
 
     def prepare(self, total: CompressedSum) -> None:
-        """See :class:`Bucket`."""
         for slot in self.missing():
             self.take(slot)
         # "auto" tries the reducers on gradients as they are.
         total.prepare(self._flat, self._name, [slot.info for slot in self.slots])
 
     def missing(self) -> list[Slot]:
-        """See :class:`Bucket`."""
         return list(self._missing)
 
     def take(self, slot: Slot) -> None:
@@ -116,16 +114,13 @@ class DenseBucket:
         self._missing.pop(slot, None)
 
     def tasks(self, total: CompressedSum, world: Group, factor: float) -> list[Task]:
-        """See :class:`Bucket`."""
         return total.tasks(self._flat, self._name, weight=factor)
 
     def finish(self, total: CompressedSum) -> int:
-        """See :class:`Bucket`."""
         self._missing = dict.fromkeys(self.slots)
         return total.payload_bytes(self._flat, self._name)
 
     def values(self) -> Tensor:
-        """See :class:`Bucket`."""
         return self._flat
 
 
@@ -147,14 +142,12 @@ class SparseBucket:
         slot.bucket = self
 
     def prepare(self, total: CompressedSum) -> None:
-        """See :class:`Bucket`."""
+        pass
 
     def missing(self) -> list[Slot]:
-        """See :class:`Bucket`."""
         return self.slots if self._is_missing else []
 
     def take(self, slot: Slot) -> None:
-        """See :class:`Bucket`."""
         parameter = slot.parameter
         if parameter.grad is None:
             empty = parameter.new_zeros((self._sparse_dim, 0), dtype=torch.int64)
@@ -165,16 +158,13 @@ class SparseBucket:
         self._is_missing = False
 
     def tasks(self, total: CompressedSum, world: Group, factor: float) -> list[Task]:
-        """See :class:`Bucket`."""
         return [self._sum(world, factor)]
 
     def finish(self, total: CompressedSum) -> int:
-        """See :class:`Bucket`."""
         self._is_missing = True
         return self._payload_bytes
 
     def values(self) -> Tensor:
-        """See :class:`Bucket`."""
         gradient = self.slots[0].parameter.grad
         assert gradient is not None
         return gradient._values()

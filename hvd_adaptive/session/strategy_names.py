@@ -16,8 +16,8 @@ from hvd_adaptive.research.heterogpu import add_rules
 from hvd_adaptive.research.logical import LogicalStrategy
 from hvd_adaptive.research.sma import SmaStrategy
 from hvd_adaptive.strategies.horovod import HorovodStrategy
-from hvd_adaptive.strategies.islands import IslandStrategy
 from hvd_adaptive.strategies.local import LocalStrategy
+from hvd_adaptive.strategies.local_islands import IslandStrategy
 from hvd_adaptive.strategies.sync import SyncStrategy
 
 _STRATEGIES: dict[str, Callable[[nn.Module, Optimizer, Config, Transport], Strategy]] = {

@@ -7,7 +7,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvd_adaptive.comm.islands import Inside
+from hvd_adaptive.comm.island_world import Inside
 from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.touched_rows import sparse_parameters

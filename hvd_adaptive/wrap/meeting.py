@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+
+from hvd_adaptive.comm.protocols import Store
 
 _POLL_S = 0.5e-3
 # Positions since the last merge count in the low bits, so that ranks that count differently agree again after a merge.
@@ -17,16 +18,6 @@ _MERGE_BITS = 32
 _FARTHEST = "position.farthest"
 # Beyond all positions: a rank whose script is over.
 _OVER = 1 << 61
-
-
-class Store(Protocol):
-    """Shared counters and values; :class:`hvd_adaptive.comm.side_channel.SideChannel` is one."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Adds to a counter that starts at 0 and returns its new value."""
-
-    def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """Sets a value if it is as expected ("": never set), and returns what it is then."""
 
 
 class Meetings:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from hvd_adaptive.comm.script_world import ScriptWorld
 from hvd_adaptive.wrap.closing_report import Report
+from hvd_adaptive.wrap.compiled_modules import MicroBatches
 from hvd_adaptive.wrap.encoded import EncodedGradients
 from hvd_adaptive.wrap.follow import Follower
 from hvd_adaptive.wrap.loaders import IndexStream, Loader
@@ -24,7 +25,6 @@ from hvd_adaptive.wrap.local_steps import LocalSteps
 from hvd_adaptive.wrap.long_waits import LongWaits, equal_shares
 from hvd_adaptive.wrap.meeting import Meetings, Store
 from hvd_adaptive.wrap.meter import Meter
-from hvd_adaptive.wrap.micro_batches import MicroBatches
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.run_options import RunConfig
 from hvd_adaptive.wrap.share_exchange import Shares

@@ -33,11 +33,9 @@ class RoundSink(Protocol):
 
     def add_round(self, record: dict[str, Any]) -> None:
         """Takes a round's line."""
-        ...
 
     def close(self) -> None:
         """Takes no more lines."""
-        ...
 
 
 class RunDirectory:

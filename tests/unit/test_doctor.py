@@ -16,8 +16,8 @@ import pytest
 from hvd_adaptive.cluster.host import cpu_quota, host_cores, own_groups, parse_cores
 from hvd_adaptive.doctor.examine import judge
 from hvd_adaptive.doctor.findings import Finding
-from hvd_adaptive.doctor.page import document, page
 from hvd_adaptive.doctor.supervise import Ended, Outcome, _take, ending_signals
+from hvd_adaptive.doctor.text_page import document, page
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive", "doctor", "--probe-seconds", "0.1"]
 Examinations = dict[str, subprocess.Popen[str]]

@@ -22,7 +22,7 @@ from hvd_adaptive.compress.kernels import reference
 from hvd_adaptive.doctor import gpu, gpu_checks
 from hvd_adaptive.doctor.gpu import cleaned, run_check
 from hvd_adaptive.doctor.gpu_verdict import WHAT, judge_check
-from hvd_adaptive.doctor.page import page
+from hvd_adaptive.doctor.text_page import page
 
 CPU = torch.device("cpu")
 COMMAND = [sys.executable, "-m", "hvd_adaptive", "doctor", "--gpu"]

@@ -83,8 +83,8 @@ def test_values_counters_and_deletion(make_ranks, world_size):
     assert last.add("n", -5) == -5
     assert first.add("n", 0) == -5
     assert first.add("large", 2**62) == 2**62
-    last.delete("n")
-    last.delete("never there")
+    last.forget("n")
+    last.forget("never there")
     assert first.add("n", 1) == 1
 
 

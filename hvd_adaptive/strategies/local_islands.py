@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from hvd_adaptive.algorithm.islands import Islands, own_part
 from hvd_adaptive.algorithm.ledger import ClaimRule
 from hvd_adaptive.algorithm.statistics import Array, Gathered
-from hvd_adaptive.comm.islands import IslandWorld, ShardWorld
+from hvd_adaptive.comm.island_world import IslandWorld, ShardWorld
 from hvd_adaptive.comm.protocols import AgreedError, Transport, attempt
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
