@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from hvd_adaptive.wrap.run_options import RunConfig
 
@@ -19,7 +20,13 @@ def run(command: str) -> dict[str, Any]:
     """Runs a script as ``python`` would; returns its globals."""
     name, *arguments = command.split()
     sys.argv, sys.path[0] = [str(SCRIPTS / name), *arguments], str(SCRIPTS)
-    return runpy.run_path(sys.argv[0], run_name="__main__")
+    values = runpy.run_path(sys.argv[0], run_name="__main__")
+    for value in values.values():
+        if isinstance(value, DataLoader) and (iterator := value._iterator) is not None:
+            # Workers that stay would end with the script's process. The garbage collector finds their queues ended before it
+            # ends them, and then waits 5 s for each one.
+            iterator._shutdown_workers()
+    return values
 
 
 def weights(values: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -20,30 +20,35 @@ from hvd_adaptive.doctor.supervise import Ended, Outcome, _take, ending_signals
 from hvd_adaptive.doctor.text_page import document, page
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive", "doctor", "--probe-seconds", "0.1"]
-Examinations = dict[str, subprocess.Popen[str]]
+Examinations = dict[str, tuple[Path, subprocess.Popen[str]]]
 BAD_HOROVODS = {
-    # Within 50 s other stages have to load torch and to compile kernels, however busy the machine.
-    "hang": ("import time; time.sleep(1000)", ["--limit", "50"], "Horovod does not load within 50 s"),
-    "crash": ("import os; os.abort()", [], "Horovod does not load: ended by SIGABRT"),
+    "hang": ("import time; time.sleep(1000)", "Horovod does not load within {limit_s} s"),
+    "crash": ("import os; os.abort()", "Horovod does not load: ended by SIGABRT"),
 }
+# Of a stage. Within the first, others load torch and compile kernels, but on a busy machine, and there they do within the last.
+LIMITS_S = {"hang": (20, 120), "crash": (120,)}
+
+
+def begin_examination(folder: Path, limit_s: int) -> subprocess.Popen[str]:
+    """Examines a host whose Horovod is in a folder."""
+    paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONUTF8": "1"}
+    command = [*COMMAND, "--limit", str(limit_s), "--json", "-"]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def examinations(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Examinations]:
     """Of hosts with a bad Horovod: begun with this file's first test, as they mostly wait."""
     begun = {}
-    for kind, (code, options, _) in BAD_HOROVODS.items():
+    for kind, (code, _) in BAD_HOROVODS.items():
         if any(item.name == f"test_a_horovod_that_crashes_or_hangs_is_a_finding[{kind}]" for item in request.session.items):
             folder = tmp_path_factory.mktemp(kind)
             (folder / "horovod").mkdir()
             (folder / "horovod" / "__init__.py").write_text(code)
-            paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-            environment = {**os.environ, "PYTHONPATH": paths, "PYTHONUTF8": "1"}
-            begun[kind] = subprocess.Popen(
-                [*COMMAND, *options, "--json", "-"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
+            begun[kind] = folder, begin_examination(folder, LIMITS_S[kind][0])
     yield begun
-    for child in begun.values():
+    for _, child in begun.values():
         child.terminate()
         child.wait(60)
 
@@ -278,15 +283,23 @@ def test_an_error_that_is_not_the_end_is_forgotten() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BAD_HOROVODS)
 def test_a_horovod_that_crashes_or_hangs_is_a_finding(kind: str, examinations: Examinations) -> None:
-    _, _, text = BAD_HOROVODS[kind]
-    output, errors = examinations[kind].communicate(timeout=400)
-    assert examinations[kind].returncode == 1, errors
-    found = json.loads(output)
-    assert found["problems"] == 1
-    first = found["findings"][0]
-    assert first["subject"] == "Horovod" and first["text"].startswith(text) and "setup.sh" in first["remedy"]
-    # What needs no Horovod was examined all the same.
-    assert {"devices", "cores", "shared memory", "kernels", "speed"} <= {one["subject"] for one in found["findings"]}
+    _, text = BAD_HOROVODS[kind]
+    folder, child = examinations[kind]
+    # What needs no Horovod is examined all the same.
+    examined = {"devices", "cores", "shared memory", "kernels", "speed"}
+    for limit_s in LIMITS_S[kind]:
+        if limit_s != LIMITS_S[kind][0]:
+            child = begin_examination(folder, limit_s)
+        output, errors = child.communicate(timeout=400)
+        assert child.returncode == 1, errors
+        found = json.loads(output)
+        first = found["findings"][0]
+        subjects = {one["subject"] for one in found["findings"]}
+        if first["subject"] == "Horovod" and examined <= subjects:
+            break
+    assert found["problems"] == 1 and first["subject"] == "Horovod"
+    assert first["text"].startswith(text.format(limit_s=limit_s)) and "setup.sh" in first["remedy"]
+    assert examined <= subjects
 
 
 @pytest.mark.slow
