@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -109,6 +110,7 @@ def test_tasks(name: str, millions: float) -> None:
     from peers_task import TASKS
 
     task = TASKS[name]
+    torch.manual_seed(1)
     model = task.model()
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
     (x, y), (test_x, test_y) = task.samples()
