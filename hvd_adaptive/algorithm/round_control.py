@@ -19,6 +19,9 @@ from hvd_adaptive.config import Config
 
 log = logging.getLogger(__name__)
 
+# Seconds that each round costs, however long it is: a first batch is read while its rank waits.
+_COSTS_OF_A_ROUND = ("merge_s", "control_s", "first_batch_s")
+
 
 class CompletedRound(Protocol):
     """A round whose merge is over."""
@@ -140,7 +143,7 @@ class RoundControl:
         self._period.observe(
             num_samples=record.num_samples - self._num_samples,
             round_s=record.train_s - self._train_s,
-            communication_s=float((record.stats["merge_s"] + record.stats["control_s"]).max()),
+            communication_s=float(np.sum([record.stats[name] for name in _COSTS_OF_A_ROUND], axis=0).max()),
             largest=dataset_size // LEAST_MERGES_AN_EPOCH,
         )
         self._num_samples, self._train_s = record.num_samples, record.train_s

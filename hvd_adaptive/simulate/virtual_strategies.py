@@ -127,6 +127,7 @@ class VirtualLocal(VirtualStrategy):
             num_steps=np.array(times.steps, dtype=np.float64),
             busy_s=np.array(times.busy_s),
             claim_s=np.array(times.claim_s),
+            first_batch_s=np.full(world_size, cluster.first_batch_s),
             wait_s=last_s - end_s,
             control_s=np.full(world_size, cluster.control_s),
         )

@@ -203,7 +203,10 @@ class LocalStrategy:
                     return batch
             return None
 
+        start = time.perf_counter()
         for batch in source.prefetched(fetch, stats):
+            if not stats.first_batch_s:
+                stats.first_batch_s = time.perf_counter() - start
             number, parts = loaded.popleft()
             if overlap is not None:
                 self._reach(overlap, claims.taken[number][0], stats)

@@ -13,6 +13,7 @@ import textwrap
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -505,3 +506,18 @@ def record(number: int, *, num_samples: int, merge_s: float, round_s: float) -> 
         round=number, epoch=0.1 * number, train_s=round_s * number, num_samples=num_samples, loss=None,
         weight=np.full(2, 0.5), payload_bytes=0, stats=statistics(work=np.ones(2), merge_s=np.full(2, merge_s)),
     )  # fmt: skip
+
+
+def test_a_first_batch_that_takes_long_makes_rounds_longer() -> None:
+    def mega_batch(first_batch_s: float) -> int:
+        control = RoundControl(Config(batch_size=8, mega_batch=80, merge_period="auto", merge_share=0.1), 2, speaks=False)
+        for number in range(1, 8):
+            seconds = {"merge_s": 0.01, "control_s": 0.0, "first_batch_s": first_batch_s}
+            # Each round has 80 samples of a hundredth of a second.
+            stats = {name: np.full(2, value) for name, value in seconds.items()}
+            done = SimpleNamespace(train_s=number * (0.81 + first_batch_s), num_samples=number * 80, stats=stats)
+            control.after_round(done, 10**6)
+        return control.mega_batch
+
+    assert mega_batch(0.0) == 80
+    assert mega_batch(0.2) == pytest.approx(0.21 * 9 / 0.01, rel=0.02)
