@@ -148,7 +148,8 @@ def check_needs(config: Any) -> None:
     """
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        if value != item.default:
+        # Older runs' config.json has this one with all strategies: it was the default.
+        if value != item.default and (item.name, value) != ("merge_period", "fixed"):
             _check_needed(config, f"{item.name} {value!r}", "it would have no effect", **item.metadata["needs"])
 
 

@@ -215,8 +215,8 @@ class Config:
         "auto",
         strategy=_LOCAL,
     )
-    merge_share: float | None = option(
-        None, "part of the time that merges may take, for merge_period auto (default: 0.03)",
+    merge_share: float = option(
+        0.03, "part of the time that merges may take, for merge_period auto",
         merge_period=("auto",),
     )
     sparse_merge: str = option(
@@ -307,7 +307,7 @@ class Config:
             parse_slowdown(self.slowdown)
         if self.island is not None:
             parse_island(self.island)
-        if self.merge_share is not None and not 0 < self.merge_share < 1:
+        if not 0 < self.merge_share < 1:
             raise ValueError(f"merge_share must be in (0, 1), got {self.merge_share}")
         check_combinations(self)
 
@@ -372,11 +372,6 @@ class Config:
     def mega_batch_samples(self) -> int:
         """Samples between two merges over all ranks, for data that are large enough."""
         return self.mega_batch if self.mega_batch is not None else 50 * self.batch_size
-
-    @property
-    def communication_share(self) -> float:
-        """The part of the time that merges may take, for ``merge_period`` auto."""
-        return 0.03 if self.merge_share is None else self.merge_share
 
     @property
     def batch_size_step_samples(self) -> float:

@@ -49,7 +49,7 @@ def with_short_rounds(config: Config, world_size: int) -> Config:
     """
     if config.mega_batch is not None or config.merge_period == "fixed":
         return config
-    share = _SHORT_ROUNDS_SHARE if config.merge_share is None else config.merge_share
+    share = config.merge_share if config.merge_period == "auto" else _SHORT_ROUNDS_SHARE
     samples = STEPS_OF_SHORT_ROUNDS * world_size * config.batch_size
     return dataclasses.replace(config, mega_batch=samples, merge_period="auto", merge_share=share)
 

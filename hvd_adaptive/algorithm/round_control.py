@@ -76,7 +76,7 @@ class RoundControl:
         self._speed_model = SpeedModel(world_size)
         self._damping = Damping(world_size)
         self._period = MergePeriod(
-            config.merge_period or "fixed", start=config.mega_batch_samples, share=config.communication_share
+            config.merge_period or "fixed", start=config.mega_batch_samples, share=config.merge_share
         )
         self._train_s = 0.0
         self._num_samples = 0
@@ -149,7 +149,7 @@ class RoundControl:
         self._num_samples, self._train_s = record.num_samples, record.train_s
         taken = self._period.communication_share
         at_limit = self.mega_batch >= max(config.mega_batch_samples, dataset_size // LEAST_MERGES_AN_EPOCH)
-        if config.merge_period == "auto" and at_limit and taken > 2 * config.communication_share:
+        if config.merge_period == "auto" and at_limit and taken > 2 * config.merge_share:
             if self.speaks and not self._complained:
                 log.warning(
                     "merges take %.0f%% of the time, although a round has %d samples, as many as merge_period %r goes to "

@@ -145,7 +145,7 @@ class Calibrator:
                 least=first_size,
                 communication_s=last.merge_s + last.control_s,
                 samples_per_s=float((chosen.batch_size / (line_s * lengthened(seen, *lines))).sum()),
-                share=config.communication_share,
+                share=config.merge_share,
                 dataset_size=len(self._data),
             )
 

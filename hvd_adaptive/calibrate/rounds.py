@@ -91,7 +91,8 @@ def play_rounds(
         work: cost of each row; None: one a row.
         least_s: seconds that all the rounds take at least.
     """
-    config = dataclasses.replace(config, merge_period="fixed", merge_share=None, warmup_epochs=0.0, hash_interval=0)
+    share = Config().merge_share
+    config = dataclasses.replace(config, merge_period="fixed", merge_share=share, warmup_epochs=0.0, hash_interval=0)
     model = make_model(train, data, seed=config.seed, device=device)
     optimizer = make_optimizer(train, model)
     if config.strategy == "local":

@@ -290,7 +290,7 @@ class Merger:
             # The rules' own batch size is not the script's.
             num_batches = _BATCHES_A_ROUND if rules.mega_batch is None else STEPS_OF_SHORT_ROUNDS * self._world.world_size
             start = config.mega_batch or round(num_batches * batch_size)
-            self._period = MergePeriod(rules.merge_period or "fixed", start=start, share=rules.communication_share)
+            self._period = MergePeriod(rules.merge_period or "fixed", start=start, share=rules.merge_share)
         elif gathered["step_s"].any():
             merge_s = float(gathered["merge_s"].max())
             self._period.observe(

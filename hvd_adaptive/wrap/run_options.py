@@ -62,7 +62,7 @@ class RunConfig:
         "mega_batch", text="samples over all ranks between two merges (default: 50 batches of one rank)"
     )
     merge_period: str | None = _as_in_train("merge_period")
-    merge_share: float | None = _as_in_train("merge_share")
+    merge_share: float = _as_in_train("merge_share")
     merge_weights: str = _as_in_train("merge_weights")
     lr_rule: str = _as_in_train(
         "lr_rule",

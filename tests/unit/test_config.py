@@ -80,6 +80,13 @@ def test_bad_values_are_named(values: dict[str, Any], message: str) -> None:
         build_configs(values)
 
 
+def test_the_config_of_an_older_run_is_read() -> None:
+    for strategy in ("local", "sync", "horovod"):
+        assert Config(strategy=strategy, merge_period="fixed", merge_share=0.03).merge_period == "fixed"
+    with pytest.raises(ValueError, match="merge_period 'auto' needs strategy local"):
+        Config(strategy="sync", merge_period="auto")
+
+
 def test_schedules_are_parsed() -> None:
     assert parse_slowdown("4,2") == [(0.0, (4.0, 2.0))]
     assert parse_slowdown("0:1,2;30:2,1") == [(0.0, (1.0, 2.0)), (30.0, (2.0, 1.0))]

@@ -113,11 +113,11 @@ def test_impossible_periods_are_refused(values: dict[str, Any], message: str) ->
     ("options", "expected"),
     [
         ({}, (5 * 3 * 16, "auto", 0.1)), ({"mega_batch": 700}, (700, None, 0.03)),
-        ({"merge_period": "fixed"}, (800, "fixed", 0.03)), ({"merge_period": "auto"}, (5 * 3 * 16, "auto", 0.1)),
+        ({"merge_period": "fixed"}, (800, "fixed", 0.03)), ({"merge_period": "auto"}, (5 * 3 * 16, "auto", 0.03)),
         ({"merge_period": "auto", "merge_share": 0.3}, (5 * 3 * 16, "auto", 0.3)),
         ({"mega_batch": 700, "merge_period": "auto"}, (700, "auto", 0.03)),
     ],
 )  # fmt: skip
 def test_short_rounds_are_for_who_has_set_no_period(options: dict[str, Any], expected: tuple[Any, ...]) -> None:
     config = with_short_rounds(Config(batch_size=16, **options), 3)
-    assert (config.mega_batch_samples, config.merge_period, config.communication_share) == expected
+    assert (config.mega_batch_samples, config.merge_period, config.merge_share) == expected
