@@ -210,7 +210,7 @@ class Config:
     merge_period: str | None = option(
         None,
         "samples between two merges; fixed: mega_batch; auto: mega_batch, or more, so that merges take at most merge_share of "
-        "the time (default: fixed; for torch's Adam and its kin auto, from 5 batches a rank on)",
+        "the time (default: fixed; in Session and run auto for torch's Adam and its kin, from 5 batches a rank on)",
         "fixed",
         "auto",
         strategy=_LOCAL,
