@@ -157,7 +157,8 @@ class Training:
         self._optimizers: list[torch.optim.Optimizer] = []
         # This rank's part of all samples so far.
         self._part = 1 / self.world_size
-        self._factor, self._compute_s = case.factors[rank], 0.0
+        # Of the pass before: CPU seconds a sample.
+        self._factor, self._sample_s = case.factors[rank], 0.0
         self.num_steps = self.num_samples = 0
         self.train_s, self._since = 0.0, None
         self.curve: list[tuple[int, float, float]] = []
@@ -182,7 +183,8 @@ class Training:
     def backward(
         self, forward: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, *, num_samples_before: int | None = None
     ) -> Tensor:
-        """Computes the gradients of a batch. A slower rank sleeps first, for a multiple of the CPU time of its pass before.
+        """Computes the gradients of a batch. A slower rank sleeps first: a multiple of the CPU time that its pass before took
+        a sample.
 
         Args:
             forward: the model.
@@ -192,11 +194,11 @@ class Training:
         """
         self._set_rate(self.num_samples / self._part if num_samples_before is None else num_samples_before)
         if self._factor > 1:
-            time.sleep((self._factor - 1) * self._compute_s)
+            time.sleep((self._factor - 1) * self._sample_s * len(x))
         begin = time.thread_time()
         loss = self.loss(forward, x, y)
         loss.backward()
-        self._compute_s = time.thread_time() - begin
+        self._sample_s = (time.thread_time() - begin) / len(x)
         self.num_steps += 1
         self.num_samples += len(x)
         return loss

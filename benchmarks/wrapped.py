@@ -11,7 +11,8 @@ benchmarks/wrapped_script.py.
 
 Equal ranks: `mpirun python SCRIPT` against `hvd-adaptive run SCRIPT`; nothing can be won, so the ratio shows what interception
 costs. Speeds 1:2:4 are emulated (each rank's computing is stretched by 8, 4, 2): there the other side is the script with
-pinned equal shares, as a plain one cannot be slowed down. The first turns are not counted: shares settle.
+pinned equal shares, as a plain one cannot be slowed down. The first turns are not counted: shares settle. The ceiling is what
+the report of the pinned job says: the mean of the ranks' speeds over the least one.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +69,8 @@ def main() -> None:
         "At 1:2:4 plain stands for pinned equal shares.",
         "",
         "| ranks | starts x pairs | plain, ms a step | wrapped, ms a step | times as fast: median of the starts (95% interval) "
-        "| starts' extremes | wanted | largest difference of the losses |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| starts' extremes | wanted | of the ceiling (extremes) | largest difference of the losses |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for kind, (title, num_ranks, plain, wrapped, wanted) in kinds.items():
         if options.kind in (None, kind):
@@ -79,20 +82,24 @@ def compare(
     options: argparse.Namespace, title: str, num_ranks: int, plain: list[str], wrapped: list[str], wanted: float
 ) -> str:
     """Returns a line of the table."""
-    starts, losses = zip(*(measure(options, num_ranks, [plain, wrapped]) for _ in range(options.starts)), strict=True)
+    measured = [measure(options, num_ranks, [plain, wrapped]) for _ in range(options.starts)]
+    starts, losses, ceilings = zip(*measured, strict=True)
     difference = max(np.abs(loss[1] / loss[0] - 1.0).max() for loss in losses)
     ratios = np.array([np.median(seconds[0] / seconds[1]) for seconds in starts])
     middle = 1e3 * np.median(np.concatenate(starts, axis=1), axis=1)
     low, high = median_interval(ratios)
+    parts = ratios / np.array(ceilings)
+    of_ceiling = f"**{np.median(parts):.3f}** ({parts.min():.3f} to {parts.max():.3f})" if np.isfinite(parts).all() else "-"
     return (
         f"| {title} | {options.starts} x {options.pairs} | {middle[0]:.2f} | {middle[1]:.2f} "
         f"| **{np.median(ratios):.3f}** ({low:.3f} to {high:.3f}) | {ratios.min():.3f} to {ratios.max():.3f} | {wanted} "
-        f"| {difference:.1e} |"
+        f"| {of_ceiling} | {difference:.1e} |"
     )
 
 
-def measure(options: argparse.Namespace, num_ranks: int, commands: list[list[str]]) -> tuple[Array, Array]:
-    """Starts both jobs; returns seconds a step of their turns, shape (2, pairs), and the losses after all of them."""
+def measure(options: argparse.Namespace, num_ranks: int, commands: list[list[str]]) -> tuple[Array, Array, float]:
+    """Starts both jobs; returns seconds a step of their turns, shape (2, pairs), the losses after all of them, and the ceiling
+    that the first job's report names, NaN where it has none."""
     jobs: list[Job] = []
     try:
         for command in commands:
@@ -106,7 +113,7 @@ def measure(options: argparse.Namespace, num_ranks: int, commands: list[list[str
     finally:
         for job in jobs:
             job.kill()
-    return turns[:, options.settle :, 0], turns[:, :, 1]
+    return turns[:, options.settle :, 0], turns[:, :, 1], jobs[0].ceiling
 
 
 class Job:
@@ -117,6 +124,9 @@ class Job:
         num_ranks: ranks.
         num_steps: counted steps of a turn.
         batch_size: samples of a rank's step.
+
+    Attributes:
+        ceiling: times as fast as equal shares, as its report names it after :meth:`end`; NaN where there is none.
     """
 
     def __init__(self, command: list[str], num_ranks: int, num_steps: int, batch_size: int) -> None:
@@ -124,8 +134,10 @@ class Job:
             num_ranks, [*command, SCRIPT, str(_WARMUP_STEPS), str(num_steps), str(batch_size)]
         )
         self._pids: list[int] = []
+        self.ceiling = float("nan")
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            arguments, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            arguments, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
         )
         self._pids = self._read()["pids"]
         self._signal(signal.SIGSTOP)
@@ -143,7 +155,13 @@ class Job:
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
         self._process.stdin.close()
-        if self._process.wait(60):
+        code = self._process.wait(60)
+        self._errors.seek(0)
+        text = self._errors.read()
+        sys.stderr.write(text)
+        if found := re.search(r"ceiling \(mean / least speed\): ([0-9.]+)x", text):
+            self.ceiling = float(found[1])
+        if code:
             raise SystemExit(f"{shlex.join(map(str, self._process.args))} ended with {self._process.returncode}")  # type: ignore[arg-type]
 
     def kill(self) -> None:

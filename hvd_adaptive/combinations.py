@@ -42,7 +42,7 @@ def check_combinations(config: Any) -> None:
     check_needs(config)
     if config.micro_batch_size is not None:
         _check_micro_batches(config)
-    if config.compression == "none" and config.reducer != "sra":
+    if config.compression == "none" and config.reducer not in ("by-host", "sra"):
         raise ValueError(f"reducer {config.reducer!r} needs a compression, got 'none': it would have no effect")
     if config.auto_bits and not config.compression.lstrip().startswith("maxmin"):
         raise ValueError(
@@ -100,7 +100,8 @@ def check_combinations(config: Any) -> None:
 
 def _check_island(config: Any) -> None:
     name = f"island {config.island!r}"
-    _check_needed(config, name, "an island is one rank to the others, and they meet in one step", reducer=("sra", "allreduce"))
+    reducers = ("by-host", "sra", "allreduce")
+    _check_needed(config, name, "an island is one rank to the others, and they meet in one step", reducer=reducers)
     _check_needed(config, name, "an island cuts each batch by its samples", work=("samples",))
     _check_needed(config, name, "an island has one weight for all coordinates", weight_rule=_ONE_WEIGHT)
     _check_needed(config, name, "it takes the ranks as they are", reference_ranks=(None,), logical_ranks=(None,))

@@ -265,9 +265,10 @@ class Config:
         strategy=("local", "sync"),
     )
     reducer: str = option(
-        "sra",
-        "how encoded values are summed; auto: at the first exchange, tries these and no compression, and keeps the fastest",
-        *("sra", "hierarchical", "allreduce", "auto"),
+        "by-host",
+        "how encoded values are summed; by-host: hierarchical where several hosts have several ranks each, equally many, "
+        "else sra; auto: at the first exchange, tries these and no compression, and keeps the fastest",
+        *("by-host", "sra", "hierarchical", "allreduce", "auto"),
         strategy=("local", "sync"),
     )
     error_feedback: bool = option(True, "add what a codec has lost to what it encodes next; costs a copy of the model")
@@ -332,9 +333,13 @@ class Config:
         return low, high
 
     @property
-    def uses_groups(self) -> bool:
-        """Whether the ranks may be split into groups, which a transport must know when it starts."""
-        return self.island is not None or (self.compression != "none" and self.reducer in ("hierarchical", "auto"))
+    def uses_groups(self) -> bool | None:
+        """Whether the ranks may be split into groups, which a transport must know when it starts; see
+        :func:`hvd_adaptive.comm.connect`."""
+        if self.island is not None:
+            return True
+        encoded = self.compression != "none"
+        return None if encoded and self.reducer == "by-host" else encoded and self.reducer in ("hierarchical", "auto")
 
     @property
     def measures_deltas(self) -> bool:

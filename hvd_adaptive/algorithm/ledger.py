@@ -125,6 +125,26 @@ def own_parts(shares: NDArray[np.float64], total_work: int, *, unit: int = 1) ->
     return np.minimum(edges.astype(np.int64) * unit, total_work)
 
 
+def first_claims(
+    batch_work: NDArray[np.float64], shares: NDArray[np.float64], total_work: int, *, most: int, unit: int = 1
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns how many whole batches each rank takes of a round's beginning without a claim, and the work of one of its batches:
+    int64, shape (world_size,) both. All ranks know them before the round begins, so that their batches can be read by then.
+
+    They are at most half of a rank's fair part: the rest follows the ranks' speeds.
+
+    Args:
+        batch_work: work of each rank's batch, shape (world_size,), > 0.
+        shares: the ranks' shares of their summed speed, shape (world_size,).
+        total_work: work of the round.
+        most: batches of a rank.
+        unit: batches are whole numbers of so much work.
+    """
+    sizes = np.maximum(1, np.rint(batch_work / unit).astype(np.int64)) * unit
+    counts = np.minimum(most, (_AHEAD_PART * shares * total_work / sizes).astype(np.int64))
+    return counts, sizes
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClaimRule:
     """How much one rank claims at a time in one round, or how much several ranks do together.
@@ -180,6 +200,21 @@ class ClaimRule:
             unit=unit,
         )
 
+    def claim(
+        self, remaining: int, *, pending: float, ceiling: float = math.inf, others_claimed: float = math.inf
+    ) -> int:
+        """Returns how much work to claim; 0: leave it to the others, until what is pending is computed.
+
+        Args:
+            remaining: as for :meth:`size`.
+            pending: as for :meth:`size`.
+            ceiling: as for :meth:`size`.
+            others_claimed: as for :meth:`size`.
+        """
+        if pending and self.leaves(remaining, pending=pending, others_claimed=others_claimed):
+            return 0
+        return self.size(remaining, pending=pending, ceiling=ceiling, others_claimed=others_claimed)
+
     def size(
         self, remaining: int, *, pending: float, ceiling: float = math.inf, others_claimed: float = math.inf
     ) -> int:
@@ -199,7 +234,7 @@ class ClaimRule:
             others_full_claims=self.others_full_claims / self.unit,
             others_claimed=others_claimed / self.unit,
             speed_share=self.speed_share,
-            smallest=_SMALLEST_CLAIM * self.work_per_sample if self.unit == 1 else 1.0,
+            smallest=self._smallest / self.unit,
         )
         return min(num_units * self.unit, remaining)
 
@@ -228,16 +263,25 @@ class ClaimRule:
         return max(0, remaining - int(taken / self.speed_share / 2))
 
     def leaves(self, remaining: int, *, pending: float, others_claimed: float) -> bool:
-        """Returns whether a rank that holds so much work should leave the rest to the others: it will be the last one as it is.
+        """Returns whether a rank that holds so much work should leave the rest to the others, as it would be the last one: it has
+        its fair part, or with its smallest claim would be farther above than it is below now.
 
         Args:
             remaining: unclaimed work of the mega-batch, >= 1.
             pending: work this rank has claimed and not computed yet.
             others_claimed: work that the other ranks have claimed in this round, computed or not.
         """
+        if self.others_full_claims == 0.0 or self.speed_share == 1.0:
+            return False
         ahead = _others_pending(pending, self.full_claim, others=self.others_full_claims, claimed=others_claimed)
         fair = self.speed_share * (remaining + pending + ahead) - pending
-        return fair < 0.0
+        # Whoever holds several batches computes them all before it asks again, and then waits until what is left has been read.
+        floor = _floor(self.full_claim, self._smallest, pending)
+        return fair < (floor / 2 if pending <= self.full_claim else -floor)
+
+    @property
+    def _smallest(self) -> float:
+        return _SMALLEST_CLAIM * self.work_per_sample if self.unit == 1 else float(self.unit)
 
 
 def claim_size(
@@ -268,14 +312,20 @@ def claim_size(
         others_claimed: work that the other ranks have claimed so far; they hold no more.
 
     Returns:
-        Work to claim, from 1 to ``remaining``. A claim is at least ``smallest`` and a sixteenth of a batch (a smaller one
-        costs more in overhead than it saves in waiting), and so is what it leaves, unless there was less.
+        Work to claim, from 1 to ``remaining``. A claim is at least ``smallest`` and a sixteenth of a batch, a quarter where
+        more than a batch is pending, and so is what it leaves, unless there was less.
     """
-    floor = min(max(smallest, full_claim / 16), full_claim)
+    floor = _floor(full_claim, smallest, own_pending)
     ahead = _others_pending(own_pending, full_claim, others=others_full_claims, claimed=others_claimed)
     fair = speed_share * (remaining + own_pending + ahead) - own_pending
     size = max(1, round(min(full_claim, max(fair, floor))))
     return remaining if remaining - size < floor else size
+
+
+def _floor(full_claim: float, smallest: float, own_pending: float) -> float:
+    # A sixteenth of a batch: a smaller one costs more in overhead than it saves in waiting. Whoever holds several batches would cut
+    # many such pieces before it has computed the first of them.
+    return min(max(smallest, full_claim / (4 if own_pending > full_claim else 16)), full_claim)
 
 
 def _others_pending(own_pending: float, full_claim: float, *, others: float, claimed: float) -> float:

@@ -94,9 +94,11 @@ def bench_comm(options: argparse.Namespace, transport: Transport) -> None:
     agree(transport, failure)
 
 
-def uses_groups(options: argparse.Namespace) -> bool:
-    """Returns whether `bench_comm` may split the ranks into groups: the method auto tries reducers of its own."""
-    return options.reducer in ("hierarchical", "auto") or "auto" in _split(options.codecs or "auto")
+def uses_groups(options: argparse.Namespace) -> bool | None:
+    """Returns what `connect` has to know of groups: the method auto of `bench_comm` tries reducers of its own."""
+    if options.reducer in ("hierarchical", "auto") or "auto" in _split(options.codecs or "auto"):
+        return True
+    return None if options.reducer == "by-host" else False
 
 
 def add_bench(commands: Any, launch: argparse.ArgumentParser) -> None:

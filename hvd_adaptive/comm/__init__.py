@@ -32,7 +32,7 @@ def connect(
     *,
     stall_limit_s: float,
     backend: str = "auto",
-    groups: bool = False,
+    groups: bool | None = False,
     repeatable: bool = False,
     mpi_alone: bool = False,
 ) -> Transport:
@@ -41,7 +41,8 @@ def connect(
     Args:
         stall_limit_s: seconds after which a dead, frozen or stuck rank ends the job.
         backend: what carries tensors, "horovod" or "torch"; "auto": torch where torchrun started the ranks, else Horovod.
-        groups: whether the ranks will be split into groups (for the hierarchical exchange).
+        groups: whether the ranks will be split into groups (for the hierarchical exchange); None: only where there are several
+            hosts of several ranks each, equally many.
         repeatable: the bits of sums must repeat from run to run: Horovod fuses no tensors then, as what is fused depends on
             timing.
         mpi_alone: start MPI and Horovod also where no launcher started this process; one rank needs neither.

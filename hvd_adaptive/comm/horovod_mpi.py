@@ -21,6 +21,7 @@ from hvd_adaptive.comm.horovod_collectives import HorovodCollectives
 from hvd_adaptive.comm.horovod_wait import waits_asleep
 from hvd_adaptive.comm.job_end import end_on_exceptions
 from hvd_adaptive.comm.mpi_library import check_one_mpi, hold_back_mpi
+from hvd_adaptive.comm.protocols import has_equal_hosts
 from hvd_adaptive.comm.through_host import host_route
 from hvd_adaptive.comm.watched_world import WatchedWorld
 
@@ -63,7 +64,7 @@ class HorovodMpiTransport(WatchedWorld):
     Args:
         info: what the launcher's environment says.
         stall_limit_s: seconds after which a dead, frozen or stuck rank ends the job.
-        groups: whether `split` will be called.
+        groups: whether `split` will be called; None: only if :func:`has_equal_hosts`.
         met: called with the hosts by rank as soon as they are known; the start goes on after it.
 
     Raises:
@@ -77,11 +78,13 @@ class HorovodMpiTransport(WatchedWorld):
         info: LauncherInfo,
         *,
         stall_limit_s: float,
-        groups: bool = False,
+        groups: bool | None = False,
         met: Callable[[Sequence[str]], None] = lambda hosts: None,
     ) -> None:
         self._comm = start_mpi(info)
         world_size = self._comm.Get_size()
+        hosts: list[str] = self._comm.allgather(socket.gethostname())
+        groups = has_equal_hosts(hosts) if groups is None else groups
         import horovod.torch as hvd
 
         hvd.init(process_sets="dynamic" if groups else None)
@@ -91,7 +94,6 @@ class HorovodMpiTransport(WatchedWorld):
                 "Start with `horovodrun --mpi` or `mpirun`, and unset HOROVOD_CONTROLLER."
             )
         self._hvd = hvd
-        hosts: list[str] = self._comm.allgather(socket.gethostname())
         met(hosts)
         super().__init__(
             rank=self._comm.Get_rank(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -74,6 +75,16 @@ class Group(Protocol):
             receive_bytes: size of the part from each rank; their sum is not 0. None: not known, and not checked.
             name: of the collective.
         """
+
+
+def has_equal_hosts(hosts: Sequence[str]) -> bool:
+    """Returns whether there are several hosts of several ranks each, equally many: by them sums may go in two steps.
+
+    Args:
+        hosts: of each rank, its name.
+    """
+    counts = set(Counter(hosts).values())
+    return len(counts) == 1 and 1 < counts.pop() < len(hosts)
 
 
 class Collectives(Group, Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -124,6 +124,7 @@ class BatchSource:
     Attributes:
         times: as given.
         num_prefetched: batches after the one in work that may be on their way.
+        following: what comes after the round in the epoch: the rows, and their work, None where it is their number.
         description: what the rows are of, as text.
 
     Raises:
@@ -156,6 +157,7 @@ class BatchSource:
         self._collate = Collate(collate)
         self._micro_batch_size = micro_batch_size
         self.times = times or DeviceTimes()
+        self.following: tuple[Rows, NDArray[np.int64] | None] = (np.empty(0, dtype=np.int64), None)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -178,9 +180,11 @@ class BatchSource:
         return self.load(rows, work, stands_in=stands_in)
 
     def prefetched(self, fetch: Callable[[int], Batch | None], stats: RoundStats) -> Iterator[Batch]:
-        """Yields ``fetch(pending_work)`` until it returns None, calling it in a thread while the device computes.
+        """Yields ``fetch(pending_work)`` until it returns None with nothing pending, calling it in a thread while the device
+        computes.
 
         A batch is fetched when the step but one before it is over on the device. On a GPU, ``fetch`` runs on a stream of its own.
+        Where it returns None while a batch is computed, it is asked again after that one: others may take what is left.
 
         Args:
             fetch: gets the work that this rank holds and has not computed yet; returns what :meth:`request` gave it.
@@ -195,16 +199,26 @@ class BatchSource:
 
         self._stream.begin()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="hvd_adaptive-fetch") as executor:
-            future = executor.submit(fetch_after, None, 0)
+            pending_work = 0
+            future = executor.submit(fetch_after, None, pending_work)
             while True:
                 with times.waiting(stats):
                     batch = future.result()
-                if batch is None:
+                if batch is None and not pending_work:
                     return
-                for part in batch._parts or [batch]:
-                    self._stream.hand_over(part.x, part.y)
-                future = executor.submit(fetch_after, times.last_step, batch.work)
-                yield batch
+                pending_work = batch.work if batch is not None else 0
+                future = executor.submit(fetch_after, times.last_step, pending_work)
+                if batch is not None:
+                    for part in batch._parts or [batch]:
+                        self._stream.hand_over(part.x, part.y)
+                    yield batch
+
+    def expect(self, batches: Sequence[Rows]) -> None:
+        """Says which rows this rank's first batches of the next round will have; they may be read by then.
+
+        Args:
+            batches: the rows of each.
+        """
 
     def end_pass(self) -> None:
         """Takes note that a loop over its batches is over."""

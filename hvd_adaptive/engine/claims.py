@@ -44,20 +44,22 @@ class SharedCursor:
         transport: the world.
         key: names the cursor; never used twice.
         total_work: work of the mega-batch.
+        start: work before it, which was settled without it; equal on all ranks.
         least: no claim is smaller, where there is so much work; >= 1, equal on all ranks.
 
     Attributes:
         end: as in :class:`Claims`.
     """
 
-    def __init__(self, transport: Store, key: str, *, total_work: int, least: int = 1) -> None:
+    def __init__(self, transport: Store, key: str, *, total_work: int, start: int = 0, least: int = 1) -> None:
         self._transport = transport
+        self._start = start
         self._key = key
         self._total_work = total_work
         # A claim that ends behind it takes the rest as well, so that no rest is smaller than the least claim.
         self._last_start = total_work - min(least, total_work)
         self.end: int | None = None
-        self._is_closing = False
+        self._is_closing = self._is_over = False
 
     def claim(self, size: ClaimSize) -> Claim | None:
         """Takes a piece from the cursor.
@@ -66,15 +68,18 @@ class SharedCursor:
         one, so that N ranks which begin a round together need N^2 / 2. What others claim between the two makes a claim
         somewhat larger than its fair part of the rest.
         """
-        position = self._transport.add(self._key, 0)
+        if self._is_over:
+            return None
+        position = self._start + self._transport.add(self._key, 0)
         if position <= self._last_start:
             wanted = size(self._total_work - position)
             if not wanted:
                 return None
-            position = self._transport.add(self._key, wanted) - wanted
+            position = self._start + self._transport.add(self._key, wanted) - wanted
             if position <= self._last_start:
                 stop = position + wanted
                 return position, stop if stop <= self._last_start else self._total_work
+        self._is_over = True
         if position >= _CLOSED:
             self.end = self._closed_at()
         return None
@@ -84,7 +89,7 @@ class SharedCursor:
         if self._is_closing:
             return
         self._is_closing = True
-        position = self._transport.add(self._key, _CLOSED) - _CLOSED
+        position = self._start + self._transport.add(self._key, _CLOSED) - _CLOSED
         if position < _CLOSED:
             self._transport.add(self._end_key, min(position, self._total_work) + 1)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,15 @@ from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.records import RoundStats
 
+_WORKER_END_S = 0.5
+
 
 class WorkerSource(BatchSource):
     """Makes batches in worker processes, each of one batch or micro-batch at a time.
 
     A batch is claimed when the loader asks for what its workers shall read next, and never for a round that has not begun. So
     what is claimed and not computed is at most ``num_workers x prefetch_factor`` batches of this round, beside the one in work.
+    Once this rank has claimed all that it gets of a round, they read what it is expected to begin the next one with.
 
     Args:
         dataset: see :class:`BatchSource`; workers get a copy of it, as with torch's DataLoader.
@@ -59,28 +64,29 @@ class WorkerSource(BatchSource):
                 raise ValueError(f"{name} must be >= 1, got {value}")
         self.num_prefetched = num_workers * prefetch_factor
         self._persistent_workers = persistent_workers
-        self._requested: dict[int, list[tuple[Batch, Rows]]] = {}
-        self._claims = _Claims(self._requested)
+        self._reads = _Reads(self._outline)
         self._generator = torch.Generator()
         self._seed, self._num_starts = seed, 0
         self._options: dict[str, Any] = {
             "dataset": _ByBatch(dataset) if hasattr(dataset, "get_batch") else dataset,
-            "batch_sampler": self._claims,
+            "batch_sampler": self._reads,
             "collate_fn": _whole if hasattr(dataset, "get_batch") else self._collate,
             "num_workers": num_workers,
             "pin_memory": pin_memory,
             "prefetch_factor": prefetch_factor,
-            # Over the rounds of an epoch, each of which is a pass of the loader.
+            # A loader without them ends where there is nothing to read for a moment.
             "persistent_workers": True,
             "generator": self._generator,
         }
-        self._loader: DataLoader[Any] | None = None
+        self._passing: Any = None
 
     def request(self, rows: Rows, work: int, *, stands_in: bool = False) -> Batch:
         """Returns a batch without its samples, which :meth:`prefetched` fills in."""
-        batch, reads = self._outline(rows, work, stands_in=stands_in)
-        self._requested[id(batch)] = reads
-        return batch
+        return self._reads.request(rows, work, stands_in=stands_in)
+
+    def expect(self, batches: Sequence[Rows]) -> None:
+        """Lets workers read these batches once this round needs no more of them; see :meth:`BatchSource.expect`."""
+        self._reads.expected = deque(batches)
 
     def prefetched(self, fetch: Callable[[int], Batch | None], stats: RoundStats) -> Iterator[Batch]:
         """Yields ``fetch(pending_work)`` until it returns None with nothing pending, read by the workers.
@@ -95,53 +101,71 @@ class WorkerSource(BatchSource):
         Raises:
             RuntimeError: if a worker has died. What a worker raises, is raised here.
         """
-        while True:
-            with self.times.waiting(stats):
-                first = fetch(0)
-                if first is None:
-                    return
-                self._claims.begin(first, fetch)
-                if self._loader is None:
-                    self._loader = self._start()
-                # Workers begin to read here.
-                passing = iter(self._loader)
-            is_over = False
-            before = None
-            try:
-                while self._claims.on_their_way:
-                    # A GPU may be behind: claims follow the step but one before, as with a thread.
-                    self.times.wait(before)
-                    batch = self._claims.on_their_way[0]
-                    with self.times.waiting(stats):
-                        for part, _ in self._requested[id(batch)]:
-                            self._fill(part, next(passing))
-                    before = self.times.last_step
-                    yield batch
-                    self._claims.computed()
-                assert next(passing, None) is None
-                is_over = True
-            finally:
-                if not is_over:
-                    # Left in the middle: what is on its way would come in the next pass.
-                    self._stop()
+        reads, before = self._reads, None
+        reads.begin(fetch)
+        is_over = False
+        try:
+            while True:
+                # A GPU may be behind: claims follow the step but one before, as with a thread.
+                self.times.wait(before)
+                with self.times.waiting(stats):
+                    has_batch = bool(reads.claimed) or reads.claim()
+                    if has_batch or self._passing is not None:
+                        self._let_workers_read()
+                    if not has_batch:
+                        break
+                    batch = reads.claimed[0]
+                    while not reads.is_read(batch):
+                        reads.take(_next_read(self._passing), self._fill)
+                before = self.times.last_step
+                yield batch
+                reads.computed()
+            is_over = True
+        finally:
+            if not is_over:
+                # Left in the middle: what is on its way would come in the next loop.
+                self._stop()
 
     def end_pass(self) -> None:
         """Ends the workers, unless they stay."""
         if not self._persistent_workers:
             self._stop()
 
-    def _start(self) -> DataLoader[Any]:
-        state = np.random.SeedSequence([*self._seed, self._num_starts]).generate_state(1, np.uint64)
-        self._generator.manual_seed(int(state[0] >> np.uint64(1)))
-        self._num_starts += 1
-        return DataLoader(**self._options)
+    def _let_workers_read(self) -> None:
+        if self._passing is None:
+            state = np.random.SeedSequence([*self._seed, self._num_starts]).generate_state(1, np.uint64)
+            self._generator.manual_seed(int(state[0] >> np.uint64(1)))
+            self._num_starts += 1
+            self._passing = iter(DataLoader(**self._options))
+        reads = self._reads
+        # The loader asks once for each batch that it gives; here for those that it did not get then.
+        num_asked = -1
+        while num_asked < reads.num_asked < self.num_prefetched + reads.num_given:
+            num_asked = reads.num_asked
+            self._passing._try_put_index()
 
     def _stop(self) -> None:
-        self._claims.forget()
-        if (iterator := getattr(self._loader, "_iterator", None)) is not None:
+        self._reads.forget()
+        if self._passing is not None:
             # Python would collect it in the midst of some later step, and then wait up to 5 s for each worker.
-            iterator._shutdown_workers()
-        self._loader = None
+            self._passing._shutdown_workers()
+        self._passing = None
+
+
+def _next_read(passing: Iterator[Any]) -> Any:
+    """Returns what a worker has read, or raises RuntimeError where one has died and torch only sees what comes of it."""
+    try:
+        return next(passing)
+    except (OSError, EOFError) as error:
+        workers = {worker.sentinel: worker for worker in passing._workers}  # type: ignore[attr-defined]
+        # A process that ends closes its connections first, then its sentinel, and then has an exit code.
+        for ended in connection.wait(list(workers), _WORKER_END_S):
+            worker = workers[ended]
+            worker.join()
+            if (code := worker.exitcode) is not None and code < 0:
+                reason = signal.strsignal(-code)
+                raise RuntimeError(f"DataLoader worker (pid {worker.pid}) was killed by signal: {reason}") from error
+        raise
 
 
 def refuse_stream(dataset: Any) -> None:
@@ -155,44 +179,109 @@ def refuse_stream(dataset: Any) -> None:
         )
 
 
-class _Claims(Sampler[list[int]]):
-    """The batch sampler: claims when it is asked for the next rows.
+class _Reads(Sampler[list[int]]):
+    """The batch sampler: claims when it is asked for the next rows, and may have some again after it had none.
+
+    Args:
+        outline: returns a batch without its samples, and what to fill with which rows.
 
     Attributes:
-        on_their_way: batches that are claimed and not yet computed, in order.
+        claimed: batches that are claimed and not yet computed, in order.
+        expected: the rows of batches that are expected to be claimed in the next round, in order.
+        num_asked: how often workers were given rows.
+        num_given: how often they have given back what they read.
     """
 
-    def __init__(self, reads: dict[int, list[tuple[Batch, Rows]]]) -> None:
-        self._reads = reads
-        self.on_their_way: deque[Batch] = deque()
-        self._pending_work = 0
-
-    def begin(self, first: Batch, fetch: Callable[[int], Batch | None]) -> None:
-        """Begins a pass with a batch."""
-        self._first: Batch | None = first
-        self._fetch = fetch
-
-    def __iter__(self) -> Iterator[list[int]]:
-        while True:
-            batch, self._first = self._first or self._fetch(self._pending_work), None
-            if batch is None:
-                return
-            self.on_their_way.append(batch)
-            self._pending_work += batch.work
-            for _, rows in self._reads[id(batch)]:
-                yield rows.tolist()
-
-    def computed(self) -> None:
-        """Takes note that the first of the batches on their way is computed."""
-        batch = self.on_their_way.popleft()
-        self._pending_work -= batch.work
-        del self._reads[id(batch)]
+    def __init__(self, outline: Callable[..., tuple[Batch, list[tuple[Batch, Rows]]]]) -> None:
+        self._outline = outline
+        self._fetch: Callable[[int], Batch | None] = lambda _: None
+        self.forget()
 
     def forget(self) -> None:
         """Forgets what is on its way."""
-        self.on_their_way.clear()
-        self._reads.clear()
+        self.claimed: deque[Batch] = deque()
+        self.expected: deque[Rows] = deque()
+        self.num_asked = self.num_given = 0
         self._pending_work = 0
+        # Nothing was to be claimed, until what is claimed is computed.
+        self._left = False
+        # Read before they are claimed, in order.
+        self._early: deque[Batch] = deque()
+        # Parts that no worker was given, and those that are on their way; of each batch, how many are not read.
+        self._waiting: deque[tuple[Batch, Rows]] = deque()
+        self._on_their_way: deque[Batch] = deque()
+        self._batch_of: dict[int, Batch] = {}
+        self._unread: dict[int, int] = {}
+
+    def begin(self, fetch: Callable[[int], Batch | None]) -> None:
+        """Begins a round, and claims what was read for it."""
+        self._fetch = fetch
+        self._left = False
+        while self._early and self.claim():
+            pass
+
+    def request(self, rows: Rows, work: int, *, stands_in: bool) -> Batch:
+        """Returns a batch that is on its way: one that was expected, if it has these rows."""
+        if self._early and not stands_in and np.array_equal(self._early[0].rows, rows):
+            batch = self._early.popleft()
+            batch.work = work
+            return batch
+        # What was expected did not come. Its data are thrown away when they are there.
+        for batch in self._early:
+            del self._unread[id(batch)]
+        self._early.clear()
+        return self._send(rows, work, stands_in=stands_in)
+
+    def claim(self) -> bool:
+        """Claims a batch, and puts what is to be read for it in line; returns False if there is none for now."""
+        batch = None if self._left else self._fetch(self._pending_work)
+        if batch is None:
+            self._left = True
+            return False
+        self.claimed.append(batch)
+        self._pending_work += batch.work
+        return True
+
+    def __iter__(self) -> _Reads:
+        return self
+
+    def __next__(self) -> list[int]:
+        while not self._waiting:
+            if not self.claim():
+                if not self.expected:
+                    raise StopIteration
+                self._early.append(self._send(self.expected.popleft(), 0))
+        part, rows = self._waiting.popleft()
+        self._on_their_way.append(part)
+        self.num_asked += 1
+        return rows.tolist()
+
+    def is_read(self, batch: Batch) -> bool:
+        """Returns whether all of a claimed batch is there."""
+        return not self._unread[id(batch)]
+
+    def take(self, data: Any, fill: Callable[[Batch, Any], None]) -> None:
+        """Puts into its place what a worker has read: they give it back in the order in which they were given rows."""
+        part = self._on_their_way.popleft()
+        self.num_given += 1
+        batch = self._batch_of.pop(id(part))
+        if id(batch) in self._unread:
+            self._unread[id(batch)] -= 1
+            fill(part, data)
+
+    def computed(self) -> None:
+        """Takes note that the first of the claimed batches is computed."""
+        batch = self.claimed.popleft()
+        self._pending_work -= batch.work
+        del self._unread[id(batch)]
+        self._left = self._left and bool(self.claimed)
+
+    def _send(self, rows: Rows, work: int, *, stands_in: bool = False) -> Batch:
+        batch, reads = self._outline(rows, work, stands_in=stands_in)
+        self._waiting.extend(reads)
+        self._unread[id(batch)] = len(reads)
+        self._batch_of.update((id(part), batch) for part, _ in reads)
+        return batch
 
 
 class _ByBatch:

@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from hvd_adaptive.comm.protocols import Collectives, Group, agree, agree_equal
+from hvd_adaptive.comm.protocols import Collectives, Group, agree, agree_equal, has_equal_hosts
 from hvd_adaptive.compress.codec import Cast, TensorCodec, of_values
 from hvd_adaptive.compress.feedback import ErrorFeedback
 from hvd_adaptive.compress.kernels.reference import mix_key
@@ -24,7 +24,7 @@ from hvd_adaptive.exchange.reducers import Job, allreduce, hierarchical, scatter
 
 log = logging.getLogger(__name__)
 
-REDUCERS = ("allreduce", "sra", "hierarchical", "auto")
+REDUCERS = ("allreduce", "by-host", "sra", "hierarchical", "auto")
 CHUNK_ELEMENTS = 1 << 20
 
 
@@ -49,11 +49,12 @@ class Exchange:
         trials: for each name that "auto" has decided on, the seconds that each way took.
 
     Args:
-        transport: the world; for ``hierarchical``, and for "auto" to try that, connected with ``groups=True``.
+        transport: the world; for ``hierarchical``, and for the others to have it, connected with ``groups``.
         policy: the codec of each tensor.
-        reducer: for tensors whose codec loses something: "allreduce" (linear codes), "sra", or "hierarchical".
-            Uncompressed tensors always take allreduce. "auto" tries at the first `sum_` of each name: SRA, hierarchical where the
-            transport has groups and hosts have several ranks each, and no compression, and stays with the fastest.
+        reducer: for tensors whose codec loses something: "allreduce" (linear codes), "sra", "hierarchical", or "by-host":
+            hierarchical where the transport has groups and several hosts have several ranks each, equally many, else SRA.
+            Uncompressed tensors always take allreduce. "auto" tries at the first `sum_` of each name: SRA, hierarchical as
+            by-host, and no compression, and stays with the fastest.
         error_feedback: whether what a code loses is sent in the next step.
         residuals_on_host: what it loses is kept in host memory.
         seed: of stochastic rounding.
@@ -78,7 +79,6 @@ class Exchange:
         if reducer not in REDUCERS:
             raise ValueError(f"reducer must be one of {', '.join(REDUCERS)}, got {reducer!r}")
         self._transport = transport
-        self._reducer = reducer
         self._seed = seed
         self._chunk_elements = chunk_elements
         self._one_host = False
@@ -90,7 +90,12 @@ class Exchange:
             {"reducer": reducer, "seed": seed, "error_feedback": error_feedback, "chunk_elements": chunk_elements},
             "Start all ranks with the same configuration.",
         )
-        self._groups = self._make_groups() if reducer == "hierarchical" or (reducer == "auto" and transport.groups) else None
+        by_host = reducer in ("by-host", "auto") and transport.groups
+        by_host = by_host and has_equal_hosts(transport.allgather_object(transport.host))
+        if reducer == "by-host":
+            reducer = "hierarchical" if by_host else "sra"
+        self._reducer = reducer
+        self._groups = self._make_groups() if by_host or reducer == "hierarchical" else None
         self._chosen: dict[str, str] = {}
         self.trials: dict[str, dict[str, float]] = {}
         self.set_policy(policy)

@@ -198,7 +198,8 @@ class Session:
                 if recorded is None:
                     break
                 size = recorded.num_samples
-            rows = order[self.ledger.cursor : self.ledger.cursor + size]
+            rows, rest = np.split(order[self.ledger.cursor :], [size])
+            source.following = (rest, None if work is None else work[rest])
             progress = self._progress(len(source))
             schedule = lr_schedule(progress, warmup_epochs=self.config.warmup_epochs, decay=self.config.lr_decay)
             self._begin_round(len(source), recorded)

@@ -160,7 +160,7 @@ class Cluster:
         Args:
             num_bytes: of the values in fp32.
             codec: None: they are summed as they are.
-            reducer: how encoded ones meet: sra, hierarchical or allreduce.
+            reducer: how encoded ones meet: by-host, sra, hierarchical or allreduce.
 
         Raises:
             ValueError: for a reducer that this codec, or the simulator, does not know.
@@ -171,15 +171,15 @@ class Cluster:
             return self.exchange_overhead_s + self.links.allreduce_s(num_bytes)
         num_elements = int(num_bytes // 4)
         coding_s = num_bytes / self.codec_bytes_per_s
-        if reducer == "hierarchical" and self.links.num_hosts > 1:
+        if reducer in ("by-host", "hierarchical") and self.links.num_hosts > 1:
             wire_s = self.links.hierarchical_s(codec, num_elements)
-        elif reducer in ("sra", "hierarchical"):
+        elif reducer in ("by-host", "sra", "hierarchical"):
             wire_s = self.links.sra_s(codec, num_elements)
         elif reducer == "allreduce" and codec.wire_dtype is not None:
             wire_s = self.links.allreduce_s(codec.payload_bytes(num_elements))
         else:
             raise ValueError(
-                f"reducer must be sra, hierarchical, or allreduce with a linear codec (none, fp16), got {reducer!r} "
+                f"reducer must be by-host, sra, hierarchical, or allreduce with a linear codec (none, fp16), got {reducer!r} "
                 f"with {codec.spec}"
             )
         return 2 * self.exchange_overhead_s + coding_s + wire_s

@@ -30,6 +30,11 @@ class Cursor:
     service_s: float = 0.0
     free_s: float = 0.0
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is anything left."""
+        return self.position < self.stop
+
     def take(self, now: float, size: Callable[[int], int]) -> tuple[float, int]:
         """Serves a claim that arrives now.
 
@@ -62,6 +67,11 @@ class Pool(Cursor):
     stop: int = 0
     left: int = 0
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is anything left, here or behind it."""
+        return super().is_open or self.cursor.is_open
+
     def take(self, now: float, size: Callable[[int], int]) -> tuple[float, int]:
         """Serves a claim, for which the pool may have to be filled; whoever comes meanwhile waits."""
         served = self.free_s = (now if now > self.free_s else self.free_s) + self.service_s
@@ -75,7 +85,7 @@ class Pool(Cursor):
             self.position, self.stop, self.left = 0, taken, self.rule.left_beside(left, taken)
         held = self.stop - self.position
         wanted = min(size(self.left + math.ceil(held / self.rule.speed_share)), held)
-        wanted = held if held - wanted < self.rule.least else wanted
+        wanted = held if wanted and held - wanted < self.rule.least else wanted
         self.position += wanted
         return served, wanted
 
@@ -105,7 +115,7 @@ def play_claims(
     """Plays a round of claims as events, the earliest first.
 
     As in a real run, a rank claims its next batch when the one before begins to compute, and has nothing to do when that is
-    over before the claim is answered.
+    over before the claim is answered. Near the end it may leave the rest to others.
 
     Args:
         start_s: second at which all ranks begin.
@@ -123,8 +133,13 @@ def play_claims(
     while events:
         now, rank = events[0]
         cursor = cursors[rank]
-        served, size = cursor.take(now, functools.partial(rules[rank].size, pending=pending[rank]))
+        served, size = cursor.take(now, functools.partial(rules[rank].claim, pending=pending[rank]))
         begin = served + cursor.trip_s
+        if not size and pending[rank] and cursor.is_open:
+            # It leaves the rest to others, and asks again when its batch is computed.
+            pending[rank] = 0
+            heapq.heapreplace(events, (max(begin, end_s[rank]) + cursor.trip_s, rank))
+            continue
         if not made[rank]:
             begin += first_batch_s
         if begin > end_s[rank]:

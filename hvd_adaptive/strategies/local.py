@@ -27,6 +27,7 @@ from hvd_adaptive.engine.out_of_memory import MemoryCeiling
 from hvd_adaptive.engine.overlap import OverlappedMerge
 from hvd_adaptive.engine.records import RoundClaims, RoundRecord, RoundStats
 from hvd_adaptive.engine.replay import RecordedClaims, WatchedClaims
+from hvd_adaptive.engine.settled_claims import FirstClaims, SettledClaims
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.engine.weighted_gradient import GradientWeight
 
@@ -45,6 +46,9 @@ class LocalStrategy:
         repeat: this rank's claims of the next round, from a recording; None: from the shared cursor.
         claimed: this rank's claims of the round.
     """
+
+    # Whether workers read the first batches of a round before it begins.
+    _settles = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
         self.optimizer = optimizer
@@ -74,6 +78,7 @@ class LocalStrategy:
         self._mega_batch: MegaBatch | None = None
         # The work that this rank's claims are from.
         self._span = (0, 0)
+        self._settled: SettledClaims | None = None
 
     @property
     def batch_sizes(self) -> Array:
@@ -177,20 +182,18 @@ class LocalStrategy:
             unit=self.round_unit,
         )
         rule = rule_of(rank)
-        claims = self._claims = WatchedClaims(self._open_claims(mega_batch.total_work, rule_of, least=rule.least))
+        settled = self._settle_claims(source, mega_batch)
+        claims = self._claims = WatchedClaims(
+            self._open_claims(mega_batch.total_work, rule_of, least=rule.least, settled=settled)
+        )
         self.claimed = claims.taken
         # Of each batch that was loaded and not yet computed: the number of its claim, and how a replay has to cut it.
         loaded: deque[tuple[int, list[int]]] = deque()
 
         def fetch(pending: int) -> Batch | None:
             def size(remaining: int) -> int:
-                if source.num_prefetched == 1:
-                    return rule.size(remaining, pending=pending, ceiling=self._memory.samples)
                 others = mega_batch.total_work - remaining - sum(stop - start for start, stop, *_ in claims.taken)
-                # At the end of a round, a slow rank would keep the others waiting for what is on its way.
-                if pending and rule.leaves(remaining, pending=pending, others_claimed=others):
-                    return 0
-                return rule.size(remaining, pending=pending, ceiling=self._memory.samples, others_claimed=others)
+                return rule.claim(remaining, pending=pending, ceiling=self._memory.samples, others_claimed=others)
 
             while (claim := claims.claim(size)) is not None:
                 start, stop, *parts = claim
@@ -252,7 +255,27 @@ class LocalStrategy:
                 "(end it by session.stop()), or its cursor was moved by something else than claims. See docs/security.md"
             )
 
-    def _open_claims(self, total_work: int, rule_of: Callable[[Sequence[int]], ClaimRule], *, least: int) -> Claims:
+    def _settle_claims(self, source: BatchSource, mega_batch: MegaBatch) -> SettledClaims | None:
+        """Settles claims of the next round; returns those of this one, None where there are none."""
+        settled, self._settled = self._settled, None
+        # Where a thread reads, it reads one batch, in the time of one.
+        if source.num_prefetched > 1 and self._settles and self._config.dispatch == "dynamic" and self.repeat is None:
+            coming = SettledClaims.after(
+                mega_batch, source, batch_sizes=self._sizes, shares=self._shares, unit=self.round_unit
+            )
+            if coming is not None:
+                source.expect(coming.rows_of_rank(self._transport.rank, source.following[1]))
+            self._settled = coming
+        return settled if settled is not None and settled.fit(source, mega_batch) else None
+
+    def _open_claims(
+        self,
+        total_work: int,
+        rule_of: Callable[[Sequence[int]], ClaimRule],
+        *,
+        least: int,
+        settled: SettledClaims | None = None,
+    ) -> Claims:
         world_size, rank = self._transport.world_size, self._transport.rank
         self._span = (0, total_work)
         if self.repeat is not None:
@@ -260,9 +283,11 @@ class LocalStrategy:
                 self._span = (self.repeat[0][0], self.repeat[-1][1])
             return RecordedClaims(self.repeat)
         if self._config.dispatch == "dynamic":
-            self._cursor = SharedCursor(self._transport, f"claim.{self._round}", total_work=total_work, least=least)
+            start = settled.total_work if settled is not None else 0
+            self._cursor = SharedCursor(self._transport, f"claim.{self._round}", total_work=total_work, start=start, least=least)
             self._pool = open_pool(self._cursor, self._transport, f"pool.{self._round}", rule_of=rule_of)
-            return self._pool or self._cursor
+            claims = self._pool or self._cursor
+            return claims if settled is None else FirstClaims(settled.of_rank(rank), claims)
         shares = self._shares if self._config.dispatch == "proportional" else np.ones(world_size)
         edges = own_parts(shares, total_work, unit=self.round_unit)
         self._span = (int(edges[rank]), int(edges[rank + 1]))

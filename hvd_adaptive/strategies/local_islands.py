@@ -24,6 +24,7 @@ from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.claims import Claims, IslandClaims
 from hvd_adaptive.engine.records import RoundStats
+from hvd_adaptive.engine.settled_claims import SettledClaims
 from hvd_adaptive.engine.shards import check_shards
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.engine.touched_rows import sparse_parameters
@@ -54,6 +55,9 @@ class IslandStrategy(LocalStrategy):
     Raises:
         AgreedError: on all ranks, if they cannot be divided into such islands.
     """
+
+    # Which rows are a rank's is known when its island has claimed them.
+    _settles = False
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
         assert config.island is not None
@@ -158,7 +162,14 @@ class IslandStrategy(LocalStrategy):
             )
         self.synchronize()
 
-    def _open_claims(self, total_work: int, rule_of: Callable[[Sequence[int]], ClaimRule], *, least: int) -> Claims:
+    def _open_claims(
+        self,
+        total_work: int,
+        rule_of: Callable[[Sequence[int]], ClaimRule],
+        *,
+        least: int,
+        settled: SettledClaims | None = None,
+    ) -> Claims:
         claims = super()._open_claims(total_work, rule_of, least=least)
         world = self._world
         key = f"island.{self._round}.{world.rank}"

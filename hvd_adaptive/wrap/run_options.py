@@ -79,7 +79,13 @@ class RunConfig:
         "hash_interval", text="merges between checks that all ranks hold the same model; 0: never"
     )
     compression: str = _as_in_train("compression", strategy=("local", "sync"))
-    reducer: str = _as_in_train("reducer", choices=("sra", "allreduce", "auto"), strategy=("local", "sync"))
+    reducer: str = _as_in_train(
+        "reducer",
+        default="sra",
+        text="how encoded values are summed; auto: at the first exchange, tries these and no compression, and keeps the fastest",
+        choices=("sra", "allreduce", "auto"),
+        strategy=("local", "sync"),
+    )
     error_feedback: bool = _as_in_train("error_feedback", strategy=("local", "sync"))
     stall_limit_s: float = option(
         300.0, "seconds after which a dead or frozen rank ends the job"

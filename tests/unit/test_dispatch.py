@@ -80,7 +80,7 @@ def test_claims_stay_in_bounds_and_leave_no_sliver(
         others_full_claims=others,
         speed_share=share,
     )
-    floor = min(max(2.0, full / 16), full)
+    floor = min(max(2.0, full / (4 if pending > full else 16)), full)
     assert 1 <= size <= remaining
     assert size <= round(full) + floor
     left = remaining - size

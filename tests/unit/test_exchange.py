@@ -122,7 +122,7 @@ def test_ranks_that_do_not_fit_together_all_fail(arguments: Any, message: str) -
 def test_shapes_that_do_not_fill_the_tensor_are_refused() -> None:
     with pytest.raises(AgreedError, match=rf"have {NUM} elements, but the flat tensor has 7"):
         LocalWorld(2).run(lambda t: summed(t, "maxmin:4", flat=torch.zeros(7)))
-    with pytest.raises(ValueError, match="reducer must be one of allreduce, sra, hierarchical, auto, got 'ring'"):
+    with pytest.raises(ValueError, match="reducer must be one of allreduce, by-host, sra, hierarchical, auto, got 'ring'"):
         Exchange(LocalTransport(), parse_policy("none"), reducer="ring")
 
 
@@ -202,6 +202,26 @@ def test_auto_takes_what_is_fastest_on_the_slowest_rank(winner: str, monkeypatch
             assert torch.allclose(flat, expected[0], atol=1e-6) and not residuals
         else:
             assert torch.equal(flat, results[0][0]) and len(residuals) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_hosts", "expected"),
+    [(4, 2, "hierarchical"), (6, 3, "hierarchical"), (4, 1, "sra"), (2, 2, "sra"), (3, 2, "sra")],
+)
+def test_by_host_sums_in_two_steps_where_hosts_are_alike(num_ranks: int, num_hosts: int, expected: str) -> None:
+    def body(transport: LocalTransport) -> tuple[str, list[torch.Tensor], list[str]]:
+        sums: list[torch.Tensor] = []
+        tried: list[str] = []
+        for reducer in (expected, "auto", "by-host"):
+            exchange = Exchange(transport, parse_policy("maxmin:4"), reducer=reducer)
+            sums.append(values(transport.rank))
+            exchange.sum_(sums[-1], "parameters", step=3, tensors=MODEL)
+            tried += exchange.trials.get("parameters", [])
+        return exchange.reducer("parameters"), sums, tried
+
+    for chosen, sums, tried in LocalWorld(num_ranks, num_hosts=num_hosts).run(body):
+        assert chosen == expected and torch.equal(sums[0], sums[-1])
+        assert tried == ["none", "sra", *(["hierarchical"] if expected == "hierarchical" else [])]
 
 
 @pytest.mark.parametrize("world_size", [1, 4])

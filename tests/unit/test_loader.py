@@ -228,12 +228,12 @@ def test_a_slow_rank_leaves_the_rest_of_a_round_to_others(speeds: list[float], t
     """Whatever is on its way for it, of what it could compute the others wait for less than a batch, with 4 or 2 ahead."""
     step_s = 10.0 / min(speeds)
     for depth in (1, 2, 4):
-        assert play(speeds, depth=depth, leaves=True, total=total) < 0.7 * step_s
+        assert play(speeds, depth=depth, leaves=True, total=total) < 0.9 * step_s
     assert play(speeds, depth=8, leaves=True, total=total) < 1.6 * step_s
 
 
 def test_it_would_keep_them_waiting() -> None:
-    assert play([8.0, 1.0], depth=8, leaves=True) < 1.0 < 10.0 < play([8.0, 1.0], depth=8, leaves=False)
+    assert play([8.0, 1.0], depth=8, leaves=True) < 3.0 < 10.0 < play([8.0, 1.0], depth=8, leaves=False)
 
 
 def test_ranks_that_are_equally_fast_leave_nothing_before_the_end() -> None:
