@@ -323,8 +323,8 @@ def claim_size(
 
 
 def _floor(full_claim: float, smallest: float, own_pending: float) -> float:
-    # A sixteenth of a batch: a smaller one costs more in overhead than it saves in waiting. Whoever holds several batches would cut
-    # many such pieces before it has computed the first of them.
+    # A sixteenth of a batch: a smaller one costs more in overhead than it saves in waiting. Whoever holds several batches would
+    # cut many such pieces before it has computed the first of them.
     return min(max(smallest, full_claim / (4 if own_pending > full_claim else 16)), full_claim)
 
 

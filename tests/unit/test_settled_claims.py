@@ -105,8 +105,8 @@ def test_workers_read_a_rounds_first_batch_before_it_begins() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"micro_batch_size": 4}, {"batch_size_rule": "proportional"}])
 def test_no_sample_is_lost_when_rounds_come_out_otherwise(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of unequal speeds; rounds that are closed early begin elsewhere than was expected, and batches that were read for them
-    are read again by whoever claims them."""
+    """Ranks of unequal speeds; rounds that are closed early begin elsewhere than was expected, and what was read for them is read
+    again by whoever claims it."""
 
     found: list[bool] = []
     fit = SettledClaims.fit
