@@ -3,8 +3,8 @@
     mpirun -np 2 python benchmarks/loader.py [--sample-ms 4] [--workers 0 1 2 4] [--rounds 50 200] [--record FILE]
 
 Each sample is a made-up image, and reading it sleeps: it stands for a disk or a network, and leaves the cores to the steps of a
-small CNN. A round is so many batches of all ranks together. Claims never cross a merge, so the first batch of each round is read
-while its rank waits: the shorter the rounds, the more that is.
+small CNN. A round is so many batches of all ranks together. Workers read its first ones while the ranks still merge. A thread
+reads its first one while its rank waits: the shorter the rounds, the more that is.
 """
 
 from __future__ import annotations
@@ -60,21 +60,25 @@ def play(options: argparse.Namespace, num_workers: int, batches: int, transport:
     torch.manual_seed(0)
     size = options.batch_size
     model = make_model(options.width)
-    config = Config(batch_size=size, mega_batch=batches * size, micro_batch_size=options.micro_batch_size, hash_interval=0)
-    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.01), config, transport=transport)
+    mega_batch = batches * size or None
+    config = Config(batch_size=size, mega_batch=mega_batch, micro_batch_size=options.micro_batch_size, hash_interval=0)
+    # Rounds whose length nobody sets are short ones with Adam, and grow.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01) if batches else torch.optim.AdamW(model.parameters())
+    session = Session(model, optimizer, config, transport=transport)
     records: list[RoundRecord] = []
     session.records.append(records.append)
-    # One round more, which does not count: workers start in it.
-    num_rounds = 1 + max(1, -(-options.batches // batches))
-    data = SlowImages(num_rounds * batches * size, options.sample_ms / 1e3)
+    # One round more, which does not count: workers start in it. Where rounds grow, as much again.
+    num_batches = (1 + max(1, -(-options.batches // batches))) * batches if batches else 2 * options.batches
+    data = SlowImages(num_batches * size, options.sample_ms / 1e3)
     for batch in session.loader(data, num_workers=num_workers):
         with session.step(batch):
             session.optimizer.zero_grad()
             for micro in batch.micro_batches():
                 nn.functional.cross_entropy(model(micro.x), micro.y).backward()
             session.optimizer.step()
-    seconds = records[-1].train_s - records[0].train_s
-    counted = records[1:]
+    first = 0 if batches else next(n for n, record in enumerate(records) if record.num_samples >= len(data) / 2)
+    seconds = records[-1].train_s - records[first].train_s
+    counted = records[first + 1 :]
     total = {
         name: np.sum([record.stats[name] for record in counted], axis=0)
         for name in ("busy_s", "claim_s", "wait_s", "merge_s", "control_s", "num_steps")
@@ -83,7 +87,7 @@ def play(options: argparse.Namespace, num_workers: int, batches: int, transport:
     busy = shown(total["busy_s"])
     row = [
         str(num_workers) if num_workers else "a thread",
-        str(batches),
+        str(batches) if batches else f"AdamW: {(records[-1].num_samples - records[first].num_samples) / len(counted) / size:.0f}",
         f"{seconds / len(counted):.1f}",
         ", ".join(f"{1e3 * value:.0f}" for value in total["busy_s"] / total["num_steps"]),
         f"**{busy}**" if total["busy_s"].min() / seconds >= 0.95 else busy,
@@ -100,7 +104,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample-ms", type=float, default=4.0, help="milliseconds in which a sample is read")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2, 4], help="of each rank; 0: a thread")
-    parser.add_argument("--rounds", type=int, nargs="+", default=[50, 200], help="batches between two merges, of all ranks")
+    rounds = "batches between two merges, of all ranks; 0: AdamW's own"
+    parser.add_argument("--rounds", type=int, nargs="+", default=[50, 200], help=rounds)
     parser.add_argument("--batches", type=int, default=400, help="batches that count in each row, at least")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--micro-batch-size", type=int)
@@ -121,7 +126,8 @@ def main() -> None:
             f"Date: {datetime.date.today()}. Command: `{command}`. {cpu_model()}, {os.cpu_count()} cores, shared with other "
             f"machines' work; Python {platform.python_version()}, torch {torch.__version__}. Reading a sample sleeps "
             f"{options.sample_ms:g} ms, so a batch of {options.batch_size} takes a worker "
-            f"{options.sample_ms * options.batch_size:.0f} ms. Numbers by rank; the first round of each row is left out.",
+            f"{options.sample_ms * options.batch_size:.0f} ms. Numbers by rank; the first round of each row is left out, "
+            "and of AdamW's the first half.",
             "",
             f"| {' | '.join(title)} |",
             f"|{' --- |' * len(title)}",

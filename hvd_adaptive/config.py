@@ -342,6 +342,11 @@ class Config:
         return None if encoded and self.reducer == "by-host" else encoded and self.reducer in ("hierarchical", "auto")
 
     @property
+    def sums_seldom(self) -> bool:
+        """Whether ranks sum anything only at the end of a round, and not in each step."""
+        return self.strategy == "local" and self.island is None
+
+    @property
     def measures_deltas(self) -> bool:
         """Whether ranks tell each other the norms of their deltas."""
         return self.outlier_limit > 0 or self.clip_delta > 0

@@ -96,8 +96,9 @@ def _run(options: argparse.Namespace, configs: tuple[Config, TrainConfig] | None
     groups = uses_groups(options) if options.command == "bench" else config.uses_groups
     try:
         transport = connect(
-            stall_limit_s=config.stall_limit_s, backend=config.backend, groups=groups, repeatable=config.repeatable
-        )
+            stall_limit_s=config.stall_limit_s, backend=config.backend, groups=groups, repeatable=config.repeatable,
+            seldom=options.command != "bench" and config.sums_seldom,
+        )  # fmt: skip
     except RuntimeError as error:
         # No world to agree in. Leave without finalizing MPI, which may not be whole.
         code = refuse(error, speaks=rank == 0)

@@ -24,6 +24,8 @@ from hvd_adaptive.comm.start_watch import start_watch
 
 log = logging.getLogger(__name__)
 
+_SELDOM_CYCLE_MS = "5"
+
 # Ranks of these launchers carry no variable that read_launcher knows.
 _UNKNOWN_LAUNCHERS = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
 
@@ -35,6 +37,7 @@ def connect(
     groups: bool | None = False,
     repeatable: bool = False,
     mpi_alone: bool = False,
+    seldom: bool = False,
 ) -> Transport:
     """Joins the world that a launcher started, or makes one of this process alone. COLLECTIVE.
 
@@ -45,6 +48,9 @@ def connect(
             hosts of several ranks each, equally many.
         repeatable: the bits of sums must repeat from run to run: Horovod fuses no tensors then, as what is fused depends on
             timing.
+        seldom: sums are of whole rounds, and not of each step: Horovod's thread looks for them every 5 ms, not every ms. Each
+            look is a message to all ranks, which took a sixth of a core from a rank that computes. HOROVOD_CYCLE_TIME (ms)
+            overrides it.
         mpi_alone: start MPI and Horovod also where no launcher started this process; one rank needs neither.
 
     Raises:
@@ -75,6 +81,8 @@ def connect(
         # Before Horovod starts, which reads them then. Its autotuning would choose another threshold.
         os.environ |= {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_AUTOTUNE": "0"}
         log.info("Horovod's tensor fusion is off (HOROVOD_FUSION_THRESHOLD=0), so that sums repeat bit for bit")
+    if seldom:
+        os.environ.setdefault("HOROVOD_CYCLE_TIME", _SELDOM_CYCLE_MS)
     from hvd_adaptive.comm.horovod_mpi import HorovodMpiTransport
 
     with start_watch(info.rank, stall_limit_s=stall_limit_s) as met:

@@ -27,7 +27,7 @@ class RoundStats(MergeStats):
         work: work computed, in the unit of the cursor.
         busy_s: seconds in steps.
         claim_s: seconds waiting for a claim and its batch.
-        first_batch_s: those of them before the round's first batch, which nothing reads ahead; of ``local``.
+        first_batch_s: those of them before the round's first batch, which only workers read ahead; of ``local``.
         wait_s: seconds waiting for other ranks.
         merge_s: seconds of the merge, waiting excluded.
         control_s: seconds of statistics, weights and rebalancing.

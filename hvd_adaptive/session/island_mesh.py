@@ -61,5 +61,6 @@ def join(config: Config) -> Transport:
     if _joined:
         return _joined.pop()
     return connect(
-        stall_limit_s=config.stall_limit_s, backend=config.backend, groups=config.uses_groups, repeatable=config.repeatable
-    )
+        stall_limit_s=config.stall_limit_s, backend=config.backend, groups=config.uses_groups, repeatable=config.repeatable,
+        seldom=config.sums_seldom,
+    )  # fmt: skip

@@ -229,6 +229,23 @@ def test_a_rank_frozen_or_killed_in_training_ends_the_job(
     assert all(word in job.stderr for word in words), job.describe()
 
 
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize(
+    ("options", "preset", "expected"),
+    [({}, None, "5"), ({}, "2", "2"), ({"strategy": "sync"}, None, None), ({"strategy": "local", "island": "2"}, None, None)],
+)
+def test_horovods_thread_looks_seldom_where_sums_are_seldom(
+    options: dict[str, Any], preset: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", preset or "")
+    if preset is None:
+        monkeypatch.delenv("HOROVOD_CYCLE_TIME")
+    model = nn.Linear(6, 2)
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), Config(**options))
+    assert os.environ.get("HOROVOD_CYCLE_TIME") == expected
+    session.close()
+
+
 WITH_WORKERS = """
 import os, signal, time, torch
 from torch.utils.data import DataLoader, TensorDataset
