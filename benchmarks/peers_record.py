@@ -31,8 +31,8 @@ def record(results: list[Result], methods: list[str]) -> list[str]:
         "windows of 64 bytes or 8 images. Links are between two network namespaces of this machine, half of the ranks on each;",
         "loopback: no namespaces. The ranks share its cores. A slower rank sleeps before each pass for a multiple of the CPU",
         "time a sample of the pass before: at 1:2 the slow one takes twice as long as its pass, at 1:1:2:4 the four take 8, 8,",
-        "4 and 2 times as long, so that two cores carry all four. Loss: nats a byte over 256 held-out windows (an image, over 450),",
-        "looked at about every 400 samples of all ranks, after the samples of the section's title (interpolated). Time: of",
+        "4 and 2 times as long, so that two cores carry all four. Loss: nats a byte over 256 held-out windows (an image, over",
+        "450), looked at about every 400 samples of all ranks, after the samples of the section's title (interpolated). Time: of",
         "training without looks, to the loss that plain Horovod has then with the same seed (interpolated). Median (range)",
         "over seeds. Ours in bold.",
     ]
