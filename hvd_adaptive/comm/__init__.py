@@ -24,7 +24,42 @@ from hvd_adaptive.comm.start_watch import start_watch
 
 log = logging.getLogger(__name__)
 
-_SELDOM_CYCLE_MS = "5"
+
+class _Cycles:
+    """How often Horovod's thread looks for something to sum (HOROVOD_CYCLE_TIME, ms), where nobody has set it.
+
+    Horovod keeps what was set once, in the environment or not, and crashes when it is started again with its fusion set as well.
+
+    Attributes:
+        was_started: whether Horovod was, in this process.
+        are_ours: whether the setting is from here.
+    """
+
+    was_started = False
+    are_ours = False
+
+    def choose(self, *, seldom: bool, repeatable: bool) -> None:
+        """Sets it before Horovod starts.
+
+        Raises:
+            RuntimeError: Horovod would crash.
+        """
+        is_set = "HOROVOD_CYCLE_TIME" in os.environ
+        fusion_is_set = repeatable or "HOROVOD_FUSION_THRESHOLD" in os.environ
+        if self.was_started and is_set and fusion_is_set:
+            raise RuntimeError(
+                "Horovod cannot be started again in one process with both HOROVOD_CYCLE_TIME, which strategy 'local' sets, and "
+                "HOROVOD_FUSION_THRESHOLD, which record and replay set: start a new process for this session"
+            )
+        if self.are_ours:
+            os.environ["HOROVOD_CYCLE_TIME"] = "5" if seldom else "1"
+        elif seldom and not (self.was_started or is_set or fusion_is_set):
+            os.environ["HOROVOD_CYCLE_TIME"] = "5"
+            self.are_ours = True
+        self.was_started = True
+
+
+_CYCLES = _Cycles()
 
 # Ranks of these launchers carry no variable that read_launcher knows.
 _UNKNOWN_LAUNCHERS = ("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK")
@@ -81,8 +116,7 @@ def connect(
         # Before Horovod starts, which reads them then. Its autotuning would choose another threshold.
         os.environ |= {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_AUTOTUNE": "0"}
         log.info("Horovod's tensor fusion is off (HOROVOD_FUSION_THRESHOLD=0), so that sums repeat bit for bit")
-    if seldom:
-        os.environ.setdefault("HOROVOD_CYCLE_TIME", _SELDOM_CYCLE_MS)
+    _CYCLES.choose(seldom=seldom, repeatable=repeatable)
     from hvd_adaptive.comm.horovod_mpi import HorovodMpiTransport
 
     with start_watch(info.rank, stall_limit_s=stall_limit_s) as met:

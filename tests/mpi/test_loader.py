@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from hvd_adaptive import Config, Session
 from hvd_adaptive.engine.flat_model import model_hash
+from hvd_adaptive.engine.settled_claims import SettledClaims
 
 NUM_SAMPLES = 600
 DATA = TensorDataset(torch.arange(float(NUM_SAMPLES)).reshape(-1, 1), torch.zeros(NUM_SAMPLES))
@@ -43,6 +44,44 @@ def test_ranks_share_epochs_whose_rows_workers_read() -> None:
     assert len(parts[1]) < len(parts[0]) / 2, "claims did not follow speeds"
     hashes = session.transport.allgather_object(model_hash(model))
     assert hashes[0] == hashes[1]
+    session.close()
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 4}, {"batch_size_rule": "proportional"}])
+def test_no_sample_is_lost_when_rounds_come_out_otherwise(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that are closed early begin elsewhere than was settled, and what was read for them is read again by whoever claims
+    it."""
+    found: list[bool] = []
+    fit = SettledClaims.fit
+
+    def watched(self: SettledClaims, *others: Any) -> bool:
+        found.append(fit(self, *others))
+        return found[-1]
+
+    monkeypatch.setattr(SettledClaims, "fit", watched)
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=1e-6), Config(batch_size=8, mega_batch=120, **options))
+    loader = session.loader(DATA, num_workers=2)
+    rows: list[int] = []
+    for _ in range(2):
+        for number, batch in enumerate(loader):
+            with session.step(batch):
+                session.optimizer.zero_grad()
+                for micro in batch.micro_batches():
+                    assert micro.x[:, 0].tolist() == micro.rows.tolist()
+                    model(micro.x).sum().backward()
+                session.optimizer.step()
+                time.sleep(0.004 * session.rank + 0.001)
+            rows += batch.rows.tolist()
+            if session.rank == 0 and number in (5, 20):
+                # In the second round, and a later one.
+                session._strategy.close_round()
+    every = [row for part in session.gather(rows) for row in part]
+    assert sorted(every) == sorted(2 * list(range(NUM_SAMPLES)))
+    # The same on both ranks.
+    assert session.gather(found)[0] == found and found.count(False) >= 1 and found.count(True) >= 4, found
     session.close()
 
 

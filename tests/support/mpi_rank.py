@@ -14,6 +14,7 @@ import pytest
 from mpi_world import REPORTS, SHARED, SOCKET, WORLD, node_name
 from rank_state import RankState
 
+from hvd_adaptive import comm
 from hvd_adaptive.cluster.binding import read_launcher
 
 
@@ -39,6 +40,8 @@ class RankPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        # These ranks start Horovod again for each test.
+        comm._CYCLES.was_started = True
         state = RankState()
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(self._folder / SOCKET))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from hvd_adaptive.algorithm.ledger import MegaBatch, first_claims
-from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
+from hvd_adaptive.comm.threads import LocalTransport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.settled_claims import SettledClaims
 from hvd_adaptive.engine.worker_batches import WorkerSource
@@ -101,46 +100,3 @@ def test_workers_read_a_rounds_first_batch_before_it_begins() -> None:
     assert sorted(rows) == list(range(96)) and len(waits) == 4
     # A batch takes four readings.
     assert waits[0] > 4 * READ_S and max(waits[1:]) < 3 * READ_S
-
-
-@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 4}, {"batch_size_rule": "proportional"}])
-def test_no_sample_is_lost_when_rounds_come_out_otherwise(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of unequal speeds; rounds that are closed early begin elsewhere than was expected, and what was read for them is read
-    again by whoever claims it."""
-
-    found: list[bool] = []
-    fit = SettledClaims.fit
-
-    def watched(self: SettledClaims, *others: Any) -> bool:
-        found.append(fit(self, *others))
-        return found[-1]
-
-    monkeypatch.setattr(SettledClaims, "fit", watched)
-
-    def body(transport: LocalTransport) -> list[int]:
-        torch.manual_seed(0)
-        model = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-        session = Session(model, optimizer, Config(batch_size=8, mega_batch=200, **options), transport=transport)
-        rows: list[int] = []
-        data = torch.utils.data.TensorDataset(torch.arange(1000.0)[:, None], torch.zeros(1000))
-        loader = session.loader(data, num_workers=2, persistent_workers=True)
-        for _ in range(2):
-            for number, batch in enumerate(loader):
-                with session.step(batch):
-                    optimizer.zero_grad()
-                    for micro in batch.micro_batches():
-                        assert micro.x[:, 0].tolist() == micro.rows.tolist()
-                        model(micro.x).sum().backward()
-                    optimizer.step()
-                    time.sleep(0.004 * transport.rank + 0.001)
-                rows += batch.rows.tolist()
-                if transport.rank == 0 and number in (5, 30):
-                    session._strategy.close_round()
-        session.close()
-        return rows
-
-    results = LocalWorld(2).run(body)
-    counts = Counter(results[0] + results[1])
-    assert len(counts) == 1000 and set(counts.values()) == {2}
-    assert found.count(False) >= 2 and found.count(True) >= 8
