@@ -110,7 +110,9 @@ def own_part(num_samples: int, *, member: int, size: int, unit: int, smallest: i
     num_parts = max(1, min(size, num_units if unit > 1 else num_samples // smallest))
     if member >= num_parts:
         return num_samples, num_samples
-    # Rounded to the nearest, so that what is over goes to no rank more often than to others.
-    edges = ((2 * num_units * edge + num_parts) // (2 * num_parts) for edge in (member, member + 1))
+    # Samples are rounded to the nearest, so that what is over goes to no rank more often than to others. Of micro-batches the
+    # first rank must have no more than others: it claims ahead for all, as far as its own reads go.
+    half = num_parts if unit == 1 else 0
+    edges = ((2 * num_units * edge + half) // (2 * num_parts) for edge in (member, member + 1))
     start, stop = (min(num_samples, edge * unit) for edge in edges)
     return start, stop

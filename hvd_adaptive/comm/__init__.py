@@ -111,12 +111,12 @@ def connect(
     if info.name == "horovodrun-gloo":
         # MPI is not set up there, and Open MPI may end a process that tries without a word that helps.
         check_world(info, 1)
+    _CYCLES.choose(seldom=seldom, repeatable=repeatable)
     set_mpi_environment(info)
     if repeatable:
         # Before Horovod starts, which reads them then. Its autotuning would choose another threshold.
         os.environ |= {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_AUTOTUNE": "0"}
         log.info("Horovod's tensor fusion is off (HOROVOD_FUSION_THRESHOLD=0), so that sums repeat bit for bit")
-    _CYCLES.choose(seldom=seldom, repeatable=repeatable)
     from hvd_adaptive.comm.horovod_mpi import HorovodMpiTransport
 
     with start_watch(info.rank, stall_limit_s=stall_limit_s) as met:

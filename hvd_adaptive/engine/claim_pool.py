@@ -133,9 +133,9 @@ class PooledCursor:
             return None
         start, stop = piece[:2]
         left = self._rule.left_beside(left, stop - start)
-        wanted = max(1, self._cut(stop - start, left, size))
+        wanted = self._cut(stop - start, left, size)
         self._move(f"pool {start + wanted} {stop} {left}")
-        return start, start + wanted
+        return (start, start + wanted) if wanted else None
 
     def _cut(self, held: int, left: int, size: ClaimSize) -> int:
         # Other pools hold as much for their speed.

@@ -195,6 +195,7 @@ class _Reads(Sampler[list[int]]):
     def __init__(self, outline: Callable[..., tuple[Batch, list[tuple[Batch, Rows]]]]) -> None:
         self._outline = outline
         self._fetch: Callable[[int], Batch | None] = lambda _: None
+        self._is_beginning = False
         self.forget()
 
     def forget(self) -> None:
@@ -217,19 +218,24 @@ class _Reads(Sampler[list[int]]):
         """Begins a round, and claims what was read for it."""
         self._fetch = fetch
         self._left = False
-        while self._early and self.claim():
-            pass
-
-    def request(self, rows: Rows, work: int, *, stands_in: bool) -> Batch:
-        """Returns a batch that is on its way: one that was expected, if it has these rows."""
-        if self._early and not stands_in and np.array_equal(self._early[0].rows, rows):
-            batch = self._early.popleft()
-            batch.work = work
-            return batch
-        # What was expected did not come. Its data are thrown away when they are there.
+        self._is_beginning = True
+        num_early = -1
+        while num_early != len(self._early) > 0:
+            num_early = len(self._early)
+            if not self.claim():
+                break
+        self._is_beginning = False
+        # What was expected and did not come: its data are thrown away when they are there.
         for batch in self._early:
             del self._unread[id(batch)]
         self._early.clear()
+
+    def request(self, rows: Rows, work: int, *, stands_in: bool) -> Batch:
+        """Returns a batch that is on its way: one that was expected, if it has these rows."""
+        if self._is_beginning and not stands_in and np.array_equal(self._early[0].rows, rows):
+            batch = self._early.popleft()
+            batch.work = work
+            return batch
         return self._send(rows, work, stands_in=stands_in)
 
     def claim(self) -> bool:

@@ -105,6 +105,11 @@ class Exchange:
         return self._chosen.get(name, self._reducer)
 
     @property
+    def _parts(self) -> str:
+        # Of these parts a rank holds what their codes lost.
+        return self._reducer if self._groups is None else f"{self._reducer} {self._transport.local_size}"
+
+    @property
     def policy(self) -> Policy:
         """The policy in force."""
         return self._policy
@@ -227,22 +232,24 @@ class Exchange:
         return {
             "policy": self._policy.spec,
             "world_size": self._transport.world_size,
+            "parts": self._parts,
             "residuals": residuals,
             "factors": dict(self._memory),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes residuals over if policy and number of ranks are those that they were made with; else forgets them."""
+        """Takes residuals over if policy, ranks and who sums which part are those that they were made with; else forgets them."""
         self.reset()
         self._layouts.clear()
         self._chosen.clear()
-        fits = (state["policy"], state["world_size"]) == (self._policy.spec, self._transport.world_size)
+        made_with = (state["policy"], state["world_size"], state.get("parts", "sra"))
+        fits = made_with == (self._policy.spec, self._transport.world_size, self._parts)
         if fits and self._feedback is not None:
             self._feedback.load_state_dict(state["residuals"])
         if fits:
             self._memory = {name: value.clone() for name, value in state["factors"].items()}
         elif state["residuals"]:
-            log.warning("error feedback starts anew: codecs or the number of ranks have changed since the checkpoint")
+            log.warning("error feedback starts anew: codecs, the number of ranks or hosts have changed since the checkpoint")
 
     def _reduce(
         self,

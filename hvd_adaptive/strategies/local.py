@@ -263,8 +263,8 @@ class LocalStrategy:
             coming = SettledClaims.after(
                 mega_batch, source, batch_sizes=self._sizes, shares=self._shares, unit=self.round_unit
             )
-            if coming is not None:
-                source.expect(coming.rows_of_rank(self._transport.rank, source.following[1]))
+            rank = self._transport.rank
+            source.expect([] if coming is None else coming.rows_of_rank(rank, source.following[1]))
             self._settled = coming
         return settled if settled is not None and settled.fit(source, mega_batch) else None
 

@@ -224,6 +224,24 @@ def test_by_host_sums_in_two_steps_where_hosts_are_alike(num_ranks: int, num_hos
         assert tried == ["none", "sra", *(["hierarchical"] if expected == "hierarchical" else [])]
 
 
+def test_what_codes_lost_is_forgotten_on_other_hosts(caplog: pytest.LogCaptureFixture) -> None:
+    """The same ranks on one host, and then on two: others sum which part."""
+
+    def body(transport: LocalTransport, states: Any = None) -> Any:
+        exchange = Exchange(transport, parse_policy("maxmin:4"), reducer="by-host", error_feedback=True)
+        if states is not None:
+            exchange.load_state_dict(states[transport.rank])
+        exchange.sum_(flat := values(transport.rank), "parameters", step=3, tensors=MODEL)
+        return flat, exchange.state_dict()
+
+    states = [state for _, state in LocalWorld(4).run(body)]
+    moved = LocalWorld(4, num_hosts=2).run(lambda transport: body(transport, states))
+    anew = LocalWorld(4, num_hosts=2).run(body)
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(moved, anew, strict=True)) and "starts anew" in caplog.text
+    stayed = LocalWorld(4).run(lambda transport: body(transport, states))
+    assert not torch.equal(stayed[0][0], LocalWorld(4).run(body)[0][0])
+
+
 @pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize(("text", "reducer"), [
     ("none", "sra"), ("fp16", "allreduce"), ("maxmin:4; c*=sign", "sra"), ("maxmin:4", "hierarchical"), ("powersgd:2", "sra"),
