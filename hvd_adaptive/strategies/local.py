@@ -78,6 +78,8 @@ class LocalStrategy:
         self._mega_batch: MegaBatch | None = None
         # The work that this rank's claims are from.
         self._span = (0, 0)
+        # Claims that were settled before: of this round, and of the next one.
+        self._settled_now: SettledClaims | None = None
         self._settled: SettledClaims | None = None
 
     @property
@@ -182,10 +184,8 @@ class LocalStrategy:
             unit=self.round_unit,
         )
         rule = rule_of(rank)
-        settled = self._settle_claims(source, mega_batch)
-        claims = self._claims = WatchedClaims(
-            self._open_claims(mega_batch.total_work, rule_of, least=rule.least, settled=settled)
-        )
+        self._settled_now = self._settle_claims(source, mega_batch)
+        claims = self._claims = WatchedClaims(self._open_claims(mega_batch.total_work, rule_of, least=rule.least))
         self.claimed = claims.taken
         # Of each batch that was loaded and not yet computed: the number of its claim, and how a replay has to cut it.
         loaded: deque[tuple[int, list[int]]] = deque()
@@ -268,14 +268,7 @@ class LocalStrategy:
             self._settled = coming
         return settled if settled is not None and settled.fit(source, mega_batch) else None
 
-    def _open_claims(
-        self,
-        total_work: int,
-        rule_of: Callable[[Sequence[int]], ClaimRule],
-        *,
-        least: int,
-        settled: SettledClaims | None = None,
-    ) -> Claims:
+    def _open_claims(self, total_work: int, rule_of: Callable[[Sequence[int]], ClaimRule], *, least: int) -> Claims:
         world_size, rank = self._transport.world_size, self._transport.rank
         self._span = (0, total_work)
         if self.repeat is not None:
@@ -283,6 +276,7 @@ class LocalStrategy:
                 self._span = (self.repeat[0][0], self.repeat[-1][1])
             return RecordedClaims(self.repeat)
         if self._config.dispatch == "dynamic":
+            settled = self._settled_now
             start = settled.total_work if settled is not None else 0
             self._cursor = SharedCursor(self._transport, f"claim.{self._round}", total_work=total_work, start=start, least=least)
             self._pool = open_pool(self._cursor, self._transport, f"pool.{self._round}", rule_of=rule_of)

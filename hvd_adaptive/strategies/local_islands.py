@@ -24,7 +24,6 @@ from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.claims import Claims, IslandClaims
 from hvd_adaptive.engine.records import RoundStats
-from hvd_adaptive.engine.settled_claims import SettledClaims
 from hvd_adaptive.engine.shards import check_shards
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.engine.touched_rows import sparse_parameters
@@ -162,14 +161,7 @@ class IslandStrategy(LocalStrategy):
             )
         self.synchronize()
 
-    def _open_claims(
-        self,
-        total_work: int,
-        rule_of: Callable[[Sequence[int]], ClaimRule],
-        *,
-        least: int,
-        settled: SettledClaims | None = None,
-    ) -> Claims:
+    def _open_claims(self, total_work: int, rule_of: Callable[[Sequence[int]], ClaimRule], *, least: int) -> Claims:
         claims = super()._open_claims(total_work, rule_of, least=least)
         world = self._world
         key = f"island.{self._round}.{world.rank}"
