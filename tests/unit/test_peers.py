@@ -154,8 +154,8 @@ def test_a_run_on_ranks_whose_rate_falls_to_0() -> None:
     )  # fmt: skip
     found = peers.run_case(case, limit_s=300)
     assert "error" not in found, found["log"]
-    # The last round begins before the end, and has 80 samples, or more where merges take long.
-    assert 1200 <= sum(found["rank_samples"]) == found["curve"][-1][0] < 1600
+    # The last round begins before the end: how many samples it has depends on how long merges take.
+    assert found["curve"][-2][0] < 1200 <= sum(found["rank_samples"]) == found["curve"][-1][0]
     # From guessing, log 10, over all held-out images. The last look is at the same images.
     assert found["final_loss"] == pytest.approx(found["curve"][-1][2], abs=1e-4) and found["final_loss"] < 2.0
     assert found["last_lr"] < 0.003 / 20

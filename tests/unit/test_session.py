@@ -100,13 +100,14 @@ def test_schedules_can_follow_the_samples_of_all_ranks(options: dict[str, Any], 
     if claims:
         # Each claim begins where another one ends.
         given = sorted(seen[0] + seen[1])
-        assert [before + num for before, num in given] == [before for before, _ in given[1:]] + [2 * NUM_SAMPLES]
+        assert [before for before, _ in given] + [2 * NUM_SAMPLES] == [0] + [before + num for before, num in given]
     elif options.get("strategy") == "sync":
         # One rate for each step of all ranks.
         assert [before for before, _ in seen[0]] == [before for before, _ in seen[1]]
     for begun in seen:
         places = [before for before, _ in begun]
-        assert min(places) < 64 and 2 * NUM_SAMPLES - 64 <= max(places) < 2 * NUM_SAMPLES
+        # Who claims may leave the last samples to the other rank.
+        assert claims or (min(places) < 64 and 2 * NUM_SAMPLES - 64 <= max(places) < 2 * NUM_SAMPLES)
         assert places == sorted(places) or "logical_ranks" in options
 
 
