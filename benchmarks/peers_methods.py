@@ -29,6 +29,12 @@ OURS: dict[str, dict[str, Any]] = {
     "ours local": {},
     "ours local, fragments": {"merge_fragments": 4},
     "ours local, 4 bits": {"compression": "maxmin:4"},
+    "ours local, outer step, 4 bits": {
+        "compression": "maxmin:4",
+        "outer_step": "nesterov",
+        "outer_momentum": 0.5,
+        "mega_batch": PERIOD,
+    },
     "ours local, fragments, 4 bits": {"merge_fragments": 4, "compression": "maxmin:4"},
     "ours sync, 4 bits": {"strategy": "sync", "compression": "maxmin:4"},
 }

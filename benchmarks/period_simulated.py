@@ -21,6 +21,12 @@ from torch import Tensor, nn
 from hvd_adaptive.compress.codec import of_values
 from hvd_adaptive.compress.parse import parse_codec
 
+BETAS = (0.9, 0.95)
+MOMENTS_HELP = (
+    "all: second ones, too; follow: the first ones move by what the merged change says of the others' gradients, without an "
+    "exchange"
+)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -28,9 +34,14 @@ def main() -> None:
     parser.add_argument("--ranks", default="1:1", help="speeds: each makes its part of a round's steps")
     parser.add_argument("--synchronous", action="store_true", help="one step of all ranks' batches together")
     parser.add_argument("--period", type=int, default=50, help="batches of all ranks between two merges")
-    parser.add_argument("--moments", default="keep", choices=("keep", "average", "all", "zero"), help="all: second ones, too")
+    parser.add_argument("--moments", default="keep", choices=("keep", "average", "all", "zero", "follow"), help=MOMENTS_HELP)
+    parser.add_argument("--outer-lr", type=float, default=1.0, help="of the merged change")
+    parser.add_argument("--outer-momentum", type=float, default=0.0, help="Nesterov's")
+    parser.add_argument("--ratio", type=float, default=1.0, help="Adam's denominator is as of so many batches")
     parser.add_argument("--bits", type=int, default=0, help="of changes and moments on the way; 0: all")
     parser.add_argument("--lr", type=float, default=0.0018)
+    parser.add_argument("--clip", type=float, default=1.0, help="norm of a step's gradient")
+    parser.add_argument("--constant", action="store_true", help="the rate does not fall")
     parser.add_argument("--samples", type=int, default=4800)
     parser.add_argument("--warmup", type=int, default=800)
     parser.add_argument("--seed", type=int, default=1)
@@ -55,13 +66,16 @@ class Simulation:
         self._batch = BATCH * (len(speeds) // num_replicas)
         self._models = [copy.deepcopy(first) for _ in range(num_replicas)]
         self._optimizers = [
-            torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1) for model in self._models
+            torch.optim.AdamW(model.parameters(), lr=options.lr, betas=BETAS, weight_decay=0.1) for model in self._models
         ]
         parts = [1.0] if options.synchronous else [speed / sum(speeds) for speed in speeds]
         self._steps = [max(1, round(options.period * part)) for part in parts]
         self._weights = [steps / sum(self._steps) for steps in self._steps]
         self._global = [p.detach().clone() for p in first.parameters()]
         self._codec = of_values(parse_codec(f"maxmin:{options.bits}")) if options.bits else None
+        self._velocity: dict[int, Tensor] = {}
+        # Sum of each rank's rates since the last merge.
+        self._rates = [0.0] * num_replicas
         self._lost: dict[tuple[str, int, int], Tensor] = {}
 
     def run(self) -> tuple[list[tuple[int, float]], float]:
@@ -77,6 +91,7 @@ class Simulation:
                 done[rank] += 1
             if len(self._models) > 1:
                 self._merge()
+            self._rates = [0.0] * len(self._models)
             if self._num_samples >= every * (len(curve) + 1):
                 curve.append((self._num_samples, round(self._score(256), 4)))
         return curve, self._score(len(self._test[0]))
@@ -86,23 +101,47 @@ class Simulation:
         rows = self._order[(np.arange(self._batch) + seen) % len(self._order)]
         self._num_samples += self._batch
         optimizer, model = self._optimizers[rank], self._models[rank]
-        rate = options.lr * max(0.0, 1 - seen / options.samples) * min(1.0, (seen + 1) / options.warmup)
+        falling = 1.0 if options.constant else max(0.0, 1 - seen / options.samples)
+        rate = options.lr * falling * min(1.0, (seen + 1) / options.warmup)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.zero_grad()
         self._task.loss(model, self._x[rows], self._y[rows]).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), options.clip)
         optimizer.step()
+        self._rates[rank] += rate
+        if options.ratio != 1:
+            self._lengthen(optimizer, rate)
+
+    @torch.no_grad()
+    def _lengthen(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
+        """Makes up for the noise of a small batch in the denominator, which a larger batch has less of."""
+        ratio = self._options.ratio
+        for p, state in optimizer.state.items():
+            first, second = _moments(state)
+            larger = second / ratio + (1 - 1 / ratio) * first**2
+            p.sub_(rate * first * (1 / (larger.sqrt() + 1e-8) - 1 / (second.sqrt() + 1e-8)))
 
     @torch.no_grad()
     def _merge(self) -> None:
         parameters = [list(model.parameters()) for model in self._models]
         for place, (base, *replicas) in enumerate(zip(self._global, *parameters, strict=True)):
-            base.add_(self._mean("change", place, [replica - base for replica in replicas]))
+            own = [replica - base for replica in replicas]
+            change = self._mean("change", place, own)
+            if self._options.moments == "follow":
+                for optimizer, replica, its, rates in zip(self._optimizers, replicas, own, self._rates, strict=True):
+                    state = optimizer.state[replica]
+                    bias = 1 - BETAS[0] ** float(state["step"])
+                    state["exp_avg"].sub_((change - its) * _moments(state)[1].sqrt() * (bias / rates))
+            if self._options.outer_momentum:
+                velocity = self._velocity.setdefault(place, torch.zeros_like(base))
+                velocity.mul_(self._options.outer_momentum).add_(change)
+                change = change + self._options.outer_momentum * velocity
+            base.add_(change, alpha=self._options.outer_lr)
             for replica in replicas:
                 replica.copy_(base)
             states = [o.state[p] for o, p in zip(self._optimizers, replicas, strict=True)]
-            names = {"keep": (), "zero": (), "average": ("exp_avg",), "all": ("exp_avg", "exp_avg_sq")}[self._options.moments]
+            names = {"average": ("exp_avg",), "all": ("exp_avg", "exp_avg_sq")}.get(self._options.moments, ())
             for name in names:
                 mean = self._mean(name, place, [state[name] for state in states])
                 for state in states:
@@ -140,6 +179,12 @@ class Simulation:
         losses = [self._task.loss(model, a, b).item() * len(a) for a, b in zip(x.split(256), y.split(256), strict=True)]
         model.train()
         return sum(losses) / len(x)
+
+
+def _moments(state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns Adam's moments without their bias."""
+    step = float(state["step"])
+    return state["exp_avg"] / (1 - BETAS[0] ** step), state["exp_avg_sq"] / (1 - BETAS[1] ** step)
 
 
 if __name__ == "__main__":
