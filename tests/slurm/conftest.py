@@ -72,8 +72,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def _call(test: Callable[..., None], values: dict[str, Any], folders: pytest.TempPathFactory) -> None:
     """Calls a test; once more where MPI crashed when a job of it started.
 
-    Once in 200 starts of several jobs at once, Slurm 22.05's PMIx has let a rank out of MPI_Init while the other one was in its
-    first fence. Its message then meets an Open MPI 4.1 that calls address 0.
+    Once in 200 starts of several jobs at once, more often on a busy machine, Slurm 22.05's PMIx has let a rank out of
+    MPI_Init while the other one was in its first fence. Its message then meets an Open MPI 4.1 that calls address 0.
     """
     try:
         test(**values)
