@@ -1,4 +1,4 @@
-"""What local steps of AdamW lose beside synchronous training, by period and by what becomes of the first moments at a merge.
+"""What local steps of AdamW lose beside synchronous training, by period, outer step, and what becomes of the moments at a merge.
 
     python benchmarks/period_simulated.py --ranks 1:1 --period 10 --moments average --lr 0.0018 --seed 2
     python benchmarks/period_simulated.py --ranks 1:1 --synchronous --lr 0.0018 --seed 2
@@ -41,7 +41,6 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=0, help="of changes and moments on the way; 0: all")
     parser.add_argument("--lr", type=float, default=0.0018)
     parser.add_argument("--clip", type=float, default=1.0, help="norm of a step's gradient")
-    parser.add_argument("--constant", action="store_true", help="the rate does not fall")
     parser.add_argument("--samples", type=int, default=4800)
     parser.add_argument("--warmup", type=int, default=800)
     parser.add_argument("--seed", type=int, default=1)
@@ -101,8 +100,7 @@ class Simulation:
         rows = self._order[(np.arange(self._batch) + seen) % len(self._order)]
         self._num_samples += self._batch
         optimizer, model = self._optimizers[rank], self._models[rank]
-        falling = 1.0 if options.constant else max(0.0, 1 - seen / options.samples)
-        rate = options.lr * falling * min(1.0, (seen + 1) / options.warmup)
+        rate = options.lr * max(0.0, 1 - seen / options.samples) * min(1.0, (seen + 1) / options.warmup)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.zero_grad()
