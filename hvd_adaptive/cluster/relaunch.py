@@ -230,7 +230,8 @@ def ranks_command(
 def start(command: Sequence[str], env: Mapping[str, str], *, stderr: int | None = None) -> subprocess.Popen[bytes]:
     """Starts a launcher in a session of its own, without standard input. From the main thread.
 
-    If this process is killed, the launcher gets a SIGTERM. Signals that are blocked here are not blocked there.
+    When this process is killed or lets go of what is returned, the launcher gets a SIGTERM. Signals that are blocked here are not
+    blocked there.
 
     Args:
         command: from `build_command`.
@@ -238,9 +239,9 @@ def start(command: Sequence[str], env: Mapping[str, str], *, stderr: int | None 
         stderr: as for Popen.
     """
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command],
+        [sys.executable, "-I", "-S", tether.__file__, *command],
         env=dict(env),
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
         stderr=stderr,
         start_new_session=True,
     )

@@ -272,3 +272,39 @@ def test_a_launcher_starts_without_code_between_fork_and_exec(run_job):
     assert int(blocked.split()[1], 16) == 0
     assert session.strip() == pid and said == f"0 {pid} False"
     assert missing == "127" and "/not/there cannot be started" in result.stderr
+
+
+COUNTING = """
+import signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+open(sys.argv[1], "w").close()
+count = 0
+while signal.sigtimedwait([signal.SIGTERM], 1.0 if count else 60.0) is not None:
+    count += 1
+with open(sys.argv[1], "w") as file:
+    file.write(f"{count}\\n")
+"""
+MANY_THREADS = """
+import os, sys, threading
+sys.path.insert(0, {real!r})
+from hvd_adaptive.cluster.relaunch import start
+for _ in range(8):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+children = [start([sys.executable, "-c", sys.argv[1], path], os.environ) for path in sys.argv[2:]]
+threading.Event().wait()
+"""
+
+
+def test_a_killed_parent_of_many_threads_ends_its_launcher_by_one_signal(run_job, tmp_path):
+    # A second SIGTERM that meets mpirun while it ends can make it hang for ever.
+    paths = [tmp_path / str(i) for i in range(8)]
+
+    def kill(child):
+        while not all(path.exists() for path in paths) and child.poll() is None:
+            time.sleep(0.02)
+        child.kill()
+
+    script = MANY_THREADS.format(real=str(Path(__file__).resolve().parents[2]))
+    result = run_job([sys.executable, "-c", script, COUNTING, *map(str, paths)], during=kill)
+    assert result.returncode == -signal.SIGKILL and not result.leftover, result.describe()
+    assert [path.read_text() for path in paths] == ["1\n"] * 8
