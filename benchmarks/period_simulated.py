@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--outer-lr", type=float, default=1.0, help="of the merged change")
     parser.add_argument("--outer-momentum", type=float, default=0.0, help="Nesterov's")
     parser.add_argument("--ratio", type=float, default=1.0, help="Adam's denominator is as of so many batches")
-    parser.add_argument("--bits", type=int, default=0, help="of changes and moments on the way; 0: all")
+    parser.add_argument("--compression", default="none", help="of changes and moments on the way; as hvd-adaptive's option")
     parser.add_argument("--lr", type=float, default=0.0018)
     parser.add_argument("--clip", type=float, default=1.0, help="norm of a step's gradient")
     parser.add_argument("--samples", type=int, default=4800)
@@ -71,7 +71,7 @@ class Simulation:
         self._steps = [max(1, round(options.period * part)) for part in parts]
         self._weights = [steps / sum(self._steps) for steps in self._steps]
         self._global = [p.detach().clone() for p in first.parameters()]
-        self._codec = of_values(parse_codec(f"maxmin:{options.bits}")) if options.bits else None
+        self._codec = of_values(parse_codec(options.compression)) if options.compression != "none" else None
         self._velocity: dict[int, Tensor] = {}
         # Sum of each rank's rates since the last merge.
         self._rates = [0.0] * num_replicas
