@@ -80,7 +80,7 @@ def test_tensors_of_one_codec_travel_together_wherever_they_lie(monkeypatch: pyt
         return flat, torch.cat(list(exchange.state_dict()["residuals"].values()))
 
     (ours, residual), (theirs, _) = LocalWorld(2).run(body)
-    assert len(calls) == 2 * (2 + 1 + 3) and residual.numel() == 5 * 2000 + 5 * 1024 + 2000
+    assert len(calls) == 2 * (1 + 1 + 3) and residual.numel() == 5 * 2000 + 2000
     exact = 3 * torch.arange(num, dtype=torch.float64)
     assert torch.equal(ours, theirs) and float((ours - exact).norm() / exact.norm()) < 0.01
     biases = torch.cat([torch.full((t.size,), len(t.shape) < 2) for t in model])
@@ -201,7 +201,8 @@ def test_auto_takes_what_is_fastest_on_the_slowest_rank(winner: str, monkeypatch
         if winner == "none":
             assert torch.allclose(flat, expected[0], atol=1e-6) and not residuals
         else:
-            assert torch.equal(flat, results[0][0]) and len(residuals) == 2
+            # Of two hosts, none sums and encodes again for the other.
+            assert torch.equal(flat, results[0][0]) and len(residuals) == (1 if winner == "hierarchical" else 2)
 
 
 @pytest.mark.parametrize(
