@@ -248,14 +248,14 @@ def gradients(model: nn.Module) -> Tensor:
 
 def test_buckets_are_on_their_way_before_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[str] = []
-    send = LocalTransport.alltoall_bytes_async
+    send = LocalTransport.allgather_bytes_async
 
     def watched(self: LocalTransport, tensor: Tensor, **options: Any) -> Any:
         if self.rank == 0:
             sent.append(options["name"])
         return send(self, tensor, **options)
 
-    monkeypatch.setattr(LocalTransport, "alltoall_bytes_async", watched)
+    monkeypatch.setattr(LocalTransport, "allgather_bytes_async", watched)
 
     def body(transport: LocalTransport) -> list[int]:
         model, exchange = exchange_for(transport, "maxmin:4")
