@@ -143,9 +143,10 @@ def measure_speed(codec: ValueCodec, values: Tensor, *, repeat: int) -> Speed:
 
 def coding_seconds(speed: Speed, *, num_values: int, num_ranks: int) -> float:
     """Returns the seconds that SRA codes on a rank: all values and its piece of the sum encoded, and as many pieces as ranks
-    and all sums decoded."""
+    and all sums decoded. Two ranks have no piece of the sum to encode."""
     gigabytes = 4e-9 * num_values
-    return gigabytes * ((1 + 1 / num_ranks) / speed.encode_gb_s + 2 / speed.decode_add_gb_s)
+    encoded = 1.0 if num_ranks == 2 else 1 + 1 / num_ranks
+    return gigabytes * (encoded / speed.encode_gb_s + 2 / speed.decode_add_gb_s)
 
 
 def break_even_mbit(codec: ValueCodec, speed: Speed, *, num_values: int, num_ranks: int) -> float:

@@ -37,12 +37,15 @@ def test_codecs_are_measured_and_written(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_the_break_even_link_takes_as_long_for_the_bytes_saved_as_coding() -> None:
-    # Two ranks send as many bytes as they have. 1 GB: 1.5 GB encoded at 3, 2 GB decoded at 8: 0.75 s for 0.75 GB saved.
+    # 1 GB. Two ranks send as many bytes as they have: 1 GB encoded at 3, 2 GB decoded at 8. Four send 1.5 times as many,
+    # and encode their part of the sum as well.
     codec, num_values = parse_codec("maxmin:8,bucket=65536"), 2**28
     speed = Speed(encode_gb_s=3.0, decode_add_gb_s=8.0, copy_gb_s=10.0)
     saved_gbit = 8e-9 * (4 * num_values - codec.payload_bytes(num_values))
-    seconds = 4e-9 * num_values * (1.5 / 3 + 2 / 8)
-    assert break_even_mbit(codec, speed, num_values=num_values, num_ranks=2) == pytest.approx(1e3 * saved_gbit / seconds)
+    for num_ranks, sent, encoded in ((2, 1.0, 1.0), (4, 1.5, 1.25)):
+        seconds = 4e-9 * num_values * (encoded / 3 + 2 / 8)
+        limit = break_even_mbit(codec, speed, num_values=num_values, num_ranks=num_ranks)
+        assert limit == pytest.approx(1e3 * sent * saved_gbit / seconds)
 
 
 def test_more_ranks_make_more_error_in_the_second_round_only_by_their_sum() -> None:
