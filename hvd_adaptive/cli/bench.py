@@ -117,7 +117,9 @@ def add_bench(commands: Any, launch: argparse.ArgumentParser) -> None:
     compress.add_argument("--codecs", metavar="A;B", help="separated by semicolons (default: a choice of all kinds)")
     compress.add_argument("--mib", type=float, default=64, help="MiB of fp32 values (default: 64)")
     compress.add_argument("--repeat", type=int, default=9, help="turns, of which medians count (default: 9)")
-    compress.add_argument("--ranks", type=int, default=2, help="ranks whose values meet, for errors and break-even (default: 2)")
+    compress.add_argument(
+        "--ranks", type=int, default=2, help="ranks whose values meet, for errors and break-even; 2 encode once (default: 2)"
+    )
     compress.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:K")
     comm = kinds.add_parser(
         "comm", parents=[launch, common], help="seconds of one exchange: Horovod in fp32 and fp16 against codecs",

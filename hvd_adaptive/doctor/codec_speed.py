@@ -156,7 +156,8 @@ def break_even_mbit(codec: ValueCodec, speed: Speed, *, num_values: int, num_ran
 
 
 def errors(codec: ValueCodec, num_values: int, num_ranks: int) -> tuple[float, float]:
-    """Returns the relative L2 errors of the ranks' sum: each rank's values encoded once, and the sum encoded again (SRA)."""
+    """Returns the relative L2 errors of the ranks' sum: each rank's values encoded once, and the sum
+    encoded again (SRA), which two ranks do not."""
     exact = sum((normal_values(num_values, rank) for rank in range(num_ranks)), torch.zeros(num_values))
     once = torch.zeros(num_values)
     for rank in range(num_ranks):

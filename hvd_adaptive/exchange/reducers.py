@@ -5,8 +5,8 @@ of each chunk encoded, which sums in fp32 in rank order, encodes the sum and sen
 owner too, decodes the same bytes, so that all ranks end with the same bits. Over two groups it is hierarchical: full
 precision inside a host, where each rank sums a part of the chunk, then SRA between hosts, one group for each such part.
 
-Two ranks, or two hosts, send each other the whole chunk or part instead, and both decode and sum the same bytes in the same
-order: as many bytes as SRA, one step in place of two, and values are encoded once.
+Two ranks of SRA send each other whole chunks instead, and both sum the same bytes in the same order: as many bytes, one
+collective in place of two, and values are encoded once. Between two hosts this was slower: all ranks then decode twice as much.
 
 All return tasks (:mod:`hvd_adaptive.exchange.pipeline`), one a chunk, which every rank runs in the same order.
 """
@@ -90,24 +90,50 @@ def _allreduce_itself(world: Group, job: Job) -> Task:
 
 
 def _allreduce_chunk(world: Group, job: Job, span: Span, name: str) -> Task:
-    codec, wire_dtype = job.codec, job.codec.wire_dtype
+    wire_dtype = job.codec.wire_dtype
     assert wire_dtype is not None
-    out = job.flat[span.start : span.stop]
-    payload = torch.empty(codec.payload_bytes(span.size), dtype=torch.uint8, device=out.device)
+    total = yield world.allreduce_sum_async_(_encoded(world, job, span).view(wire_dtype), name)
+    job.codec.decode_(total.view(torch.uint8), job.flat[span.start : span.stop])
+
+
+def _encoded(world: Group, job: Job, span: Span) -> Tensor:
+    """Returns the payload of this rank's weighted values of a chunk."""
+    values = job.flat[span.start : span.stop]
+    payload = torch.empty(job.codec.payload_bytes(span.size), dtype=torch.uint8, device=values.device)
     key = mix_key(job.key, world.rank, span.start)
     with job.residual("worker", job.flat.numel(), span.start, span.size) as residual:
-        codec.encode_(out, payload, key=key, residual=residual, weight=job.weight)
-    total = yield world.allreduce_sum_async_(payload.view(wire_dtype), name)
-    codec.decode_(total.view(torch.uint8), out)
+        job.codec.encode_(values, payload, key=key, residual=residual, weight=job.weight)
+    return payload
 
 
 def scatter_reduce_allgather(world: Group, job: Job) -> list[Task]:
     """Sums through one owner of each piece; see the module.
 
     Sums are fp32, whatever the tensor's type. Memory beyond the tensor: the chunks under way; with error feedback one residual
-    of the tensor's size and one of the own shard's, fp32.
+    of the tensor's size and one of the own shard's, fp32; two ranks own no shards.
     """
+    if world.world_size == 2:
+        granularity = job.codec.granularity
+        spans = chunks(job.flat.numel(), chunk_elements=_most_elements(job), granularity=granularity, num_pieces=1)
+        return [_swap_chunk(world, job, span, f"{job.name}.{chunk}.gather") for chunk, span in enumerate(spans)]
     return _Sra(job, cross=world, host=None).tasks() if world.world_size > 1 else []
+
+
+def _most_elements(job: Job) -> int:
+    """Returns the most elements of a chunk whose code is not summed on the wire."""
+    return min(job.chunk_elements, job.chunk_elements * CHUNK_BYTES // job.codec.payload_bytes(job.chunk_elements))
+
+
+def _swap_chunk(world: Group, job: Job, span: Span, name: str) -> Task:
+    codec, out = job.codec, job.flat[span.start : span.stop]
+    received = yield world.allgather_bytes_async(
+        _encoded(world, job, span), receive_bytes=[codec.payload_bytes(span.size)] * 2, name=name
+    )
+    # Of the tensor's type only when both are in.
+    total = out if out.dtype == torch.float32 else torch.empty(span.size, dtype=torch.float32, device=out.device)
+    codec.decode_(received, total, num_peers=2)
+    if total is not out:
+        out.copy_(total)
 
 
 def hierarchical(host: Group, cross: Group, job: Job) -> list[Task]:
@@ -136,10 +162,7 @@ class _Sra:
         self.local_size = self.host.world_size if self.host else 1
         self.local_rank = self.host.rank if self.host else 0
         num_pieces = self.local_size * self.cross.world_size
-        self.is_direct = self.cross.world_size == 2
-        most = self.job.chunk_elements
-        most = min(most, most * CHUNK_BYTES // self.job.codec.payload_bytes(most))
-        self.spans = chunks(flat.numel(), chunk_elements=most, granularity=granularity, num_pieces=num_pieces)
+        self.spans = chunks(flat.numel(), chunk_elements=_most_elements(self.job), granularity=granularity, num_pieces=num_pieces)
         self.pieces = [pieces(span, num_pieces=num_pieces, granularity=granularity) for span in self.spans]
         parts = [self.part(chunk, self.local_rank) for chunk in range(len(self.spans))]
         self.worker_offsets = [0, *accumulate(sum(p.size for p in part) for part in parts)]
@@ -151,10 +174,6 @@ class _Sra:
         return self.pieces[chunk][local_rank * size : (local_rank + 1) * size]
 
     def payload_bytes(self, chunk: int, local_rank: int) -> list[int]:
-        """Bytes of what meets of this place's part: its pieces, or the whole of it from either host."""
-        if self.is_direct:
-            whole = sum(piece.size for piece in self.part(chunk, local_rank))
-            return [self.job.codec.payload_bytes(whole)] * 2
         return [self.job.codec.payload_bytes(piece.size) for piece in self.part(chunk, local_rank)]
 
     def tasks(self) -> list[Task]:
@@ -170,11 +189,8 @@ class _Sra:
         else:
             received = yield self.gather_from_host(self.host, chunk, span)
             values, weight = _sum_rows(received.view(torch.float32).view(self.local_size, size)), 1.0
-        if self.is_direct:
-            sums = yield self.send_to_all(chunk, values, weight) if size else None
-        else:
-            received = yield self.send_to_owners(chunk, values, weight) if size else None
-            sums = yield self.send_sums(chunk, received) if size else None
+        received = yield self.send_to_owners(chunk, values, weight) if size else None
+        sums = yield self.send_sums(chunk, received) if size else None
         if self.host is not None:
             sums = yield self.spread_in_host(self.host, chunk, sums)
         self.decode(chunk, sums)
@@ -193,30 +209,24 @@ class _Sra:
 
     def send_to_owners(self, chunk: int, values: Tensor, weight: float) -> Pending:
         """Encodes this rank's weighted values, or its part of the host's sum, and sends each owner its piece."""
+        codec, part = self.job.codec, self.part(chunk, self.local_rank)
         sizes = self.payload_bytes(chunk, self.local_rank)
+        payload = torch.empty(sum(sizes), dtype=torch.uint8, device=values.device)
+        with self.job.residual("worker", self.worker_offsets[-1], self.worker_offsets[chunk], values.numel()) as residual:
+            codec.encode_(
+                values,
+                payload,
+                key=mix_key(self.job.key, 0, self.cross.rank, part[0].start),
+                residual=residual,
+                weight=weight,
+                piece=self.pieces[chunk][0].size,
+            )
         return self.cross.alltoall_bytes_async(
-            self.encoded(chunk, values, weight, piece=self.pieces[chunk][0].size),
+            payload,
             send_bytes=sizes,
             receive_bytes=[sizes[self.cross.rank]] * self.cross.world_size,
             name=f"{self.job.name}.{chunk}.scatter",
         )
-
-    def send_to_all(self, chunk: int, values: Tensor, weight: float) -> Pending:
-        """Encodes this rank's weighted values, or its part of the host's sum, and sends them to the other one."""
-        sizes = self.payload_bytes(chunk, self.local_rank)
-        return self.cross.allgather_bytes_async(
-            self.encoded(chunk, values, weight, piece=None), receive_bytes=sizes, name=f"{self.job.name}.{chunk}.gather"
-        )
-
-    def encoded(self, chunk: int, values: Tensor, weight: float, *, piece: int | None) -> Tensor:
-        """Returns the payload of this rank's part of a chunk, piece by piece, or as a whole (None)."""
-        codec, first = self.job.codec, self.part(chunk, self.local_rank)[0].start
-        sizes = self.payload_bytes(chunk, self.local_rank)
-        payload = torch.empty(sizes[0] if piece is None else sum(sizes), dtype=torch.uint8, device=values.device)
-        key = mix_key(self.job.key, 0, self.cross.rank, first)
-        with self.job.residual("worker", self.worker_offsets[-1], self.worker_offsets[chunk], values.numel()) as residual:
-            codec.encode_(values, payload, key=key, residual=residual, weight=weight, piece=piece)
-        return payload
 
     def send_sums(self, chunk: int, received: Tensor) -> Pending:
         """Decodes and sums the own piece in rank order, encodes the sum and sends it to the other owners."""
@@ -238,21 +248,9 @@ class _Sra:
         return host.allgather_bytes_async(payloads, receive_bytes=sizes, name=f"{self.job.name}.{chunk}.spread")
 
     def decode(self, chunk: int, sums: Tensor) -> None:
-        """Decodes the sums of all pieces, or sums what it decodes: on every rank from the same bytes."""
-        span, codec = self.spans[chunk], self.job.codec
-        out = self.job.flat[span.start : span.stop]
-        if not self.is_direct:
-            codec.decode_(sums, out, piece=self.pieces[chunk][0].size)
-            return
-        total = out if out.dtype == torch.float32 else torch.empty(span.size, dtype=torch.float32, device=out.device)
-        places = range(self.local_size)
-        payloads = sums.split([sum(self.payload_bytes(chunk, place)) for place in places])
-        parts = total.split([sum(piece.size for piece in self.part(chunk, place)) for place in places])
-        for payload, part in zip(payloads, parts, strict=True):
-            if part.numel():
-                codec.decode_(payload, part, num_peers=2)
-        if total is not out:
-            out.copy_(total)
+        """Decodes the sums of all pieces: on every rank from the same bytes."""
+        span = self.spans[chunk]
+        self.job.codec.decode_(sums, self.job.flat[span.start : span.stop], piece=self.pieces[chunk][0].size)
 
 
 def _sum_rows(rows: Tensor) -> Tensor:

@@ -201,8 +201,7 @@ def test_auto_takes_what_is_fastest_on_the_slowest_rank(winner: str, monkeypatch
         if winner == "none":
             assert torch.allclose(flat, expected[0], atol=1e-6) and not residuals
         else:
-            # Of two hosts, none sums and encodes again for the other.
-            assert torch.equal(flat, results[0][0]) and len(residuals) == (1 if winner == "hierarchical" else 2)
+            assert torch.equal(flat, results[0][0]) and len(residuals) == 2
 
 
 @pytest.mark.parametrize(
