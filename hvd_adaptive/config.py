@@ -105,7 +105,8 @@ class Config:
     outer_step: str | None = option(
         None,
         "how the merged change moves the model; none: directly; momentum (the paper's), nesterov (DiLoCo's): with momentum over "
-        "merges (default: nesterov for SGD, none for other optimizers)",
+        "merges, which for Adam and its kin begins after 100 updates of a rank (default: nesterov for SGD and, in Session with "
+        "several ranks, for torch's Adam and its kin; none for other optimizers)",
         "none",
         "momentum",
         "nesterov",
@@ -115,8 +116,8 @@ class Config:
         None, "learning rate of the outer step (default: 0.7 for nesterov, else 1)",
         strategy=_LOCAL,
     )
-    outer_momentum: float = option(
-        0.9, "momentum of the outer step",
+    outer_momentum: float | None = option(
+        None, "momentum of the outer step (default: 0.9; 0.5 for torch's Adam and its kin)",
         strategy=("local", "sma"), outer_step=(None, "momentum", "nesterov"),
     )
     outer_bias_correction: bool = option(
@@ -291,7 +292,7 @@ class Config:
         if self.straggler_limit and self.straggler_limit <= 1:
             raise ValueError(f"straggler_limit must be > 1, or 0 for never, got {self.straggler_limit}")
         for name in ("outer_momentum", "perturbation_delta", "fragment_alpha"):
-            if not 0 <= getattr(self, name) < 1:
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         if self.stall_limit_s < 1:
             raise ValueError(
@@ -389,6 +390,11 @@ class Config:
         if self.batch_size_step is not None:
             return self.batch_size_step
         return 32.0 if self.size_rule == "heterogpu" else self.batch_size_bounds[0] / 2
+
+    @property
+    def momentum_of_merges(self) -> float:
+        """Momentum of the outer step, where the optimizer has not set another default."""
+        return 0.9 if self.outer_momentum is None else self.outer_momentum
 
     @property
     def outer_learning_rate(self) -> float:

@@ -10,6 +10,9 @@ from torch import Tensor
 from hvd_adaptive.config import Config
 
 OUTER_STEPS = ("none", "momentum", "nesterov")
+# Updates of a rank before the outer step of Adam and its kin begins, and its momentum. While a model changes fast, momentum over
+# merges does lasting harm; later it helps: benchmarks/records/2026-11-25-late-outer-step.md.
+ADAM_START, ADAM_MOMENTUM = 100, 0.5
 # Elements a pass works on, so that its three operands stay in the cache of a core. A GPU takes all at once.
 _CPU_CHUNK = 1 << 16
 # Elements that come from host memory to a GPU at a time.
@@ -36,6 +39,7 @@ class OuterStep:
         momentum: gamma, in [0, 1).
         bias_correction: whether lr makes up for a velocity that still grows.
         num_fragments: parts of the model that are merged at different times.
+        start: updates of a rank, on average, in whose merges w += d; the outer step begins after them.
 
     Raises:
         ValueError: for an unknown kind.
@@ -49,6 +53,7 @@ class OuterStep:
         momentum: float = 0.0,
         bias_correction: bool = False,
         num_fragments: int = 1,
+        start: int = 0,
     ) -> None:
         if kind not in OUTER_STEPS:
             raise ValueError(f"outer step must be one of {', '.join(OUTER_STEPS)}, got {kind!r}")
@@ -59,22 +64,39 @@ class OuterStep:
         self.velocity: dict[torch.dtype, Tensor] = {}
         # The velocity of each fragment that deltas of one would have; a tensor, as what is saved and exchanged with the velocity.
         self.growth = torch.zeros(num_fragments, dtype=torch.float64)
+        # Updates of a rank in all merges, up to this one.
+        self.num_updates = torch.zeros(1, dtype=torch.float64)
+        self._start = start
         self._lr_now = lr
 
     @classmethod
-    def of(cls, config: Config) -> OuterStep:
-        """Returns the outer step of a configuration, in which it is set."""
+    def of(cls, config: Config, *, start: int = 0) -> OuterStep:
+        """Returns the outer step of a configuration, in which it is set, beginning after so many updates of a rank."""
         return cls(
             config.outer_step or "none",
             lr=config.outer_learning_rate,
-            momentum=config.outer_momentum,
+            momentum=config.momentum_of_merges,
             bias_correction=config.outer_bias_correction,
             num_fragments=config.merge_fragments,
+            start=start,
         )
 
+    @property
+    def begun(self) -> bool:
+        """Whether merges may do more than to add the deltas."""
+        return float(self.num_updates) >= self._start
+
+    def count(self, num_updates: float) -> None:
+        """Takes note of a merge to come.
+
+        Args:
+            num_updates: of a rank since the last merge, on average.
+        """
+        self.num_updates += num_updates
+
     def velocity_of(self, weights: Tensor) -> Tensor | None:
-        """Returns the velocity of a flat model, zeros at first; None for ``none``."""
-        if self.kind == "none":
+        """Returns the velocity of a flat model, zeros at first; None for ``none``, and before the outer step begins."""
+        if self.kind == "none" or not self.begun:
             return None
         velocity = self.velocity.get(weights.dtype)
         if velocity is None:
@@ -82,20 +104,25 @@ class OuterStep:
         return velocity
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the velocity by name of its dtype, and how far it has grown; empty before the first step that has one."""
-        if not self.velocity:
+        """Returns the velocity by name of its dtype, how far it has grown, and the updates so far; empty for ``none``."""
+        if self.kind == "none" or not (self.velocity or self.num_updates):
             return {}
-        return {str(dtype).removeprefix("torch."): v for dtype, v in self.velocity.items()} | {"growth": self.growth}
+        velocity = {str(dtype).removeprefix("torch."): v for dtype, v in self.velocity.items()}
+        return velocity | {"growth": self.growth, "num_updates": self.num_updates}
 
     def load_state_dict(self, state: dict[str, Tensor], *, device: torch.device) -> None:
-        """Takes over a velocity, copied to the weights' device; one whose growth was not saved counts as grown."""
+        """Takes over a velocity, copied to the weights' device; one whose growth was not saved counts as grown, and as begun."""
+        if self.kind == "none":
+            return
         grown = torch.full_like(self.growth, 1 / (1 - self.momentum) if state else 0.0)
         self.growth = state.get("growth", grown).cpu().clone()
+        begun = torch.full_like(self.num_updates, float(self._start if state else 0))
+        self.num_updates = state.get("num_updates", begun).cpu().clone()
         pinned = device.type == "cpu" and torch.cuda.is_available()
         self.velocity = {
             getattr(torch, name): v.to(device, copy=True).pin_memory() if pinned else v.to(device, copy=True)
             for name, v in state.items()
-            if name != "growth"
+            if name not in ("growth", "num_updates")
         }
 
     def begin(self, fragment: int = 0) -> None:
@@ -104,7 +131,8 @@ class OuterStep:
         Args:
             fragment: what of the model is merged.
         """
-        if self.kind == "none":
+        self._lr_now = self.lr if self.begun else 1.0
+        if self.kind == "none" or not self.begun:
             return
         self.growth[fragment] = self.growth[fragment] * self.momentum + 1
         if self.bias_correction:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.algorithm.merge_period import with_short_rounds
-from hvd_adaptive.algorithm.outer_step import OuterStep
+from hvd_adaptive.algorithm.outer_step import ADAM_START, OuterStep
 from hvd_adaptive.algorithm.outliers import NormHistory, clip_factor
 from hvd_adaptive.algorithm.round_control import round_weights
 from hvd_adaptive.algorithm.statistics import Array, Gathered, Statistics
@@ -96,7 +96,7 @@ class Merge:
         if parameters is None:
             parameters = [p for p in model.parameters() if p.requires_grad]
         modules = [model] if modules is None else modules
-        config = optimizer_state.with_defaults(config, optimizer, parameters)
+        config = optimizer_state.with_defaults(config, optimizer, parameters, world_size=transport.world_size)
         if optimizer_state.learns_from_short_rounds(config, optimizer):
             config = with_short_rounds(config, transport.world_size)
         self.config = config
@@ -108,7 +108,7 @@ class Merge:
         sparse = {id(p) for module in modules for p in sparse_parameters(module).values()}
         by_rows = [place for place, p in enumerate(parameters) if id(p) in sparse]
         self.rule = flat.rule = make_merge_rule(config.weight_rule, optimizer, parameters, row_parameters=by_rows)
-        self.outer = OuterStep.of(config)
+        self.outer = OuterStep.of(config, start=ADAM_START if optimizer_state.is_adam(optimizer) else 0)
         if config.compression != "none":
             infos = [info for group in flat.parameter_groups for info in group.infos]
             flat.compressed = CompressedSum(
@@ -177,6 +177,7 @@ class Merge:
             flat.compressed = None
         if self.rows is not None:
             self.rows.exchange()
+        self.outer.count(float(gathered["num_updates"].mean()))
         flat.weigh_(convex)
         own, own_buffers = float(weights[rank]), float(convex[rank])
         if self.overlap is not None:

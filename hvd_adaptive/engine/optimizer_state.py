@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam
 
+from hvd_adaptive.algorithm.outer_step import ADAM_MOMENTUM
 from hvd_adaptive.combinations import goes_with_dual_averaging
 from hvd_adaptive.comm.protocols import AgreedError, Collectives
 from hvd_adaptive.config import Config
@@ -40,8 +41,12 @@ def learns_from_short_rounds(config: Config, optimizer: Optimizer) -> bool:
 
     Merges beside later steps are as old as a round is long, whatever that is, and logical ranks follow no clock.
     """
-    is_adam = isinstance(optimizer, (Adam, AdamW, NAdam, RAdam))
-    return is_adam and not config.overlaps_merges and config.logical_ranks is None
+    return is_adam(optimizer) and not config.overlaps_merges and config.logical_ranks is None
+
+
+def is_adam(optimizer: Optimizer) -> bool:
+    """Returns whether it is torch's Adam or one of its kin."""
+    return isinstance(optimizer, (Adam, AdamW, NAdam, RAdam))
 
 
 def _exchanges_accumulators(config: Config, optimizer: Optimizer) -> bool:
@@ -50,7 +55,7 @@ def _exchanges_accumulators(config: Config, optimizer: Optimizer) -> bool:
 
 
 def with_defaults(
-    config: Config, optimizer: Optimizer, parameters: Iterable[Tensor], *, rare_labels: bool = False
+    config: Config, optimizer: Optimizer, parameters: Iterable[Tensor], *, world_size: int = 1, rare_labels: bool = False
 ) -> Config:
     """Returns the configuration with what follows from the optimizer where it is not set: merge weights, the learning rate's rule
     and the outer step.
@@ -60,13 +65,14 @@ def with_defaults(
     The learning rate of SGD, with momentum or without, follows the batch size linearly. That of other optimizers stays: they
     divide a gradient by its usual size, so their steps do not grow with the batch's.
 
-    SGD gets Nesterov, others no outer step: they take as long steps on rare rows as on others, and momentum over rounds gained
-    nothing with them.
+    SGD gets Nesterov, and so do dense Adam and its kin on several ranks, with less momentum. Others get no outer step: they take
+    as long steps on rare rows as on others, and momentum over rounds gained nothing with them. One rank trains as without us.
 
     Args:
         config: the rules.
         optimizer: the ranks' own.
         parameters: that are merged.
+        world_size: number of ranks.
         rare_labels: a label occurs on one rank at most between most merges.
 
     Raises:
@@ -91,9 +97,19 @@ def with_defaults(
     is_sgd = isinstance(optimizer, (SGD, LazyMomentum))
     if config.lr_rule == "auto":
         config = dataclasses.replace(config, lr_rule="linear" if is_sgd else "none")
-    if config.outer_step is not None:
-        return config
-    kind = "nesterov" if is_sgd else "none"
+    if config.outer_step is None:
+        adapts = learns_from_short_rounds(config, optimizer) and (world_size > 1 or _sets_outer_step(config))
+        config = _with_outer_step(config, "nesterov" if is_sgd or adapts else "none", optimizer)
+    if is_adam(optimizer) and config.outer_step != "none" and config.outer_momentum is None:
+        config = dataclasses.replace(config, outer_momentum=ADAM_MOMENTUM)
+    return config
+
+
+def _sets_outer_step(config: Config) -> bool:
+    return config.outer_lr is not None or config.outer_momentum is not None or config.outer_bias_correction
+
+
+def _with_outer_step(config: Config, kind: str, optimizer: Optimizer) -> Config:
     try:
         return dataclasses.replace(config, outer_step=kind)
     except ValueError as error:

@@ -134,7 +134,7 @@ class SmaStrategy(FixedWorkStrategy):
         return [g.delta.mul(1.0 - alpha).add_(g.weights) for g in self.flat_model.parameter_groups]
 
     def _new_outer(self) -> OuterStep:
-        return OuterStep("momentum", momentum=self._config.outer_momentum)
+        return OuterStep("momentum", momentum=self._config.momentum_of_merges)
 
     def _learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])

@@ -254,6 +254,8 @@ class Merger:
                 self._take_from(root, group.weights, group.name)
             for index, start in enumerate(self._engine.rule.starts() if self._engine.rule is not None else ()):
                 self._take_from(root, start, f"accumulators.{index}")
+            # Before the outer step begins nobody has a velocity.
+            self._take_from(root, self._engine.outer.num_updates, "updates")
             for group in self._flat.parameter_groups:
                 velocity = self._engine.outer.velocity_of(group.weights)
                 if velocity is not None and is_loaded.any():

@@ -72,7 +72,7 @@ class RunConfig:
     )
     outer_step: str = _as_in_train("outer_step", default="none")
     outer_lr: float | None = _as_in_train("outer_lr")
-    outer_momentum: float = _as_in_train("outer_momentum")
+    outer_momentum: float | None = _as_in_train("outer_momentum")
     outer_bias_correction: bool = _as_in_train("outer_bias_correction")
     optimizer_state: str | None = _as_in_train("optimizer_state")
     hash_interval: int = _as_in_train(

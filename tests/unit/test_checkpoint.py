@@ -200,7 +200,9 @@ def test_another_number_of_ranks_consumes_every_sample_once(
     for rank, result in enumerate(second):
         theirs = first[rank % before]["state"]
         changed = differences(theirs, result["resumed"], ignore=("world_size", "speed_model"))
-        optimizer = [name for name in changed if "optimizer" in name or "model" in name or "outer" in name]
+        # One rank has no outer step.
+        kept = ("optimizer", "model", "outer") if after > 1 else ("optimizer", "model")
+        optimizer = [name for name in changed if any(part in name for part in kept)]
         assert optimizer == []
     # A rank that was not there draws numbers of its own.
     assert sorted(seeded) == [(rank, 5) for rank in range(before, after)]

@@ -83,3 +83,32 @@ def test_a_velocity_saved_without_its_growth_counts_as_grown() -> None:
         outer.begin()
         outer.apply_(moved, torch.ones(3, dtype=torch.float64))
     assert torch.allclose(*weights)
+
+
+def test_it_begins_after_so_many_updates_with_a_velocity_of_zero() -> None:
+    outer = OuterStep("nesterov", lr=0.7, momentum=0.5, start=25)
+    weights, steps = torch.zeros(3, dtype=torch.float64), []
+    for _ in range(4):
+        outer.count(10)
+        outer.begin()
+        before = weights.clone()
+        outer.apply_(weights, torch.ones_like(weights))
+        steps.append(float((weights - before)[0]))
+    # From the third merge on 0.7 (d + 0.5 v), v = 0.5 v + d.
+    assert steps == pytest.approx([1.0, 1.0, 0.7 * 1.5, 0.7 * 1.75])
+
+
+def test_a_run_that_is_taken_up_before_the_outer_step_begins_begins_it_where_the_whole_one_does() -> None:
+    whole = OuterStep("momentum", momentum=0.5, start=25)
+    whole.count(20)
+    rest = OuterStep("momentum", momentum=0.5, start=25)
+    rest.load_state_dict({name: value.clone() for name, value in whole.state_dict().items()}, device=torch.device("cpu"))
+    weights = torch.zeros(2)
+    assert (rest.begun, rest.velocity_of(weights)) == (False, None)
+    rest.count(10)
+    assert rest.begun
+    assert rest.velocity_of(weights) is not None
+    # Files of older versions know no count: theirs had begun.
+    older = OuterStep("momentum", momentum=0.5, start=25)
+    older.load_state_dict({"float32": torch.ones(2)}, device=torch.device("cpu"))
+    assert older.begun
