@@ -44,6 +44,10 @@ RATES = (0.0015, 0.003, 0.006)
 PEERS_PYTHON = HERE.parent / ".venv-peers" / "bin" / "python"
 METHOD_HELP = f"of {'; '.join(METHODS)}; or ours with fields of Config: 'ours {{\"mega_batch\": 160}}' (default: those named)"
 PLAIN_HELP = "measure plain Horovod over a link so long only; its losses are then those of one host, of the same updates"
+DECAY_HELP = (
+    "in tune and run, too, the rate falls to 0: for plain Horovod at --samples, for others that are to reach its loss at --most "
+    "times so many, and they may have it sooner"
+)
 STAGES = ("install", "tune", "run", "equal", "record")
 
 Result = dict[str, Any]
@@ -62,6 +66,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4800, help="of all ranks, at which losses are compared")
     parser.add_argument("--equal-samples", type=int, default=9600, help="of all ranks, in stage equal")
     parser.add_argument("--warmup", type=int, default=1600, help="samples of all ranks in which the learning rate rises")
+    parser.add_argument("--decay", action="store_true", help=DECAY_HELP)
     parser.add_argument("--plain-samples", type=int, help=PLAIN_HELP)
     parser.add_argument("--most", type=float, default=1.5, help="times so many, to reach the target with")
     parser.add_argument("--limit-s", type=float, default=600.0, help="of a run")
@@ -165,7 +170,8 @@ class Bench:
             for name in sorted(self._methods, key=lambda name: name != PLAIN):
                 if name.endswith("by hand") and len(set(speeds.split(":"))) == 1:
                     continue
-                rate = options.rates[0] if len(options.rates) == 1 else best_rate(read(options.out), name, model)
+                any_rate = self._case("run", name, model=model, lr=0.0)
+                rate = options.rates[0] if len(options.rates) == 1 else best_rate(read(options.out), name, any_rate)
                 if rate is None:
                     say(f"{name}: left out, as its learning rate is not tuned. Remedy: python benchmarks/peers.py tune")
                     continue
@@ -196,7 +202,7 @@ class Bench:
         samples = self._options.samples
         return Case(
             stage=stage, method=method, link=link, speeds=speeds, lr=lr, seed=seed, samples=samples, most_samples=samples,
-            model=model, warmup=self._options.warmup,
+            model=model, warmup=self._options.warmup, decay=self._options.decay,
         )  # fmt: skip
 
     def _target(self, case: Case) -> float | None:
@@ -204,9 +210,9 @@ class Bench:
         results = read(self._options.out)
         for result in results:
             plain = Case(**result["case"])
-            same = (plain.method, plain.decay, len(plain.parts)) == (PLAIN, False, len(case.parts))
+            same = (plain.method, plain.decay, len(plain.parts)) == (PLAIN, case.decay, len(case.parts))
             alike = all(getattr(plain, name) == getattr(case, name) for name in ("seed", "samples", "model", "warmup"))
-            if same and alike and plain.lr in (case.lr, best_rate(results, PLAIN, case.model)) and "curve" in result:
+            if same and alike and plain.lr in (case.lr, best_rate(results, PLAIN, case)) and "curve" in result:
                 return float(result["curve"][-1][2])
         return None
 
@@ -260,13 +266,13 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def best_rate(results: list[Result], method: str, model: str) -> float | None:
-    """Returns the learning rate of a model's lowest loss in tuning."""
-    wanted = ("tune", tuned_as(method), model)
+def best_rate(results: list[Result], method: str, like: Case) -> float | None:
+    """Returns the learning rate of a method's lowest loss in tuning, of a case's model and schedule."""
+    wanted = ("tune", tuned_as(method), like.model, like.decay)
     tuned = [
         (result["curve"][-1][2], case.lr)
         for result in results
-        if "curve" in result and ((case := Case(**result["case"])).stage, case.method, case.model) == wanted
+        if "curve" in result and ((case := Case(**result["case"])).stage, case.method, case.model, case.decay) == wanted
     ]
     return min(tuned)[1] if tuned else None
 

@@ -23,11 +23,13 @@ def record(results: list[Result], methods: list[str]) -> list[str]:
     """
     methods = list(dict.fromkeys([*methods, *(result["case"]["method"] for result in results)]))
     done = [result for result in results if "curve" in result]
+    falls = any(result["case"].get("decay") and result["case"]["stage"] == "run" for result in done)
+    then = "falls to 0" if falls else "stays"
     packages = sorted({package for name in methods if (package := package_of(name))})
     lines = [
         *header("Small models beside today's peers", peers_versions(packages)),
         "GPTs over bytes (`examples/gpt.py`) on the standard library's sources, or a ResNet on scikit-learn's digits; AdamW",
-        "(0.9, 0.95), weight decay 0.1, clipping at 1; the rate rises at first (`--warmup`) and then stays. A rank's batch is 8",
+        f"(0.9, 0.95), weight decay 0.1, clipping at 1; the rate rises at first (`--warmup`), then {then}. A rank's batch is 8",
         "windows of 64 bytes or 8 images. Links are between two network namespaces of this machine, half of the ranks on each;",
         "loopback: no namespaces. The ranks share its cores. A slower rank sleeps before each pass for a multiple of the CPU",
         "time a sample of the pass before: at 1:2 the slow one takes twice as long as its pass, at 1:1:2:4 the four take 8, 8,",

@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--moments", default="keep", choices=("keep", "average", "all", "zero", "follow"), help=MOMENTS_HELP)
     parser.add_argument("--outer-lr", type=float, default=1.0, help="of the merged change")
     parser.add_argument("--outer-momentum", type=float, default=0.0, help="Nesterov's")
+    parser.add_argument("--outer-from", type=int, default=0, help="samples of all ranks before the outer step begins")
     parser.add_argument("--ratio", type=float, default=1.0, help="Adam's denominator is as of so many batches")
     parser.add_argument("--compression", default="none", help="of changes and moments on the way; as hvd-adaptive's option")
     parser.add_argument("--lr", type=float, default=0.0018)
@@ -131,11 +132,10 @@ class Simulation:
                     state = optimizer.state[replica]
                     bias = 1 - BETAS[0] ** float(state["step"])
                     state["exp_avg"].sub_((change - its) * _moments(state)[1].sqrt() * (bias / rates))
-            if self._options.outer_momentum:
-                velocity = self._velocity.setdefault(place, torch.zeros_like(base))
-                velocity.mul_(self._options.outer_momentum).add_(change)
-                change = change + self._options.outer_momentum * velocity
-            base.add_(change, alpha=self._options.outer_lr)
+            if self._num_samples < self._options.outer_from:
+                base.add_(change)
+            else:
+                base.add_(self._moved(place, change), alpha=self._options.outer_lr)
             for replica in replicas:
                 replica.copy_(base)
             states = [o.state[p] for o, p in zip(self._optimizers, replicas, strict=True)]
@@ -152,6 +152,12 @@ class Simulation:
                 mean = sum(w * value for w, value in zip(self._weights, values, strict=True))
                 for value in values:
                     value.copy_(mean)
+
+    def _moved(self, place: int, change: Tensor) -> Tensor:
+        """Returns Nesterov's change of a parameter."""
+        momentum = self._options.outer_momentum
+        velocity = self._velocity.setdefault(place, torch.zeros_like(change))
+        return change + momentum * velocity.mul_(momentum).add_(change)
 
     def _mean(self, name: str, place: int, values: list[Tensor]) -> Tensor:
         """Returns the weighted mean, coded by each rank and again as their sum, what codes lose being sent in the next round."""

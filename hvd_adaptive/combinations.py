@@ -42,13 +42,13 @@ def check_combinations(config: Any) -> None:
     check_needs(config)
     if config.micro_batch_size is not None:
         _check_micro_batches(config)
-    if config.compression == "none" and config.reducer not in ("by-host", "sra"):
-        raise ValueError(f"reducer {config.reducer!r} needs a compression, got 'none': it would have no effect")
+    if not config.encodes and config.reducer not in ("by-host", "sra"):
+        raise ValueError(f"reducer {config.reducer!r} needs a compression, got {config.compression!r}: it would have no effect")
     if config.auto_bits and not config.compression.lstrip().startswith("maxmin"):
         raise ValueError(
             f"auto_bits chooses bits of maxmin codes: it needs compression 'maxmin:BITS', got {config.compression!r}"
         )
-    if config.compression != "none":
+    if config.encodes:
         _check_needed(
             config,
             f"compression {config.compression!r}",
@@ -149,8 +149,8 @@ def check_needs(config: Any) -> None:
     """
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        # Older runs' config.json has this one with all strategies: it was the default.
-        if value != item.default and (item.name, value) != ("merge_period", "fixed"):
+        # Older runs' config.json has these with all options: they were the defaults.
+        if value != item.default and (item.name, value) not in (("merge_period", "fixed"), ("outer_momentum", 0.9)):
             _check_needed(config, f"{item.name} {value!r}", "it would have no effect", **item.metadata["needs"])
 
 

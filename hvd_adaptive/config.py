@@ -65,8 +65,7 @@ class Config:
         *("fixed", "paper", "heterogpu", "static", "proportional"),
     )
     batch_size_step: float | None = option(
-        None,
-        "samples a batch size moves: beta of 'paper' (default: min_batch_size / 2), the step of 'heterogpu' (default: 32)",
+        None, "samples a batch size moves: beta of 'paper' (default: min_batch_size / 2), the step of 'heterogpu' (default: 32)",
         size_rule=("paper", "heterogpu"),
     )
     lr_rule: str = option(
@@ -79,9 +78,7 @@ class Config:
         None, "batch size at which the optimizer's own learning rate holds, for lr_rule linear and sqrt (default: batch_size)",
         strategy=_LOCAL,
     )
-    warmup_epochs: float = option(
-        0.0, "epochs at the start with the smallest batch size and a learning rate that rises linearly"
-    )
+    warmup_epochs: float = option(0.0, "epochs at the start with the smallest batch size and a learning rate that rises linearly")
     lr_decay: float = option(0.0, "learning rate is divided by 1 + lr_decay x (epoch - warmup_epochs)")
     work: str = option(
         "samples",
@@ -113,8 +110,7 @@ class Config:
         strategy=_LOCAL,
     )
     outer_lr: float | None = option(
-        None, "learning rate of the outer step (default: 0.7 for nesterov, else 1)",
-        strategy=_LOCAL,
+        None, "learning rate of the outer step (default: 0.7 for nesterov, else 1)", strategy=_LOCAL
     )
     outer_momentum: float | None = option(
         None, "momentum of the outer step (default: 0.9; 0.5 for torch's Adam and its kin)",
@@ -151,8 +147,7 @@ class Config:
         "an older one",
     )
     slowdown: str | None = option(
-        None,
-        "emulate unequal ranks: for each rank, how many times as long its steps take, as in 8,8,4,2",
+        None, "emulate unequal ranks: for each rank, how many times as long its steps take, as in 8,8,4,2"
     )
     global_batch_size: int | None = option(
         None, "samples of a step over all ranks, for 'sync' (default: batch_size x number of ranks)",
@@ -177,9 +172,7 @@ class Config:
         "train as this many logical ranks, which the ranks play in turn: the same bits for any number of ranks up to this, on "
         "equal hardware; nothing adapts to speeds",
     )
-    record: bool = option(
-        False, "write what --replay needs to repeat the run bit for bit"
-    )
+    record: bool = option(False, "write what --replay needs to repeat the run bit for bit")
     replay: str | None = option(
         None, "run directory of a recorded run: repeat it bit for bit, with its options and number of ranks"
     )
@@ -261,8 +254,7 @@ class Config:
         strategy=_LOCAL,
     )
     compression: str = option(
-        "none",
-        "none (default), fp16, maxmin:4, topk:0.01 and others of docs/compression.md",
+        "auto", "none, fp16, maxmin:4 and others; auto (default): none, in Session see docs/compression.md",
         strategy=("local", "sync"),
     )
     reducer: str = option(
@@ -339,8 +331,12 @@ class Config:
         :func:`hvd_adaptive.comm.connect`."""
         if self.island is not None:
             return True
-        encoded = self.compression != "none"
-        return None if encoded and self.reducer == "by-host" else encoded and self.reducer in ("hierarchical", "auto")
+        return None if self.encodes and self.reducer == "by-host" else self.encodes and self.reducer in ("hierarchical", "auto")
+
+    @property
+    def encodes(self) -> bool:
+        """Whether a codec is set."""
+        return self.compression not in ("auto", "none")
 
     @property
     def sums_seldom(self) -> bool:

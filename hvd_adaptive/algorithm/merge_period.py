@@ -16,6 +16,8 @@ _NUM_MEASURED = 3
 _MAX_FACTOR = 2.0
 # Rounds of a measured merge period leave room for this many merges an epoch.
 LEAST_MERGES_AN_EPOCH = 4
+# What merges are encoded with on a slow link, where it is to be chosen: it lost nothing in training that was measured.
+SLOW_LINK_CODEC = "maxmin:4"
 # Where no mega-batch was set.
 DEFAULT_MERGES_AN_EPOCH = 8
 # What ranks compute between two merges while these take at most a tenth of the time, where short rounds learn better from equally

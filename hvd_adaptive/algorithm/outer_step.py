@@ -66,7 +66,7 @@ class OuterStep:
         self.growth = torch.zeros(num_fragments, dtype=torch.float64)
         # Updates of a rank in all merges, up to this one.
         self.num_updates = torch.zeros(1, dtype=torch.float64)
-        self._start = start
+        self._start = start if kind != "none" else 0
         self._lr_now = lr
 
     @classmethod
@@ -96,12 +96,13 @@ class OuterStep:
 
     def velocity_of(self, weights: Tensor) -> Tensor | None:
         """Returns the velocity of a flat model, zeros at first; None for ``none``, and before the outer step begins."""
-        if self.kind == "none" or not self.begun:
+        if self.kind == "none":
             return None
         velocity = self.velocity.get(weights.dtype)
         if velocity is None:
+            # Already now, so that memory that is too small is found at the first merge.
             velocity = self.velocity[weights.dtype] = torch.zeros_like(weights, pin_memory=weights.is_pinned())
-        return velocity
+        return velocity if self.begun else None
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the velocity by name of its dtype, how far it has grown, and the updates so far; empty for ``none``."""

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_adaptive.algorithm.merge_period import SLOW_LINK_CODEC
 from hvd_adaptive.algorithm.micro_batches import multiple
 from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.algorithm.speed_model import fit_line
 from hvd_adaptive.calibrate.choices import (
     SLOW_EXCHANGE,
-    SLOW_LINK_CODEC,
     choose,
     may_choose,
     may_cut,
@@ -88,7 +88,8 @@ class Calibrator:
         given: Collection[str] = (),
         say: Callable[[str], None],
     ) -> None:
-        self._config = config
+        # What it finds is to be written down.
+        self._config = config if config.encodes else dataclasses.replace(config, compression="none")
         self._train = train
         self._data = data
         self._device = device

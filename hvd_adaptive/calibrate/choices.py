@@ -18,7 +18,6 @@ SAMPLES_TO_A_LOSS = {"local": 1.2, "sync": 1.0, "horovod": 1.0}
 FRAGMENTS = {4: 1.07, 2: 1.13}
 # Tried where the exchange takes this part of the time or more.
 SLOW_EXCHANGE = 0.1
-SLOW_LINK_CODEC = "maxmin:4"
 # Less than this is not worth another option: seconds scatter.
 _LEAST_GAIN = 1.1
 
@@ -60,7 +59,7 @@ def may_choose(config: Config, given: Collection[str], strategy: str, compressio
         compression: likewise.
         merge_fragments: likewise.
     """
-    if config.compression != "none" or config.merge_fragments != 1 or not BY_CHOICE.isdisjoint(given):
+    if config.encodes or config.merge_fragments != 1 or not BY_CHOICE.isdisjoint(given):
         return False
     try:
         dataclasses.replace(config, strategy=strategy, compression=compression, merge_fragments=merge_fragments)

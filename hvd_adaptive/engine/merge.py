@@ -7,6 +7,7 @@ from them (:meth:`Merge.weights`), and the deltas, the outer step and the optimi
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvd_adaptive.algorithm.merge_period import with_short_rounds
+from hvd_adaptive.algorithm.merge_period import SLOW_LINK_CODEC, with_short_rounds
 from hvd_adaptive.algorithm.outer_step import ADAM_START, OuterStep
 from hvd_adaptive.algorithm.outliers import NormHistory, clip_factor
 from hvd_adaptive.algorithm.round_control import round_weights
@@ -30,8 +31,9 @@ from hvd_adaptive.engine.merge_rule import make_merge_rule
 from hvd_adaptive.engine.overlap import OverlappedMerge
 from hvd_adaptive.engine.rank_warnings import warn_of_broken, warn_of_outliers
 from hvd_adaptive.engine.row_merge import RowMerge
-from hvd_adaptive.engine.shards import local_state, sharded_state
+from hvd_adaptive.engine.shards import local, local_state, sharded_state
 from hvd_adaptive.engine.touched_rows import mark_rows, sparse_parameters
+from hvd_adaptive.exchange.codec_choice import chosen_codec
 from hvd_adaptive.exchange.compressed import CompressedSum
 
 
@@ -99,6 +101,7 @@ class Merge:
         config = optimizer_state.with_defaults(config, optimizer, parameters, world_size=transport.world_size)
         if optimizer_state.learns_from_short_rounds(config, optimizer):
             config = with_short_rounds(config, transport.world_size)
+        config = self._with_codec(config, optimizer, parameters, transport)
         self.config = config
         self._optimizer = optimizer
         self._transport = transport
@@ -109,7 +112,7 @@ class Merge:
         by_rows = [place for place, p in enumerate(parameters) if id(p) in sparse]
         self.rule = flat.rule = make_merge_rule(config.weight_rule, optimizer, parameters, row_parameters=by_rows)
         self.outer = OuterStep.of(config, start=ADAM_START if optimizer_state.is_adam(optimizer) else 0)
-        if config.compression != "none":
+        if config.encodes:
             infos = [info for group in flat.parameter_groups for info in group.infos]
             flat.compressed = CompressedSum(
                 config, transport, infos, devices=[flat.device], auto_bits=config.auto_bits, residuals_on_host=on_host
@@ -120,6 +123,18 @@ class Merge:
         self._history = NormHistory(config.outlier_limit) if config.outlier_limit and config.merge_fragments == 1 else None
         self.num_rows = 0
         self.who = "ranks" if transport.rank == 0 else None
+
+    @staticmethod
+    def _with_codec(config: Config, optimizer: Optimizer, parameters: Sequence[Tensor], transport: Collectives) -> Config:
+        if config.compression != "auto":
+            return config
+        codec = "none"
+        # Rows of sparse parameters, and what must repeat, are sent as they are.
+        adapts = optimizer_state.learns_from_short_rounds(config, optimizer) and config.sparse_merge != "always"
+        if adapts and parameters and transport.world_size > 1 and not config.repeatable:
+            num_elements = sum(local(p).numel() for p in parameters)
+            codec = chosen_codec(SLOW_LINK_CODEC, config, transport, device=parameters[0].device, num_elements=num_elements)
+        return dataclasses.replace(config, compression=codec)
 
     def measure_(self, stats: MergeStats, *, verify: bool = False) -> None:
         """Fills this rank's delta, and the statistics that are of it.
@@ -236,7 +251,8 @@ class Merge:
         self._optimizer.load_state_dict(sharded_state(own["optimizer"], self._optimizer))
         if self.rule is not None:
             self.rule.restart()
-        if self.flat_model.compressed is not None:
+        # A link that was fast may be slow now.
+        if self.flat_model.compressed is not None and own["compressed"] is not None:
             self.flat_model.compressed.load_state_dict(own["compressed"])
         if self._history is not None and same_ranks:
             self._history.load_state_dict(own["history"])

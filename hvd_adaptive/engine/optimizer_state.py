@@ -51,7 +51,7 @@ def is_adam(optimizer: Optimizer) -> bool:
 
 def _exchanges_accumulators(config: Config, optimizer: Optimizer) -> bool:
     """Whether exchanging the optimizer's accumulators costs little: they are few, or nothing else is compressed."""
-    return isinstance(optimizer, RowwiseAdagrad) or (isinstance(optimizer, Adagrad) and config.compression == "none")
+    return isinstance(optimizer, RowwiseAdagrad) or (isinstance(optimizer, Adagrad) and not config.encodes)
 
 
 def with_defaults(

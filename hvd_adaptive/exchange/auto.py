@@ -16,19 +16,25 @@ log = logging.getLogger(__name__)
 
 
 def fastest(
-    transport: Collectives, candidates: Mapping[str, Callable[[Tensor], None]], values: Tensor, *, num_trials: int = 3
+    transport: Collectives,
+    candidates: Mapping[str, Callable[[Tensor], None]],
+    values: Tensor,
+    *,
+    num_trials: int = 3,
+    least_gain: float = 1.05,
 ) -> tuple[str, dict[str, float]]:
     """Times each candidate on a tensor and returns the name of the fastest, and the seconds of all. COLLECTIVE.
 
     The slowest rank's time counts, the median of the trials, after one more trial that compiles and connects; all ranks decide
     from the same numbers. Candidates take turns, so that a load that comes and goes disturbs all alike. The first
-    candidate wins unless another is at least 5 % faster.
+    candidate wins unless another takes less time by a factor.
 
     Args:
         transport: the world.
         candidates: each sums a tensor over ranks in place; in the same order on all ranks.
         values: what to sum; stays as it is.
         num_trials: after the first.
+        least_gain: that factor.
     """
     seconds = np.zeros((num_trials + 1, len(candidates)))
     for trial in range(num_trials + 1):
@@ -43,7 +49,7 @@ def fastest(
     slowest = transport.allgather_stats(seconds[1:].reshape(-1)).max(axis=0).reshape(num_trials, -1)
     medians = np.median(slowest, axis=0)
     best = int(medians.argmin())
-    if medians[best] > 0.95 * medians[0]:
+    if medians[best] * least_gain > medians[0]:
         best = 0
     names = list(candidates)
     taken = dict(zip(names, medians.tolist(), strict=True))

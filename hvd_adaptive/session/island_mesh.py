@@ -60,7 +60,9 @@ def join(config: Config) -> Transport:
     """Returns the world that :func:`island_mesh` has joined for the next session, or joins it. COLLECTIVE."""
     if _joined:
         return _joined.pop()
+    # Merges may turn out to be encoded.
+    groups = None if config.compression == "auto" and config.sums_seldom else config.uses_groups
     return connect(
-        stall_limit_s=config.stall_limit_s, backend=config.backend, groups=config.uses_groups, repeatable=config.repeatable,
+        stall_limit_s=config.stall_limit_s, backend=config.backend, groups=groups, repeatable=config.repeatable,
         seldom=config.sums_seldom,
     )  # fmt: skip

@@ -195,7 +195,7 @@ class VirtualSync(VirtualStrategy):
             slowest_s = float(seconds.max())
             # Every rank asks the store beside a step whether the round goes on, for some steps at once.
             asking_s = cluster.step_service_s / steps_ahead(slowest_s)
-            exposed = cluster.exposed_s(self._exchange_s, slowest_s, encoded=self._config.compression != "none")
+            exposed = cluster.exposed_s(self._exchange_s, slowest_s, encoded=self._config.encodes)
             exchange_s = max(exposed, asking_s - slowest_s)
             now += slowest_s + exchange_s
             exposed_s += exchange_s
@@ -273,7 +273,7 @@ def _codec(config: Config) -> ValueCodec | None:
     Raises:
         ValueError: if it depends on the model's layers, which the simulator does not know.
     """
-    if config.compression == "none":
+    if not config.encodes:
         return None
     if ";" in config.compression or "=" in config.compression.partition(",")[0]:
         raise ValueError(

@@ -83,7 +83,7 @@ class SyncStrategy(FixedWorkStrategy):
         exchanger: Exchanger | None = None
         # Horovod adds up no bf16. Our exchange sends such gradients as fp32, whose sums are rounded once; or encoded.
         in_bf16 = any(p.dtype == torch.bfloat16 and p.requires_grad for p in model.parameters())
-        if config.compression == "none" and transport.backend == "horovod" and not in_bf16:
+        if not config.encodes and transport.backend == "horovod" and not in_bf16:
             wrapped = transport.distributed_optimizer(
                 optimizer, model, average=self._mean, backward_passes_per_step=config.accumulation_steps, may_sleep=True
             )

@@ -78,7 +78,12 @@ class RunConfig:
     hash_interval: int = _as_in_train(
         "hash_interval", text="merges between checks that all ranks hold the same model; 0: never"
     )
-    compression: str = _as_in_train("compression", strategy=("local", "sync"))
+    compression: str = _as_in_train(
+        "compression",
+        default="none",
+        text="none (default), fp16, maxmin:4, topk:0.01 and others of docs/compression.md",
+        strategy=("local", "sync"),
+    )
     reducer: str = _as_in_train(
         "reducer",
         default="sra",
@@ -106,6 +111,8 @@ class RunConfig:
         most, micro = self.max_batch_size, self.micro_batch_size
         if most is not None and micro is not None and most < micro:
             raise ValueError(f"max_batch_size must be >= micro_batch_size, got {most} < {micro}")
+        if self.compression == "auto":
+            raise ValueError("compression must be none or a codec for a wrapped script, got 'auto': only Session chooses it")
         self.merging()
         if self.shares is not None:
             parse_shares(self.shares)

@@ -234,6 +234,8 @@ class Trainer:
         if config.merge_period is None:
             # What is measured of Adam's short rounds is of dense models; and labels are rare or not by the rounds' length.
             config = dataclasses.replace(config, merge_period="fixed")
+        if not config.encodes:
+            config = dataclasses.replace(config, compression="none")
         mega_batch, labels_a_sample = labels_of_a_round(config, self._data)
         rare = has_rare_labels(config, self._data)
         found = with_defaults(config, optimizer, self._model.parameters(), rare_labels=rare)

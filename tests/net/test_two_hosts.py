@@ -77,6 +77,35 @@ def test_ranks_know_their_hosts_and_reach_rank_0(run_job: Any, hosts: TwoHosts) 
     assert [place[4] for place in places[2:]] == [f"{NETWORK}.1"] * 2
 
 
+TRAINED = """
+import os, torch, hvd_adaptive
+model = torch.nn.Linear(512, 512)
+optimizer = getattr(torch.optim, "{optimizer}")(model.parameters(), lr=0.01)
+session = hvd_adaptive.Session(model, optimizer, hvd_adaptive.Config(batch_size=4))
+for batch in session.batches(torch.randn(200, 512), num_epochs=1):
+    with session.step(batch):
+        model(batch.x).square().mean().backward()
+        optimizer.step()
+merge = session._strategy.merge
+os.write(1, f"{{merge.config.compression}} {{merge.outer.kind}} {{session.num_samples}}\\n".encode())
+session.close()
+"""
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(("optimizer", "choice"), [("AdamW", "maxmin:4 nesterov"), ("Adagrad", "none none")])
+def test_merges_of_adam_are_encoded_on_a_slow_link_with_a_warning(
+    run_job: Any, hosts: TwoHosts, optimizer: str, choice: str
+) -> None:
+    hosts.slow("50mbit")
+    job = run_job(
+        hosts.mpirun(1, [sys.executable, "-c", TRAINED.format(optimizer=optimizer)]), env=ENVIRONMENT, timeout=300
+    )
+    assert job.returncode == 0, job.describe()
+    assert job.stdout.split("\n")[:2] == [f"{choice} 200"] * 2, job.describe()
+    assert ("Set compression 'none'" in job.stderr) == (optimizer == "AdamW"), job.describe()
+
+
 @pytest.mark.root
 @pytest.mark.parametrize("fault", ["other data", "no data"])
 def test_hosts_with_unlike_data_are_refused(train: Any, hosts: TwoHosts, fault: str) -> None:

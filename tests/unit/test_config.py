@@ -54,7 +54,7 @@ from hvd_adaptive.xmc.train_config import TrainConfig
         ({"strategy": "horovod", "outer_momentum": 0.5}, "outer_momentum 0.5 needs strategy local or sma, got 'horovod'"),
         ({"merge_share": 0.1}, "merge_share 0.1 needs merge_period auto, got None"),
         ({"batch_size_step": 8.0}, "batch_size_step 8.0 needs batch_size_rule paper or heterogpu, got 'fixed'"),
-        ({"reducer": "hierarchical"}, "reducer 'hierarchical' needs a compression, got 'none'"),
+        ({"reducer": "hierarchical"}, "reducer 'hierarchical' needs a compression, got 'auto'"),
         ({"stall_limit_s": 0.5}, "stall_limit_s must be >= 1"),
         ({"bach_size": 3}, "unknown option 'bach_size'; did you mean batch_size"),
         ({"target_p1": 1.5}, r"target_p1 must be in \(0, 1\]"),
