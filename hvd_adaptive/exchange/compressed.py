@@ -25,7 +25,7 @@ def check_compression(options: Config) -> Policy:
         ValueError: if it cannot be read.
     """
     try:
-        return parse_policy(options.compression if options.encodes else "none")
+        return parse_policy("none" if options.compression == "auto" else options.compression)
     except ValueError as error:
         raise ValueError(f"compression: {error}") from None
 

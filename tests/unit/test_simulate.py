@@ -359,7 +359,7 @@ def test_few_ranks_are_like_the_whole_list() -> None:
 def test_a_strategy_takes_the_options_that_mean_something_to_it() -> None:
     shared = {"batch_size": 32, "merge_period": "auto"}
     assert strategy_config("local", shared).merge_period == "auto"
-    assert strategy_config("horovod", {"compression": "maxmin:4"}).compression == "none"
+    assert strategy_config("horovod", {"compression": "maxmin:4"}).compression == "auto"
     assert strategy_config("horovod", shared).merge_period is None and strategy_config("horovod", shared).batch_size == 32
 
 
