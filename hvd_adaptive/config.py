@@ -254,7 +254,7 @@ class Config:
         strategy=_LOCAL,
     )
     compression: str = option(
-        "auto", "none, fp16, maxmin:4 and others; auto (default): none, in Session see docs/compression.md",
+        "auto", "none, fp16, maxmin:4, ...; auto (default): none, in Session by a trial (docs/compression.md)",
         strategy=("local", "sync"),
     )
     reducer: str = option(

@@ -33,9 +33,11 @@ def chosen_codec(codec: str, config: Config, transport: Collectives, *, device: 
         device: of what will be summed.
         num_elements: of what will be summed, fp32.
     """
-    if len(set(transport.allgather_object(transport.host))) == 1 or not num_elements:
+    if len(set(transport.allgather_object(transport.host))) == 1:
         return "none"
-    values = torch.randn(min(num_elements, _TRIAL_ELEMENTS), generator=torch.Generator().manual_seed(0)).to(device)
+    # At least one: a rank whose shard of the model is empty takes part as well.
+    num_tried = min(max(1, num_elements), _TRIAL_ELEMENTS)
+    values = torch.randn(num_tried, generator=torch.Generator().manual_seed(0)).to(device)
     exchange = Exchange(transport, parse_policy(codec), reducer=config.reducer)
     compile_kernels(parse_codec(codec), device, error_feedback=config.error_feedback)
     # A matrix, as vectors are left as they are.
