@@ -69,15 +69,21 @@ def periods(training: Training, *, by_hand: bool, multiple: int = 1) -> list[int
     return [max(1, round(PERIOD / BATCH * part / multiple)) * multiple for part in parts]
 
 
-def synchronous(training: Training, forward: nn.Module, optimizer: Any, *, horovod: bool = False) -> None:
+def synchronous(
+    training: Training, forward: nn.Module, optimizer: Any, *, horovod: bool = False, batches_a_step: int = 1
+) -> None:
     """Trains with the mean gradient of all ranks in every step."""
-    every = PERIOD // BATCH // training.world_size
+    every = PERIOD // BATCH // training.world_size // batches_a_step * batches_a_step
     training.start()
     while True:
         optimizer.zero_grad()
-        training.backward(forward, *training.batch())
+        for _ in range(batches_a_step):
+            training.backward(forward, *training.batch())
         if horovod:
             optimizer.synchronize()
+        if batches_a_step > 1:
+            for parameter in training.model.parameters():
+                parameter.grad.div_(batches_a_step)
         training.clip()
         if horovod:
             with optimizer.skip_synchronize():
@@ -88,16 +94,16 @@ def synchronous(training: Training, forward: nn.Module, optimizer: Any, *, horov
             return
 
 
-def horovod(training: Training, *, fp16: bool) -> dict[str, Any]:
+def horovod(training: Training, *, fp16: bool, batches_a_step: int = 1) -> dict[str, Any]:
     import horovod.torch as hvd
 
     hvd.init()
     hvd.broadcast_parameters(training.model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(
         training.optimizer(), named_parameters=training.model.named_parameters(),
-        compression=hvd.Compression.fp16 if fp16 else hvd.Compression.none,
+        compression=hvd.Compression.fp16 if fp16 else hvd.Compression.none, backward_passes_per_step=batches_a_step,
     )  # fmt: skip
-    synchronous(training, training.model, optimizer, horovod=True)
+    synchronous(training, training.model, optimizer, horovod=True, batches_a_step=batches_a_step)
     return {}
 
 
@@ -109,6 +115,12 @@ def horovod_fp32(training: Training) -> dict[str, Any]:
 @method("Horovod fp16")
 def horovod_fp16(training: Training) -> dict[str, Any]:
     return horovod(training, fp16=True)
+
+
+@method("Horovod fp16, 4 batches a step")
+def horovod_accumulated(training: Training) -> dict[str, Any]:
+    """Fewer exchanges for larger steps."""
+    return horovod(training, fp16=True, batches_a_step=4)
 
 
 def gloo(training: Training) -> None:

@@ -99,7 +99,7 @@ def with_defaults(
         config = dataclasses.replace(config, lr_rule="linear" if is_sgd else "none")
     if config.outer_step is None:
         adapts = learns_from_short_rounds(config, optimizer) and (world_size > 1 or _sets_outer_step(config))
-        config = _with_outer_step(config, "nesterov" if is_sgd or adapts else "none", optimizer)
+        config = with_outer_step(config, "nesterov" if is_sgd or adapts else "none", optimizer)
     if is_adam(optimizer) and config.outer_step != "none" and config.outer_momentum is None:
         config = dataclasses.replace(config, outer_momentum=ADAM_MOMENTUM)
     return config
@@ -109,7 +109,12 @@ def _sets_outer_step(config: Config) -> bool:
     return config.outer_lr is not None or config.outer_momentum is not None or config.outer_bias_correction
 
 
-def _with_outer_step(config: Config, kind: str, optimizer: Optimizer) -> Config:
+def with_outer_step(config: Config, kind: str, optimizer: Optimizer) -> Config:
+    """Returns the configuration with an outer step that follows from the optimizer.
+
+    Raises:
+        AgreedError: on all ranks, for options that it does not go with.
+    """
     try:
         return dataclasses.replace(config, outer_step=kind)
     except ValueError as error:

@@ -20,6 +20,7 @@ from hvd_adaptive.algorithm.statistics import Gathered
 from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.engine.learning_rate import LearningRateMultiplier
 from hvd_adaptive.engine.merge import Merge, MergeStats
+from hvd_adaptive.engine.optimizer_state import is_adam, with_outer_step
 from hvd_adaptive.research.heterogpu import add_rules
 from hvd_adaptive.wrap.run_options import RunConfig
 
@@ -69,6 +70,7 @@ class MergeLog:
         weight: the ranks' weights in the last one, shape (world_size,); None before any.
         steps_per_merge: the period, as of the last merge.
         optimizer_state: what becomes of the optimizer's state.
+        outer_step: how the merged change moves the model.
     """
 
     num_merges: int = 0
@@ -76,6 +78,7 @@ class MergeLog:
     weight: NDArray[np.float64] | None = None
     steps_per_merge: int = 1
     optimizer_state: str = "keep"
+    outer_step: str = "none"
 
 
 class Trained(nn.Module):
@@ -141,9 +144,11 @@ class Merger:
         add_rules()
         self._config = config
         self._world = world
-        self._engine = Merge(
-            Trained(named, roots), optimizer, config.merging(), world, parameters=[p for _, p in named], modules=roots
-        )
+        rules = config.merging()
+        if rules.outer_step is None and not is_adam(optimizer):
+            # SGD's outer step makes each merge's change several times as long, and the script's rate is plain Horovod's.
+            rules = with_outer_step(rules, "none", optimizer)
+        self._engine = Merge(Trained(named, roots), optimizer, rules, world, parameters=[p for _, p in named], modules=roots)
         self._flat = self._engine.flat_model
         self._multiplier = LearningRateMultiplier(optimizer)
         self._period: MergePeriod | None = None
@@ -156,7 +161,7 @@ class Merger:
         self.num_calls = 0
         self.is_due = False
         self.stream: Any = None
-        self.log = MergeLog(optimizer_state=self._engine.state_rule)
+        self.log = MergeLog(optimizer_state=self._engine.state_rule, outer_step=str(self._engine.config.outer_step))
 
     def begin_step(self, *, num_samples: int, global_samples: int, epoch_samples: int) -> None:
         """Counts a step, before the optimizer takes it.

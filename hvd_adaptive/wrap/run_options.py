@@ -70,7 +70,9 @@ class RunConfig:
         text="how the learning rate follows a rank's share of the batch",
         choices=("linear", "sqrt", "none"),
     )
-    outer_step: str = _as_in_train("outer_step", default="none")
+    outer_step: str | None = _as_in_train(
+        "outer_step", text="how the merged change moves the model (default: nesterov with torch's Adam and its kin, else none)"
+    )
     outer_lr: float | None = _as_in_train("outer_lr")
     outer_momentum: float | None = _as_in_train("outer_momentum")
     outer_bias_correction: bool = _as_in_train("outer_bias_correction")

@@ -366,7 +366,7 @@ class Engine:
 
     def _merges_change_something(self) -> bool:
         """Whether local steps are any different: not on one rank whose merges would not change its model."""
-        return self.world_size > 1 or self.config.outer_step != "none" or self.config.compression != "none"
+        return self.world_size > 1 or self.config.outer_step not in (None, "none") or self.config.compression != "none"
 
     def _weigh(self, optimizer: Any, local_weight: float) -> float:
         weight = self._follower.backward()

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hvd_adaptive.algorithm import round_control
+from hvd_adaptive.comm.protocols import AgreedError
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.wrap.merging import Merger
 from hvd_adaptive.wrap.run_options import RunConfig
@@ -135,6 +137,36 @@ def test_loaded_weights_are_where_steps_start_from(ranks: tuple[int, ...]) -> No
 
     for weights in on_ranks(body, outer_step="momentum", outer_momentum=0.9):
         assert torch.allclose(weights, torch.full_like(weights, 7.0 - 0.2))
+
+
+def test_adam_gets_an_outer_step_after_100_updates() -> None:
+    """All its steps are as long as its learning rate here, as all gradients of a rank are the same."""
+
+    def body(rank: Rank) -> list[float]:
+        assert rank.merger.log.outer_step == "nesterov"
+        moved = []
+        for _ in range(130):
+            before = rank.weights()
+            rank.step()
+            rank.merger.merge()
+            moved.append(float((before - rank.weights()).mean()))
+        return moved
+
+    for moved in on_ranks(body, make=torch.optim.Adam):
+        assert np.allclose(moved[:99], 0.1)
+        # v = 0.5 v + d ends at twice d, and d + 0.5 v at 2 d.
+        assert np.allclose(moved[-1], 0.7 * 2 * 0.1)
+
+
+def test_others_get_no_outer_step_unless_it_is_set() -> None:
+    def refused(world: LocalTransport) -> None:
+        with pytest.raises(AgreedError, match=r"outer_momentum .*with SGD there is no outer step unless outer_step is set"):
+            Rank(world, outer_momentum=0.5)
+
+    assert on_ranks(lambda rank: rank.merger.log.outer_step) == ["none"] * SIZE
+    assert on_ranks(lambda rank: rank.merger.log.outer_step, outer_step="nesterov") == ["nesterov"] * SIZE
+    assert on_ranks(lambda rank: rank.merger.log.outer_step, make=torch.optim.Adam, outer_step="none") == ["none"] * SIZE
+    LocalWorld(SIZE).run(refused)
 
 
 def test_a_rank_that_missed_merges_takes_over_their_base() -> None:
