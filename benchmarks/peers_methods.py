@@ -32,6 +32,7 @@ OURS: dict[str, dict[str, Any]] = {
     "ours local, outer step, 4 bits": {
         "compression": "maxmin:4",
         "outer_step": "nesterov",
+        "outer_lr": 0.7,
         "outer_momentum": 0.5,
         "mega_batch": PERIOD,
     },

@@ -110,10 +110,10 @@ class Config:
         strategy=_LOCAL,
     )
     outer_lr: float | None = option(
-        None, "learning rate of the outer step (default: 0.7 for nesterov, else 1)", strategy=_LOCAL
+        None, "learning rate of the outer step (default: 0.7 for nesterov, else 1; 0.5 for Adam and its kin)", strategy=_LOCAL
     )
     outer_momentum: float | None = option(
-        None, "momentum of the outer step (default: 0.9; 0.5 for torch's Adam and its kin)",
+        None, "momentum of the outer step (default: 0.9; 0.7 for Adam and its kin)",
         strategy=("local", "sma"), outer_step=(None, "momentum", "nesterov"),
     )
     outer_bias_correction: bool = option(
@@ -394,7 +394,7 @@ class Config:
 
     @property
     def outer_learning_rate(self) -> float:
-        """Learning rate of the outer step."""
+        """Learning rate of the outer step, where the optimizer has not set another default."""
         if self.outer_lr is not None:
             return self.outer_lr
         return 0.7 if self.outer_step == "nesterov" else 1.0

@@ -10,9 +10,9 @@ from torch import Tensor
 from hvd_adaptive.config import Config
 
 OUTER_STEPS = ("none", "momentum", "nesterov")
-# Updates of a rank before the outer step of Adam and its kin begins, and its momentum. While a model changes fast, momentum over
-# merges does lasting harm; later it helps: benchmarks/records/2026-11-25-late-outer-step.md.
-ADAM_START, ADAM_MOMENTUM = 100, 0.5
+# Updates of a rank before the outer step of Adam and its kin begins, its learning rate, and its momentum. While a model changes
+# fast, momentum over merges does lasting harm; later it helps: benchmarks/records/2026-11-25-late-outer-step.md.
+ADAM_START, ADAM_LR, ADAM_MOMENTUM = 100, 0.5, 0.7
 # Elements a pass works on, so that its three operands stay in the cache of a core. A GPU takes all at once.
 _CPU_CHUNK = 1 << 16
 # Elements that come from host memory to a GPU at a time.

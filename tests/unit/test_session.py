@@ -545,20 +545,22 @@ def test_averaged_optimizer_state_is_the_weighted_mean_of_the_ranks_that_have_it
 
 
 def test_the_outer_step_follows_the_optimizer_and_options_without_one_are_refused() -> None:
-    def of(num_ranks: int, make: Any, **options: Any) -> tuple[str, float]:
-        def run(transport: LocalTransport) -> tuple[str, float]:
+    def of(num_ranks: int, make: Any, **options: Any) -> tuple[str, float, float]:
+        def run(transport: LocalTransport) -> tuple[str, float, float]:
             model = nn.Linear(3, 2)
             outer = LocalStrategy(model, make(model.parameters()), Config(**options), transport).merge.outer
-            return outer.kind, outer.momentum
+            return outer.kind, outer.lr, outer.momentum
 
         return LocalWorld(num_ranks).run(run)[0]
 
     sgd, adam, adagrad = torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad
     # One rank trains as without us; momentum over merges is stronger with SGD.
     assert [of(1, make)[0] for make in (sgd, adam, adagrad)] == ["nesterov", "none", "none"]
-    assert [of(2, make) for make in (sgd, adam, adagrad)] == [("nesterov", 0.9), ("nesterov", 0.5), ("none", 0.9)]
-    assert of(1, adam, outer_step="momentum") == ("momentum", 0.5)
-    assert of(1, adam, outer_momentum=0.7) == ("nesterov", 0.7)
+    assert [of(2, make) for make in (sgd, adam)] == [("nesterov", 0.7, 0.9), ("nesterov", 0.5, 0.7)]
+    assert of(2, adagrad)[0] == "none"
+    assert of(1, adam, outer_step="momentum") == ("momentum", 0.5, 0.7)
+    assert of(1, adam, outer_momentum=0.6) == ("nesterov", 0.5, 0.6)
+    assert of(1, adam, outer_lr=0.9) == ("nesterov", 0.9, 0.7)
     # Merges that are a round old, or follow no clock, have none unless it is set.
     assert of(2, adam, overlap_merge=True)[0] == of(2, adam, logical_ranks=4)[0] == "none"
     with pytest.raises(AgreedError, match=r"outer_momentum 0.5 needs outer_step momentum or nesterov, got .* with Adagrad"):
