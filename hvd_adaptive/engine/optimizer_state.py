@@ -65,8 +65,9 @@ def with_defaults(
     The learning rate of SGD, with momentum or without, follows the batch size linearly. That of other optimizers stays: they
     divide a gradient by its usual size, so their steps do not grow with the batch's.
 
-    SGD gets Nesterov, and so do dense Adam and its kin on several ranks, with a lower rate and less momentum. Others get no outer step: they take
-    as long steps on rare rows as on others, and momentum over rounds gained nothing with them. One rank trains as without us.
+    SGD gets Nesterov, and so do dense Adam and its kin on several ranks, with a lower rate and less momentum. Others get no outer
+    step: they take as long steps on rare rows as on others, and momentum over rounds gained nothing with them. One rank trains as
+    without us.
 
     Args:
         config: the rules.

@@ -201,7 +201,8 @@ class LocalSteps:
             lines += [
                 "    each optimizer.step() uses the rank's own gradients: clipping, synchronize(), GradScaler act on those",
                 f"    learning rate: the script's x (share of the batch / equal share), rule {self._config.lr_rule}; "
-                f"optimizer state after a merge: {self._logs[-1].optimizer_state}; outer step: {self._logs[-1].outer_step}",
+                f"optimizer state after a merge: {self._logs[-1].optimizer_state}; outer step: {self._logs[-1].outer_step}; "
+                f"compression: {self._logs[-1].compression}",
                 "    validation and checkpoints at the end of an epoch see the merged model",
             ]
         return lines

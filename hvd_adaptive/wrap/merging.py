@@ -71,6 +71,7 @@ class MergeLog:
         steps_per_merge: the period, as of the last merge.
         optimizer_state: what becomes of the optimizer's state.
         outer_step: how the merged change moves the model.
+        compression: what merges are encoded with.
     """
 
     num_merges: int = 0
@@ -79,6 +80,7 @@ class MergeLog:
     steps_per_merge: int = 1
     optimizer_state: str = "keep"
     outer_step: str = "none"
+    compression: str = "none"
 
 
 class Trained(nn.Module):
@@ -161,7 +163,10 @@ class Merger:
         self.num_calls = 0
         self.is_due = False
         self.stream: Any = None
-        self.log = MergeLog(optimizer_state=self._engine.state_rule, outer_step=str(self._engine.config.outer_step))
+        taken = self._engine.config
+        self.log = MergeLog(
+            optimizer_state=self._engine.state_rule, outer_step=str(taken.outer_step), compression=taken.compression
+        )
 
     def begin_step(self, *, num_samples: int, global_samples: int, epoch_samples: int) -> None:
         """Counts a step, before the optimizer takes it.

@@ -82,8 +82,7 @@ class RunConfig:
     )
     compression: str = _as_in_train(
         "compression",
-        default="none",
-        text="none (default), fp16, maxmin:4, topk:0.01 and others of docs/compression.md",
+        text="none, fp16, maxmin:4, ...; auto (default): none, in local by a trial (docs/compression.md)",
         strategy=("local", "sync"),
     )
     reducer: str = _as_in_train(
@@ -113,11 +112,14 @@ class RunConfig:
         most, micro = self.max_batch_size, self.micro_batch_size
         if most is not None and micro is not None and most < micro:
             raise ValueError(f"max_batch_size must be >= micro_batch_size, got {most} < {micro}")
-        if self.compression == "auto":
-            raise ValueError("compression must be none or a codec for a wrapped script, got 'auto': only Session chooses it")
         self.merging()
         if self.shares is not None:
             parse_shares(self.shares)
+
+    @property
+    def encodes(self) -> bool:
+        """Whether a codec is set."""
+        return self.compression not in ("auto", "none")
 
     def merging(self) -> Config:
         """Returns the rules by which models are merged and values are encoded, as ``train`` has them.

@@ -106,6 +106,35 @@ def test_merges_of_adam_are_encoded_on_a_slow_link_with_a_warning(
     assert ("Set compression 'none'" in job.stderr) == (optimizer == "AdamW"), job.describe()
 
 
+WRAPPED = """
+import torch, horovod.torch as hvd
+hvd.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(512, 512)
+data = torch.utils.data.TensorDataset(torch.randn(240, 512))
+sampler = torch.utils.data.distributed.DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())
+loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)
+optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters()), named_parameters=model.named_parameters())
+for (x,) in loader:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.root
+def test_merges_of_a_wrapped_script_with_adam_are_encoded_as_well(run_job: Any, hosts: TwoHosts, tmp_path: Path) -> None:
+    hosts.slow("50mbit")
+    script = tmp_path / "script.py"
+    script.write_text(WRAPPED)
+    job = run_job(
+        hosts.mpirun(1, [*COMMAND, "run", "--strategy", "local", str(script)]), env=ENVIRONMENT, timeout=300
+    )
+    assert job.returncode == 0, job.describe()
+    assert "Set compression 'none'" in job.stderr, job.describe()
+    assert "outer step: nesterov; compression: maxmin:4" in job.stderr, job.describe()
+
+
 @pytest.mark.root
 @pytest.mark.parametrize("fault", ["other data", "no data"])
 def test_hosts_with_unlike_data_are_refused(train: Any, hosts: TwoHosts, fault: str) -> None:
