@@ -95,6 +95,8 @@ class MegaBatch:
 
 # Of their fair part of what is left, what ranks claim at once at most.
 _AHEAD_PART = 0.5
+# And of a round's beginning without a claim, as workers need time to read it.
+_SETTLED_PART = 0.75
 # So many that claim one batch at a time leave the thread that serves the cursor most of its time.
 _MOST_CLAIMANTS = 64
 
@@ -131,7 +133,7 @@ def first_claims(
     """Returns how many whole batches each rank takes of a round's beginning without a claim, and the work of one of its batches:
     int64, shape (world_size,) both. All ranks know them before the round begins, so that their batches can be read by then.
 
-    They are at most half of a rank's fair part: the rest follows the ranks' speeds.
+    They are at most three quarters of a rank's fair part: the rest follows the ranks' speeds.
 
     Args:
         batch_work: work of each rank's batch, shape (world_size,), > 0.
@@ -141,7 +143,7 @@ def first_claims(
         unit: batches are whole numbers of so much work.
     """
     sizes = np.maximum(1, np.rint(batch_work / unit).astype(np.int64)) * unit
-    counts = np.minimum(most, (_AHEAD_PART * shares * total_work / sizes).astype(np.int64))
+    counts = np.minimum(most, (_SETTLED_PART * shares * total_work / sizes).astype(np.int64))
     return counts, sizes
 
 

@@ -14,7 +14,7 @@ from hvd_adaptive.engine.batches import BatchSource, Rows
 from hvd_adaptive.engine.claims import Claim, Claims, ClaimSize
 
 # A round that came out shorter than was expected leaves its ranks' speeds at least so much to decide.
-_MOST_PART = 0.75
+_MOST_PART = 0.9
 
 
 @dataclass(frozen=True, eq=False)
