@@ -11,9 +11,8 @@ benchmarks/wrapped_script.py.
 
 Equal ranks: `mpirun python SCRIPT` against `hvd-adaptive run SCRIPT`; nothing can be won, so the ratio shows what interception
 costs. Speeds 1:2:4 are emulated (each rank's computing is stretched by 8, 4, 2): there the other side is the script with
-pinned equal shares, as a plain one cannot be slowed down. The first turns are not counted: shares settle. The ceilings are what
-the report of the pinned job says: of computing, the mean of the ranks' speeds over the least one; and by the wall clock, with
-what no share changes.
+pinned equal shares, as a plain one cannot be slowed down. The first turns are not counted: shares settle. The ceiling is what
+the report of the pinned job says: the mean of the ranks' speeds over the least one.
 """
 
 from __future__ import annotations
@@ -70,9 +69,8 @@ def main() -> None:
         "At 1:2:4 plain stands for pinned equal shares.",
         "",
         "| ranks | starts x pairs | plain, ms a step | wrapped, ms a step | times as fast: median of the starts (95% interval) "
-        "| starts' extremes | wanted | of the ceiling of computing (extremes) | of the wall clock's (extremes) "
-        "| largest difference of the losses |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| starts' extremes | wanted | of the ceiling (extremes) | largest difference of the losses |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for kind, (title, num_ranks, plain, wrapped, wanted) in kinds.items():
         if options.kind in (None, kind):
@@ -90,19 +88,17 @@ def compare(
     ratios = np.array([np.median(seconds[0] / seconds[1]) for seconds in starts])
     middle = 1e3 * np.median(np.concatenate(starts, axis=1), axis=1)
     low, high = median_interval(ratios)
-    of_ceilings = " | ".join(
-        f"**{np.median(parts):.3f}** ({parts.min():.3f} to {parts.max():.3f})" if np.isfinite(parts).all() else "-"
-        for parts in ratios / np.array(ceilings).T
-    )
+    parts = ratios / np.array(ceilings)
+    of_ceiling = f"**{np.median(parts):.3f}** ({parts.min():.3f} to {parts.max():.3f})" if np.isfinite(parts).all() else "-"
     return (
         f"| {title} | {options.starts} x {options.pairs} | {middle[0]:.2f} | {middle[1]:.2f} "
         f"| **{np.median(ratios):.3f}** ({low:.3f} to {high:.3f}) | {ratios.min():.3f} to {ratios.max():.3f} | {wanted} "
-        f"| {of_ceilings} | {difference:.1e} |"
+        f"| {of_ceiling} | {difference:.1e} |"
     )
 
 
-def measure(options: argparse.Namespace, num_ranks: int, commands: list[list[str]]) -> tuple[Array, Array, list[float]]:
-    """Starts both jobs; returns seconds a step of their turns, shape (2, pairs), the losses after all of them, and the ceilings
+def measure(options: argparse.Namespace, num_ranks: int, commands: list[list[str]]) -> tuple[Array, Array, float]:
+    """Starts both jobs; returns seconds a step of their turns, shape (2, pairs), the losses after all of them, and the ceiling
     that the first job's report names, NaN where it has none."""
     jobs: list[Job] = []
     try:
@@ -117,7 +113,7 @@ def measure(options: argparse.Namespace, num_ranks: int, commands: list[list[str
     finally:
         for job in jobs:
             job.kill()
-    return turns[:, options.settle :, 0], turns[:, :, 1], jobs[0].ceilings
+    return turns[:, options.settle :, 0], turns[:, :, 1], jobs[0].ceiling
 
 
 class Job:
@@ -130,8 +126,7 @@ class Job:
         batch_size: samples of a rank's step.
 
     Attributes:
-        ceilings: times as fast as equal shares at most, of computing and by the wall clock, as its report names them after
-            :meth:`end`; NaN where there is none.
+        ceiling: times as fast as equal shares, as its report names it after :meth:`end`; NaN where there is none.
     """
 
     def __init__(self, command: list[str], num_ranks: int, num_steps: int, batch_size: int) -> None:
@@ -139,7 +134,7 @@ class Job:
             num_ranks, [*command, SCRIPT, str(_WARMUP_STEPS), str(num_steps), str(batch_size)]
         )
         self._pids: list[int] = []
-        self.ceilings = [float("nan")] * 2
+        self.ceiling = float("nan")
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             arguments, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
@@ -164,8 +159,8 @@ class Job:
         self._errors.seek(0)
         text = self._errors.read()
         sys.stderr.write(text)
-        if found := re.search(r"ceiling \(mean / least speed\): ([0-9.]+)x(?:.|\n)*not computing: ([0-9.]+)x", text):
-            self.ceilings = [float(found[1]), float(found[2])]
+        if found := re.search(r"ceiling \(mean / least speed\): ([0-9.]+)x", text):
+            self.ceiling = float(found[1])
         if code:
             raise SystemExit(f"{shlex.join(map(str, self._process.args))} ended with {self._process.returncode}")  # type: ignore[arg-type]
 

@@ -182,14 +182,10 @@ class Report:
         walls = [float(w["wall_s"].sum() / max(w["wall_steps"].sum(), 1)) for w in (first, newest)]
         if self.is_only_tried:
             lines.append("    equal shares are best here; these were tried to see whether the script allows them")
-        if all(walls):
-            # No share changes what a step takes beside computing: the exchange, and reading the batch.
-            rest_s = max(walls[0] - before_s.max(), 0.0)
-            most = walls[0] / (rest_s + (walls[0] - rest_s) / ceiling)
-            now = f", {1e3 * walls[1]:.1f} ms now: {walls[0] / walls[1]:.2f}x" if windows.equal is not newest else ""
+        if windows.equal is not newest and all(walls):
             lines.append(
                 f"    by the wall clock, from asking for a batch to its gradients: {1e3 * walls[0]:.1f} ms a step with equal "
-                f"shares{now}; the ceiling, as {1e3 * rest_s:.1f} ms are not computing: {most:.2f}x"
+                f"shares, {1e3 * walls[1]:.1f} ms now: {walls[0] / walls[1]:.2f}x"
             )
         return lines
 
