@@ -116,11 +116,6 @@ class RunConfig:
         if self.shares is not None:
             parse_shares(self.shares)
 
-    @property
-    def encodes(self) -> bool:
-        """Whether a codec is set."""
-        return self.compression not in ("auto", "none")
-
     def merging(self) -> Config:
         """Returns the rules by which models are merged and values are encoded, as ``train`` has them.
 

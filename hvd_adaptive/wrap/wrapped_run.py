@@ -179,7 +179,7 @@ class Engine:
         if self.config.strategy == "local":
             if self._merges_change_something() and not self._shares.reasons:
                 self._local.registered(optimizer)
-        elif self.config.encodes and self.world_size > 1 and not self._shares.reasons:
+        elif self.config.merging().encodes and self.world_size > 1 and not self._shares.reasons:
             self._encoded.registered(optimizer)
         # Of a sum over ranks the rank's own gradient is one part.
         local_weight = float(self.world_size) if optimizer.op == hvd.Sum else 1.0
@@ -366,7 +366,8 @@ class Engine:
 
     def _merges_change_something(self) -> bool:
         """Whether local steps are any different: not on one rank whose merges would not change its model."""
-        return self.world_size > 1 or self.config.outer_step not in (None, "none") or self.config.encodes
+        rules = self.config.merging()
+        return self.world_size > 1 or rules.outer_step not in (None, "none") or rules.encodes
 
     def _weigh(self, optimizer: Any, local_weight: float) -> float:
         weight = self._follower.backward()

@@ -190,8 +190,9 @@ def test_an_island_is_as_fast_as_its_slowest_rank(backend: str) -> None:
     records = learn(session, num_epochs=4, each=lambda *_: time.sleep(seconds))
     samples = sum(record.stats["num_samples"] for record in records)
     assert samples.sum() == 4 * len(X)
-    # Each batch is cut evenly, whoever is slow. Of four samples, as at a round's end, the one in the middle has two.
-    assert (samples[1:] > 0).all() and samples[1:].max() - samples[1:].min() < 0.35 * samples[1:].max(), samples
+    # Each batch is cut evenly, whoever is slow: no two parts differ by more than a sample.
+    num_steps = sum(record.stats["num_steps"] for record in records)
+    assert samples[1:].max() - samples[1:].min() <= num_steps[1:].max() < samples[1:].min(), (samples, num_steps)
     assert samples[0] > 1.8 * samples[1:].sum(), samples
     weights = sum(record.weight for record in records) / len(records)
     assert weights.sum() == pytest.approx(1.0) and weights[0] > 0.6

@@ -319,7 +319,7 @@ def test_train_takes_the_recommended_way_unless_one_is_given_by_hand(tmp_path: P
         assert "compression" not in taken and taken.get("strategy", "local") == "local" and taken["max_batch_size"] == 180
         assert predicted_speed(str(file), build_configs(environment, taken)[0], world_size=2) is None
     # A script trains another model: nothing is compressed that was not asked for.
-    assert not run_config(argparse.Namespace(config=str(file)), {}).encodes
+    assert not run_config(argparse.Namespace(config=str(file)), {}).merging().encodes
     # Files of older versions say nothing of it.
     file.write_text(json.dumps({"mega_batch": 640, "calibration": TABLE}))
     assert with_config_file(str(file), {}, {}, takes_choice=True)["strategy"] == "local"
