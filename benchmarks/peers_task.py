@@ -1,4 +1,4 @@
-"""What peers.py trains, alike for all methods: a small GPT over bytes or a ResNet, the clock, and the looks at the loss."""
+"""What peers.py trains, alike for all methods: a small GPT over bytes or a CNN, the clock, and the looks at the loss."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from digits import Digits, small_resnet
 from gpt import GPT, load_text, next_byte_loss
+from letters import letters, letters_resnet
 
 BATCH = 8
 # Samples over all ranks between two looks at the held-out loss, and between two merges where a method has equal periods: 50
@@ -78,6 +79,14 @@ def _gpt(millions: str, width: int, num_layers: int) -> Task:
     return Task(text=text, model=lambda: GPT(width, num_layers, width // 32), loss=next_byte_loss, samples=windows)
 
 
+def _letters(norm: str) -> Task:
+    return Task(
+        text=f"a ResNet of 0.21 million parameters (width 64, 5 convolutions, {norm}) over letters in 14 fonts",
+        model=lambda: letters_resnet(batch_norm=norm == "BatchNorm"), loss=image_loss,
+        samples=lambda: (letters(6000, seed=1), letters(ALL_TEST_SAMPLES, seed=2)),
+    )  # fmt: skip
+
+
 TASKS = {
     "gpt-1m": _gpt("1.03", 128, 5),
     "gpt-4m": _gpt("4.03", 256, 5),
@@ -86,6 +95,8 @@ TASKS = {
         text="a ResNet of 0.61 million parameters (width 128, 5 convolutions)", model=lambda: small_resnet(128),
         loss=image_loss, samples=digits,
     ),
+    "letters": _letters("GroupNorm"),
+    "letters-batch-norm": _letters("BatchNorm"),
 }  # fmt: skip
 
 

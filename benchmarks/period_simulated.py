@@ -18,6 +18,7 @@ import torch
 from peers_task import BATCH, TASKS
 from torch import Tensor, nn
 
+from hvd_adaptive.algorithm.outer_step import OUTER_STEPS, OuterStep
 from hvd_adaptive.compress.codec import of_values
 from hvd_adaptive.compress.parse import parse_codec
 
@@ -35,8 +36,9 @@ def main() -> None:
     parser.add_argument("--synchronous", action="store_true", help="one step of all ranks' batches together")
     parser.add_argument("--period", type=int, default=50, help="batches of all ranks between two merges")
     parser.add_argument("--moments", default="keep", choices=("keep", "average", "all", "zero", "follow"), help=MOMENTS_HELP)
-    parser.add_argument("--outer-lr", type=float, default=1.0, help="of the merged change")
-    parser.add_argument("--outer-momentum", type=float, default=0.0, help="Nesterov's")
+    parser.add_argument("--outer-step", default="none", choices=OUTER_STEPS)
+    parser.add_argument("--outer-lr", type=float, default=0.3)
+    parser.add_argument("--outer-momentum", type=float, default=0.9)
     parser.add_argument("--outer-from", type=int, default=0, help="samples of all ranks before the outer step begins")
     parser.add_argument("--ratio", type=float, default=1.0, help="Adam's denominator is as of so many batches")
     parser.add_argument("--compression", default="none", help="of changes and moments on the way; as hvd-adaptive's option")
@@ -73,7 +75,10 @@ class Simulation:
         self._weights = [steps / sum(self._steps) for steps in self._steps]
         self._global = [p.detach().clone() for p in first.parameters()]
         self._codec = of_values(parse_codec(options.compression)) if options.compression != "none" else None
-        self._velocity: dict[int, Tensor] = {}
+        lr = options.outer_lr if options.outer_step != "none" else 1.0
+        # It counts samples where the product counts updates.
+        self._outer = OuterStep(options.outer_step, lr=lr, momentum=options.outer_momentum, start=options.outer_from)
+        self._velocity = [torch.zeros_like(base) for base in self._global]
         # Sum of each rank's rates since the last merge.
         self._rates = [0.0] * num_replicas
         self._lost: dict[tuple[str, int, int], Tensor] = {}
@@ -123,6 +128,9 @@ class Simulation:
 
     @torch.no_grad()
     def _merge(self) -> None:
+        self._outer.count(self._batch * sum(self._steps))
+        self._outer.begin()
+        moves = self._outer.begun and self._outer.kind != "none"
         parameters = [list(model.parameters()) for model in self._models]
         for place, (base, *replicas) in enumerate(zip(self._global, *parameters, strict=True)):
             own = [replica - base for replica in replicas]
@@ -132,10 +140,7 @@ class Simulation:
                     state = optimizer.state[replica]
                     bias = 1 - BETAS[0] ** float(state["step"])
                     state["exp_avg"].sub_((change - its) * _moments(state)[1].sqrt() * (bias / rates))
-            if self._num_samples < self._options.outer_from:
-                base.add_(change)
-            else:
-                base.add_(self._moved(place, change), alpha=self._options.outer_lr)
+            self._outer.move_(base, change, self._velocity[place] if moves else None)
             for replica in replicas:
                 replica.copy_(base)
             states = [o.state[p] for o, p in zip(self._optimizers, replicas, strict=True)]
@@ -152,12 +157,6 @@ class Simulation:
                 mean = sum(w * value for w, value in zip(self._weights, values, strict=True))
                 for value in values:
                     value.copy_(mean)
-
-    def _moved(self, place: int, change: Tensor) -> Tensor:
-        """Returns Nesterov's change of a parameter."""
-        momentum = self._options.outer_momentum
-        velocity = self._velocity.setdefault(place, torch.zeros_like(change))
-        return change + momentum * velocity.mul_(momentum).add_(change)
 
     def _mean(self, name: str, place: int, values: list[Tensor]) -> Tensor:
         """Returns the weighted mean, coded by each rank and again as their sum, what codes lose being sent in the next round."""

@@ -102,24 +102,22 @@ class Config:
     outer_step: str | None = option(
         None,
         "how the merged change moves the model; none: directly; momentum (the paper's), nesterov (DiLoCo's): with momentum over "
-        "merges, which for Adam and its kin begins after 100 updates of a rank (default: nesterov for SGD and, in Session with "
-        "several ranks, for torch's Adam and its kin; none for other optimizers)",
-        "none",
-        "momentum",
-        "nesterov",
+        "merges; cautious: as nesterov where both have the same sign. With Adam and its kin it begins after 100 updates of a rank "
+        "(default: nesterov for SGD; cautious for torch's Adam and its kin, in Session with several ranks; else none)",
+        "none", "momentum", "nesterov", "cautious",
         strategy=_LOCAL,
     )
     outer_lr: float | None = option(
-        None, "learning rate of the outer step (default: 0.7 for nesterov, else 1; 0.5 for Adam and its kin)", strategy=_LOCAL
+        None, "learning rate of the outer step (default: 0.7 for nesterov, 0.3 for cautious, else 1)", strategy=_LOCAL
     )
     outer_momentum: float | None = option(
-        None, "momentum of the outer step (default: 0.9; 0.7 for Adam and its kin)",
-        strategy=("local", "sma"), outer_step=(None, "momentum", "nesterov"),
+        None, "momentum of the outer step (default: 0.9)",
+        strategy=("local", "sma"), outer_step=(None, "momentum", "nesterov", "cautious"),
     )
     outer_bias_correction: bool = option(
         False,
         "use the full outer step from the first merge on, before its velocity has grown: for runs of few merges",
-        strategy=_LOCAL, outer_step=(None, "momentum", "nesterov"),
+        strategy=_LOCAL, outer_step=(None, "momentum", "nesterov", "cautious"),
     )
     outer_state: str = option(
         "device",
@@ -389,12 +387,12 @@ class Config:
 
     @property
     def momentum_of_merges(self) -> float:
-        """Momentum of the outer step, where the optimizer has not set another default."""
+        """Momentum of the outer step."""
         return 0.9 if self.outer_momentum is None else self.outer_momentum
 
     @property
     def outer_learning_rate(self) -> float:
-        """Learning rate of the outer step, where the optimizer has not set another default."""
+        """Learning rate of the outer step."""
         if self.outer_lr is not None:
             return self.outer_lr
-        return 0.7 if self.outer_step == "nesterov" else 1.0
+        return {"nesterov": 0.7, "cautious": 0.3}.get(self.outer_step or "none", 1.0)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from hvd_adaptive.config import Config
 
-OUTER_STEPS = ("none", "momentum", "nesterov")
-# Updates of a rank before the outer step of Adam and its kin begins, its learning rate, and its momentum. While a model changes
-# fast, momentum over merges does lasting harm; later it helps: benchmarks/records/2026-11-25-late-outer-step.md.
-ADAM_START, ADAM_LR, ADAM_MOMENTUM = 100, 0.5, 0.7
+OUTER_STEPS = ("none", "momentum", "nesterov", "cautious")
+# Updates of a rank before the outer step of Adam and its kin begins. While a model changes fast, momentum over merges does
+# lasting harm; later it helps: benchmarks/records/2026-11-25-late-outer-step.md.
+ADAM_START = 100
 # Elements a pass works on, so that its three operands stay in the cache of a core. A GPU takes all at once.
 _CPU_CHUNK = 1 << 16
 # Elements that come from host memory to a GPU at a time.
@@ -24,7 +24,9 @@ class OuterStep:
 
     With d the sum of weighted deltas and v a buffer of the model's size:
     ``none``: w += d. ``momentum`` (arXiv 2110.07029; the paper's w' = sum a_i w_i + gamma (w - w_previous)): v = gamma v + d;
-    w += lr v. ``nesterov`` (DiLoCo, arXiv 2311.08105): v = gamma v + d; w += lr (d + gamma v).
+    w += lr v. ``nesterov`` (DiLoCo, arXiv 2311.08105): v = gamma v + d; w += lr (d + gamma v). ``cautious``: Nesterov's for each
+    element in which v has the sign of d, and w += d for the others. The mask is that of Cautious Optimizers (arXiv 2411.16085),
+    which do not move the others.
 
     A velocity that begins at zero takes some 1 / (1 - gamma) merges to grow. Bias correction, as Adam's (arXiv 1412.6980), makes
     up for it: lr is divided by what the velocity would be of what it becomes if all deltas were the same, so that equal
@@ -34,7 +36,7 @@ class OuterStep:
     the global model must have the same bits on every rank.
 
     Args:
-        kind: ``none``, ``momentum`` or ``nesterov``.
+        kind: ``none``, ``momentum``, ``nesterov`` or ``cautious``.
         lr: the outer learning rate, > 0; ``none`` takes it as well.
         momentum: gamma, in [0, 1).
         bias_correction: whether lr makes up for a velocity that still grows.
@@ -184,6 +186,11 @@ class OuterStep:
         """
         if v is not None:
             v.mul_(self.momentum).add_(d)
+            if self.kind == "cautious":
+                agrees = v * d > 0
+                far = (v * self.momentum).add_(d).mul_(self._lr_now)
+                w.add_(torch.where(agrees, far, d, out=d))
+                return
             if self.kind == "momentum":
                 d = v if self._lr_now == 1.0 else d.copy_(v)
             else:

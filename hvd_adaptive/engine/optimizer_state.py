@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam
 
-from hvd_adaptive.algorithm.outer_step import ADAM_LR, ADAM_MOMENTUM
 from hvd_adaptive.combinations import goes_with_dual_averaging
 from hvd_adaptive.comm.protocols import AgreedError, Collectives
 from hvd_adaptive.config import Config
@@ -65,9 +64,8 @@ def with_defaults(
     The learning rate of SGD, with momentum or without, follows the batch size linearly. That of other optimizers stays: they
     divide a gradient by its usual size, so their steps do not grow with the batch's.
 
-    SGD gets Nesterov, and so do dense Adam and its kin on several ranks, with a lower rate and less momentum. Others get no outer
-    step: they take as long steps on rare rows as on others, and momentum over rounds gained nothing with them. One rank trains as
-    without us.
+    SGD gets Nesterov's outer step, dense Adam and its kin on several ranks the cautious one. Others get none: they take as long
+    steps on rare rows as on others, and momentum over rounds gained nothing with them. One rank trains as without us.
 
     Args:
         config: the rules.
@@ -100,11 +98,7 @@ def with_defaults(
         config = dataclasses.replace(config, lr_rule="linear" if is_sgd else "none")
     if config.outer_step is None:
         adapts = learns_from_short_rounds(config, optimizer) and (world_size > 1 or _sets_outer_step(config))
-        config = with_outer_step(config, "nesterov" if is_sgd or adapts else "none", optimizer)
-    if is_adam(optimizer) and config.outer_step != "none":
-        lr = ADAM_LR if config.outer_lr is None else config.outer_lr
-        momentum = ADAM_MOMENTUM if config.outer_momentum is None else config.outer_momentum
-        config = dataclasses.replace(config, outer_lr=lr, outer_momentum=momentum)
+        config = with_outer_step(config, "nesterov" if is_sgd else "cautious" if adapts else "none", optimizer)
     return config
 
 

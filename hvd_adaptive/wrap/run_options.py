@@ -71,7 +71,7 @@ class RunConfig:
         choices=("linear", "sqrt", "none"),
     )
     outer_step: str | None = _as_in_train(
-        "outer_step", text="how the merged change moves the model (default: nesterov with torch's Adam and its kin, else none)"
+        "outer_step", text="how the merged change moves the model (default: cautious with torch's Adam and its kin, else none)"
     )
     outer_lr: float | None = _as_in_train("outer_lr")
     outer_momentum: float | None = _as_in_train("outer_momentum")

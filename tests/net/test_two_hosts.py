@@ -93,7 +93,7 @@ session.close()
 
 
 @pytest.mark.root
-@pytest.mark.parametrize(("optimizer", "choice"), [("AdamW", "maxmin:4 nesterov"), ("Adagrad", "none none")])
+@pytest.mark.parametrize(("optimizer", "choice"), [("AdamW", "maxmin:4 cautious"), ("Adagrad", "none none")])
 def test_merges_of_adam_are_encoded_on_a_slow_link_with_a_warning(
     run_job: Any, hosts: TwoHosts, optimizer: str, choice: str
 ) -> None:
@@ -132,7 +132,7 @@ def test_merges_of_a_wrapped_script_with_adam_are_encoded_as_well(run_job: Any, 
     )
     assert job.returncode == 0, job.describe()
     assert "Set compression 'none'" in job.stderr, job.describe()
-    assert "outer step: nesterov; compression: maxmin:4" in job.stderr, job.describe()
+    assert "outer step: cautious; compression: maxmin:4" in job.stderr, job.describe()
 
 
 @pytest.mark.root

@@ -10,7 +10,7 @@ from hvd_adaptive.algorithm.outer_step import OuterStep
 
 @pytest.mark.parametrize("size", [0, 5, 200_001])
 @pytest.mark.parametrize(
-    ("kind", "lr"), [("none", 1.0), ("none", 0.5), ("momentum", 1.0), ("momentum", 0.5), ("nesterov", 0.7)]
+    ("kind", "lr"), [("none", 1.0), ("none", 0.5), ("momentum", 1.0), ("momentum", 0.5), ("nesterov", 0.7), ("cautious", 0.3)]
 )
 def test_it_is_the_formula(kind: str, lr: float, size: int) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -23,7 +23,8 @@ def test_it_is_the_formula(kind: str, lr: float, size: int) -> None:
             expected += lr * delta
         else:
             velocity = 0.9 * velocity + delta
-            expected += lr * (velocity if kind == "momentum" else delta + 0.9 * velocity)
+            far = lr * (velocity if kind == "momentum" else delta + 0.9 * velocity)
+            expected += torch.where(velocity.sign() == delta.sign(), far, delta) if kind == "cautious" else far
         outer.apply_(weights, delta.clone())
     assert torch.allclose(weights, expected, rtol=1e-12)
 
@@ -55,12 +56,24 @@ def test_torchs_sgd_agrees_on_nesterov() -> None:
     assert torch.allclose(weights, parameter.detach())
 
 
+def test_cautious_adds_a_delta_that_turns_back_as_it_is() -> None:
+    outer, weights, steps = OuterStep("cautious", lr=0.5, momentum=0.8), torch.zeros(4), []
+    for delta in ([1.0, 1.0, 1.0, 1.0], [1.0, -0.5, -2.0, 0.0]):
+        before = weights.clone()
+        outer.apply_(weights, torch.tensor(delta))
+        steps.append(weights - before)
+    assert steps[0].tolist() == pytest.approx([0.5 * 1.8] * 4)
+    # The velocities are 1.8, 0.3, -1.2 and 0.8.
+    assert steps[1].tolist() == pytest.approx([0.5 * (1 + 0.8 * 1.8), -0.5, 0.5 * (-2 - 0.8 * 1.2), 0.0])
+    assert outer.velocity[torch.float32].tolist() == pytest.approx([1.8, 0.3, -1.2, 0.8])
+
+
 def test_an_unknown_kind_is_named() -> None:
-    with pytest.raises(ValueError, match="none, momentum, nesterov, got 'adam'"):
+    with pytest.raises(ValueError, match="none, momentum, nesterov, cautious, got 'adam'"):
         OuterStep("adam")
 
 
-@pytest.mark.parametrize(("kind", "lr"), [("momentum", 1.0), ("nesterov", 0.7)])
+@pytest.mark.parametrize(("kind", "lr"), [("momentum", 1.0), ("nesterov", 0.7), ("cautious", 0.3)])
 def test_with_bias_correction_equal_deltas_move_the_model_equally_from_the_first_on(kind: str, lr: float) -> None:
     outer = OuterStep(kind, lr=lr, momentum=0.9, bias_correction=True)
     weights = torch.zeros(3, dtype=torch.float64)

@@ -59,7 +59,7 @@ def config(**options: Any) -> Config:
     return Config(batch_size=16, mega_batch=64, outer_step="nesterov", **options)
 
 
-@pytest.mark.parametrize("outer", ["nesterov", "momentum", "none"])
+@pytest.mark.parametrize("outer", ["nesterov", "momentum", "cautious", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_bits_are_those_of_the_device(outer: str, dtype: torch.dtype) -> None:
     found = []

@@ -97,7 +97,7 @@ OPTIMIZERS = {"sgd": lambda p: torch.optim.SGD(p, lr=0.01), "adagrad": lambda p:
 CASES = [
     (world_size, outer_step, weights, list(OPTIMIZERS)[(world_size + outer + rule) % 2], (30, 300)[(world_size + outer // 2) % 2])
     for world_size in (1, 2, 3)
-    for outer, outer_step in enumerate(("none", "momentum", "nesterov"))
+    for outer, outer_step in enumerate(("none", "momentum", "nesterov", "cautious"))
     for rule, weights in enumerate(("updates", "fisher-rows"))
 ]
 

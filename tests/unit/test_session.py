@@ -554,14 +554,14 @@ def test_the_outer_step_follows_the_optimizer_and_options_without_one_are_refuse
         return LocalWorld(num_ranks).run(run)[0]
 
     sgd, adam, adagrad = torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad
-    # One rank trains as without us; momentum over merges is stronger with SGD.
+    # One rank trains as without us.
     assert [of(1, make)[0] for make in (sgd, adam, adagrad)] == ["nesterov", "none", "none"]
-    assert [of(2, make) for make in (sgd, adam)] == [("nesterov", 0.7, 0.9), ("nesterov", 0.5, 0.7)]
+    assert [of(2, make) for make in (sgd, adam)] == [("nesterov", 0.7, 0.9), ("cautious", 0.3, 0.9)]
     assert of(2, adagrad)[0] == "none"
-    assert of(1, adam, outer_step="momentum") == ("momentum", 0.5, 0.7)
-    assert of(1, adam, outer_momentum=0.6) == ("nesterov", 0.5, 0.6)
-    assert of(1, adam, outer_lr=0.9) == ("nesterov", 0.9, 0.7)
+    assert of(1, adam, outer_step="momentum") == ("momentum", 1.0, 0.9)
+    assert of(1, adam, outer_momentum=0.6) == ("cautious", 0.3, 0.6)
+    assert of(1, adam, outer_lr=0.9) == ("cautious", 0.9, 0.9)
     # Merges that are a round old, or follow no clock, have none unless it is set.
     assert of(2, adam, overlap_merge=True)[0] == of(2, adam, logical_ranks=4)[0] == "none"
-    with pytest.raises(AgreedError, match=r"outer_momentum 0.5 needs outer_step momentum or nesterov, got .* with Adagrad"):
+    with pytest.raises(AgreedError, match=r"outer_momentum 0.5 needs outer_step momentum or nesterov or cautious, got .* with Adagrad"):
         of(2, adagrad, outer_momentum=0.5)

@@ -143,7 +143,7 @@ def test_adam_gets_an_outer_step_after_100_updates() -> None:
     """All its steps are as long as its learning rate here, as all gradients of a rank are the same."""
 
     def body(rank: Rank) -> list[float]:
-        assert rank.merger.log.outer_step == "nesterov"
+        assert rank.merger.log.outer_step == "cautious"
         moved = []
         for _ in range(130):
             before = rank.weights()
