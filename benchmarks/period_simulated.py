@@ -33,7 +33,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt-1m", choices=TASKS)
     parser.add_argument("--ranks", default="1:1", help="speeds: each makes its part of a round's steps")
-    parser.add_argument("--synchronous", action="store_true", help="one step of all ranks' batches together")
+    parser.add_argument(
+        "--synchronous", action="store_true", help="steps of all ranks' batches together; an outer step after --period of them"
+    )
     parser.add_argument("--period", type=int, default=50, help="batches of all ranks between two merges")
     parser.add_argument("--moments", default="keep", choices=("keep", "average", "all", "zero", "follow"), help=MOMENTS_HELP)
     parser.add_argument("--outer-step", default="none", choices=OUTER_STEPS)
@@ -94,7 +96,7 @@ class Simulation:
                 rank = min(range(len(done)), key=lambda r: (done[r] + 1) / self._steps[r])
                 self._step(rank)
                 done[rank] += 1
-            if len(self._models) > 1:
+            if len(self._models) > 1 or options.outer_step != "none":
                 self._merge()
             self._rates = [0.0] * len(self._models)
             if self._num_samples >= every * (len(curve) + 1):

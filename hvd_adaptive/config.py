@@ -102,8 +102,8 @@ class Config:
     outer_step: str | None = option(
         None,
         "how the merged change moves the model; none: directly; momentum (the paper's), nesterov (DiLoCo's): with momentum over "
-        "merges; cautious: as nesterov where both have the same sign. With Adam and its kin it begins after 100 updates of a rank "
-        "(default: nesterov for SGD; cautious for torch's Adam and its kin, in Session with several ranks; else none)",
+        "merges; cautious: as nesterov where both have the same sign. With Adam and its kin it begins after 100 updates of the "
+        "fastest rank (default: nesterov for SGD; cautious for torch's Adam and its kin, in Session on several ranks; else none)",
         "none", "momentum", "nesterov", "cautious",
         strategy=_LOCAL,
     )

@@ -10,8 +10,8 @@ from torch import Tensor
 from hvd_adaptive.config import Config
 
 OUTER_STEPS = ("none", "momentum", "nesterov", "cautious")
-# Updates of a rank before the outer step of Adam and its kin begins. While a model changes fast, momentum over merges does
-# lasting harm; later it helps: benchmarks/records/2026-11-25-late-outer-step.md.
+# Updates of the fastest rank before the outer step of Adam and its kin begins. While a model changes fast, momentum over merges
+# does lasting harm; later it helps: benchmarks/records/2026-11-25-late-outer-step.md.
 ADAM_START = 100
 # Elements a pass works on, so that its three operands stay in the cache of a core. A GPU takes all at once.
 _CPU_CHUNK = 1 << 16
@@ -41,7 +41,7 @@ class OuterStep:
         momentum: gamma, in [0, 1).
         bias_correction: whether lr makes up for a velocity that still grows.
         num_fragments: parts of the model that are merged at different times.
-        start: updates of a rank, on average, in whose merges w += d; the outer step begins after them.
+        start: updates of the fastest rank, in whose merges w += d; the outer step begins after them.
 
     Raises:
         ValueError: for an unknown kind.
@@ -66,14 +66,14 @@ class OuterStep:
         self.velocity: dict[torch.dtype, Tensor] = {}
         # The velocity of each fragment that deltas of one would have; a tensor, as what is saved and exchanged with the velocity.
         self.growth = torch.zeros(num_fragments, dtype=torch.float64)
-        # Updates of a rank in all merges, up to this one.
+        # Updates of the fastest rank in all merges, up to this one.
         self.num_updates = torch.zeros(1, dtype=torch.float64)
         self._start = start if kind != "none" else 0
         self._lr_now = lr
 
     @classmethod
     def of(cls, config: Config, *, start: int = 0) -> OuterStep:
-        """Returns the outer step of a configuration, in which it is set, beginning after so many updates of a rank."""
+        """Returns the outer step of a configuration, in which it is set, beginning after so many updates of the fastest rank."""
         return cls(
             config.outer_step or "none",
             lr=config.outer_learning_rate,
@@ -92,7 +92,7 @@ class OuterStep:
         """Takes note of a merge to come.
 
         Args:
-            num_updates: of a rank since the last merge, on average.
+            num_updates: of the fastest rank since the last merge.
         """
         self.num_updates += num_updates
 

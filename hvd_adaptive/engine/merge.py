@@ -192,7 +192,7 @@ class Merge:
             flat.compressed = None
         if self.rows is not None:
             self.rows.exchange()
-        self.outer.count(float(gathered["num_updates"].mean()))
+        self.outer.count(float(gathered["num_updates"].max()))
         flat.weigh_(convex)
         own, own_buffers = float(weights[rank]), float(convex[rank])
         if self.overlap is not None:

@@ -205,7 +205,7 @@ class LogicalStrategy(LocalStrategy):
             if self._config.optimizer_state == "reset" or not finite[number]:
                 logical.optimizer = self._fresh_state()
         self._sum_in_logical_order()
-        self.merge.outer.count(float(logical_stats["num_updates"].mean()))
+        self.merge.outer.count(float(logical_stats["num_updates"].max()))
         self.flat_model.apply_(self.merge.outer)
         self.flat_model.buffers.apply_()
         if self._transport.rank == 0:

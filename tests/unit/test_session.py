@@ -563,5 +563,5 @@ def test_the_outer_step_follows_the_optimizer_and_options_without_one_are_refuse
     assert of(1, adam, outer_lr=0.9) == ("cautious", 0.9, 0.9)
     # Merges that are a round old, or follow no clock, have none unless it is set.
     assert of(2, adam, overlap_merge=True)[0] == of(2, adam, logical_ranks=4)[0] == "none"
-    with pytest.raises(AgreedError, match=r"outer_momentum 0.5 needs outer_step momentum or nesterov or cautious, got .* with Adagrad"):
+    with pytest.raises(AgreedError, match=r"outer_momentum 0.5 needs outer_step momentum .* or cautious, got .* with Adagrad"):
         of(2, adagrad, outer_momentum=0.5)
