@@ -20,6 +20,7 @@ import functools
 import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -345,10 +346,11 @@ def processes_of(folder: Path) -> list[int]:
 def free_port() -> int:
     """Returns a port that is free now, with the next one."""
     while True:
+        # Linux gives ports from 32768 on to connections of other processes, also between this look and the ranks' start.
+        port = random.randrange(20000, 32000, 2)
         with socket.socket() as one, socket.socket() as two:
-            one.bind(("", 0))
-            port = int(one.getsockname()[1])
             try:
+                one.bind(("", port))
                 two.bind(("", port + 1))
             except OSError:
                 continue
