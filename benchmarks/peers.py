@@ -80,6 +80,8 @@ def main() -> None:
             find(name)
     except ValueError as error:
         parser.error(str(error))
+    # Whoever stops this stops its run: ranks over two hosts are in sessions of their own.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     end = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
     for stage in [options.stage] if options.stage else STAGES:
         if stage == "install":
