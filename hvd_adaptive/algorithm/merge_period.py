@@ -20,8 +20,8 @@ LEAST_MERGES_AN_EPOCH = 4
 SLOW_LINK_CODEC = "maxmin:4"
 # Where no mega-batch was set.
 DEFAULT_MERGES_AN_EPOCH = 8
-# What ranks compute between two merges while these take at most a tenth of the time, where short rounds learn better from equally
-# many samples: benchmarks/records/2026-11-24-period.md.
+# What the fastest rank computes between two merges while these take at most a tenth of the time, where short rounds learn better
+# from equally many samples: benchmarks/records/2026-11-24-period.md, and 2026-11-25-short-rounds.md for ranks that differ.
 STEPS_OF_SHORT_ROUNDS = 5
 _SHORT_ROUNDS_SHARE = 0.1
 
@@ -67,13 +67,27 @@ def least_mega_batch(communication_s: float, rest_s: float, *, share: float) -> 
     return communication_s * (1 - share) / (share * rest_s)
 
 
+def part_of_short_rounds(num_updates: Array) -> float:
+    """Returns how much shorter a short round may be where ranks differ: its fastest rank makes its steps, every other one at least.
+
+    Args:
+        num_updates: of each rank in a round, shape (world_size,).
+
+    Returns:
+        A part of what is a short round of equal ranks, in (0, 1].
+    """
+    longer = max(STEPS_OF_SHORT_ROUNDS / max(1e-9, num_updates.max()), 1 / max(1e-9, num_updates.min()))
+    return min(1.0, longer * float(num_updates.mean()) / STEPS_OF_SHORT_ROUNDS)
+
+
 class MergePeriod:
     """The mega-batch of the next round. Every rank feeds it the same gathered numbers and gets the same answer.
 
     ``fixed``: the starting one. ``auto``: the least for which communication takes at most ``share`` of a round:
     `least_mega_batch`.
 
-    No period is shorter than the starting one, nor longer than ``largest``, and it at most doubles or halves at a time.
+    No period is shorter than the starting one, or than a part of it that is told, nor longer than ``largest``. It at most doubles
+    or halves at a time.
 
     Args:
         rule: one of ``MERGE_PERIODS``.
@@ -98,10 +112,12 @@ class MergePeriod:
         self._share = share
         self.mega_batch = start
         self.communication_share = 0.0
-        # Rows of (communication seconds, other seconds a sample), the latest last.
-        self._measured = np.zeros((0, 2))
+        # Rows of (communication seconds, other seconds a sample, part of the start), the latest last.
+        self._measured = np.zeros((0, 3))
 
-    def observe(self, *, num_samples: int, round_s: float, communication_s: float, largest: int) -> None:
+    def observe(
+        self, *, num_samples: int, round_s: float, communication_s: float, largest: int, part: float = 1.0
+    ) -> None:
         """Sets the next mega-batch from the round that is over.
 
         Args:
@@ -109,12 +125,13 @@ class MergePeriod:
             round_s: seconds of the round, > 0.
             communication_s: seconds of it that the merge and its control took, waiting for slower ranks excluded.
             largest: samples that no period may pass, unless it starts there.
+            part: of the starting mega-batch, as long as which periods of ranks like the round's must be, in (0, 1].
         """
         rest_s = max(round_s - communication_s, 1e-9) / num_samples
-        self._measured = np.vstack((self._measured, (communication_s, rest_s)))[-_NUM_MEASURED:]
-        communication_s, rest_s = np.median(self._measured, axis=0)
+        self._measured = np.vstack((self._measured, (communication_s, rest_s, part)))[-_NUM_MEASURED:]
+        communication_s, rest_s, part = np.median(self._measured, axis=0)
         self.communication_share = float(communication_s / (communication_s + rest_s * num_samples))
-        wanted = float(self._start)
+        wanted = self._start * part
         if self._rule == "auto":
             wanted = max(wanted, least_mega_batch(communication_s, rest_s, share=self._share))
         wanted = min(wanted, max(largest, self._start))
@@ -131,4 +148,4 @@ class MergePeriod:
         Another number of ranks may start at another mega-batch: what became of it is kept in proportion.
         """
         self.mega_batch = round(int(state["mega_batch"]) * self._start / int(state["start"]))
-        self._measured = np.array(state["measured"], dtype=np.float64).reshape(-1, 2)
+        self._measured = np.array(state["measured"], dtype=np.float64).reshape(-1, 3)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvd_adaptive.algorithm.batch_sizes import next_batch_sizes
-from hvd_adaptive.algorithm.merge_period import LEAST_MERGES_AN_EPOCH, MergePeriod
+from hvd_adaptive.algorithm.merge_period import LEAST_MERGES_AN_EPOCH, MergePeriod, part_of_short_rounds
 from hvd_adaptive.algorithm.merge_weights import merge_weights
 from hvd_adaptive.algorithm.speed_model import Damping, SpeedModel
 from hvd_adaptive.algorithm.statistics import Array, Gathered
@@ -63,14 +63,16 @@ class RoundControl:
         config: the rules.
         world_size: number of ranks.
         speaks: whether this rank is the one that logs.
+        short_rounds: whether rounds are as short as ranks that differ let them be: `part_of_short_rounds`.
 
     Attributes:
         ceilings: largest batch size of each rank that memory allows, as far as is known, samples, shape (world_size,);
             infinite where no batch has failed.
     """
 
-    def __init__(self, config: Config, world_size: int, *, speaks: bool) -> None:
+    def __init__(self, config: Config, world_size: int, *, speaks: bool, short_rounds: bool = False) -> None:
         self._config = config
+        self._short_rounds = short_rounds
         self.speaks = speaks
         self.ceilings = np.full(world_size, np.inf)
         self._speed_model = SpeedModel(world_size)
@@ -145,6 +147,7 @@ class RoundControl:
             round_s=record.train_s - self._train_s,
             communication_s=float(np.sum([record.stats[name] for name in _COSTS_OF_A_ROUND], axis=0).max()),
             largest=dataset_size // LEAST_MERGES_AN_EPOCH,
+            part=part_of_short_rounds(record.stats["num_updates"]) if self._short_rounds else 1.0,
         )
         self._num_samples, self._train_s = record.num_samples, record.train_s
         taken = self._period.communication_share

@@ -53,6 +53,8 @@ class LocalStrategy:
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
         self.optimizer = optimizer
         self.merge = Merge(model, optimizer, config, transport)
+        # Set by the merge alone.
+        short_rounds = config.mega_batch is None and self.merge.config.mega_batch is not None
         config = self._config = self.merge.config
         self._transport = transport
         self.flat_model = self.merge.flat_model
@@ -68,7 +70,7 @@ class LocalStrategy:
         self._warming_up = False
         self._cursor: SharedCursor | None = None
         self._pool: PooledCursor | None = None
-        self._control = RoundControl(config, transport.world_size, speaks=transport.rank == 0)
+        self._control = RoundControl(config, transport.world_size, speaks=transport.rank == 0, short_rounds=short_rounds)
         # This rank's own, which the others know after the round.
         self._memory = MemoryCeiling(next(model.parameters()).device)
         self._dataset_size = 0

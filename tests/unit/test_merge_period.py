@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adaptive.algorithm.merge_period import MERGE_PERIODS, MergePeriod, with_short_rounds
+from hvd_adaptive.algorithm.merge_period import MERGE_PERIODS, MergePeriod, part_of_short_rounds, with_short_rounds
 from hvd_adaptive.config import Config
 
 
@@ -77,6 +78,27 @@ def test_no_period_passes_the_largest_unless_it_starts_there(rule: str) -> None:
     slow: dict[str, Any] = {"merge_s": 100.0, "sample_s": 0.001, "num_rounds": 20}
     assert max(run(MergePeriod(rule, start=100, share=0.03), **slow, largest=1000)) <= 1000
     assert set(run(MergePeriod(rule, start=5000, share=0.03), **slow, largest=1000)) == {5000}
+
+
+@pytest.mark.parametrize(
+    ("num_updates", "part"),
+    [
+        ([5, 5], 1.0), ([50, 50, 50], 1.0), ([2.5, 2.5, 5, 10], 0.5), ([10, 10, 20, 40], 0.5),
+        # The slow rank makes a step; the fast one would make its five in rounds of 50/9.
+        ([1, 9], 1.0), ([1, 1, 8, 8], 0.9), ([0, 4], 1.0),
+    ],
+)  # fmt: skip
+def test_short_rounds_of_ranks_that_differ_are_shorter(num_updates: list[float], part: float) -> None:
+    assert part_of_short_rounds(np.array(num_updates)) == pytest.approx(part)
+
+
+def test_a_period_follows_the_part_of_its_start_that_ranks_let_it() -> None:
+    period = MergePeriod("auto", start=160, share=0.1)
+    sizes = []
+    for part in (1.0, 0.5, 0.5, 0.5, 1.0, 0.5, 1.0, 1.0):
+        period.observe(num_samples=period.mega_batch, round_s=1.0, communication_s=0.0, largest=10**6, part=part)
+        sizes.append(period.mega_batch)
+    assert sizes == [160, 120, 80, 80, 80, 80, 160, 160]
 
 
 def test_the_share_is_told() -> None:
