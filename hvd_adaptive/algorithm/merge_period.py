@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_adaptive.algorithm.statistics import Array
 from hvd_adaptive.config import Config
 
 MERGE_PERIODS = ("fixed", "auto")
@@ -68,7 +69,7 @@ def least_mega_batch(communication_s: float, rest_s: float, *, share: float) -> 
 
 
 def part_of_short_rounds(num_updates: Array) -> float:
-    """Returns how much shorter a short round may be where ranks differ: its fastest rank makes its steps, every other one at least.
+    """Returns how much shorter a short round is where ranks differ: the fastest one makes all steps, every other one at least.
 
     Args:
         num_updates: of each rank in a round, shape (world_size,).
@@ -148,4 +149,6 @@ class MergePeriod:
         Another number of ranks may start at another mega-batch: what became of it is kept in proportion.
         """
         self.mega_batch = round(int(state["mega_batch"]) * self._start / int(state["start"]))
-        self._measured = np.array(state["measured"], dtype=np.float64).reshape(-1, 3)
+        measured = np.array(state["measured"], dtype=np.float64)
+        # Older ones know no part of the start: what they measured is measured again.
+        self._measured = measured if measured.shape[1:] == (3,) else np.zeros((0, 3))

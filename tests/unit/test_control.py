@@ -450,6 +450,24 @@ def test_a_slow_merge_makes_rounds_longer_on_all_ranks() -> None:
     assert results[0]["session"]._strategy.mega_batch == results[1]["session"]._strategy.mega_batch
 
 
+@pytest.mark.parametrize(("options", "shortens"), [({}, True), ({"mega_batch": 40, "merge_period": "auto"}, False)])
+def test_adams_rounds_are_shorter_where_ranks_differ(options: dict[str, Any], shortens: bool) -> None:
+    def run(transport: LocalTransport) -> dict[str, Any]:
+        def wait(session: Session, batch: Any) -> None:
+            time.sleep((0.02, 0.004)[transport.rank] * batch.num_samples / 4)
+
+        # Merges of threads take long beside such steps, and that is not what this is about.
+        config = Config(batch_size=4, merge_share=0.9, **{"merge_period": "auto", **options})
+        return train(transport, config, num_epochs=3, before_step=wait, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01))
+
+    results = LocalWorld(2).run(run)
+    assert_consumed_once(results, num_epochs=3)
+    sizes = [record.stats["num_samples"].sum() for record in results[0]["records"]]
+    # Five steps of the fast rank, and one of the slow one: 24 samples for 40.
+    assert sizes[0] == 40 and min(sizes[:-1]) >= 20
+    assert (np.median(sizes[len(sizes) // 2 :]) < 34) == shortens
+
+
 def test_a_fixed_period_stays() -> None:
     records = LocalWorld(2).run(lambda t: train(t, Config(batch_size=4, mega_batch=100)))[0]["records"]
     assert {record.stats["num_samples"].sum() for record in records} == {100}

@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adaptive.algorithm.merge_period import MERGE_PERIODS, MergePeriod, part_of_short_rounds, with_short_rounds
+from hvd_adaptive.algorithm.merge_period import (
+    MERGE_PERIODS,
+    MergePeriod,
+    part_of_short_rounds,
+    with_short_rounds,
+)
 from hvd_adaptive.config import Config
 
 
@@ -113,6 +118,10 @@ def test_the_state_survives_a_restart() -> None:
     run(one, **job)
     two.load_state_dict(one.state_dict())
     assert run(one, **job) == run(two, **job)
+    # What an older version measured says nothing of the ranks.
+    two.load_state_dict({**one.state_dict(), "measured": np.ones((3, 2))})
+    assert two.mega_batch == one.mega_batch
+    run(two, **job)
     # A quarter of the ranks, each with as much work as before.
     two = MergePeriod("auto", start=25, share=0.03)
     two.load_state_dict(one.state_dict())
