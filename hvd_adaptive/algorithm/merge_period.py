@@ -87,8 +87,8 @@ class MergePeriod:
     ``fixed``: the starting one. ``auto``: the least for which communication takes at most ``share`` of a round:
     `least_mega_batch`.
 
-    No period is shorter than the starting one, or than a part of it that is told, nor longer than ``largest``. It at most doubles
-    or halves at a time.
+    No period is shorter than the starting one, or the part of it that :meth:`observe` is told, nor longer than ``largest``. It at
+    most doubles or halves at a time.
 
     Args:
         rule: one of ``MERGE_PERIODS``.
@@ -126,7 +126,7 @@ class MergePeriod:
             round_s: seconds of the round, > 0.
             communication_s: seconds of it that the merge and its control took, waiting for slower ranks excluded.
             largest: samples that no period may pass, unless it starts there.
-            part: of the starting mega-batch, as long as which periods of ranks like the round's must be, in (0, 1].
+            part: no period is shorter than this part of the starting one, by what the ranks did in this round; in (0, 1].
         """
         rest_s = max(round_s - communication_s, 1e-9) / num_samples
         self._measured = np.vstack((self._measured, (communication_s, rest_s, part)))[-_NUM_MEASURED:]

@@ -89,7 +89,7 @@ def test_no_period_passes_the_largest_unless_it_starts_there(rule: str) -> None:
     ("num_updates", "part"),
     [
         ([5, 5], 1.0), ([50, 50, 50], 1.0), ([2.5, 2.5, 5, 10], 0.5), ([10, 10, 20, 40], 0.5),
-        # The slow rank makes a step; the fast one would make its five in rounds of 50/9.
+        # The slow rank makes a step: rounds in which the fast one makes five would be 0.56 as long.
         ([1, 9], 1.0), ([1, 1, 8, 8], 0.9), ([0, 4], 1.0),
     ],
 )  # fmt: skip
