@@ -464,8 +464,9 @@ def test_adams_rounds_are_shorter_where_ranks_differ(options: dict[str, Any], sh
     assert_consumed_once(results, num_epochs=3)
     sizes = [record.stats["num_samples"].sum() for record in results[0]["records"]]
     # Five steps of the fast rank, and one of the slow one: 24 samples for 40.
-    assert sizes[0] == 40
-    assert (np.median(sizes[len(sizes) // 2 :]) < 34) == shortens
+    usual = np.median(sizes[len(sizes) // 2 :])
+    assert sizes[0] == 40 and usual >= 20
+    assert (usual < 34) == shortens
 
 
 def test_a_fixed_period_stays() -> None:
