@@ -39,8 +39,8 @@ def main() -> None:
     parser.add_argument("--period", type=int, default=50, help="batches of all ranks between two merges")
     parser.add_argument("--moments", default="keep", choices=("keep", "average", "all", "zero", "follow"), help=MOMENTS_HELP)
     parser.add_argument("--outer-step", default="none", choices=OUTER_STEPS)
-    parser.add_argument("--outer-lr", type=float, help="(default: 0.3)")
-    parser.add_argument("--outer-momentum", type=float, help="(default: 0.9)")
+    parser.add_argument("--outer-lr", type=float, help="(default: by the momentum)")
+    parser.add_argument("--outer-momentum", type=float, help="(default: it looks back over the last fifth of the run)")
     parser.add_argument("--outer-from", type=int, default=0, help="samples of all ranks before the outer step begins")
     parser.add_argument("--ratio", type=float, default=1.0, help="Adam's denominator is as of so many batches")
     parser.add_argument("--compression", default="none", help="of changes and moments on the way; as hvd-adaptive's option")
@@ -52,8 +52,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.outer_step == "none" and (options.outer_lr, options.outer_momentum) != (None, None):
         parser.error("--outer-lr and --outer-momentum need --outer-step momentum, nesterov or cautious")
-    options.outer_lr = 0.3 if options.outer_lr is None else options.outer_lr
-    options.outer_momentum = 0.9 if options.outer_momentum is None else options.outer_momentum
     torch.set_num_threads(1)
     curve, final = Simulation(options).run()
     print(json.dumps(vars(options) | {"curve": curve, "final": round(final, 4)}), flush=True)

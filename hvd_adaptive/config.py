@@ -108,10 +108,10 @@ class Config:
         strategy=_LOCAL,
     )
     outer_lr: float | None = option(
-        None, "learning rate of the outer step (default: 0.7 for nesterov, 0.3 for cautious, else 1)", strategy=_LOCAL
+        None, "learning rate of the outer step (default: 0.7 for nesterov, for cautious by its momentum, else 1)", strategy=_LOCAL
     )
     outer_momentum: float | None = option(
-        None, "momentum of the outer step (default: 0.9)",
+        None, "momentum of the outer step (default: 0.9; cautious: it looks back over the last fifth of all updates so far)",
         strategy=("local", "sma"), outer_step=(None, "momentum", "nesterov", "cautious"),
     )
     outer_bias_correction: bool = option(
@@ -386,13 +386,13 @@ class Config:
         return 32.0 if self.size_rule == "heterogpu" else self.batch_size_bounds[0] / 2
 
     @property
-    def momentum_of_merges(self) -> float:
-        """Momentum of the outer step."""
-        return 0.9 if self.outer_momentum is None else self.outer_momentum
+    def momentum_of_merges(self) -> float | None:
+        """Momentum of the outer step; None: it follows the run."""
+        return 0.9 if self.outer_momentum is None and self.outer_step != "cautious" else self.outer_momentum
 
     @property
-    def outer_learning_rate(self) -> float:
-        """Learning rate of the outer step."""
-        if self.outer_lr is not None:
+    def outer_learning_rate(self) -> float | None:
+        """Learning rate of the outer step; None: it follows from the momentum."""
+        if self.outer_lr is not None or self.outer_step == "cautious":
             return self.outer_lr
-        return {"nesterov": 0.7, "cautious": 0.3}.get(self.outer_step or "none", 1.0)
+        return 0.7 if self.outer_step == "nesterov" else 1.0

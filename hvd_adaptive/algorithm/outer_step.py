@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -13,6 +14,10 @@ OUTER_STEPS = ("none", "momentum", "nesterov", "cautious")
 # Updates of the fastest rank before the outer step of Adam and its kin begins. While a model changes fast, momentum over merges
 # does lasting harm; later it helps: benchmarks/records/2026-11-25-late-outer-step.md.
 ADAM_START = 100
+# Momentum that is not set looks back over this part of all updates so far, up to this much momentum:
+# benchmarks/records/2026-11-26-outer-horizon.md.
+_LOOKS_BACK = 0.2
+_MOST_MOMENTUM = 0.95
 # Elements a pass works on, so that its three operands stay in the cache of a core. A GPU takes all at once.
 _CPU_CHUNK = 1 << 16
 # Elements that come from host memory to a GPU at a time.
@@ -32,13 +37,18 @@ class OuterStep:
     up for it: lr is divided by what the velocity would be of what it becomes if all deltas were the same, so that equal
     deltas move the model equally from the first merge on.
 
+    Momentum that is not set follows the run: with u updates in a merge and U in all merges so far, gamma = 1 - 5 u / U, so that
+    it looks back over the last fifth of the run, however long rounds are. The first merges add the delta. An lr that is not set
+    is sqrt(1 - gamma): a merge of pure noise then moves the model no farther than without momentum, and equal deltas move it
+    1 / sqrt(1 - gamma) times as far.
+
     Products and sums are separate operations: a fused multiply-add rounds differently from one processor to the next, and
     the global model must have the same bits on every rank.
 
     Args:
         kind: ``none``, ``momentum``, ``nesterov`` or ``cautious``.
-        lr: the outer learning rate, > 0; ``none`` takes it as well.
-        momentum: gamma, in [0, 1).
+        lr: the outer learning rate, > 0; ``none`` takes it as well. None: by the momentum.
+        momentum: gamma, in [0, 1). None: by the updates that :meth:`count` is told.
         bias_correction: whether lr makes up for a velocity that still grows.
         num_fragments: parts of the model that are merged at different times.
         start: updates of the fastest rank, in whose merges w += d; the outer step begins after them.
@@ -51,8 +61,8 @@ class OuterStep:
         self,
         kind: str,
         *,
-        lr: float = 1.0,
-        momentum: float = 0.0,
+        lr: float | None = 1.0,
+        momentum: float | None = 0.0,
         bias_correction: bool = False,
         num_fragments: int = 1,
         start: int = 0,
@@ -69,7 +79,9 @@ class OuterStep:
         # Updates of the fastest rank in all merges, up to this one.
         self.num_updates = torch.zeros(1, dtype=torch.float64)
         self._start = start if kind != "none" else 0
-        self._lr_now = lr
+        # Of the merge that begins.
+        self._momentum_now = 0.0 if momentum is None else momentum
+        self._lr_now = 1.0 if lr is None else lr
 
     @classmethod
     def of(cls, config: Config, *, start: int = 0) -> OuterStep:
@@ -95,6 +107,9 @@ class OuterStep:
             num_updates: of the fastest rank since the last merge.
         """
         self.num_updates += num_updates
+        if self.momentum is None:
+            part = num_updates / max(1.0, float(self.num_updates))
+            self._momentum_now = min(max(0.0, 1 - part / _LOOKS_BACK), _MOST_MOMENTUM)
 
     def velocity_of(self, weights: Tensor) -> Tensor | None:
         """Returns the velocity of a flat model, zeros at first; None for ``none``, and before the outer step begins."""
@@ -117,7 +132,7 @@ class OuterStep:
         """Takes over a velocity, copied to the weights' device; one whose growth was not saved counts as grown, and as begun."""
         if self.kind == "none":
             return
-        grown = torch.full_like(self.growth, 1 / (1 - self.momentum) if state else 0.0)
+        grown = torch.full_like(self.growth, 1 / (1 - self._momentum_now) if state else 0.0)
         self.growth = state.get("growth", grown).cpu().clone()
         begun = torch.full_like(self.num_updates, float(self._start if state else 0))
         self.num_updates = state.get("num_updates", begun).cpu().clone()
@@ -134,14 +149,16 @@ class OuterStep:
         Args:
             fragment: what of the model is merged.
         """
-        self._lr_now = self.lr if self.begun else 1.0
-        if self.kind == "none" or not self.begun:
+        self._lr_now = 1.0
+        if not self.begun:
             return
-        self.growth[fragment] = self.growth[fragment] * self.momentum + 1
+        momentum = self._momentum_now
+        self._lr_now = math.sqrt(1 - momentum) if self.lr is None else self.lr
+        self.growth[fragment] = self.growth[fragment] * momentum + 1
         if self.bias_correction:
             growth = float(self.growth[fragment])
-            moved = growth if self.kind == "momentum" else 1 + self.momentum * growth
-            self._lr_now = self.lr / ((1 - self.momentum) * moved)
+            moved = growth if self.kind == "momentum" else 1 + momentum * growth
+            self._lr_now /= (1 - momentum) * moved
 
     @torch.no_grad()
     def apply_(self, weights: Tensor, delta: Tensor, parts: Iterable[slice] | None = None) -> None:
@@ -185,16 +202,16 @@ class OuterStep:
             v: their velocity, None for ``none``.
         """
         if v is not None:
-            v.mul_(self.momentum).add_(d)
+            v.mul_(self._momentum_now).add_(d)
             if self.kind == "cautious":
                 agrees = v * d > 0
-                far = (v * self.momentum).add_(d).mul_(self._lr_now)
+                far = (v * self._momentum_now).add_(d).mul_(self._lr_now)
                 w.add_(torch.where(agrees, far, d, out=d))
                 return
             if self.kind == "momentum":
                 d = v if self._lr_now == 1.0 else d.copy_(v)
             else:
-                d.add_(v * self.momentum)
+                d.add_(v * self._momentum_now)
         if self._lr_now != 1.0:
             d.mul_(self._lr_now)
         w.add_(d)

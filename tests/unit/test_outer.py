@@ -111,6 +111,29 @@ def test_it_begins_after_so_many_updates_with_a_velocity_of_zero() -> None:
     assert steps == pytest.approx([1.0, 1.0, 0.7 * 1.5, 0.7 * 1.75])
 
 
+def test_momentum_that_is_not_set_looks_back_over_a_fifth_of_the_run_however_long_its_rounds_are() -> None:
+    outer = OuterStep("cautious", lr=None, momentum=None)
+    weights, velocity, total, momenta = torch.zeros(2, dtype=torch.float64), 0.0, 0, []
+    for merges, updates in enumerate((10, 10, 10, 10, 10, 30, 5, 15, 4, *[10] * 90)):
+        if merges == 7:
+            saved, outer = outer.state_dict(), OuterStep("cautious", lr=None, momentum=None)
+            outer.load_state_dict(saved, device=torch.device("cpu"))
+        outer.count(updates)
+        outer.begin()
+        before, total = float(weights[0]), total + updates
+        outer.apply_(weights, torch.ones_like(weights), [slice(0, 1), slice(1, 2)])
+        momentum = min(max(0.0, 1 - 5 * updates / total), 0.95)
+        momenta.append(momentum)
+        velocity = momentum * velocity + 1
+        assert float(weights[0]) - before == pytest.approx((1 - momentum) ** 0.5 * (1 + momentum * velocity))
+        assert weights[0] == weights[1]
+    # The first five merges add the delta. A longer round forgets more.
+    assert momenta[:5] == [0.0] * 5
+    assert momenta[5] == 0.0
+    assert momenta[8] == pytest.approx(1 - 20 / 104)
+    assert momenta[-1] == 0.95
+
+
 def test_a_run_that_is_taken_up_before_the_outer_step_begins_begins_it_where_the_whole_one_does() -> None:
     whole = OuterStep("momentum", momentum=0.5, start=25)
     whole.count(20)
