@@ -168,8 +168,8 @@ class Training:
         self._optimizers: list[torch.optim.Optimizer] = []
         # This rank's part of all samples so far.
         self._part = 1 / self.world_size
-        # Of the pass before: CPU seconds a sample.
-        self._factor, self._sample_s = case.factors[rank], 0.0
+        # CPU seconds of the last pass of so many samples: a smaller batch takes more of them a sample.
+        self._factor, self._pass_s = case.factors[rank], dict[int, float]()
         self.num_steps = self.num_samples = 0
         self.train_s, self._since = 0.0, None
         self.curve: list[tuple[int, float, float]] = []
@@ -194,8 +194,8 @@ class Training:
     def backward(
         self, forward: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, *, num_samples_before: int | None = None
     ) -> Tensor:
-        """Computes the gradients of a batch. A slower rank sleeps first: a multiple of the CPU time that its pass before took
-        a sample.
+        """Computes the gradients of a batch. A slower rank sleeps first: a multiple of the CPU time that its last pass of as many
+        samples took.
 
         Args:
             forward: the model.
@@ -205,11 +205,11 @@ class Training:
         """
         self._set_rate(self.num_samples / self._part if num_samples_before is None else num_samples_before)
         if self._factor > 1:
-            time.sleep((self._factor - 1) * self._sample_s * len(x))
+            time.sleep((self._factor - 1) * self._pass_s.get(len(x), max(self._pass_s.values(), default=0.0)))
         begin = time.thread_time()
         loss = self.loss(forward, x, y)
         loss.backward()
-        self._sample_s = (time.thread_time() - begin) / len(x)
+        self._pass_s[len(x)] = time.thread_time() - begin
         self.num_steps += 1
         self.num_samples += len(x)
         return loss
