@@ -153,8 +153,10 @@ def exchanged(transport: Any, reducer: str, compression: str) -> Tensor:
         p.register_hook(lambda _: time.sleep(0.01 * float(torch.rand(1, generator=random))))
     for _ in range(3):
         model.zero_grad()
-        model(torch.randn(4, 64, generator=random)).square().sum().backward()
-        own = torch.cat([p.grad.reshape(-1).clone() for p in model.parameters()])  # type: ignore[union-attr]
+        loss = model(torch.randn(4, 64, generator=random)).square().sum()
+        # Not from p.grad: sums may be there as soon as backward() ends.
+        own = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)])
+        loss.backward()
         exchange.synchronize()
         flat = torch.cat([p.grad.reshape(-1) for p in model.parameters()])  # type: ignore[union-attr]
         others = transport.allgather_object(flat.numpy().tobytes())

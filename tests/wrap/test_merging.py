@@ -154,9 +154,9 @@ def test_adam_gets_an_outer_step_after_100_updates() -> None:
 
     for moved in on_ranks(body, make=torch.optim.Adam):
         assert np.allclose(moved[:99], 0.1)
-        # v = 0.9 v + d in 31 merges; each moves the model by 0.3 (d + 0.9 v).
-        velocity = 0.1 * (1 - 0.9**31) / (1 - 0.9)
-        assert np.allclose(moved[-1], 0.3 * (0.1 + 0.9 * velocity), rtol=1e-3)
+        # By then momentum has grown to its most. v = 0.95 v + d in 31 merges; each moves the model by sqrt(0.05) (d + 0.95 v).
+        velocity = 0.1 * (1 - 0.95**31) / (1 - 0.95)
+        assert np.allclose(moved[-1], 0.05**0.5 * (0.1 + 0.95 * velocity), rtol=1e-3)
 
 
 def test_others_get_no_outer_step_unless_it_is_set() -> None:
