@@ -15,6 +15,13 @@ SIZE_RULES = {
 
 # The merge weights of which a rank has one for all coordinates.
 _ONE_WEIGHT = ("paper", "heterogpu", "uniform", "updates", "samples")
+# Nothing may be in a round's end only, nor differ between the merges of a round.
+_BESIDE_STEPS_NEEDS: dict[str, tuple[Any, ...]] = {
+    "weight_rule": ("uniform", "updates", "samples"),
+    "overlap_merge": (False,), "merge_fragments": (1,), "auto_bits": (0,), "sparse_merge": ("auto", "never"),
+    "optimizer_state": (None, "keep"), "outer_state": ("device",), "perturbation": (False,),
+    "island": (None,), "logical_ranks": (None,), "record": (False,), "replay": (None,),
+}  # fmt: skip
 _DUAL_NEEDS: dict[str, tuple[Any, ...]] = {"optimizer_state": (None,), "logical_ranks": (None,)}
 _DUAL_WHY = "it sums the optimizer's accumulators at each merge, and the next step needs the sum"
 
@@ -58,6 +65,11 @@ def check_combinations(config: Any) -> None:
         )
         if config.repeatable and config.reducer == "auto":
             raise ValueError("record and replay need a fixed reducer, got 'auto', which chooses by seconds")
+    if config.outer_step == "cautious" and config.outer_lr is not None and config.outer_momentum is None:
+        raise ValueError(
+            f"outer_lr {config.outer_lr} needs outer_momentum with outer_step 'cautious', got none: momentum that is not set "
+            "grows with the run, and the step with it. Set both or none"
+        )
     if config.outer_state == "host":
         _check_needed(
             config,
@@ -112,6 +124,9 @@ def _check_overlap(config: Any) -> None:
     name = f"merge_fragments {config.merge_fragments}" if config.merge_fragments > 1 else "overlap_merge"
     if config.overlaps_merges and config.sparse_merge == "always":
         raise ValueError(f"{name} exchanges all rows: it needs sparse_merge 'auto' or 'never', got 'always'")
+    if config.merges_beside_steps:
+        why = "a merge beside steps takes the whole model, and a rank's weight is its own work"
+        _check_needed(config, f"merges_per_round {config.merges_per_round}", why, **_BESIDE_STEPS_NEEDS)
     if config.merge_fragments > 1:
         why = "a rank sends a fragment before it knows what others have done, so that its weight is its own work"
         _check_needed(config, name, why, weight_rule=("uniform", "updates", "samples"))
@@ -163,6 +178,15 @@ def has_effect(config: Any, name: str) -> bool:
     """
     needs = type(config).__dataclass_fields__[name].metadata["needs"]
     return all(getattr(config, other) in allowed for other, allowed in needs.items())
+
+
+def goes_with_merges_beside_steps(config: Any) -> bool:
+    """Returns whether ``merges_per_round`` may be above 1 beside the other options.
+
+    Args:
+        config: a valid :class:`hvd_adaptive.Config`.
+    """
+    return all(getattr(config, name) in allowed for name, allowed in _BESIDE_STEPS_NEEDS.items())
 
 
 def goes_with_dual_averaging(config: Any) -> bool:

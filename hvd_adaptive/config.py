@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvd_adaptive.combinations import SIZE_RULES, check_combinations
-from hvd_adaptive.validation import (
-    check_not_negative,
-    check_positive,
-    check_types_and_choices,
-    option,
-    parse_island,
-    parse_slowdown,
-)
+from hvd_adaptive.validation import check_ranges, check_types_and_choices, option
 
 _LOCAL = ("local",)
 
@@ -202,7 +195,7 @@ class Config:
     merge_period: str | None = option(
         None,
         "samples between two merges; fixed: mega_batch; auto: mega_batch, or more, so that merges take at most merge_share of "
-        "the time (default: fixed; in Session and run auto for torch's Adam and its kin, from 5 batches a rank on)",
+        "the time (default: fixed; in Session and run auto for torch's Adam and its kin, from few batches a rank on)",
         "fixed",
         "auto",
         strategy=_LOCAL,
@@ -223,6 +216,12 @@ class Config:
     )
     overlap_merge: bool = option(
         False, "exchange a round's changes during the next round's steps; the merged model is one round old",
+        strategy=_LOCAL,
+    )
+    merges_per_round: int | None = option(
+        None,
+        "merge the whole model so often in a round, all but the last time beside the next steps (default: 1; in Session 8 for "
+        "torch's Adam and its kin after 100 updates, on ranks of like speeds, where nothing sets the length of rounds)",
         strategy=_LOCAL,
     )
     merge_fragments: int = option(
@@ -269,38 +268,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_types_and_choices(self)
-        check_positive(
-            self, "batch_size", "min_batch_size", "max_batch_size", "mega_batch", "batch_size_step", "reference_batch_size",
-            "outer_lr", "stall_limit_s", "drain_limit_s", "perturbation_threshold", "global_batch_size", "accumulation_steps",
-            "micro_batch_size", "logical_ranks", "num_threads", "reference_ranks", "sma_alpha", "merge_fragments",
-        )  # fmt: skip
-        check_not_negative(self, "warmup_epochs", "lr_decay", "hash_interval", "seed", "auto_bits", "outlier_limit", "clip_delta")
-        if self.sma_alpha is not None and self.sma_alpha > 1:
-            raise ValueError(f"sma_alpha must be in (0, 1], got {self.sma_alpha}")
-        if self.fragment_delay is not None and not 0 <= self.fragment_delay <= 1:
-            raise ValueError(f"fragment_delay must be in [0, 1], got {self.fragment_delay}: it is a part of a round")
-        if self.straggler_limit and self.straggler_limit <= 1:
-            raise ValueError(f"straggler_limit must be > 1, or 0 for never, got {self.straggler_limit}")
-        for name in ("outer_momentum", "perturbation_delta", "fragment_alpha"):
-            if getattr(self, name) is not None and not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        if self.stall_limit_s < 1:
-            raise ValueError(
-                f"stall_limit_s must be >= 1, got {self.stall_limit_s}: a busy machine is quiet for shorter times"
-            )
-        low, high = self.batch_size_bounds
-        if low > high:
-            raise ValueError(f"min_batch_size must be <= max_batch_size, got {low} > {high}")
-        if not low <= self.batch_size <= high:
-            raise ValueError(
-                f"batch_size must be within [min_batch_size, max_batch_size], got {self.batch_size} outside [{low}, {high}]"
-            )
-        if self.slowdown is not None:
-            parse_slowdown(self.slowdown)
-        if self.island is not None:
-            parse_island(self.island)
-        if not 0 < self.merge_share < 1:
-            raise ValueError(f"merge_share must be in (0, 1), got {self.merge_share}")
+        check_ranges(self)
         check_combinations(self)
 
     @property
@@ -350,6 +318,16 @@ class Config:
     def overlaps_merges(self) -> bool:
         """Whether ranks go on with models of their own while what they have sent is merged."""
         return self.overlap_merge or self.merge_fragments > 1
+
+    @property
+    def merges_beside_steps(self) -> bool:
+        """Whether the whole model is merged beside steps, but for the end of a round."""
+        return (self.merges_per_round or 1) > 1
+
+    @property
+    def weighs_when_sent(self) -> bool:
+        """Whether a rank sends its progress before it knows what others have done, so that its weight is its own work."""
+        return self.merge_fragments > 1 or self.merges_beside_steps
 
     @property
     def merge_delay(self) -> float:

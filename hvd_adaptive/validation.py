@@ -71,6 +71,43 @@ def check_not_negative(config: Any, *names: str) -> None:
             raise ValueError(f"{name} must be >= 0, got {getattr(config, name)}")
 
 
+def check_ranges(config: Any) -> None:
+    """Raises ValueError for a number of a :class:`hvd_adaptive.Config` outside its range."""
+    check_positive(
+        config, "batch_size", "min_batch_size", "max_batch_size", "mega_batch", "batch_size_step", "reference_batch_size",
+        "outer_lr", "stall_limit_s", "drain_limit_s", "perturbation_threshold", "global_batch_size", "accumulation_steps",
+        "micro_batch_size", "logical_ranks", "num_threads", "reference_ranks", "sma_alpha", "merge_fragments",
+        "merges_per_round",
+    )  # fmt: skip
+    check_not_negative(config, "warmup_epochs", "lr_decay", "hash_interval", "seed", "auto_bits", "outlier_limit", "clip_delta")
+    if config.sma_alpha is not None and config.sma_alpha > 1:
+        raise ValueError(f"sma_alpha must be in (0, 1], got {config.sma_alpha}")
+    if config.fragment_delay is not None and not 0 <= config.fragment_delay <= 1:
+        raise ValueError(f"fragment_delay must be in [0, 1], got {config.fragment_delay}: it is a part of a round")
+    if config.straggler_limit and config.straggler_limit <= 1:
+        raise ValueError(f"straggler_limit must be > 1, or 0 for never, got {config.straggler_limit}")
+    for name in ("outer_momentum", "perturbation_delta", "fragment_alpha"):
+        if getattr(config, name) is not None and not 0 <= getattr(config, name) < 1:
+            raise ValueError(f"{name} must be in [0, 1), got {getattr(config, name)}")
+    if config.stall_limit_s < 1:
+        raise ValueError(
+            f"stall_limit_s must be >= 1, got {config.stall_limit_s}: a busy machine is quiet for shorter times"
+        )
+    low, high = config.batch_size_bounds
+    if low > high:
+        raise ValueError(f"min_batch_size must be <= max_batch_size, got {low} > {high}")
+    if not low <= config.batch_size <= high:
+        raise ValueError(
+            f"batch_size must be within [min_batch_size, max_batch_size], got {config.batch_size} outside [{low}, {high}]"
+        )
+    if config.slowdown is not None:
+        parse_slowdown(config.slowdown)
+    if config.island is not None:
+        parse_island(config.island)
+    if not 0 < config.merge_share < 1:
+        raise ValueError(f"merge_share must be in (0, 1), got {config.merge_share}")
+
+
 def parse_island(text: str) -> list[int]:
     """Returns the sizes behind ``island``: of all islands alike (one number), of each (several), or none for ``node``.
 

@@ -44,6 +44,18 @@ def phases(num_fragments: int, delay: float) -> list[Phase]:
     return [phase for _, phase in sorted(found)]
 
 
+def phases_beside_steps(num_merges: int) -> list[Phase]:
+    """Returns the phases of a round in which the whole model is sent at equal distances, the last time at the round's end.
+
+    A sum is taken in before the next one is sent, the last one at once.
+
+    Args:
+        num_merges: of a round, >= 1.
+    """
+    places = [round((number + 1) / num_merges, 9) for number in range(num_merges)]
+    return [Phase(place, 0, arrives) for place in places for arrives in (True, False)] + [Phase(1.0, 0, True)]
+
+
 def cut_layers(names: Sequence[str], sizes: Sequence[int], num_fragments: int) -> list[range]:
     """Returns each fragment's parameters: runs of whole layers with about equally many elements.
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvd_adaptive.algorithm.statistics import Array
+from hvd_adaptive.combinations import goes_with_merges_beside_steps
 from hvd_adaptive.config import Config
 
 MERGE_PERIODS = ("fixed", "auto")
@@ -24,6 +25,14 @@ DEFAULT_MERGES_AN_EPOCH = 8
 # What the fastest rank computes between two merges while these take at most a tenth of the time, where short rounds learn better
 # from equally many samples: benchmarks/records/2026-11-24-period.md, and 2026-11-25-short-rounds.md for ranks that differ.
 STEPS_OF_SHORT_ROUNDS = 5
+# The same where merges go beside steps, so many in a round: benchmarks/records/2026-11-26-beside-steps.md.
+STEPS_BESIDE_MERGES, MERGES_PER_ROUND = 3, 8
+# Updates of the fastest rank before the outer step of Adam and its kin begins, and before merges go beside steps. While a model
+# changes fast, momentum over merges and late sums do lasting harm: benchmarks/records/2026-11-25-late-outer-step.md, and
+# 2026-11-26-beside-steps.md.
+ADAM_START = 100
+# Ranks are alike where the slowest makes so many of the fastest one's updates.
+_ALIKE = 0.75
 _SHORT_ROUNDS_SHARE = 0.1
 
 
@@ -41,20 +50,29 @@ def capped_mega_batch(config: Config, planned: int, dataset_size: int, world_siz
     return min(planned, max(-(-dataset_size // DEFAULT_MERGES_AN_EPOCH), world_size * config.batch_size))
 
 
-def with_short_rounds(config: Config, world_size: int) -> Config:
-    """Returns the configuration with rounds that begin short and grow where merges take long, unless their length is set.
+def with_short_rounds(config: Config, world_size: int, *, beside_steps: bool) -> Config:
+    """Returns the configuration with few steps between two merges, more where merges take long, unless their number is set.
 
     After few steps the ranks' models have hardly moved apart, so that less is lost by their average.
 
     Args:
         config: the rules.
         world_size: number of ranks.
+        beside_steps: whether merges may go beside steps, so that a round can have several.
     """
     if config.mega_batch is not None or config.merge_period == "fixed":
         return config
     share = config.merge_share if config.merge_period == "auto" else _SHORT_ROUNDS_SHARE
-    samples = STEPS_OF_SHORT_ROUNDS * world_size * config.batch_size
+    beside_steps = beside_steps and world_size > 1 and config.dispatch == "dynamic"
+    if config.merges_per_round is None and beside_steps and goes_with_merges_beside_steps(config):
+        config = dataclasses.replace(config, merges_per_round=MERGES_PER_ROUND)
+    samples = steps_of_short_rounds(config) * world_size * config.batch_size
     return dataclasses.replace(config, mega_batch=samples, merge_period="auto", merge_share=share)
+
+
+def steps_of_short_rounds(config: Config) -> int:
+    """Returns a rank's steps of a short round."""
+    return STEPS_BESIDE_MERGES * (config.merges_per_round or 1) if config.merges_beside_steps else STEPS_OF_SHORT_ROUNDS
 
 
 def least_mega_batch(communication_s: float, rest_s: float, *, share: float) -> float:
@@ -68,17 +86,30 @@ def least_mega_batch(communication_s: float, rest_s: float, *, share: float) -> 
     return communication_s * (1 - share) / (share * rest_s)
 
 
-def part_of_short_rounds(num_updates: Array) -> float:
-    """Returns how much shorter a short round is where ranks differ: the fastest one makes all steps, every other one at least.
+def are_alike(shares: Array) -> bool:
+    """Returns whether merges may go beside steps. Where one rank makes far fewer than another, sums come late.
+
+    Args:
+        shares: of each rank in all updates, shape (world_size,).
+    """
+    return bool(shares.min() >= _ALIKE * shares.max())
+
+
+def part_of_short_rounds(num_updates: Array, config: Config, *, merges: int) -> float:
+    """Returns how much shorter a short round is where ranks differ: the fastest one makes all steps between two merges, every
+    other one at least one.
 
     Args:
         num_updates: of each rank in a round, shape (world_size,).
+        config: the rules.
+        merges: of the short round.
 
     Returns:
-        A part of what is a short round of equal ranks, in (0, 1].
+        A part of the starting round, in (0, 1].
     """
-    longer = max(STEPS_OF_SHORT_ROUNDS / max(1e-9, num_updates.max()), 1 / max(1e-9, num_updates.min()))
-    return min(1.0, longer * float(num_updates.mean()) / STEPS_OF_SHORT_ROUNDS)
+    steps = STEPS_BESIDE_MERGES if merges > 1 else STEPS_OF_SHORT_ROUNDS
+    longer = merges * max(steps / max(1e-9, num_updates.max()), 1 / max(1e-9, num_updates.min()))
+    return min(1.0, longer * float(num_updates.mean()) / steps_of_short_rounds(config))
 
 
 class MergePeriod:

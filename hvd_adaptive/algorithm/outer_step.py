@@ -11,9 +11,6 @@ from torch import Tensor
 from hvd_adaptive.config import Config
 
 OUTER_STEPS = ("none", "momentum", "nesterov", "cautious")
-# Updates of the fastest rank before the outer step of Adam and its kin begins. While a model changes fast, momentum over merges
-# does lasting harm; later it helps: benchmarks/records/2026-11-25-late-outer-step.md.
-ADAM_START = 100
 # Momentum that is not set looks back over this part of all updates so far, up to this much momentum:
 # benchmarks/records/2026-11-26-outer-horizon.md.
 _LOOKS_BACK = 0.2

@@ -11,7 +11,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvd_adaptive.algorithm.batch_sizes import next_batch_sizes
-from hvd_adaptive.algorithm.merge_period import LEAST_MERGES_AN_EPOCH, MergePeriod, part_of_short_rounds
+from hvd_adaptive.algorithm.merge_period import (
+    ADAM_START,
+    LEAST_MERGES_AN_EPOCH,
+    STEPS_BESIDE_MERGES,
+    STEPS_OF_SHORT_ROUNDS,
+    MergePeriod,
+    are_alike,
+    part_of_short_rounds,
+)
 from hvd_adaptive.algorithm.merge_weights import merge_weights
 from hvd_adaptive.algorithm.speed_model import Damping, SpeedModel
 from hvd_adaptive.algorithm.statistics import Array, Gathered
@@ -19,6 +27,8 @@ from hvd_adaptive.config import Config
 
 log = logging.getLogger(__name__)
 
+# Rounds, about, by whose updates ranks are alike or not.
+_REMEMBERED_ROUNDS = 4
 # Seconds that each round costs, however long it is: a first batch is read while its rank waits.
 _COSTS_OF_A_ROUND = ("merge_s", "control_s", "first_batch_s")
 
@@ -68,6 +78,7 @@ class RoundControl:
     Attributes:
         ceilings: largest batch size of each rank that memory allows, as far as is known, samples, shape (world_size,);
             infinite where no batch has failed.
+        merges: of the whole model in the next round, if that is as long as planned.
     """
 
     def __init__(self, config: Config, world_size: int, *, speaks: bool, short_rounds: bool = False) -> None:
@@ -80,6 +91,13 @@ class RoundControl:
         self._period = MergePeriod(
             config.merge_period or "fixed", start=config.mega_batch_samples, share=config.merge_share
         )
+        self.merges = config.merges_per_round or 1
+        if short_rounds and self.merges > 1:
+            # Until it is known that they help.
+            self.merges = 1
+            self._period.mega_batch = STEPS_OF_SHORT_ROUNDS * world_size * config.batch_size
+        self._num_updates = 0.0
+        self._update_shares = np.full(world_size, 1 / world_size)
         self._train_s = 0.0
         self._num_samples = 0
         self._complained = False
@@ -88,6 +106,17 @@ class RoundControl:
     def mega_batch(self) -> int:
         """Samples of the next round over all ranks."""
         return self._period.mega_batch
+
+    def merges_of(self, num_samples: int, batch_sizes: Array) -> int:
+        """Returns the merges of a round, which may be shorter than planned: between two of them each rank makes a step at least,
+        and in short rounds three.
+
+        Args:
+            num_samples: of the round over all ranks.
+            batch_sizes: the ranks', samples, shape (world_size,).
+        """
+        least = (STEPS_BESIDE_MERGES if self._short_rounds else 1) * float(batch_sizes.sum())
+        return max(1, min(self.merges, round(num_samples / least)))
 
     def next_batch_sizes(self, sizes: Array, gathered: Gathered, *, warming_up: bool) -> Array:
         """Returns the batch sizes of the next round, shape (world_size,).
@@ -141,13 +170,20 @@ class RoundControl:
 
     def after_round(self, record: CompletedRound, dataset_size: int) -> None:
         """Sets the next mega-batch from a round whose merge is over."""
-        config = self._config
+        config, part = self._config, 1.0
+        if self._short_rounds:
+            num_updates = record.stats["num_updates"]
+            # Ranks that are alike differ from round to round.
+            self._update_shares += (num_updates / max(1e-9, num_updates.sum()) - self._update_shares) / _REMEMBERED_ROUNDS
+            self._num_updates += float(num_updates.max())
+            self._choose_merges()
+            part = part_of_short_rounds(num_updates, config, merges=self.merges)
         self._period.observe(
             num_samples=record.num_samples - self._num_samples,
             round_s=record.train_s - self._train_s,
             communication_s=float(np.sum([record.stats[name] for name in _COSTS_OF_A_ROUND], axis=0).max()),
             largest=dataset_size // LEAST_MERGES_AN_EPOCH,
-            part=part_of_short_rounds(record.stats["num_updates"]) if self._short_rounds else 1.0,
+            part=part,
         )
         self._num_samples, self._train_s = record.num_samples, record.train_s
         taken = self._period.communication_share
@@ -162,6 +198,10 @@ class RoundControl:
                 )  # fmt: skip
             self._complained = True
 
+    def _choose_merges(self) -> None:
+        late = self._num_updates >= ADAM_START and are_alike(self._update_shares)
+        self.merges = (self._config.merges_per_round or 1) if late else 1
+
     def state_dict(self) -> dict[str, Any]:
         """Returns what :meth:`load_state_dict` takes; the same on every rank."""
         return {
@@ -169,6 +209,8 @@ class RoundControl:
             "speed_model": self._speed_model.state_dict(),
             "damping": self._damping.state_dict(),
             "period": self._period.state_dict(),
+            "num_updates": self._num_updates,
+            "update_shares": self._update_shares.copy(),
             "train_s": self._train_s,
             "num_samples": self._num_samples,
         }
@@ -178,7 +220,12 @@ class RoundControl:
         and memories, and learn them again."""
         self._period.load_state_dict(state["period"])
         self._train_s, self._num_samples = float(state["train_s"]), int(state["num_samples"])
+        self._num_updates = float(state.get("num_updates", 0.0))
         if len(state["ceilings"]) == len(self.ceilings):
             self.ceilings = np.array(state["ceilings"], dtype=np.float64)
+            # Older ones have none.
+            self._update_shares = np.array(state.get("update_shares", self._update_shares))
             self._speed_model.load_state_dict(state["speed_model"])
             self._damping.load_state_dict(state["damping"])
+        if self._short_rounds:
+            self._choose_merges()

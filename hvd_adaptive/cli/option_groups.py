@@ -20,7 +20,7 @@ TRAIN_MORE = {
     "batch sizes": ("micro_batch_size", "batch_size_rule", "min_batch_size", "max_batch_size"),
     "merging (strategy local)": (
         *("island", "merge_period", "merge_share", "overlap_merge", "sparse_merge"),
-        *("merge_fragments", "fragment_delay", "fragment_alpha", "outlier_limit", "clip_delta"),
+        *("merges_per_round", "merge_fragments", "fragment_delay", "fragment_alpha", "outlier_limit", "clip_delta"),
         *("outer_step", "outer_lr", "outer_momentum", "outer_bias_correction", "outer_state"),
     ),
     "synchronous steps (strategy sync)": ("global_batch_size", "accumulation_steps", "loss_reduction"),

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvd_adaptive.algorithm.merge_period import SLOW_LINK_CODEC, with_short_rounds
-from hvd_adaptive.algorithm.outer_step import ADAM_START, OuterStep
+from hvd_adaptive.algorithm.merge_period import ADAM_START, SLOW_LINK_CODEC, with_short_rounds
+from hvd_adaptive.algorithm.outer_step import OuterStep
 from hvd_adaptive.algorithm.outliers import NormHistory, clip_factor
 from hvd_adaptive.algorithm.round_control import round_weights
 from hvd_adaptive.algorithm.statistics import Array, Gathered, Statistics
@@ -72,6 +72,7 @@ class Merge:
         transport: the world.
         parameters: the trainable ones as the optimizer knows them; None: the model's.
         modules: those that hold them; None: the model.
+        beside_steps: whether the caller tells :attr:`overlap` of its steps, so that a round may have several merges.
 
     Attributes:
         config: the rules, completed.
@@ -94,13 +95,14 @@ class Merge:
         *,
         parameters: Sequence[Tensor] | None = None,
         modules: Iterable[nn.Module] | None = None,
+        beside_steps: bool = False,
     ) -> None:
         if parameters is None:
             parameters = [p for p in model.parameters() if p.requires_grad]
         modules = [model] if modules is None else modules
         config = optimizer_state.with_defaults(config, optimizer, parameters, world_size=transport.world_size)
         if optimizer_state.learns_from_short_rounds(config, optimizer):
-            config = with_short_rounds(config, transport.world_size)
+            config = with_short_rounds(config, transport.world_size, beside_steps=beside_steps)
         config = self._with_codec(config, optimizer, parameters, transport)
         self.config = config
         self._optimizer = optimizer
@@ -119,8 +121,9 @@ class Merge:
             )
         self.state_rule = optimizer_state.rule(config, optimizer)
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
-        self.overlap = OverlappedMerge(flat, self.outer, transport, config, self._forget) if config.overlaps_merges else None
-        self._history = NormHistory(config.outlier_limit) if config.outlier_limit and config.merge_fragments == 1 else None
+        overlaps = config.overlaps_merges or config.merges_beside_steps
+        self.overlap = OverlappedMerge(flat, self.outer, transport, config, self._forget) if overlaps else None
+        self._history = NormHistory(config.outlier_limit) if config.outlier_limit and not config.weighs_when_sent else None
         self.num_rows = 0
         self.who = "ranks" if transport.rank == 0 else None
 
@@ -148,7 +151,7 @@ class Merge:
         """
         finite = self.flat_model.compute_delta(verify=verify) if self.overlap is None else self.overlap.is_finite()
         stats.finite = float(finite)
-        if finite and self.config.measures_deltas and self.config.merge_fragments == 1:
+        if finite and self.config.measures_deltas and not self.config.weighs_when_sent:
             stats.delta_norm = self.flat_model.delta_norm() if self.overlap is None else self.overlap.progress_norm()
         if self._history is not None and stats.delta_norm and stats.num_updates:
             stats.outlier = float(self._history.is_outlier(stats.delta_norm, stats.num_updates))
@@ -173,7 +176,7 @@ class Merge:
         except RuntimeError as error:
             # Every rank has the same statistics, so every rank is here.
             raise AgreedError(str(error)) from None
-        clip = self.config.clip_delta if self.config.merge_fragments == 1 else 0.0
+        clip = 0.0 if self.config.weighs_when_sent else self.config.clip_delta
         return weights * clip_factor(weights, gathered["delta_norm"], clip) if clip else weights
 
     def apply_(self, gathered: Gathered, weights: Array, *, present: NDArray[np.bool_] | None = None) -> None:
@@ -192,7 +195,8 @@ class Merge:
             flat.compressed = None
         if self.rows is not None:
             self.rows.exchange()
-        self.outer.count(float(gathered["num_updates"].max()))
+        if not self.config.merges_beside_steps:
+            self.outer.count(float(gathered["num_updates"].max()))
         flat.weigh_(convex)
         own, own_buffers = float(weights[rank]), float(convex[rank])
         if self.overlap is not None:

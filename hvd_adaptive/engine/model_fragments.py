@@ -47,11 +47,14 @@ class Fragment:
         pieces: its parameters.
         handles: of dense sums on the way.
         under_way: encoded ones.
-        message: of each rank its part of the weights' sum, 1 if it was not finite, 1 if it is an outlier, and its norm times its
-            weight, shape (world_size, 4), to be summed over ranks; None where the weights were known when it was sent.
+        message: of each rank its part of the weights' sum, 1 if it was not finite, 1 if it is an outlier, its norm times its
+            weight, and its updates, shape (world_size, 5), to be summed over ranks; None where the weights were known when it was
+            sent.
         pending: its deltas hold a sum, or what will be one, that the global model has not taken.
         factor: what the sum is to be multiplied by, once it is there: one over the weights' sum.
         work: this rank's work since the fragment was sent.
+        num_updates: its updates since then.
+        merged_updates: those of the fastest rank in the sum that is there.
         history: of the norms of this rank's progress; None: outliers are let in.
     """
 
@@ -63,7 +66,14 @@ class Fragment:
     pending: bool = False
     factor: float = 1.0
     work: float = 0.0
+    num_updates: float = 0.0
+    merged_updates: float = 0.0
     history: NormHistory | None = None
+
+    @property
+    def arrived(self) -> bool:
+        """Whether a sum is known to be there."""
+        return self.pending and self.under_way.is_over and all(handle.done() for handle in self.handles)
 
     def measure_(self) -> bool:
         """Fills the deltas with this rank's progress since they were sent; returns whether that is finite."""
@@ -90,7 +100,7 @@ class Fragment:
 
     def start_again_(self) -> None:
         """Puts this rank's own parameters to the global model's."""
-        self.work = 0.0
+        self.work = self.num_updates = 0.0
         for piece in self.pieces:
             piece.ahead.zero_()
             load_(piece.group, range(len(piece.group.tensors)))

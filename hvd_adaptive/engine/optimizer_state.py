@@ -91,7 +91,7 @@ def with_defaults(
         can = fits and _exchanges_accumulators(config, optimizer) and goes_with_dual_averaging(config)
         for_rare = "dual-averaging" if can else "fisher-rows"
         # Fragments and islands have one weight a rank.
-        by_rows = rare_labels and config.island is None and config.merge_fragments == 1
+        by_rows = rare_labels and config.island is None and not config.weighs_when_sent
         config = dataclasses.replace(config, merge_weights=for_rare if by_rows else "updates")
     is_sgd = isinstance(optimizer, (SGD, LazyMomentum))
     if config.lr_rule == "auto":
@@ -115,8 +115,8 @@ def with_outer_step(config: Config, kind: str, optimizer: Optimizer) -> Config:
     try:
         return dataclasses.replace(config, outer_step=kind)
     except ValueError as error:
-        message = f"{error}; with {type(optimizer).__name__} there is no outer step unless outer_step is set"
-        raise AgreedError(message) from None
+        unless = f"; with {type(optimizer).__name__} there is no outer step unless outer_step is set" if kind == "none" else ""
+        raise AgreedError(f"{error}{unless}") from None
 
 
 def reset_(optimizer: Optimizer, initial: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvd_adaptive.algorithm.fragments import phases
+from hvd_adaptive.algorithm.fragments import phases, phases_beside_steps
 from hvd_adaptive.algorithm.merge_weights import DIVERGED
 from hvd_adaptive.algorithm.outer_step import OuterStep
 from hvd_adaptive.algorithm.outliers import NormHistory, clip_factor
@@ -22,6 +22,7 @@ from hvd_adaptive.engine.flat_group import scale_
 from hvd_adaptive.engine.flat_model import FlatModel
 from hvd_adaptive.engine.model_fragments import Fragment, Piece, cut_model
 from hvd_adaptive.engine.rank_warnings import warn_of_broken, warn_of_outliers
+from hvd_adaptive.exchange.pipeline import UnderWay
 
 log = logging.getLogger(__name__)
 
@@ -79,15 +80,21 @@ class OverlappedMerge:
         self._config = config
         self._forget = forget
         self._alpha = config.merge_alpha
+        self._beside_steps = config.merges_beside_steps
+        # Where each rank has a part of its own, runs have the same bits again.
+        self._takes_in_early = self._beside_steps and config.dispatch == "dynamic"
         self._phases = phases(config.merge_fragments, config.merge_delay)
         self._next = 0
         self._fragments = cut_model(flat_model, config.merge_fragments)
+        if self._beside_steps and flat_model.device.type == "cpu":
+            # On a GPU steps are short, and a thread would need a stream of its own.
+            self._fragments[0].under_way = UnderWay(threaded=True)
         for fragment in self._fragments if config.outlier_limit else ():
             fragment.history = NormHistory(config.outlier_limit)
         # This rank's own model between rounds. One fragment has just been sent then: it is `ahead` of the global model.
         self._own: list[Tensor] | None = None
         self._scale = 1.0
-        self._seen_work = 0.0
+        self._seen_work = self._seen_updates = 0.0
         self._sent_bytes = 0
 
     @property
@@ -95,18 +102,21 @@ class OverlappedMerge:
         return itertools.chain.from_iterable(fragment.pieces for fragment in self._fragments)
 
     @torch.no_grad()
-    def start_round_(self, *, work: float = 1.0) -> None:
+    def start_round_(self, *, work: float = 1.0, merges: int = 1) -> None:
         """Loads this rank's own model for its next steps.
 
         Args:
             work: of the round over all ranks, as :meth:`reach_` counts it; only its scale matters.
+            merges: of the whole model in the round, where they go beside steps.
         """
         self._load_own_()
-        self._next, self._seen_work, self._sent_bytes = 0, 0.0, 0
+        if self._beside_steps:
+            self._phases = phases_beside_steps(merges)
+        self._next, self._seen_work, self._seen_updates, self._sent_bytes = 0, 0.0, 0.0, 0
         self._scale = 1.0 / work
 
     @torch.no_grad()
-    def reach_(self, position: float, work: float) -> None:
+    def reach_(self, position: float, work: float, num_updates: float = 0.0) -> None:
         """Sends and takes in fragments up to a place before the end of the round, and goes on with encoded sums. Call it
         between steps. Every rank comes by every place, each at its own time; where it takes a sum in, it waits for those who
         have not sent yet.
@@ -114,15 +124,18 @@ class OverlappedMerge:
         Args:
             position: the part of the round's work that was claimed when this rank's next batch was.
             work: this rank's in the round so far, in samples or updates, whichever weighs ranks.
+            num_updates: its updates in the round so far.
 
         Raises:
             AgreedError: on all ranks, if a fragment is finite on none.
         """
-        while self._next < len(self._phases) and self._phases[self._next].position <= min(position, _BEFORE_END):
-            self._meet_(work, None)
-        self._count(work)
+        self._count(work, num_updates)
         for fragment in self._fragments:
             fragment.under_way.poll()
+            if self._takes_in_early and fragment.arrived:
+                self._arrive_(fragment)
+        while self._next < len(self._phases) and self._phases[self._next].position <= min(position, _BEFORE_END):
+            self._meet_(None)
 
     @torch.no_grad()
     def is_finite(self) -> bool:
@@ -148,7 +161,7 @@ class OverlappedMerge:
         if left_out:
             self._start_again_()
         while self._next < len(self._phases):
-            self._meet_(self._seen_work, weight)
+            self._meet_(None if self._beside_steps else weight)
         flat = self._flat_model
         message_bytes = 0 if flat.rule is None else flat.rule.message_bytes
         flat.payload_bytes = flat.buffers.payload_bytes + self._sent_bytes + message_bytes
@@ -243,9 +256,8 @@ class OverlappedMerge:
             for tensor, value in zip(piece.group.tensors, piece.group.slices(piece.start()), strict=True):
                 tensor.copy_(value)
 
-    def _meet_(self, work: float, weight: float | None) -> None:
-        """Goes through the next phase."""
-        self._count(work)
+    def _meet_(self, weight: float | None) -> None:
+        """Goes through the next phase; ``weight``: this rank's, where it is known."""
         phase = self._phases[self._next]
         self._next += 1
         if phase.arrives:
@@ -253,10 +265,11 @@ class OverlappedMerge:
         else:
             self._send_(self._fragments[phase.fragment], weight if len(self._fragments) == 1 else None)
 
-    def _count(self, work: float) -> None:
+    def _count(self, work: float, num_updates: float) -> None:
         for fragment in self._fragments:
             fragment.work += (work - self._seen_work) * self._scale
-        self._seen_work = work
+            fragment.num_updates += num_updates - self._seen_updates
+        self._seen_work, self._seen_updates = work, num_updates
 
     def _send_(self, fragment: Fragment, weight: float | None) -> None:
         """Starts to sum a fragment's progress; ``weight``: this rank's, where it is known."""
@@ -276,12 +289,12 @@ class OverlappedMerge:
             if outlies:
                 weight = 0.0
                 fragment.start_again_()
-            fragment.message = torch.zeros(transport.world_size, 4, dtype=torch.float64)
-            own = [weight, float(not finite), float(outlies), norm * weight]
+            fragment.message = torch.zeros(transport.world_size, 5, dtype=torch.float64)
+            own = [weight, float(not finite), float(outlies), norm * weight, fragment.num_updates]
             fragment.message[transport.rank] = torch.tensor(own, dtype=torch.float64)
             name = f"overlap.{fragment.pieces[0].group.name}.message"
             fragment.handles.append(transport.allreduce_sum_async_(fragment.message, name=name))
-        fragment.work = 0.0
+        fragment.work = fragment.num_updates = 0.0
         compressed = flat.compressed
         if compressed is not None:
             compressed.begin_round()
@@ -310,10 +323,11 @@ class OverlappedMerge:
         fragment.under_way.finish()
         if fragment.message is None:
             return
-        weights, broken, outliers, norms = (column.numpy() for column in fragment.message.unbind(1))
+        weights, broken, outliers, norms, updates = (column.numpy() for column in fragment.message.unbind(1))
         fragment.message = None
         if broken.all():
             raise AgreedError(DIVERGED)
+        fragment.merged_updates = float(updates.max())
         # Without a step of anybody there is nothing to divide.
         fragment.factor = 1.0 / (float(weights.sum()) or 1.0)
         if self._config.clip_delta:
@@ -327,6 +341,8 @@ class OverlappedMerge:
         if not fragment.pending:
             return
         self._wait(fragment)
+        if self._beside_steps:
+            self._outer.count(fragment.merged_updates)
         self._outer.begin(fragment.number)
         fragment.take_in_(self._outer, self._alpha)
 

@@ -52,7 +52,7 @@ class LocalStrategy:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
         self.optimizer = optimizer
-        self.merge = Merge(model, optimizer, config, transport)
+        self.merge = Merge(model, optimizer, config, transport, beside_steps=True)
         # Set by the merge alone.
         short_rounds = config.mega_batch is None and self.merge.config.mega_batch is not None
         config = self._config = self.merge.config
@@ -170,7 +170,8 @@ class LocalStrategy:
         overlap = self.merge.overlap
         if overlap is not None:
             start = time.perf_counter()
-            overlap.start_round_(work=max(1.0, self._work_of(len(rows), float(self._sizes.mean()))))
+            expected = max(1.0, self._work_of(len(rows), float(self._sizes.mean())))
+            overlap.start_round_(work=expected, merges=self._control.merges_of(len(rows), self._sizes))
             stats.merge_s += time.perf_counter() - start
         mega_batch = self._mega_batch = MegaBatch(rows, work)
         rank = self._transport.rank
@@ -214,7 +215,7 @@ class LocalStrategy:
                 stats.first_batch_s = time.perf_counter() - start
             number, parts = loaded.popleft()
             if overlap is not None:
-                self._reach(overlap, claims.taken[number][0], stats)
+                self._reach(overlap, self._place(number), stats)
             if self._weight is not None:
                 batch._weigh = self._weigh
             sizes = yield from self._memory.batches(batch, parts, source, stats)
@@ -222,11 +223,19 @@ class LocalStrategy:
         if overlap is not None:
             self._reach(overlap, self._span[1], stats)
 
+    def _place(self, number: int) -> int:
+        """Returns where in the round a claim of this rank counts, in work: ranks take what was settled in turns."""
+        settled = self._settled_now
+        if settled is not None and number < (num_own := len(settled.of_rank(self._transport.rank))):
+            return settled.total_work * number // num_own
+        return self.claimed[number][0]
+
     def _reach(self, overlap: OverlappedMerge, place: int, stats: RoundStats) -> None:
         """Lets an overlapped merge go on to a place of the round, in work."""
         start = time.perf_counter()
         first, end = self._span
-        overlap.reach_((place - first) / max(1, end - first), self._work_of(self._computed(stats), stats.batch_size))
+        num_samples, size = self._computed(stats), stats.batch_size
+        overlap.reach_((place - first) / max(1, end - first), self._work_of(num_samples, size), num_samples / size)
         stats.merge_s += time.perf_counter() - start
 
     def _computed(self, stats: RoundStats) -> float:

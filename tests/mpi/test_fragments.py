@@ -51,13 +51,13 @@ def check_known_progress(transport: Any, **options: Any) -> None:
     overlap, work = strategy.merge.overlap, 1.0 + transport.rank
     assert overlap is not None
     for number in range(3):
-        overlap.start_round_(work=50.0)
+        overlap.start_round_(work=50.0, merges=config.merges_per_round or 1)
         for step in range(STEPS):
-            overlap.reach_(step / STEPS, step * work)
+            overlap.reach_(step / STEPS, step * work, step * work)
             with torch.no_grad():
                 for p, part in zip(model.parameters(), progress_of(transport.rank, number * STEPS + step), strict=True):
                     p += part
-        overlap.reach_(1.0, STEPS * work)
+        overlap.reach_(1.0, STEPS * work, STEPS * work)
         strategy.end_round(RoundStats(batch_size=1, num_updates=STEPS * work, num_samples=1))
         assert len(set(transport.allgather_object(model_hash(model)))) == 1
     strategy.drain()
@@ -107,6 +107,7 @@ def test_progress_is_merged_once_and_sessions_learn(num_ranks: int, backend: str
     transport = connect(stall_limit_s=60, backend=backend)
     assert transport.world_size == num_ranks
     known: list[dict[str, Any]] = [{"merge_fragments": 2}, {"merge_fragments": 4, "fragment_delay": 0.6, "fragment_alpha": 0.0}]
+    known += [{"merges_per_round": 3}, {"merges_per_round": 2}]
     for options in half(known, num_ranks, backend):
         check_known_progress(transport, **options)
     slowdown = ",".join(["3", *["1"] * (num_ranks - 1)])
@@ -114,6 +115,8 @@ def test_progress_is_merged_once_and_sessions_learn(num_ranks: int, backend: str
         {"merge_fragments": 2, "slowdown": slowdown},
         {"merge_fragments": 3, "slowdown": slowdown, "compression": "maxmin:4", "fragment_delay": 0.5, "fragment_alpha": 0.0},
         {"merge_fragments": 2, "fragment_delay": 0.0, "outer_step": "nesterov", "outer_momentum": 0.5},
+        {"merges_per_round": 4, "slowdown": slowdown},
+        {"merges_per_round": 2, "slowdown": slowdown, "compression": "maxmin:4"},
     ]
     for options in half(sessions, num_ranks, backend):
         records = check_session(transport, **options)["records"]

@@ -34,6 +34,7 @@ FRAGMENTS: list[dict[str, Any]] = [
     {"merge_fragments": 2, "fragment_delay": 0.0, "fragment_alpha": 0.0},
     {"merge_fragments": 3, "fragment_delay": 0.5, "fragment_alpha": 0.0},
     {"merge_fragments": 3, "fragment_delay": 1.0, "fragment_alpha": 0.7},
+    {"merges_per_round": 3},
 ]
 
 
@@ -109,9 +110,9 @@ def drift(transport: Transport, *, rounds: int = 4, steps: int = 6, poison: int 
     assert overlap is not None
     work, globals_, after = 1.0 + transport.rank, [], []
     for number in range(rounds):
-        overlap.start_round_(work=100.0)
+        overlap.start_round_(work=100.0, merges=config.merges_per_round or 1)
         for step in range(steps):
-            overlap.reach_(step / steps, step * work)
+            overlap.reach_(step / steps, step * work, step * work)
             after.append(flat(model))
             parts = progress_of(transport.rank, number * steps + step, size).split([p.numel() for p in model.parameters()])
             with torch.no_grad():
@@ -120,7 +121,7 @@ def drift(transport: Transport, *, rounds: int = 4, steps: int = 6, poison: int 
             if poison == number * steps + step and transport.rank == 1:
                 with torch.no_grad():
                     model[0].weight[0, 0] = float("inf")
-        overlap.reach_(1.0, steps * work)
+        overlap.reach_(1.0, steps * work, steps * work)
         strategy.end_round(RoundStats(batch_size=1, num_updates=steps * work, num_samples=1))
         globals_.append(flat(model))
     strategy.drain()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hvd_adaptive.algorithm.merge_period import (
     MERGE_PERIODS,
     MergePeriod,
+    are_alike,
     part_of_short_rounds,
     with_short_rounds,
 )
@@ -94,7 +95,17 @@ def test_no_period_passes_the_largest_unless_it_starts_there(rule: str) -> None:
     ],
 )  # fmt: skip
 def test_short_rounds_of_ranks_that_differ_are_shorter(num_updates: list[float], part: float) -> None:
-    assert part_of_short_rounds(np.array(num_updates)) == pytest.approx(part)
+    assert part_of_short_rounds(np.array(num_updates), Config(), merges=1) == pytest.approx(part)
+
+
+def test_rounds_with_merges_beside_steps_are_as_long_as_their_merges() -> None:
+    config = Config(merges_per_round=8)
+    assert part_of_short_rounds(np.array([24.0, 24.0]), config, merges=8) == pytest.approx(1.0)
+    # Three steps of the fastest rank between two merges.
+    assert part_of_short_rounds(np.array([18.0, 24.0]), config, merges=8) == pytest.approx(21 / 24)
+    # One merge after five steps, where ranks are not alike.
+    assert part_of_short_rounds(np.array([12.0, 24.0]), config, merges=1) == pytest.approx(5 / 24 * 18 / 24)
+    assert are_alike(np.array([0.45, 0.55])) and not are_alike(np.array([0.4, 0.6]))
 
 
 def test_a_period_follows_the_part_of_its_start_that_ranks_let_it() -> None:
@@ -143,12 +154,48 @@ def test_impossible_periods_are_refused(values: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, (5 * 3 * 16, "auto", 0.1)), ({"mega_batch": 700}, (700, None, 0.03)),
+        ({}, (5 * 3 * 16, "auto", 0.1)), ({"merges_per_round": 4}, (4 * 3 * 3 * 16, "auto", 0.1)),
+        ({"mega_batch": 700}, (700, None, 0.03)),
         ({"merge_period": "fixed"}, (800, "fixed", 0.03)), ({"merge_period": "auto"}, (5 * 3 * 16, "auto", 0.03)),
         ({"merge_period": "auto", "merge_share": 0.3}, (5 * 3 * 16, "auto", 0.3)),
         ({"mega_batch": 700, "merge_period": "auto"}, (700, "auto", 0.03)),
     ],
 )  # fmt: skip
 def test_short_rounds_are_for_who_has_set_no_period(options: dict[str, Any], expected: tuple[Any, ...]) -> None:
-    config = with_short_rounds(Config(batch_size=16, **options), 3)
+    config = with_short_rounds(Config(batch_size=16, **options), 3, beside_steps=False)
     assert (config.mega_batch_samples, config.merge_period, config.merge_share) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "merges"),
+    [
+        ({}, 2, 8), ({}, 1, None), ({"merges_per_round": 1}, 2, 1), ({"merges_per_round": 3}, 1, 3),
+        ({"mega_batch": 700}, 2, None),
+        ({"merge_period": "auto"}, 2, 8), ({"merge_period": "fixed"}, 2, None), ({"dispatch": "equal"}, 2, None),
+        ({"record": True}, 2, None), ({"island": "2"}, 4, None), ({"optimizer_state": "average"}, 2, None),
+        ({"merge_weights": "fisher-rows"}, 2, None), ({"outer_state": "host"}, 2, None), ({"outlier_limit": 3.0}, 2, 8),
+    ],
+)  # fmt: skip
+def test_merges_go_beside_steps_where_nothing_speaks_against_it(
+    options: dict[str, Any], world_size: int, merges: int | None
+) -> None:
+    config = with_short_rounds(Config(batch_size=16, **options), world_size, beside_steps=True)
+    assert config.merges_per_round == merges
+    if merges == 8:
+        assert config.mega_batch == 8 * 3 * world_size * 16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"merges_per_round": 0}, "merges_per_round must be > 0, got 0"),
+        ({"merges_per_round": 2, "merge_fragments": 2}, "merges_per_round 2 needs merge_fragments 1, got 2"),
+        ({"merges_per_round": 2, "overlap_merge": True}, "merges_per_round 2 needs overlap_merge False, got True"),
+        ({"merges_per_round": 2, "merge_weights": "fisher-rows"}, "merges_per_round 2 needs merge_weights uniform or updates"),
+        ({"merges_per_round": 2, "island": "2"}, "merges_per_round 2 needs no island, got '2'"),
+        ({"merges_per_round": 2, "strategy": "sync"}, "merges_per_round 2 needs strategy local, got 'sync'"),
+    ],
+)
+def test_what_does_not_go_with_merges_beside_steps_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Config(**options)

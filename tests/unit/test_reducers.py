@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -221,3 +222,30 @@ def test_tasks_go_on_as_their_collectives_arrive() -> None:
     under_way.finish()
     # What is least advanced comes first, or ranks could wait for each other.
     assert wire.log[6:] == ["b0", "c0", "c2", "end0", "end2"]
+
+
+def test_a_thread_goes_on_with_tasks_and_hands_on_their_errors() -> None:
+    wire, under_way = Wire(), UnderWay(threaded=True)
+    for chunk in range(2):
+        under_way.begin(wire.task(chunk))
+    wire.arrived = {"a0", "b0", "a1", "b1"}
+    deadline = time.monotonic() + 10
+    while not under_way.is_over and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert under_way.is_over and {"end0", "end1"} <= set(wire.log)
+    # The thread has ended, and another one comes with the next task.
+    under_way.begin(wire.task(2, num_steps=1))
+    under_way.finish()
+    assert wire.log[-1] == "end2"
+
+    def failing() -> Any:
+        yield wire.send("x")
+        raise RuntimeError("a part is missing")
+
+    wire.arrived.add("x")
+    under_way.begin(failing())
+    while under_way._error is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    for ask in (under_way.poll, under_way.finish):
+        with pytest.raises(RuntimeError, match="a part is missing"):
+            ask()

@@ -562,7 +562,12 @@ def test_the_outer_step_follows_the_optimizer_and_options_without_one_are_refuse
     assert of(2, adagrad)[0] == "none"
     assert of(1, adam, outer_step="momentum") == ("momentum", 1.0, 0.9)
     assert of(1, adam, outer_momentum=0.6) == ("cautious", None, 0.6)
-    assert of(1, adam, outer_lr=0.9) == ("cautious", 0.9, None)
+    assert of(1, adam, outer_lr=0.9, outer_momentum=0.6) == ("cautious", 0.9, 0.6)
+    # It would grow with the momentum.
+    with pytest.raises(AgreedError, match=r"outer_lr 0.9 needs outer_momentum with outer_step 'cautious', got none.* none$"):
+        of(2, adam, outer_lr=0.9)
+    with pytest.raises(ValueError, match=r"outer_lr 0.9 needs outer_momentum"):
+        Config(outer_step="cautious", outer_lr=0.9)
     # Merges that are a round old, or follow no clock, have none unless it is set.
     assert of(2, adam, overlap_merge=True)[0] == of(2, adam, logical_ranks=4)[0] == "none"
     with pytest.raises(AgreedError, match=r"outer_momentum 0.5 needs outer_step momentum .* or cautious, got .* with Adagrad"):
