@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 # Rounds, about, by whose updates ranks are alike or not.
 _REMEMBERED_ROUNDS = 4
+# Merges go beside steps where rounds with one merge would be so many times as long as short ones, so that it takes its share.
+_LONG_ROUNDS = 1.5
 # Seconds that each round costs, however long it is: a first batch is read while its rank waits.
 _COSTS_OF_A_ROUND = ("merge_s", "control_s", "first_batch_s")
 
@@ -74,6 +76,7 @@ class RoundControl:
         world_size: number of ranks.
         speaks: whether this rank is the one that logs.
         short_rounds: whether rounds are as short as ranks that differ let them be: `part_of_short_rounds`.
+        chooses_merges: whether they have several merges only where that is known to help.
 
     Attributes:
         ceilings: largest batch size of each rank that memory allows, as far as is known, samples, shape (world_size,);
@@ -81,9 +84,12 @@ class RoundControl:
         merges: of the whole model in the next round, if that is as long as planned.
     """
 
-    def __init__(self, config: Config, world_size: int, *, speaks: bool, short_rounds: bool = False) -> None:
+    def __init__(
+        self, config: Config, world_size: int, *, speaks: bool, short_rounds: bool = False, chooses_merges: bool = False
+    ) -> None:
         self._config = config
         self._short_rounds = short_rounds
+        self._chooses_merges = chooses_merges
         self.speaks = speaks
         self.ceilings = np.full(world_size, np.inf)
         self._speed_model = SpeedModel(world_size)
@@ -92,11 +98,11 @@ class RoundControl:
             config.merge_period or "fixed", start=config.mega_batch_samples, share=config.merge_share
         )
         self.merges = config.merges_per_round or 1
-        if short_rounds and self.merges > 1:
-            # Until it is known that they help.
+        if chooses_merges and self.merges > 1:
             self.merges = 1
             self._period.mega_batch = STEPS_OF_SHORT_ROUNDS * world_size * config.batch_size
         self._num_updates = 0.0
+        self._merges_take_long = False
         self._update_shares = np.full(world_size, 1 / world_size)
         self._train_s = 0.0
         self._num_samples = 0
@@ -176,7 +182,8 @@ class RoundControl:
             # Ranks that are alike differ from round to round.
             self._update_shares += (num_updates / max(1e-9, num_updates.sum()) - self._update_shares) / _REMEMBERED_ROUNDS
             self._num_updates += float(num_updates.max())
-            self._choose_merges()
+            if self._chooses_merges:
+                self._choose_merges()
             part = part_of_short_rounds(num_updates, config, merges=self.merges)
         self._period.observe(
             num_samples=record.num_samples - self._num_samples,
@@ -185,6 +192,9 @@ class RoundControl:
             largest=dataset_size // LEAST_MERGES_AN_EPOCH,
             part=part,
         )
+        if self.merges == 1:
+            # Rounds with several hide what merges take.
+            self._merges_take_long |= self.mega_batch > _LONG_ROUNDS * part * config.mega_batch_samples
         self._num_samples, self._train_s = record.num_samples, record.train_s
         taken = self._period.communication_share
         at_limit = self.mega_batch >= max(config.mega_batch_samples, dataset_size // LEAST_MERGES_AN_EPOCH)
@@ -199,8 +209,8 @@ class RoundControl:
             self._complained = True
 
     def _choose_merges(self) -> None:
-        late = self._num_updates >= ADAM_START and are_alike(self._update_shares)
-        self.merges = (self._config.merges_per_round or 1) if late else 1
+        helps = self._merges_take_long and self._num_updates >= ADAM_START and are_alike(self._update_shares)
+        self.merges = (self._config.merges_per_round or 1) if helps else 1
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what :meth:`load_state_dict` takes; the same on every rank."""
@@ -210,6 +220,7 @@ class RoundControl:
             "damping": self._damping.state_dict(),
             "period": self._period.state_dict(),
             "num_updates": self._num_updates,
+            "merges_take_long": self._merges_take_long,
             "update_shares": self._update_shares.copy(),
             "train_s": self._train_s,
             "num_samples": self._num_samples,
@@ -221,11 +232,12 @@ class RoundControl:
         self._period.load_state_dict(state["period"])
         self._train_s, self._num_samples = float(state["train_s"]), int(state["num_samples"])
         self._num_updates = float(state.get("num_updates", 0.0))
+        self._merges_take_long = bool(state.get("merges_take_long", False))
         if len(state["ceilings"]) == len(self.ceilings):
             self.ceilings = np.array(state["ceilings"], dtype=np.float64)
             # Older ones have none.
             self._update_shares = np.array(state.get("update_shares", self._update_shares))
             self._speed_model.load_state_dict(state["speed_model"])
             self._damping.load_state_dict(state["damping"])
-        if self._short_rounds:
+        if self._chooses_merges:
             self._choose_merges()

@@ -55,6 +55,7 @@ class LocalStrategy:
         self.merge = Merge(model, optimizer, config, transport, beside_steps=True)
         # Set by the merge alone.
         short_rounds = config.mega_batch is None and self.merge.config.mega_batch is not None
+        chooses_merges = config.merges_per_round is None
         config = self._config = self.merge.config
         self._transport = transport
         self.flat_model = self.merge.flat_model
@@ -70,7 +71,9 @@ class LocalStrategy:
         self._warming_up = False
         self._cursor: SharedCursor | None = None
         self._pool: PooledCursor | None = None
-        self._control = RoundControl(config, transport.world_size, speaks=transport.rank == 0, short_rounds=short_rounds)
+        self._control = RoundControl(
+            config, transport.world_size, speaks=transport.rank == 0, short_rounds=short_rounds, chooses_merges=chooses_merges
+        )
         # This rank's own, which the others know after the round.
         self._memory = MemoryCeiling(next(model.parameters()).device)
         self._dataset_size = 0

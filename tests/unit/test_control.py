@@ -469,34 +469,47 @@ def test_adams_rounds_are_shorter_where_ranks_differ(options: dict[str, Any], sh
     assert (usual < 34) == shortens
 
 
-def test_merges_go_beside_steps_while_ranks_are_alike() -> None:
+def test_merges_go_beside_steps_where_they_take_long_and_ranks_are_alike() -> None:
     config = Config(batch_size=8, merges_per_round=8, merge_period="auto", mega_batch=8 * 3 * 2 * 8)
-    control = RoundControl(config, world_size=2, speaks=False, short_rounds=True)
+    control = RoundControl(config, world_size=2, speaks=False, short_rounds=True, chooses_merges=True)
     sizes, seen = np.full(2, 8.0), []
 
-    def rounds(first: int, updates: list[float], num_rounds: int) -> None:
+    def rounds(first: int, updates: list[float], num_rounds: int, merge_s: float = 0.0) -> None:
         for number in range(first, first + num_rounds):
-            now = record(number, num_samples=384 * number, merge_s=0.0, round_s=1.0)
+            now = record(number, num_samples=384 * number, merge_s=merge_s, round_s=1.0)
             now.stats["num_updates"] = np.array(updates)
             control.after_round(now, dataset_size=10**6)
             seen.append(control.merges)
 
     # Not in the first hundred updates.
     assert control.merges == control.merges_of(384, sizes) == 1 and control.mega_batch == 5 * 2 * 8
-    rounds(1, [30, 30], 3)
-    assert seen == [1] * 3 and control.mega_batch == 5 * 2 * 8
+    rounds(1, [20, 20], 2)
+    rounds(3, [20, 20], 2, merge_s=0.3)
+    assert seen == [1] * 4 and control.mega_batch > 1.5 * 5 * 2 * 8
     # One slow round does not count.
-    rounds(4, [18, 30], 1)
+    rounds(5, [18, 30], 1)
     assert seen[-1] == 8 and control.merges_of(384, sizes) == 8
     # The end of an epoch has fewer.
     assert control.merges_of(192, sizes) == 4 and control.merges_of(10, sizes) == 1
-    rounds(5, [8, 16], 6)
+    rounds(6, [8, 16], 6)
     assert seen[-1] == 1 and control.mega_batch < 100
-    later = RoundControl(config, world_size=2, speaks=False, short_rounds=True)
+    later = RoundControl(config, world_size=2, speaks=False, short_rounds=True, chooses_merges=True)
     later.load_state_dict(control.state_dict())
     assert later.merges == 1
-    rounds(11, [5, 5], 12)
+    rounds(12, [5, 5], 12)
     assert seen[-1] == 8 and control.mega_batch == 384
+    # Who has set their number has them from the first round on.
+    assert RoundControl(config, world_size=2, speaks=False, short_rounds=True).merges == 8
+
+
+def test_short_merges_stay_at_the_end_of_a_round() -> None:
+    config = Config(batch_size=8, merges_per_round=8, merge_period="auto", mega_batch=8 * 3 * 2 * 8)
+    control = RoundControl(config, world_size=2, speaks=False, short_rounds=True, chooses_merges=True)
+    for number in range(1, 30):
+        now = record(number, num_samples=80 * number, merge_s=0.01, round_s=1.0)
+        now.stats["num_updates"] = np.array([5.0, 5.0])
+        control.after_round(now, dataset_size=10**6)
+    assert control.merges == 1 and control.mega_batch == 80
 
 
 def test_a_fixed_period_stays() -> None:
