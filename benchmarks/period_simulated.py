@@ -37,6 +37,8 @@ def main() -> None:
         "--synchronous", action="store_true", help="steps of all ranks' batches together; an outer step after --period of them"
     )
     parser.add_argument("--period", type=int, default=50, help="batches of all ranks between two merges")
+    parser.add_argument("--delay", type=int, default=0, help="batches of all ranks from a merge to taking it in")
+    parser.add_argument("--delay-from", type=int, default=0, help="samples of all ranks before which merges are taken in at once")
     parser.add_argument("--moments", default="keep", choices=("keep", "average", "all", "zero", "follow"), help=MOMENTS_HELP)
     parser.add_argument("--outer-step", default="none", choices=OUTER_STEPS)
     parser.add_argument("--outer-lr", type=float, help="(default: by the momentum)")
@@ -50,6 +52,8 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=800)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    if options.delay and (options.moments not in ("keep", "follow") or options.delay >= options.period):
+        parser.error("--delay needs --moments keep or follow, and fewer batches than --period")
     if options.outer_step == "none" and (options.outer_lr, options.outer_momentum) != (None, None):
         parser.error("--outer-lr and --outer-momentum need --outer-step momentum, nesterov or cautious")
     torch.set_num_threads(1)
@@ -86,6 +90,8 @@ class Simulation:
         # Sum of each rank's rates since the last merge.
         self._rates = [0.0] * num_replicas
         self._lost: dict[tuple[str, int, int], Tensor] = {}
+        # Of a merge that is still to be taken in: each replica's parameters as they went into it.
+        self._sent: list[list[Tensor]] = []
 
     def run(self) -> tuple[list[tuple[int, float]], float]:
         """Returns samples and loss on the way, and the last loss."""
@@ -98,6 +104,8 @@ class Simulation:
                 rank = min(range(len(done)), key=lambda r: (done[r] + 1) / self._steps[r])
                 self._step(rank)
                 done[rank] += 1
+                if sum(done) == options.delay:
+                    self._take_in()
             if len(self._models) > 1 or options.outer_step != "none":
                 self._merge()
             self._rates = [0.0] * len(self._models)
@@ -131,11 +139,21 @@ class Simulation:
             p.sub_(rate * first * (1 / (larger.sqrt() + 1e-8) - 1 / (second.sqrt() + 1e-8)))
 
     @torch.no_grad()
+    def _take_in(self) -> None:
+        for model, sent in zip(self._models, self._sent, strict=False):
+            for base, before, replica in zip(self._global, sent, model.parameters(), strict=True):
+                replica.add_(base - before)
+        self._sent = []
+
+    @torch.no_grad()
     def _merge(self) -> None:
         self._outer.count(self._batch * sum(self._steps))
         self._outer.begin()
         moves = self._outer.begun and self._outer.kind != "none"
         parameters = [list(model.parameters()) for model in self._models]
+        is_late = self._options.delay > 0 and self._num_samples >= self._options.delay_from
+        if is_late:
+            self._sent = [[p.detach().clone() for p in replicas] for replicas in parameters]
         for place, (base, *replicas) in enumerate(zip(self._global, *parameters, strict=True)):
             own = [replica - base for replica in replicas]
             change = self._mean("change", place, own)
@@ -145,6 +163,8 @@ class Simulation:
                     bias = 1 - BETAS[0] ** float(state["step"])
                     state["exp_avg"].sub_((change - its) * _moments(state)[1].sqrt() * (bias / rates))
             self._outer.move_(base, change, self._velocity[place] if moves else None)
+            if is_late:
+                continue
             for replica in replicas:
                 replica.copy_(base)
             states = [o.state[p] for o, p in zip(self._optimizers, replicas, strict=True)]
@@ -182,9 +202,11 @@ class Simulation:
     @torch.no_grad()
     def _score(self, most: int) -> float:
         x, y = (part[:: max(1, len(part) // most)] for part in self._test)
-        model = self._models[0].eval()
+        model = copy.deepcopy(self._models[0]).eval()
+        # After a merge that is still to be taken in, a replica is not the global model.
+        for p, base in zip(model.parameters(), self._global if self._sent else (), strict=False):
+            p.copy_(base)
         losses = [self._task.loss(model, a, b).item() * len(a) for a, b in zip(x.split(256), y.split(256), strict=True)]
-        model.train()
         return sum(losses) / len(x)
 
 
