@@ -325,11 +325,6 @@ class Config:
         return (self.merges_per_round or 1) > 1
 
     @property
-    def weighs_when_sent(self) -> bool:
-        """Whether a rank sends its progress before it knows what others have done, so that its weight is its own work."""
-        return self.merge_fragments > 1 or self.merges_beside_steps
-
-    @property
     def merge_delay(self) -> float:
         """From sending to taking in, as a part of a round."""
         if self.merge_fragments == 1:

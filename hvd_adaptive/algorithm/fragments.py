@@ -52,7 +52,8 @@ def phases_beside_steps(num_merges: int) -> list[Phase]:
     Args:
         num_merges: of a round, >= 1.
     """
-    places = [round((number + 1) / num_merges, 9) for number in range(num_merges)]
+    # A little before, so that the batch that begins there comes after it.
+    places = [*((number + 1) / num_merges - 1e-9 for number in range(num_merges - 1)), 1.0]
     return [Phase(place, 0, arrives) for place in places for arrives in (True, False)] + [Phase(1.0, 0, True)]
 
 

@@ -72,7 +72,8 @@ class Merge:
         transport: the world.
         parameters: the trainable ones as the optimizer knows them; None: the model's.
         modules: those that hold them; None: the model.
-        beside_steps: whether the caller tells :attr:`overlap` of its steps, so that a round may have several merges.
+        beside_steps: whether the caller begins rounds and tells :attr:`overlap` of its steps, so that a round may have several
+            merges.
 
     Attributes:
         config: the rules, completed.
@@ -121,9 +122,9 @@ class Merge:
             )
         self.state_rule = optimizer_state.rule(config, optimizer)
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
-        overlaps = config.overlaps_merges or config.merges_beside_steps
-        self.overlap = OverlappedMerge(flat, self.outer, transport, config, self._forget) if overlaps else None
-        self._history = NormHistory(config.outlier_limit) if config.outlier_limit and not config.weighs_when_sent else None
+        self.overlap = OverlappedMerge(flat, self.outer, transport, config, self._forget) if config.overlaps_merges else None
+        self._beside_steps: OverlappedMerge | None = None
+        self._history = NormHistory(config.outlier_limit) if config.outlier_limit and config.merge_fragments == 1 else None
         self.num_rows = 0
         self.who = "ranks" if transport.rank == 0 else None
 
@@ -139,6 +140,21 @@ class Merge:
             codec = chosen_codec(SLOW_LINK_CODEC, config, transport, device=parameters[0].device, num_elements=num_elements)
         return dataclasses.replace(config, compression=codec)
 
+    def begin_round(self, merges: int) -> None:
+        """Sets how often the whole model is merged in the round that begins, the same on every rank."""
+        if not self.config.merges_beside_steps:
+            return
+        if merges > 1 and self._beside_steps is None:
+            self._beside_steps = OverlappedMerge(
+                self.flat_model, self.outer, self._transport, self.config, self._forget, history=self._history
+            )
+        self.overlap = self._beside_steps if merges > 1 else None
+
+    @property
+    def _weighs_when_sent(self) -> bool:
+        """Whether a rank sends its progress before it knows what others have done, so that its weight is its own work."""
+        return self.overlap is not None and not self.config.overlap_merge
+
     def measure_(self, stats: MergeStats, *, verify: bool = False) -> None:
         """Fills this rank's delta, and the statistics that are of it.
 
@@ -151,7 +167,7 @@ class Merge:
         """
         finite = self.flat_model.compute_delta(verify=verify) if self.overlap is None else self.overlap.is_finite()
         stats.finite = float(finite)
-        if finite and self.config.measures_deltas and not self.config.weighs_when_sent:
+        if finite and self.config.measures_deltas and not self._weighs_when_sent:
             stats.delta_norm = self.flat_model.delta_norm() if self.overlap is None else self.overlap.progress_norm()
         if self._history is not None and stats.delta_norm and stats.num_updates:
             stats.outlier = float(self._history.is_outlier(stats.delta_norm, stats.num_updates))
@@ -176,7 +192,7 @@ class Merge:
         except RuntimeError as error:
             # Every rank has the same statistics, so every rank is here.
             raise AgreedError(str(error)) from None
-        clip = 0.0 if self.config.weighs_when_sent else self.config.clip_delta
+        clip = 0.0 if self._weighs_when_sent else self.config.clip_delta
         return weights * clip_factor(weights, gathered["delta_norm"], clip) if clip else weights
 
     def apply_(self, gathered: Gathered, weights: Array, *, present: NDArray[np.bool_] | None = None) -> None:
@@ -195,7 +211,7 @@ class Merge:
             flat.compressed = None
         if self.rows is not None:
             self.rows.exchange()
-        if not self.config.merges_beside_steps:
+        if self.overlap is None or self.overlap is not self._beside_steps:
             self.outer.count(float(gathered["num_updates"].max()))
         flat.weigh_(convex)
         own, own_buffers = float(weights[rank]), float(convex[rank])
@@ -231,7 +247,10 @@ class Merge:
     def state_dict(self) -> dict[str, Any]:
         """Returns the global model, the outer step's velocity and what an overlapped merge has on the way (``shared``), and this
         rank's optimizer state, progress and residuals (``own``). COLLECTIVE."""
-        flat, overlap = self.flat_model, {"shared": None, "own": None} if self.overlap is None else self.overlap.state_dict()
+        flat, overlap = self.flat_model, {"shared": None, "own": None}
+        # Merges beside steps leave nothing on the way.
+        if self.overlap is not None and self.overlap is not self._beside_steps:
+            overlap = self.overlap.state_dict()
         compressed = None if flat.compressed is None else flat.compressed.state_dict()
         return {
             "shared": {"model": flat.state_dict(), "outer": self.outer.state_dict(), "overlap": overlap["shared"]},
@@ -260,5 +279,5 @@ class Merge:
             self.flat_model.compressed.load_state_dict(own["compressed"])
         if self._history is not None and same_ranks:
             self._history.load_state_dict(own["history"])
-        if self.overlap is not None:
+        if self.overlap is not None and self.overlap is not self._beside_steps:
             self.overlap.load_state_dict(shared["overlap"], own["overlap"] if same_ranks else None)

@@ -91,7 +91,7 @@ def with_defaults(
         can = fits and _exchanges_accumulators(config, optimizer) and goes_with_dual_averaging(config)
         for_rare = "dual-averaging" if can else "fisher-rows"
         # Fragments and islands have one weight a rank.
-        by_rows = rare_labels and config.island is None and not config.weighs_when_sent
+        by_rows = rare_labels and config.island is None and config.merge_fragments == 1 and not config.merges_beside_steps
         config = dataclasses.replace(config, merge_weights=for_rare if by_rows else "updates")
     is_sgd = isinstance(optimizer, (SGD, LazyMomentum))
     if config.lr_rule == "auto":

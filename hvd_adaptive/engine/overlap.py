@@ -61,6 +61,7 @@ class OverlappedMerge:
         transport: the world.
         config: number of fragments, delay, alpha and the rule for weights.
         forget: puts this rank's optimizer back to where it began; called when the rank was not finite.
+        history: of the norms of this rank's progress in the whole model; None: each fragment has its own.
 
     Raises:
         AgreedError: on all ranks, if the model has fewer layers than fragments.
@@ -73,6 +74,8 @@ class OverlappedMerge:
         transport: Collectives,
         config: Config,
         forget: Callable[[], None] = lambda: None,
+        *,
+        history: NormHistory | None = None,
     ) -> None:
         self._flat_model = flat_model
         self._outer = outer
@@ -90,7 +93,7 @@ class OverlappedMerge:
             # On a GPU steps are short, and a thread would need a stream of its own.
             self._fragments[0].under_way = UnderWay(threaded=True)
         for fragment in self._fragments if config.outlier_limit else ():
-            fragment.history = NormHistory(config.outlier_limit)
+            fragment.history = history or NormHistory(config.outlier_limit)
         # This rank's own model between rounds. One fragment has just been sent then: it is `ahead` of the global model.
         self._own: list[Tensor] | None = None
         self._scale = 1.0
@@ -113,7 +116,8 @@ class OverlappedMerge:
         if self._beside_steps:
             self._phases = phases_beside_steps(merges)
         self._next, self._seen_work, self._seen_updates, self._sent_bytes = 0, 0.0, 0.0, 0
-        self._scale = 1.0 / work
+        # Weights of a merge then sum to about one, however many there are, and so do residuals.
+        self._scale = merges / work
 
     @torch.no_grad()
     def reach_(self, position: float, work: float, num_updates: float = 0.0) -> None:

@@ -170,11 +170,13 @@ class LocalStrategy:
             stats: gets the seconds spent waiting for batches.
         """
         self._dataset_size = len(source)
+        merges = self._control.merges_of(len(rows), self._sizes)
+        self.merge.begin_round(merges)
         overlap = self.merge.overlap
         if overlap is not None:
             start = time.perf_counter()
             expected = max(1.0, self._work_of(len(rows), float(self._sizes.mean())))
-            overlap.start_round_(work=expected, merges=self._control.merges_of(len(rows), self._sizes))
+            overlap.start_round_(work=expected, merges=merges)
             stats.merge_s += time.perf_counter() - start
         mega_batch = self._mega_batch = MegaBatch(rows, work)
         rank = self._transport.rank

@@ -48,9 +48,11 @@ def check_known_progress(transport: Any, **options: Any) -> None:
     start = flat(model)
     config = Config(merge_weights="updates", outer_step="none", **options)
     strategy = LocalStrategy(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport)
-    overlap, work = strategy.merge.overlap, 1.0 + transport.rank
-    assert overlap is not None
+    work = 1.0 + transport.rank
     for number in range(3):
+        strategy.merge.begin_round(config.merges_per_round or 1)
+        overlap = strategy.merge.overlap
+        assert overlap is not None
         overlap.start_round_(work=50.0, merges=config.merges_per_round or 1)
         for step in range(STEPS):
             overlap.reach_(step / STEPS, step * work, step * work)

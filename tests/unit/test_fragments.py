@@ -101,18 +101,34 @@ def progress_of(rank: int, number: int, size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(50 * number + rank), dtype=torch.float64)
 
 
-def drift(transport: Transport, *, rounds: int = 4, steps: int = 6, poison: int | None = None, **options: Any) -> dict[str, Any]:
-    """Rounds in which rank i adds known numbers to its model in each step; its steps count as 1 + i updates."""
+def drift(
+    transport: Transport, *, rounds: int = 4, steps: int = 6, poison: int | None = None, alternates: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Rounds in which rank i adds known numbers to its model in each step; its steps count as 1 + i updates.
+
+    Args:
+        transport: the world.
+        rounds: so many.
+        steps: of a round.
+        poison: the step that makes rank 1 not finite.
+        alternates: every second round has one merge.
+        options: of the configuration.
+    """
     model = make_model()
     config = Config(merge_weights="updates", **options)
     strategy = LocalStrategy(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport)
-    overlap, size = strategy.merge.overlap, len(flat(model))
-    assert overlap is not None
+    size = len(flat(model))
     work, globals_, after = 1.0 + transport.rank, [], []
     for number in range(rounds):
-        overlap.start_round_(work=100.0, merges=config.merges_per_round or 1)
+        merges = 1 if alternates and number % 2 else config.merges_per_round or 1
+        strategy.merge.begin_round(merges)
+        overlap = strategy.merge.overlap
+        assert (overlap is None) == (alternates and merges == 1)
+        if overlap is not None:
+            overlap.start_round_(work=100.0, merges=merges)
         for step in range(steps):
-            overlap.reach_(step / steps, step * work, step * work)
+            if overlap is not None:
+                overlap.reach_(step / steps, step * work, step * work)
             after.append(flat(model))
             parts = progress_of(transport.rank, number * steps + step, size).split([p.numel() for p in model.parameters()])
             with torch.no_grad():
@@ -121,7 +137,8 @@ def drift(transport: Transport, *, rounds: int = 4, steps: int = 6, poison: int 
             if poison == number * steps + step and transport.rank == 1:
                 with torch.no_grad():
                     model[0].weight[0, 0] = float("inf")
-        overlap.reach_(1.0, steps * work, steps * work)
+        if overlap is not None:
+            overlap.reach_(1.0, steps * work, steps * work)
         strategy.end_round(RoundStats(batch_size=1, num_updates=steps * work, num_samples=1))
         globals_.append(flat(model))
     strategy.drain()
@@ -140,6 +157,23 @@ def test_all_progress_is_merged_once_by_the_ranks_work(world_size: int, options:
         assert torch.equal(result["final"], results[0]["final"])
         assert all(torch.equal(a, b) for a, b in zip(result["globals"], results[0]["globals"], strict=True))
     assert len({tuple(g.tolist()) for g in results[0]["globals"]}) == 4
+
+
+@pytest.mark.parametrize("outer_step", ["none", "momentum"])
+def test_rounds_with_one_merge_and_with_several_follow_each_other(outer_step: str) -> None:
+    options: dict[str, Any] = {"merges_per_round": 3, "outer_step": outer_step, "outlier_limit": 50.0}
+    results = LocalWorld(2).run(lambda t: drift(t, alternates=True, **options))
+    start, size = flat(make_model()), len(flat(make_model()))
+    w, v = start.clone(), torch.zeros(size, dtype=torch.float64)
+    # Two steps a merge, or all six of a round.
+    for first, stop in [*((n, n + 2) for n in (0, 2, 4)), (6, 12), *((n, n + 2) for n in (12, 14, 16)), (18, 24)]:
+        v = (0.9 * v if outer_step == "momentum" else 0.0) + sum(
+            (1 + rank) / 3 * progress_of(rank, n, size) for rank in range(2) for n in range(first, stop)
+        )
+        w = w + v
+    for result in results:
+        assert torch.allclose(result["final"], w, rtol=1e-9, atol=1e-9)
+        assert torch.equal(result["final"], results[0]["final"])
 
 
 def test_the_outer_step_has_a_velocity_for_each_fragment() -> None:
