@@ -194,7 +194,7 @@ class RoundControl:
         )
         if self.merges == 1:
             # Rounds with several hide what merges take.
-            self._merges_take_long |= self.mega_batch > _LONG_ROUNDS * part * config.mega_batch_samples
+            self._merges_take_long = self.mega_batch > _LONG_ROUNDS * part * config.mega_batch_samples
         self._num_samples, self._train_s = record.num_samples, record.train_s
         taken = self._period.communication_share
         at_limit = self.mega_batch >= max(config.mega_batch_samples, dataset_size // LEAST_MERGES_AN_EPOCH)
@@ -219,25 +219,16 @@ class RoundControl:
             "speed_model": self._speed_model.state_dict(),
             "damping": self._damping.state_dict(),
             "period": self._period.state_dict(),
-            "num_updates": self._num_updates,
-            "merges_take_long": self._merges_take_long,
-            "update_shares": self._update_shares.copy(),
             "train_s": self._train_s,
             "num_samples": self._num_samples,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a state. One of another number of ranks gives its merge period only: other ranks have other speeds
-        and memories, and learn them again."""
+        and memories, and learn them again. Whether merges go beside steps is found out anew: the link may be another one."""
         self._period.load_state_dict(state["period"])
         self._train_s, self._num_samples = float(state["train_s"]), int(state["num_samples"])
-        self._num_updates = float(state.get("num_updates", 0.0))
-        self._merges_take_long = bool(state.get("merges_take_long", False))
         if len(state["ceilings"]) == len(self.ceilings):
             self.ceilings = np.array(state["ceilings"], dtype=np.float64)
-            # Older ones have none.
-            self._update_shares = np.array(state.get("update_shares", self._update_shares))
             self._speed_model.load_state_dict(state["speed_model"])
             self._damping.load_state_dict(state["damping"])
-        if self._chooses_merges:
-            self._choose_merges()

@@ -130,11 +130,14 @@ class Heartbeat:
     def waiting(self, what: str = "") -> Iterator[None]:
         """Marks a block in which this rank waits for others; leaving it is progress. May be nested.
 
-        From the main thread.
+        In other threads it does nothing: their waiting keeps the main thread from nothing.
 
         Args:
             what: what it waits for, in a few words; empty keeps the last words.
         """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         outer = self._state
         if outer.phase != "waiting":
             self._state = _State("waiting", what or outer.what, self._awake_s)

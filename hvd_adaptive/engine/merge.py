@@ -72,8 +72,8 @@ class Merge:
         transport: the world.
         parameters: the trainable ones as the optimizer knows them; None: the model's.
         modules: those that hold them; None: the model.
-        beside_steps: whether the caller begins rounds and tells :attr:`overlap` of its steps, so that a round may have several
-            merges.
+        beside_steps: whether the caller begins rounds and tells :attr:`overlap` of its steps, and the transport tells what has
+            arrived, so that a round may have several merges.
 
     Attributes:
         config: the rules, completed.
@@ -123,8 +123,13 @@ class Merge:
         self.state_rule = optimizer_state.rule(config, optimizer)
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
         self.overlap = OverlappedMerge(flat, self.outer, transport, config, self._forget) if config.overlaps_merges else None
-        self._beside_steps: OverlappedMerge | None = None
         self._history = NormHistory(config.outlier_limit) if config.outlier_limit and config.merge_fragments == 1 else None
+        self._beside_steps: OverlappedMerge | None = None
+        if config.merges_beside_steps:
+            # Already now, so that memory that is too small is found at the start.
+            self._beside_steps = OverlappedMerge(
+                flat, self.outer, transport, config, self._forget, history=self._history, threaded=beside_steps
+            )
         self.num_rows = 0
         self.who = "ranks" if transport.rank == 0 else None
 
@@ -142,13 +147,8 @@ class Merge:
 
     def begin_round(self, merges: int) -> None:
         """Sets how often the whole model is merged in the round that begins, the same on every rank."""
-        if not self.config.merges_beside_steps:
-            return
-        if merges > 1 and self._beside_steps is None:
-            self._beside_steps = OverlappedMerge(
-                self.flat_model, self.outer, self._transport, self.config, self._forget, history=self._history
-            )
-        self.overlap = self._beside_steps if merges > 1 else None
+        if self._beside_steps is not None:
+            self.overlap = self._beside_steps if merges > 1 else None
 
     @property
     def _weighs_when_sent(self) -> bool:

@@ -105,18 +105,21 @@ class Fragment:
             piece.ahead.zero_()
             load_(piece.group, range(len(piece.group.tensors)))
 
-    def take_in_(self, outer: OuterStep, alpha: float) -> None:
+    def take_in_(self, outer: OuterStep | None, alpha: float) -> None:
         """Moves the global model by the sum in the deltas, and this rank's own with it.
 
         Args:
-            outer: the outer step, begun for this fragment.
+            outer: the outer step, begun for this fragment; None: the sum is added.
             alpha: the part of its distance to the global model that this rank keeps.
         """
         for piece in self.pieces:
             group, start = piece.group, piece.start()
             if self.factor != 1.0:
                 group.delta.mul_(self.factor)
-            outer.apply_(piece.whole.weights, piece.whole.delta, [piece.part])
+            if outer is None:
+                group.weights.add_(group.delta)
+            else:
+                outer.apply_(piece.whole.weights, piece.whole.delta, [piece.part])
             torch.sub(start, group.weights, out=piece.ahead).mul_(alpha) if alpha else piece.ahead.zero_()
             flats = (start, group.weights, piece.ahead)
             for tensor, before, weights, ahead in zip(group.tensors, *map(group.slices, flats), strict=True):

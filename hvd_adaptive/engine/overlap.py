@@ -62,6 +62,7 @@ class OverlappedMerge:
         config: number of fragments, delay, alpha and the rule for weights.
         forget: puts this rank's optimizer back to where it began; called when the rank was not finite.
         history: of the norms of this rank's progress in the whole model; None: each fragment has its own.
+        threaded: a thread goes on with encoded sums of the whole model.
 
     Raises:
         AgreedError: on all ranks, if the model has fewer layers than fragments.
@@ -76,6 +77,7 @@ class OverlappedMerge:
         forget: Callable[[], None] = lambda: None,
         *,
         history: NormHistory | None = None,
+        threaded: bool = False,
     ) -> None:
         self._flat_model = flat_model
         self._outer = outer
@@ -89,7 +91,7 @@ class OverlappedMerge:
         self._phases = phases(config.merge_fragments, config.merge_delay)
         self._next = 0
         self._fragments = cut_model(flat_model, config.merge_fragments)
-        if self._beside_steps and flat_model.device.type == "cpu":
+        if threaded and flat_model.device.type == "cpu":
             # On a GPU steps are short, and a thread would need a stream of its own.
             self._fragments[0].under_way = UnderWay(threaded=True)
         for fragment in self._fragments if config.outlier_limit else ():
@@ -277,7 +279,7 @@ class OverlappedMerge:
 
     def _send_(self, fragment: Fragment, weight: float | None) -> None:
         """Starts to sum a fragment's progress; ``weight``: this rank's, where it is known."""
-        transport, flat = self._transport, self._flat_model
+        transport, flat, num_updates = self._transport, self._flat_model, fragment.num_updates
         finite = fragment.measure_()
         if not finite:
             self._start_again_()
@@ -289,12 +291,14 @@ class OverlappedMerge:
             norm, outlies = 0.0, False
             if weight and self._config.measures_deltas:
                 norm = float(sum(sum_of_squares(piece.group.delta) for piece in fragment.pieces)) ** 0.5
-                outlies = fragment.history is not None and fragment.history.is_outlier(norm, fragment.work)
+                # The whole model's history is that of rounds with one merge, too.
+                amount = num_updates if self._beside_steps else fragment.work
+                outlies = fragment.history is not None and fragment.history.is_outlier(norm, amount)
             if outlies:
                 weight = 0.0
                 fragment.start_again_()
             fragment.message = torch.zeros(transport.world_size, 5, dtype=torch.float64)
-            own = [weight, float(not finite), float(outlies), norm * weight, fragment.num_updates]
+            own = [weight, float(not finite), float(outlies), norm * weight, num_updates]
             fragment.message[transport.rank] = torch.tensor(own, dtype=torch.float64)
             name = f"overlap.{fragment.pieces[0].group.name}.message"
             fragment.handles.append(transport.allreduce_sum_async_(fragment.message, name=name))
@@ -345,6 +349,10 @@ class OverlappedMerge:
         if not fragment.pending:
             return
         self._wait(fragment)
+        if self._beside_steps and not fragment.merged_updates:
+            # Nobody made a step, as where a round was closed early: there is nothing but what codecs have left.
+            fragment.take_in_(None, self._alpha)
+            return
         if self._beside_steps:
             self._outer.count(fragment.merged_updates)
         self._outer.begin(fragment.number)

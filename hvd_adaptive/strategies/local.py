@@ -52,7 +52,8 @@ class LocalStrategy:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
         self.optimizer = optimizer
-        self.merge = Merge(model, optimizer, config, transport, beside_steps=True)
+        # torch.distributed does not tell what has arrived: sums would come late.
+        self.merge = Merge(model, optimizer, config, transport, beside_steps=transport.backend != "torch")
         # Set by the merge alone.
         short_rounds = config.mega_batch is None and self.merge.config.mega_batch is not None
         chooses_merges = config.merges_per_round is None
@@ -230,9 +231,11 @@ class LocalStrategy:
 
     def _place(self, number: int) -> int:
         """Returns where in the round a claim of this rank counts, in work: ranks take what was settled in turns."""
-        settled = self._settled_now
-        if settled is not None and number < (num_own := len(settled.of_rank(self._transport.rank))):
-            return settled.total_work * number // num_own
+        # A replay knows claims only.
+        if (settled := self._settled_now) is not None and not self._config.repeatable:
+            num_own = len(settled.of_rank(self._transport.rank))
+            if number < num_own:
+                return settled.total_work * number // num_own
         return self.claimed[number][0]
 
     def _reach(self, overlap: OverlappedMerge, place: int, stats: RoundStats) -> None:
@@ -240,7 +243,9 @@ class LocalStrategy:
         start = time.perf_counter()
         first, end = self._span
         num_samples, size = self._computed(stats), stats.batch_size
-        overlap.reach_((place - first) / max(1, end - first), self._work_of(num_samples, size), num_samples / size)
+        # Who has no part at all is at its end.
+        position = (place - first) / (end - first) if end > first else 1.0
+        overlap.reach_(position, self._work_of(num_samples, size), num_samples / size)
         stats.merge_s += time.perf_counter() - start
 
     def _computed(self, stats: RoundStats) -> float:
