@@ -312,6 +312,13 @@ def test_a_resume_with_fragments_on_the_way_goes_on_with_the_same_bits(options: 
     assert whole[0]["hash"] != first[0]["hash"]
 
 
+def test_a_rank_whose_own_part_is_empty_comes_to_each_merge() -> None:
+    # Two samples for three ranks.
+    results = LocalWorld(3).run(lambda t: train(t, num_epochs=0.02, mega_batch=2, merge_fragments=2, fragment_delay=0.0))
+    assert results[0]["records"][0].stats["num_samples"].tolist() == [1, 0, 1]
+    assert len({result["hash"] for result in results}) == 1
+
+
 def test_another_number_of_ranks_goes_on_from_the_merged_model(caplog: pytest.LogCaptureFixture) -> None:
     first = LocalWorld(2).run(lambda t: train(t, stop_at=3, merge_fragments=2))
     states = [*(result["state"] for result in first), first[0]["state"]]
