@@ -256,8 +256,11 @@ class Training:
         """Returns the held-out loss of a model that all ranks hold, of which each scores a part of the samples. COLLECTIVE."""
         x, y = self.test_samples(all_of_them=all_of_them)
         own_x, own_y = x[self.rank :: self.world_size], y[self.rank :: self.world_size]
+        # In training mode BatchNorm would take the held-out samples into its statistics.
+        model.eval()
         with torch.no_grad():
             own = self.loss(model, own_x, own_y).item() * len(own_x)
+        model.train()
         return float(sum(self.gather(own)) / len(x))
 
     def look(self, model: nn.Module | None = None) -> bool:

@@ -103,7 +103,9 @@ class Merge:
         modules = [model] if modules is None else modules
         config = optimizer_state.with_defaults(config, optimizer, parameters, world_size=transport.world_size)
         if optimizer_state.learns_from_short_rounds(config, optimizer):
-            config = with_short_rounds(config, transport.world_size, beside_steps=beside_steps)
+            # On one host merges are quick: nobody pays a copy of the model for those beside steps.
+            several_hosts = transport.local_size < transport.world_size
+            config = with_short_rounds(config, transport.world_size, beside_steps=beside_steps and several_hosts)
         config = self._with_codec(config, optimizer, parameters, transport)
         self.config = config
         self._optimizer = optimizer

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import zlib
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.comm.protocols import Collectives, agree
+from hvd_adaptive.engine.device_copies import host_bytes
 from hvd_adaptive.engine.flat_model import model_hash
-from hvd_adaptive.engine.shards import describe_type, shard_number
+from hvd_adaptive.engine.shards import describe_type, local, shard_number
 
 
 def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -62,9 +66,32 @@ def check_same_model(model: nn.Module, transport: Collectives, *, buffers: bool,
     """
     own, odd = compare_models(model, transport, buffers=buffers)
     if odd:
-        agree(
-            transport,
-            f"after round {round_number} the models of ranks {odd} differ from rank 0's; was a parameter changed outside "
-            "session.step, or does a host compute differently? Compare a run with one rank a host.",
-        )
+        differing = _what_differs(model, transport, buffers=buffers)
+        agree(transport, f"after round {round_number} the models of ranks {odd} differ from rank 0's{differing}")
     return own
+
+
+@torch.no_grad()
+def _what_differs(model: nn.Module, transport: Collectives, *, buffers: bool) -> str:
+    """Returns the names of tensors that are not the same on all ranks with a shard, and what to do. COLLECTIVE."""
+    of_buffers = dict(model.named_buffers()) if buffers else {}
+    tensors = {**dict(model.named_parameters()), **of_buffers}
+    checksums = [
+        functools.reduce(lambda before, part: zlib.crc32(part.numpy().data, before), host_bytes([local(tensor)]), 0)
+        for tensor in tensors.values()
+    ]
+    first: dict[int, list[int]] = {}
+    names: dict[str, None] = {}
+    for shard, others in transport.allgather_object((shard_number(model), checksums)):
+        expected = first.setdefault(shard, others)
+        names |= {name: None for name, a, b in zip(tensors, expected, others, strict=True) if a != b}
+    listed = ", ".join([*names][:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    if names and all(name in of_buffers for name in names):
+        return (
+            f" in buffers ({listed}). A pass in training mode outside session.step moves BatchNorm's statistics, each rank's by its "
+            "own samples: evaluate between model.eval() and model.train()."
+        )
+    return (
+        f" ({listed}); was a parameter changed outside session.step, or does a host compute differently? Compare a run with one "
+        "rank a host."
+    )

@@ -128,8 +128,25 @@ def test_a_parameter_changed_on_one_rank_outside_a_step_is_found() -> None:
 
     # With a shared cursor, the other rank might take a whole round.
     config = Config(batch_size=16, mega_batch=100, hash_interval=1, dispatch="equal")
-    with pytest.raises(AgreedError, match=r"after round 1 the models of ranks \[1\] differ"):
+    with pytest.raises(AgreedError, match=r"after round 1 the models of ranks \[1\] differ from rank 0's \(\S+\); was a parameter"):
         LocalWorld(2).run(lambda t: train(t, config, on_batch=break_rank_1))
+
+
+def test_statistics_moved_by_an_evaluation_in_training_mode_are_named() -> None:
+    def train_and_look(transport: LocalTransport) -> None:
+        model = make_model()
+        session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), Config(batch_size=50), transport=transport)
+        for batch in session.batches(DATA, num_epochs=1):
+            with session.step(batch):
+                session.optimizer.zero_grad()
+                nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+                session.optimizer.step()
+        model(X[transport.rank :: 2])
+        session.close()
+
+    named = r"differ from rank 0's in buffers \(1.running_mean, 1.running_var\). A pass in training mode .* model.eval\(\)"
+    with pytest.raises(AgreedError, match=named):
+        LocalWorld(2).run(train_and_look)
 
 
 def test_one_rank_without_outer_step_is_plain_sgd() -> None:
