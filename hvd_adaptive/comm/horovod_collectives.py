@@ -67,10 +67,13 @@ class HorovodCollectives:
         self.allreduce_sum_async_(tensor, name).wait()
 
     def allreduce_sum_async_(self, tensor: Tensor, name: str) -> _Pending:
-        host = self._to_host(tensor)
-        handle = self._hvd.allreduce_async_(
-            host, name=self._prefix + name, op=self._hvd.Sum, process_set=self._process_set
-        )
+        return self._allreduce_async_(tensor, self._to_host(tensor), name, self._hvd.Sum)
+
+    def allreduce_max_async_(self, tensor: Tensor, name: str) -> _Pending:
+        return self._allreduce_async_(tensor, to_host(tensor) if tensor.is_cuda else tensor, name, self._hvd.Max)
+
+    def _allreduce_async_(self, tensor: Tensor, host: Tensor, name: str, op: Any) -> _Pending:
+        handle = self._hvd.allreduce_async_(host, name=self._prefix + name, op=op, process_set=self._process_set)
 
         def finish() -> Tensor:
             self._synchronize(handle)
@@ -108,14 +111,6 @@ class HorovodCollectives:
             return to_device(received, tensor.device)
 
         return _Pending(finish, lambda: self._hvd.poll(handle), lambda: self._waiting(f"allgather of {name}"))
-
-    def allreduce_max_(self, tensor: Tensor, name: str) -> None:
-        with self._waiting(f"allreduce of {name}"):
-            host = to_host(tensor) if tensor.is_cuda else tensor
-            value = self._hvd.allreduce(
-                host, name=self._prefix + name, op=self._hvd.Max, process_set=self._process_set
-            )
-            tensor.copy_(value)
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         with self._waiting("broadcast"), torch.no_grad():

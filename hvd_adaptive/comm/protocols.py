@@ -123,8 +123,9 @@ class Collectives(Group, Protocol):
     def allreduce_or_(self, bits: NDArray[np.uint8]) -> None:
         """Replaces bytes by their bitwise OR over ranks, in place; equally many on every rank. COLLECTIVE."""
 
-    def allreduce_max_(self, tensor: Tensor, name: str) -> None:
-        """Replaces an integer tensor by its maximum over ranks, in place. COLLECTIVE."""
+    def allreduce_max_async_(self, tensor: Tensor, name: str) -> Pending:
+        """Starts to replace a contiguous integer tensor by its maximum over ranks; leave it alone until ``wait()`` has returned
+        it. COLLECTIVE."""
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """Replaces tensors by rank 0's, in place. COLLECTIVE."""

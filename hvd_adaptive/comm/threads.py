@@ -174,8 +174,8 @@ class LocalTransport(InProcessStore):
             group = self._world.groups.setdefault(ranks, LocalWorld(len(ranks)))
         return LocalTransport(group, ranks.index(self.rank))
 
-    def allreduce_max_(self, tensor: Tensor, name: str) -> None:
-        tensor.copy_(torch.stack(self.allgather_object(tensor.clone())).amax(0))
+    def allreduce_max_async_(self, tensor: Tensor, name: str) -> _Done:
+        return _Done(tensor.copy_(torch.stack(self.allgather_object(tensor.clone())).amax(0)))
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         source = self.allgather_object([t.detach().clone() for t in tensors] if self.rank == 0 else None)[0]

@@ -116,8 +116,8 @@ class TorchCollectives:
 
         return self._start(f"allgather of {name}", tensor, run)
 
-    def allreduce_max_(self, tensor: Tensor, name: str) -> None:
-        self._reduce(f"allreduce of {name}", tensor, dist.ReduceOp.MAX).wait()
+    def allreduce_max_async_(self, tensor: Tensor, name: str) -> _Pending:
+        return self._reduce(f"allreduce of {name}", tensor, dist.ReduceOp.MAX)
 
     def allreduce_or_(self, bits: Tensor) -> None:
         self._reduce("OR of bits", bits, dist.ReduceOp.BOR).wait()

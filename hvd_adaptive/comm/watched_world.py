@@ -95,8 +95,8 @@ class WatchedWorld:
     def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int] | None, name: str) -> Pending:
         return self._world.allgather_bytes_async(tensor, receive_bytes=receive_bytes, name=name)
 
-    def allreduce_max_(self, tensor: Tensor, name: str) -> None:
-        self._world.allreduce_max_(tensor, name)
+    def allreduce_max_async_(self, tensor: Tensor, name: str) -> Pending:
+        return self._world.allreduce_max_async_(tensor, name)
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         self._world.broadcast_(tensors)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hvd_adaptive.comm.protocols import Collectives
+from hvd_adaptive.comm.protocols import Collectives, Pending
 from hvd_adaptive.engine.flat_group import fill_deltas, load_, make_groups, scale_
 
 
@@ -31,6 +31,8 @@ class FlatBuffers:
         self.groups = make_groups("buffers", [b for b in buffers if b.is_floating_point()])
         self.integers = [b for b in buffers if not b.is_floating_point()]
         self.payload_bytes = sum(g.delta.numel() * g.delta.element_size() for g in self.groups)
+        self._under_way: list[Pending] = []
+        self._maxima = torch.empty(0, dtype=torch.int64)
 
     @torch.no_grad()
     def compute_delta(self) -> bool:
@@ -38,29 +40,33 @@ class FlatBuffers:
         return fill_deltas(self.groups)
 
     @torch.no_grad()
-    def merge_(self, weight: float) -> None:
-        """Replaces the buffers by the ranks' weighted mean or maximum. COLLECTIVE.
+    def start_(self, weight: float | None) -> None:
+        """Starts to merge, beside what is exchanged until :meth:`finish_`. COLLECTIVE.
 
         Args:
-            weight: this rank's; they sum to 1 over ranks. 0 contributes zeros, whatever the delta holds.
+            weight: this rank's; they sum to 1 over ranks. 0 contributes zeros, whatever the delta holds. None: the deltas are
+                sums already.
         """
-        for group in self.groups:
-            scale_(group, weight)
-            self._transport.allreduce_sum_(group.delta, name=group.name)
-        self.apply_()
+        if weight is not None:
+            for group in self.groups:
+                scale_(group, weight)
+                self._under_way.append(self._transport.allreduce_sum_async_(group.delta, name=group.name))
+        if self.integers:
+            self._maxima = torch.cat([b.reshape(-1).to(torch.int64) for b in self.integers])
+            self._under_way.append(self._transport.allreduce_max_async_(self._maxima, name="integer_buffers"))
 
     @torch.no_grad()
-    def apply_(self) -> None:
-        """Moves the float buffers by the summed deltas; integer ones take the ranks' maximum. COLLECTIVE."""
+    def finish_(self) -> None:
+        """Replaces the float buffers by the ranks' weighted mean, and integer ones by their maximum. COLLECTIVE."""
+        for pending in self._under_way:
+            pending.wait()
+        self._under_way.clear()
         for group in self.groups:
             group.weights.add_(group.delta)
             load_(group, range(len(group.tensors)))
         if self.integers:
-            flat = torch.cat([b.reshape(-1).to(torch.int64) for b in self.integers])
-            self._transport.allreduce_max_(flat, name="integer_buffers")
-            for buffer, value in zip(
-                self.integers, flat.split([b.numel() for b in self.integers]), strict=True
-            ):
+            maxima = self._maxima.split([b.numel() for b in self.integers])
+            for buffer, value in zip(self.integers, maxima, strict=True):
                 buffer.copy_(value.view(buffer.shape))
 
     def state_dict(self) -> dict[str, Any]:

@@ -208,13 +208,15 @@ class FlatModel:
         sparse = rows is not None and rows.sparse
         if self.compressed is not None:
             self.compressed.begin_round()
+        # First, so that Horovod hears of both at once: each time that it looks takes milliseconds.
+        self.buffers.start_(buffer_weight)
         for group in self.parameter_groups:
             if sparse and group.row_ranges:
                 self._sum_rows_(group, weight)
             else:
                 self._sum_(group, weight)
         self.apply_(outer, sparse=sparse)
-        self.buffers.merge_(buffer_weight)
+        self.buffers.finish_()
 
     def apply_(self, outer: OuterStep, *, sparse: bool = False) -> None:
         """Moves the global parameters by the summed deltas and loads them into the model.

@@ -173,7 +173,8 @@ class OverlappedMerge:
         flat.payload_bytes = flat.buffers.payload_bytes + self._sent_bytes + message_bytes
         if len(self._fragments) > 1:
             self._own = [torch.cat([t.reshape(-1).to(g.weights.dtype) for t in g.tensors]) for g in flat.parameter_groups]
-        flat.buffers.merge_(buffer_weight)
+        flat.buffers.start_(buffer_weight)
+        flat.buffers.finish_()
         flat.restore_()
 
     @torch.no_grad()

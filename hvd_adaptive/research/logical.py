@@ -207,7 +207,8 @@ class LogicalStrategy(LocalStrategy):
         self._sum_in_logical_order()
         self.merge.outer.count(float(logical_stats["num_updates"].max()))
         self.flat_model.apply_(self.merge.outer)
-        self.flat_model.buffers.apply_()
+        self.flat_model.buffers.start_(None)
+        self.flat_model.buffers.finish_()
         if self._transport.rank == 0:
             warn_of_broken(finite, "logical ranks")
         stats.merge_s = self._delta_s + time.perf_counter() - start

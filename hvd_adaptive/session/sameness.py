@@ -88,8 +88,8 @@ def _what_differs(model: nn.Module, transport: Collectives, *, buffers: bool) ->
     listed = ", ".join([*names][:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     if names and all(name in of_buffers for name in names):
         return (
-            f" in buffers ({listed}). A pass in training mode outside session.step moves BatchNorm's statistics, each rank's by its "
-            "own samples: evaluate between model.eval() and model.train()."
+            f" in buffers ({listed}). A pass in training mode outside session.step moves BatchNorm's statistics, each rank's by "
+            "its own samples: evaluate between model.eval() and model.train()."
         )
     return (
         f" ({listed}); was a parameter changed outside session.step, or does a host compute differently? Compare a run with one "

@@ -240,7 +240,8 @@ class SyncStrategy(FixedWorkStrategy):
         weights = np.where(finite, shares, 0.0)
         if finite.any():
             weights /= weights.sum()
-        self._buffers.merge_(float(weights[self._transport.rank]))
+        self._buffers.start_(float(weights[self._transport.rank]))
+        self._buffers.finish_()
         if self._compressed is not None:
             payload_bytes += self._compressed.payload_bytes
             self._compressed.payload_bytes = 0

@@ -128,7 +128,8 @@ def test_a_parameter_changed_on_one_rank_outside_a_step_is_found() -> None:
 
     # With a shared cursor, the other rank might take a whole round.
     config = Config(batch_size=16, mega_batch=100, hash_interval=1, dispatch="equal")
-    with pytest.raises(AgreedError, match=r"after round 1 the models of ranks \[1\] differ from rank 0's \(\S+\); was a parameter"):
+    named = r"after round 1 the models of ranks \[1\] differ from rank 0's \(\S+\); was a parameter changed"
+    with pytest.raises(AgreedError, match=named):
         LocalWorld(2).run(lambda t: train(t, config, on_batch=break_rank_1))
 
 
