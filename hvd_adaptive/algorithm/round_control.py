@@ -109,6 +109,15 @@ class RoundControl:
         self._complained = False
 
     @property
+    def takes_whole_batches(self) -> bool:
+        """Whether ranks claim whole batches only. Ranks that are alike end a round of a few steps together, without smaller ones
+        at its end. Each of these costs a step, and blurs BatchNorm's statistics."""
+        config = self._config
+        plain = config.dispatch == "dynamic" and config.size_rule == "fixed" and config.work == "samples"
+        plain = plain and config.island is None and config.logical_ranks is None and not config.repeatable
+        return self._short_rounds and plain and are_alike(self._update_shares)
+
+    @property
     def mega_batch(self) -> int:
         """Samples of the next round over all ranks."""
         return self._period.mega_batch

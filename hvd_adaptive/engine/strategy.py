@@ -23,16 +23,18 @@ class Strategy(Protocol):
 
     Attributes:
         optimizer: what the user's loop calls: the user's own optimizer, or a wrapper of it.
-        round_unit: a round is a whole number of so many samples, except at the end of an epoch.
         mega_batch: samples of the next round over all ranks, equal on every rank.
         inexact: what breaks the equality with one rank that the strategy promises, as sentences; empty where it promises none.
         claimed: this rank's claims of the round, in order.
     """
 
     optimizer: Optimizer
-    round_unit: int
     inexact: list[str]
     claimed: list[Claim]
+
+    @property
+    def round_unit(self) -> int:
+        """Samples of which a round is a whole number, except at the end of an epoch."""
 
     @property
     def batch_sizes(self) -> Array:

@@ -39,7 +39,6 @@ class LocalStrategy:
 
     Attributes:
         optimizer: the user's own.
-        round_unit: samples of a micro-batch; 1: rounds may have any number of samples.
         inexact: empty.
         merge: what makes the ranks' models one.
         flat_model: its global model.
@@ -66,7 +65,6 @@ class LocalStrategy:
         self._round = 0
         self._sizes = np.full(transport.world_size, float(config.batch_size))
         self._shares = np.full(transport.world_size, 1.0 / transport.world_size)
-        self.round_unit = config.micro_batch_size or 1
         self._weight = GradientWeight(optimizer, ()) if config.micro_batch_size is not None else None
         self.inexact: list[str] = []
         self._warming_up = False
@@ -92,6 +90,19 @@ class LocalStrategy:
     def batch_sizes(self) -> Array:
         """The ranks' batch sizes, samples, shape (world_size,), equal on every rank."""
         return self._sizes
+
+    @property
+    def round_unit(self) -> int:
+        """Samples of which a round is a whole number, except at the end of an epoch."""
+        return self._unit * (1 if self._config.micro_batch_size is not None else len(self._sizes)) if self._unit > 1 else 1
+
+    @property
+    def _unit(self) -> int:
+        """Samples of which a claim is a whole number: a micro-batch's, or a batch's where only whole ones are taken."""
+        size = self._sizes[0]
+        if self._config.micro_batch_size is None and self._control.takes_whole_batches and (self._sizes == size).all():
+            return round(size)
+        return self._config.micro_batch_size or 1
 
     @property
     def mega_batch(self) -> int:
@@ -190,7 +201,7 @@ class LocalStrategy:
             speed_shares=self._shares,
             work_per_sample=mega_batch.total_work / max(1, len(rows)),
             dynamic=self._config.dispatch == "dynamic",
-            unit=self.round_unit,
+            unit=self._unit,
         )
         rule = rule_of(rank)
         self._settled_now = self._settle_claims(source, mega_batch)
@@ -282,7 +293,7 @@ class LocalStrategy:
         # Where a thread reads, it reads one batch, in the time of one.
         if source.num_prefetched > 1 and self._settles and self._config.dispatch == "dynamic" and self.repeat is None:
             coming = SettledClaims.after(
-                mega_batch, source, batch_sizes=self._sizes, shares=self._shares, unit=self.round_unit
+                mega_batch, source, batch_sizes=self._sizes, shares=self._shares, unit=self._unit
             )
             rank = self._transport.rank
             source.expect([] if coming is None else coming.rows_of_rank(rank, source.following[1]))
@@ -304,7 +315,7 @@ class LocalStrategy:
             claims = self._pool or self._cursor
             return claims if settled is None else FirstClaims(settled.of_rank(rank), claims)
         shares = self._shares if self._config.dispatch == "proportional" else np.ones(world_size)
-        edges = own_parts(shares, total_work, unit=self.round_unit)
+        edges = own_parts(shares, total_work, unit=self._unit)
         self._span = (int(edges[rank]), int(edges[rank + 1]))
         return OwnPart(*self._span)
 

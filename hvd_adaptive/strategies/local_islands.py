@@ -140,7 +140,7 @@ class IslandStrategy(LocalStrategy):
                 )
 
     def _own_part(self, num_samples: int) -> tuple[int, int]:
-        inside, unit = self._inside, self.round_unit
+        inside, unit = self._inside, self._unit
         return own_part(num_samples, member=inside.rank, size=inside.world_size, unit=unit, smallest=self._smallest)
 
     def _computed(self, stats: RoundStats) -> float:

@@ -469,6 +469,36 @@ def test_adams_rounds_are_shorter_where_ranks_differ(options: dict[str, Any], sh
     assert (usual < 34) == shortens
 
 
+def test_ranks_that_are_alike_take_whole_batches_in_short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Threads are not alike on a busy machine.
+    monkeypatch.setattr("hvd_adaptive.algorithm.round_control.are_alike", lambda shares: True)
+    adam = lambda p: torch.optim.AdamW(p, lr=0.01)  # noqa: E731
+    results = LocalWorld(2).run(lambda t: train(t, Config(batch_size=7), num_epochs=3, optimizer=adam))
+    assert_consumed_once(results, num_epochs=3)
+    # 42 rounds of batches for both, and 12 samples, are an epoch.
+    odd = [size for result in results for size in result["tried"] if size != 7]
+    assert odd == [5] * 3
+    sizes = {record.stats["num_samples"].sum() for record in results[0]["records"]}
+    assert all(size % 14 in (0, 12) for size in sizes)
+
+
+@pytest.mark.parametrize(
+    ("options", "short_rounds", "updates", "whole"),
+    [
+        ({}, True, [5, 5], True), ({}, True, [4.5, 5.5], True), ({}, True, [2, 8], False), ({}, False, [5, 5], False),
+        ({"dispatch": "equal"}, True, [5, 5], False), ({"work": "nonzeros"}, True, [5, 5], False),
+        ({"record": True}, True, [5, 5], False), ({"island": "2"}, True, [5, 5], False),
+    ],
+)  # fmt: skip
+def test_who_takes_whole_batches(options: dict[str, Any], short_rounds: bool, updates: list[float], whole: bool) -> None:
+    control = RoundControl(Config(batch_size=8, **options), world_size=2, speaks=False, short_rounds=short_rounds)
+    for number in range(1, 4):
+        now = record(number, num_samples=80 * number, merge_s=0.01, round_s=1.0)
+        now.stats["num_updates"] = np.array(updates, dtype=np.float64)
+        control.after_round(now, dataset_size=10**6)
+    assert control.takes_whole_batches == whole
+
+
 def test_merges_go_beside_steps_where_they_take_long_and_ranks_are_alike() -> None:
     config = Config(batch_size=8, merges_per_round=8, merge_period="auto", mega_batch=8 * 3 * 2 * 8)
     control = RoundControl(config, world_size=2, speaks=False, short_rounds=True, chooses_merges=True)
