@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from hvd_adaptive.algorithm.merge_period import ADAM_START, SLOW_LINK_CODEC, with_short_rounds
@@ -100,12 +101,13 @@ class Merge:
     ) -> None:
         if parameters is None:
             parameters = [p for p in model.parameters() if p.requires_grad]
-        modules = [model] if modules is None else modules
+        modules = [model] if modules is None else list(modules)
         config = optimizer_state.with_defaults(config, optimizer, parameters, world_size=transport.world_size)
         if optimizer_state.learns_from_short_rounds(config, optimizer):
-            # On one host merges are quick: nobody pays a copy of the model for those beside steps.
+            # On one host merges are quick, and late sums harm BatchNorm: benchmarks/records/2026-11-26-whole-batches.md.
             several_hosts = transport.local_size < transport.world_size
-            config = with_short_rounds(config, transport.world_size, beside_steps=beside_steps and several_hosts)
+            helps = several_hosts and not any(isinstance(m, _BatchNorm) for module in modules for m in module.modules())
+            config = with_short_rounds(config, transport.world_size, beside_steps=beside_steps and helps)
         config = self._with_codec(config, optimizer, parameters, transport)
         self.config = config
         self._optimizer = optimizer

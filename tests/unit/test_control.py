@@ -499,6 +499,18 @@ def test_who_takes_whole_batches(options: dict[str, Any], short_rounds: bool, up
     assert control.takes_whole_batches == whole
 
 
+@pytest.mark.parametrize(
+    ("num_hosts", "norm", "merges"), [(2, nn.LayerNorm, 8), (1, nn.LayerNorm, None), (2, nn.BatchNorm1d, None)]
+)
+def test_merges_may_go_beside_steps_between_hosts_without_batch_norm(num_hosts: int, norm: Any, merges: int | None) -> None:
+    def made(transport: LocalTransport) -> int | None:
+        model = nn.Sequential(nn.Linear(4, 4), norm(4))
+        session = Session(model, torch.optim.AdamW(model.parameters()), Config(batch_size=8), transport=transport)
+        return session._strategy.merge.config.merges_per_round
+
+    assert LocalWorld(2, num_hosts=num_hosts).run(made) == [merges] * 2
+
+
 def test_merges_go_beside_steps_where_they_take_long_and_ranks_are_alike() -> None:
     config = Config(batch_size=8, merges_per_round=8, merge_period="auto", mega_batch=8 * 3 * 2 * 8)
     control = RoundControl(config, world_size=2, speaks=False, short_rounds=True, chooses_merges=True)
