@@ -87,6 +87,11 @@ def has_equal_hosts(hosts: Sequence[str]) -> bool:
     return len(counts) == 1 and 1 < counts.pop() < len(hosts)
 
 
+def is_one_host(world: Collectives) -> bool:
+    """Returns whether all ranks, or islands, are on one host. COLLECTIVE."""
+    return len(set(world.allgather_object(world.host))) == 1
+
+
 class Collectives(Group, Protocol):
     """What all ranks do together.
 

@@ -47,6 +47,8 @@ class FlatBuffers:
             weight: this rank's; they sum to 1 over ranks. 0 contributes zeros, whatever the delta holds. None: the deltas are
                 sums already.
         """
+        # What was under way when an exchange failed is not waited for.
+        self._under_way = []
         if weight is not None:
             for group in self.groups:
                 scale_(group, weight)
@@ -60,7 +62,6 @@ class FlatBuffers:
         """Replaces the float buffers by the ranks' weighted mean, and integer ones by their maximum. COLLECTIVE."""
         for pending in self._under_way:
             pending.wait()
-        self._under_way.clear()
         for group in self.groups:
             group.weights.add_(group.delta)
             load_(group, range(len(group.tensors)))

@@ -24,7 +24,7 @@ from hvd_adaptive.algorithm.outer_step import OuterStep
 from hvd_adaptive.algorithm.outliers import NormHistory, clip_factor
 from hvd_adaptive.algorithm.round_control import round_weights
 from hvd_adaptive.algorithm.statistics import Array, Gathered, Statistics
-from hvd_adaptive.comm.protocols import AgreedError, Collectives
+from hvd_adaptive.comm.protocols import AgreedError, Collectives, is_one_host
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine import optimizer_state
 from hvd_adaptive.engine.flat_model import FlatModel
@@ -105,9 +105,9 @@ class Merge:
         config = optimizer_state.with_defaults(config, optimizer, parameters, world_size=transport.world_size)
         if optimizer_state.learns_from_short_rounds(config, optimizer):
             # On one host merges are quick, and late sums harm BatchNorm: benchmarks/records/2026-11-26-whole-batches.md.
-            several_hosts = transport.local_size < transport.world_size
-            helps = several_hosts and not any(isinstance(m, _BatchNorm) for module in modules for m in module.modules())
-            config = with_short_rounds(config, transport.world_size, beside_steps=beside_steps and helps)
+            norms = any(isinstance(m, _BatchNorm) for module in modules for m in module.modules())
+            helps = beside_steps and not norms and not is_one_host(transport)
+            config = with_short_rounds(config, transport.world_size, beside_steps=helps)
         config = self._with_codec(config, optimizer, parameters, transport)
         self.config = config
         self._optimizer = optimizer

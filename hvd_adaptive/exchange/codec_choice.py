@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from hvd_adaptive.comm.protocols import Collectives
+from hvd_adaptive.comm.protocols import Collectives, is_one_host
 from hvd_adaptive.compress.codec import compile_kernels
 from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.compress.policy import TensorInfo, parse_policy
@@ -33,7 +33,7 @@ def chosen_codec(codec: str, config: Config, transport: Collectives, *, device: 
         device: of what will be summed.
         num_elements: of what will be summed, fp32.
     """
-    if transport.local_size == transport.world_size:
+    if is_one_host(transport):
         return "none"
     # At least one: a rank whose shard of the model is empty takes part as well.
     num_tried = min(max(1, num_elements), _TRIAL_ELEMENTS)
