@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hvd_adaptive.comm.protocols import AgreedError, Transport
+from hvd_adaptive.comm.protocols import AgreedError, Transport, is_one_host
 from hvd_adaptive.comm.store_address import find_server, serve
 
 # How long a collective may last is for the heartbeats to judge.
@@ -57,7 +57,7 @@ def _begin(world: Transport) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     else:
         server, offer = None, None
-        same_host = len(set(world.allgather_object(world.host))) == 1
+        same_host = is_one_host(world)
         if rank == 0:
             server, offer = serve(same_host=same_host, world_size=world_size)
             _served.append(server)

@@ -94,7 +94,9 @@ class LocalStrategy:
     @property
     def round_unit(self) -> int:
         """Samples of which a round is a whole number, except at the end of an epoch."""
-        return self._unit * (1 if self._config.micro_batch_size is not None else len(self._sizes)) if self._unit > 1 else 1
+        unit = self._unit
+        # Of whole batches each rank has equally many.
+        return unit * len(self._sizes) if unit > 1 and self._config.micro_batch_size is None else unit
 
     @property
     def _unit(self) -> int:
