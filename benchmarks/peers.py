@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 
 from peers_methods import METHODS, find, package_of, tuned_as
 from peers_record import PLAIN, record
-from peers_task import TASKS, Case
+from peers_task import BATCH, PERIOD, TASKS, Case
 from recording import publish
 
 from hvd_adaptive.cluster.relaunch import ranks_command
@@ -70,6 +70,8 @@ def main() -> None:
     parser.add_argument("--decay", action="store_true", help=DECAY_HELP)
     parser.add_argument("--plain-samples", type=int, help=PLAIN_HELP)
     parser.add_argument("--most", type=float, default=1.5, help="times so many, to reach the target with")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: all ranks share the first GPU")
+    parser.add_argument("--period", type=int, default=PERIOD // BATCH, help="batches of all ranks between equal merges")
     parser.add_argument("--limit-s", type=float, default=600.0, help="of a run")
     parser.add_argument("--minutes", type=float, help="start no run after so many")
     parser.add_argument("--retry", action="store_true", help="run again what failed")
@@ -202,10 +204,11 @@ class Bench:
     def _case(
         self, stage: str, method: str, *, model: str, lr: float, seed: int = 1, link: str = "loopback", speeds: str = "1:1"
     ) -> Case:
-        samples = self._options.samples
+        samples, options = self._options.samples, self._options
         return Case(
             stage=stage, method=method, link=link, speeds=speeds, lr=lr, seed=seed, samples=samples, most_samples=samples,
-            model=model, warmup=self._options.warmup, decay=self._options.decay,
+            model=model, warmup=options.warmup, decay=options.decay, device=options.device,
+            period=PERIOD // BATCH if method == PLAIN else options.period,
         )  # fmt: skip
 
     def _target(self, case: Case) -> float | None:
@@ -214,7 +217,7 @@ class Bench:
         for result in results:
             plain = Case(**result["case"])
             same = (plain.method, plain.decay, len(plain.parts)) == (PLAIN, case.decay, len(case.parts))
-            alike = all(getattr(plain, name) == getattr(case, name) for name in ("seed", "samples", "model", "warmup"))
+            alike = all(getattr(plain, name) == getattr(case, name) for name in ("seed", "samples", "model", "warmup", "device"))
             if same and alike and plain.lr in (case.lr, best_rate(results, PLAIN, case)) and "curve" in result:
                 return float(result["curve"][-1][2])
         return None

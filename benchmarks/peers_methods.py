@@ -67,7 +67,7 @@ def periods(training: Training, *, by_hand: bool, multiple: int = 1) -> list[int
     """Returns each rank's number of steps between two merges: equal, or in proportion to the speeds."""
     case = training.case
     parts = case.parts if by_hand else [1 / len(case.parts)] * len(case.parts)
-    return [max(1, round(PERIOD / BATCH * part / multiple)) * multiple for part in parts]
+    return [max(1, round(case.period * part / multiple)) * multiple for part in parts]
 
 
 def synchronous(
@@ -389,7 +389,11 @@ def find(name: str) -> Method:
 def main() -> None:
     case = Case(**json.loads(Path(sys.argv[1]).read_text()))
     address = "127.0.0.1" if case.link == "loopback" else "10.77.0.1"
-    training = Training(case, rank=read_launcher(os.environ).rank, address=address, port=int(sys.argv[3]))
+    rank = read_launcher(os.environ).rank
+    if case.device == "cuda":
+        # NCCL refuses two ranks on one GPU of one host.
+        os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo" if case.link == "loopback" else "eth0"}
+    training = Training(case, rank=rank, address=address, port=int(sys.argv[3]))
     more = find(case.method)(training)
     training.finish(Path(sys.argv[2]), **more)
     sys.stdout.flush()

@@ -117,6 +117,8 @@ class Case:
         model: a name of TASKS.
         decay: the learning rate falls to 0 in a straight line, at ``most_samples``.
         warmup: samples of all ranks in which the learning rate rises, in a straight line.
+        device: "cpu", or "cuda": all ranks share the first GPU.
+        period: batches of all ranks between two merges, where a method has equal periods.
     """
 
     stage: str
@@ -131,6 +133,8 @@ class Case:
     model: str = "gpt-1m"
     decay: bool = False
     warmup: int = 0
+    device: str = "cpu"
+    period: int = PERIOD // BATCH
 
     @property
     def parts(self) -> list[float]:
@@ -162,13 +166,14 @@ class Training:
         self.case, self.rank, self.world_size = case, rank, len(case.parts)
         self.address, self.port = address, port
         task = TASKS[case.model]
-        self.model, self.loss = task.model(), task.loss
+        self.device = torch.device(case.device)
+        self.model, self.loss = task.model().to(self.device), task.loss
         (self.train_x, self.train_y), self._test = task.samples()
         self._order = np.random.default_rng(case.seed).permutation(len(self.train_x))[rank :: self.world_size]
         self._optimizers: list[torch.optim.Optimizer] = []
         # This rank's part of all samples so far.
         self._part = 1 / self.world_size
-        # CPU seconds of the last pass of so many samples: a smaller batch takes more of them a sample.
+        # Seconds of the last pass of so many samples, a CPU's or the GPU's: a smaller batch takes more of them a sample.
         self._factor, self._pass_s = case.factors[rank], dict[int, float]()
         self.num_steps = self.num_samples = 0
         self.train_s, self._since = 0.0, None
@@ -189,12 +194,12 @@ class Training:
     def batch(self) -> tuple[Tensor, Tensor]:
         """Returns this rank's next samples of its part of the data."""
         rows = self._order[(np.arange(BATCH) + self.num_steps * BATCH) % len(self._order)]
-        return self.train_x[rows], self.train_y[rows]
+        return self.train_x[rows].to(self.device), self.train_y[rows].to(self.device)
 
     def backward(
         self, forward: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, *, num_samples_before: int | None = None
     ) -> Tensor:
-        """Computes the gradients of a batch. A slower rank sleeps first: a multiple of the CPU time that its last pass of as many
+        """Computes the gradients of a batch. A slower rank sleeps first: a multiple of the time that its last pass of as many
         samples took.
 
         Args:
@@ -206,13 +211,20 @@ class Training:
         self._set_rate(self.num_samples / self._part if num_samples_before is None else num_samples_before)
         if self._factor > 1:
             time.sleep((self._factor - 1) * self._pass_s.get(len(x), max(self._pass_s.values(), default=0.0)))
-        begin = time.thread_time()
+        begin = self._pass_clock()
         loss = self.loss(forward, x, y)
         loss.backward()
-        self._pass_s[len(x)] = time.thread_time() - begin
+        self._pass_s[len(x)] = self._pass_clock() - begin
         self.num_steps += 1
         self.num_samples += len(x)
         return loss
+
+    def _pass_clock(self) -> float:
+        if self.device.type == "cpu":
+            return time.thread_time()
+        if self._factor > 1:
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def _set_rate(self, num_samples_before: float) -> None:
         case = self.case
@@ -240,6 +252,8 @@ class Training:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Stops the clock within the block, after which all ranks go on together. COLLECTIVE."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         if self._since is not None:
             self.train_s += time.perf_counter() - self._since
         self._since = None
@@ -250,7 +264,7 @@ class Training:
         """Returns the held-out samples of a look."""
         x, y = self._test
         every = 1 if all_of_them else max(1, len(x) // TEST_SAMPLES)
-        return x[::every], y[::every]
+        return x[::every].to(self.device), y[::every].to(self.device)
 
     def score(self, model: nn.Module, *, all_of_them: bool = False) -> float:
         """Returns the held-out loss of a model that all ranks hold, of which each scores a part of the samples. COLLECTIVE."""

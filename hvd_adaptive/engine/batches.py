@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import default_collate
+from torch.utils.data import TensorDataset, default_collate
 
 from hvd_adaptive.algorithm.micro_batches import micro_batches, stand_in
 from hvd_adaptive.engine.device_clock import Moment
@@ -155,6 +155,11 @@ class BatchSource:
         self._device = device
         self._stream = CopyStream(device)
         self._collate = Collate(collate)
+        # A GPU's tensors would wait for the rows.
+        self._takes_rows = (
+            type(dataset) is TensorDataset and self._collate.is_default
+            and all(tensor.device.type == "cpu" and tensor.layout is torch.strided for tensor in dataset.tensors)
+        )  # fmt: skip
         self._micro_batch_size = micro_batch_size
         self.times = times or DeviceTimes()
         self.following: tuple[Rows, NDArray[np.int64] | None] = (np.empty(0, dtype=np.int64), None)
@@ -239,6 +244,10 @@ class BatchSource:
         dataset = self._dataset
         if hasattr(dataset, "get_batch"):
             return dataset.get_batch(rows)
+        if self._takes_rows:
+            # What collating its samples gives, without a Python object for each.
+            found = tuple(tensor[torch.from_numpy(rows)] for tensor in dataset.tensors)
+            return found if len(found) == 2 else list(found)
         fetch_many, indices = getattr(dataset, "__getitems__", None), rows.tolist()
         return self._collate(fetch_many(indices) if fetch_many else [dataset[i] for i in indices])
 
@@ -252,17 +261,21 @@ class Collate:
 
     Args:
         collate: see :class:`BatchSource`.
+
+    Attributes:
+        is_default: it is torch's ``default_collate``.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
         self._collate = collate or default_collate
+        self.is_default = self._collate is default_collate
 
     def __call__(self, samples: list[Any]) -> Any:
         """Returns the batch."""
         data = self._collate(samples)
         if not (isinstance(data, list) and len(data) == 2 and _is_pair(samples[0])):
             return data
-        if self._collate is default_collate:
+        if self.is_default:
             return tuple(data)
         if len(samples) != 2:
             raise TypeError(

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,3 +133,19 @@ def train(command: Callable[..., Answer], data: Path, shared_tmp_path: Path) -> 
         return answer
 
     return run
+
+
+@pytest.fixture
+def own_routes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After the test Horovod's collectives are its own again, where it had led them through host memory."""
+    from horovod.torch import mpi_ops
+
+    from hvd_adaptive.comm import through_host
+
+    for name in through_host._FUNCTIONS:
+        monkeypatch.setattr(mpi_ops, name, getattr(mpi_ops, name))
+    wait = mpi_ops.mpi_lib.horovod_torch_wait_and_clear
+    monkeypatch.setattr(mpi_ops.mpi_lib, "horovod_torch_wait_and_clear", wait)
+    through_host.host_route.cache_clear()
+    yield
+    through_host.host_route.cache_clear()

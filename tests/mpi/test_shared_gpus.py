@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hvd_adaptive.cluster import device as devices
-from hvd_adaptive.comm import connect, through_host
+from hvd_adaptive.comm import connect
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.flat_model import model_hash
 from hvd_adaptive.session.session import Session
@@ -31,7 +31,7 @@ def on_its_own(index: int) -> str:
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+def given(monkeypatch: pytest.MonkeyPatch, own_routes: None) -> Iterator[list[bool]]:
     """Whether each tensor that Horovod's library was given is on the GPU. Horovod says that it has NCCL."""
     import horovod.torch as hvd
     from horovod.torch import mpi_ops
@@ -46,13 +46,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     with pretended_cuda.pretended_cuda(monkeypatch), recording(Log()):
         monkeypatch.setattr(mpi_ops, "_check_function", watching)
         monkeypatch.setattr(hvd, "nccl_built", lambda: True)
-        for name in through_host._FUNCTIONS:
-            monkeypatch.setattr(mpi_ops, name, getattr(mpi_ops, name))
-        wait = mpi_ops.mpi_lib.horovod_torch_wait_and_clear
-        monkeypatch.setattr(mpi_ops.mpi_lib, "horovod_torch_wait_and_clear", wait)
-        through_host.host_route.cache_clear()
         yield seen
-        through_host.host_route.cache_clear()
 
 
 def make_model() -> nn.Module:

@@ -15,6 +15,7 @@ import gc
 import importlib
 import importlib.machinery
 import io
+import itertools
 import json
 import os
 import pkgutil
@@ -131,9 +132,10 @@ class _Fork(BaseException):
 
 
 class _Server:
-    def __init__(self, listener: socket.socket, own: dict[str, Any]) -> None:
+    def __init__(self, listener: socket.socket, own: dict[str, Any], threads: str) -> None:
         self._listener = listener
         self._own = own
+        self._threads = threads
         self._spaces = {name: os.readlink(f"/proc/self/ns/{name}") for name in _CLONE}
         self._selector = selectors.DefaultSelector()
         self._stubs: dict[int, socket.socket] = {}
@@ -192,9 +194,11 @@ class _Server:
         # Other launchers than mpirun add no folder of libraries, and their ranks find the same ones.
         if variables["LD_LIBRARY_PATH"] == os.environ[_PLAIN]:
             variables["LD_LIBRARY_PATH"] = self._own["variables"]["LD_LIBRARY_PATH"]
-        if other := next((name for name, value in self._own.items() if request[name] != value), None):
-            self._others[f"other {other}{_difference(request[other], self._own[other])}"] += 1
-            stub.sendall(json.dumps({"refused": other}).encode() + b"\n")
+        other = next((name for name, value in self._own.items() if request[name] != value), None)
+        # A fork would have one of the threads.
+        if reason := self._threads or (other and f"other {other}{_difference(request[other], self._own[other])}"):
+            self._others[reason] += 1
+            stub.sendall(json.dumps({"refused": reason}).encode() + b"\n")
             stub.close()
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -241,7 +245,8 @@ def _difference(request: Any, own: Any) -> str:
     return " " + ", ".join(sorted(name for name in {*request, *own} if request.get(name) != own.get(name)))
 
 
-def _import_all(ancestors: dict[int, int]) -> None:
+def _import_all(ancestors: dict[int, int]) -> str:
+    """Imports what ranks do; returns which threads run since then, and who started the first one, or nothing."""
     from hvd_adaptive.comm import launcher_end
 
     find = launcher_end.find_launcher_process
@@ -254,14 +259,21 @@ def _import_all(ancestors: dict[int, int]) -> None:
     from hvd_adaptive import cli
 
     main = cli.main
-    for name in _LIBRARIES:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    for module in pkgutil.walk_packages([str(_REPO / "hvd_adaptive")], "hvd_adaptive."):
-        if not module.name.endswith("__main__"):
+    own = (module.name for module in pkgutil.walk_packages([str(_REPO / "hvd_adaptive")], "hvd_adaptive."))
+    threads = ""
+    for name in itertools.chain(_LIBRARIES, own):
+        if not name.endswith("__main__"):
             with contextlib.suppress(ImportError):
-                importlib.import_module(module.name)
+                importlib.import_module(name)
+            threads = threads or _threads(f"since {name} was imported")
     cli.main = main  # and not the module of that name
+    return threads
+
+
+def _threads(since: str) -> str:
+    tasks = list(Path("/proc/self/task").iterdir())
+    names = (task.joinpath("comm").read_text().strip() for task in tasks if task.name != str(os.getpid()))
+    return f"threads that run {since}: {', '.join(names)}" if len(tasks) > 1 else ""
 
 
 def _warm_up() -> None:
@@ -372,16 +384,13 @@ def _serve(listener: int) -> tuple[Any, ...]:
 
     own = json.loads(json.dumps(identity()))
     ancestors: dict[int, int] = {}
-    _import_all(ancestors)
+    threads = _import_all(ancestors)
     _warm_up()
-    num_threads = len(os.listdir("/proc/self/task"))
-    if num_threads != 1:
-        print(f"{num_threads} threads run, and a fork has only one of them", flush=True)
-        os._exit(1)
+    threads = threads or _threads("since codecs were used")
     gc.collect()
     gc.freeze()
     try:
-        _Server(socket.socket(fileno=listener), own).serve()
+        _Server(socket.socket(fileno=listener), own, threads).serve()
     except _Fork as fork:
         ancestors[os.getpid()] = fork.args[2]
         return fork.args

@@ -94,3 +94,15 @@ def test_get_batch_returns_a_pair_or_an_input() -> None:
 
     assert load(Direct((1, 2)), 2).y == 2
     assert load(Direct([1, 2]), 2).x == [1, 2]
+
+
+def test_rows_of_a_tensor_dataset_are_what_collating_its_samples_gives() -> None:
+    class Other(TensorDataset):
+        pass
+
+    tensors = torch.randn(9, 3, 2).transpose(1, 2), torch.arange(9, dtype=torch.int32), torch.rand(9) > 0.5
+    for used in (tensors[:1], tensors[:2], tensors):
+        ours, theirs = (load(kind(*used), 5) for kind in (TensorDataset, Other))
+        assert type(ours.x) is type(theirs.x) and (ours.y is None) == (theirs.y is None)
+        for a, b in zip([*ours.x], [*theirs.x], strict=True):
+            assert torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride()
