@@ -246,7 +246,7 @@ class BatchSource:
             return dataset.get_batch(rows)
         if self._takes_rows:
             # What collating its samples gives, without a Python object for each.
-            found = tuple(tensor[torch.from_numpy(rows)] for tensor in dataset.tensors)
+            found = tuple(tensor.index_select(0, torch.from_numpy(rows)) for tensor in dataset.tensors)
             return found if len(found) == 2 else list(found)
         fetch_many, indices = getattr(dataset, "__getitems__", None), rows.tolist()
         return self._collate(fetch_many(indices) if fetch_many else [dataset[i] for i in indices])
