@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from hvd_adaptive.validation import parse_json
@@ -14,6 +16,8 @@ FaultKind = Literal["silent", "stuck", "left early", "deadlocked"]
 
 # A rank that has ended properly never comes back: others that wait for it need no whole stall limit.
 LEFT_EARLY_S = 5.0
+# What `process_state` tells of a process that has ended.
+ENDED = ("", "Z", "X")
 # All ranks inside one collective may also be a large model on a slow link, so give that ten times as long.
 PATIENT_LIMITS = 10
 
@@ -29,6 +33,7 @@ class Beat:
         what: what it works on or waits for, in a few words; may be empty.
         host: its host's name.
         pid: its process id on that host.
+        space: where that id means this process, see `process_space`; empty where unknown.
     """
 
     count: int
@@ -37,6 +42,7 @@ class Beat:
     what: str
     host: str
     pid: int
+    space: str = ""
 
     def encode(self) -> bytes:
         """Returns the beat as JSON."""
@@ -52,7 +58,9 @@ class Beat:
         if not data:
             return None
         values = parse_json(data)
-        kinds: dict[str, Any] = {"count": int, "phase": str, "phase_s": (int, float), "what": str, "host": str, "pid": int}
+        kinds: dict[str, Any] = {
+            "count": int, "phase": str, "phase_s": (int, float), "what": str, "host": str, "pid": int, "space": str
+        }  # fmt: skip
         if not isinstance(values, dict) or values.keys() != kinds.keys():
             raise ValueError(f"not a heartbeat: {data[:200]!r}")
         if not all(isinstance(values[name], kind) for name, kind in kinds.items()):
@@ -112,6 +120,14 @@ def find_fault(sightings: Sequence[Sighting], limit_s: float) -> Fault | None:
     return None
 
 
+def process_space() -> str:
+    """Returns what processes have in common to which a process id means the same: the system's start and the namespace."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
 def process_state(pid: int) -> str | None:
     """Returns a local process's state letter as ps shows it, "" if there is none, None where unknown."""
     try:
@@ -165,7 +181,7 @@ def describe(fault: Fault, *, reporter: int, host: str, limit_s: float, state: s
 
 
 def _describe_silence(state: str | None, otherwise: str) -> tuple[str, str]:
-    if state in ("", "Z", "X"):
+    if state in ENDED:
         return (
             "is dead",
             "Its process has ended: look for its last output, and for the out-of-memory killer (`dmesg`)",

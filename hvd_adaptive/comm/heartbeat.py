@@ -14,12 +14,13 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined,unused-ignore]
 
-from hvd_adaptive.comm.failures import Beat, Fault, Phase, Sighting, describe, find_fault, process_state
+from hvd_adaptive.comm import failures
+from hvd_adaptive.comm.failures import Beat, Fault, Phase, Sighting
 from hvd_adaptive.comm.job_end import end_job
 from hvd_adaptive.comm.launcher_end import GRACE_S, end_later, find_launcher_process
 from hvd_adaptive.comm.seal import UnsealedError
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 _TURN_S = 0.5
 _LAST_TURN_S = 5.0
 _LEAVE_POLL_S = 0.02
+# For which a rank of rank 0's host has ended before that ends the job: a launcher that sees it too says more of it.
+_ENDED_S = 2.0
 _OVER = "over"
 
 
@@ -90,6 +93,8 @@ class Heartbeat:
         self._num_beats = 0
         self._beats: list[Beat | None] = [None] * len(self._watched)
         self._seen_s = [0.0] * len(self._watched)
+        self._space = failures.process_space()
+        self._ended_s: dict[int, float] = {}
         self._cut_s: float | None = None
         self._leaving = threading.Event()
         self._over = threading.Event()
@@ -198,6 +203,7 @@ class Heartbeat:
             what=what[:200],
             host=self._host,
             pid=self._pid,
+            space=self._space,
         )
         key = self._key(self._rank)
         store.set(key, self._side.seal.close(key, beat.encode()))  # type: ignore[arg-type]
@@ -264,7 +270,7 @@ class Heartbeat:
             for rank, beat, seen_s in zip(self._watched, self._beats, self._seen_s, strict=True)
         ]
         if self._rank == 0:
-            return find_fault(sightings, self._limit_s)
+            return self._find_ended(sightings) or failures.find_fault(sightings, self._limit_s)
         host = sightings[0]
         turn_s = min(_TURN_S * (self._rank - 1), _LAST_TURN_S)
         cut = self._cut_s is not None and self._awake_s - self._cut_s >= turn_s
@@ -272,12 +278,23 @@ class Heartbeat:
             return Fault(kind="silent", rank=0, for_s=host.silent_s, beat=host.beat)
         return None
 
+    def _find_ended(self, sightings: Sequence[Sighting]) -> Fault | None:
+        """Looks at the processes on this host: under torchrun, say, nobody else ends a job whose other ranks wait."""
+        for rank, beat, silent_s in ((s.rank, s.beat, s.silent_s) for s in sightings):
+            if beat is None or beat.phase == "left" or (beat.host, beat.space) != (self._host, self._space) or not beat.space:
+                continue
+            if failures.process_state(beat.pid) not in failures.ENDED:
+                self._ended_s.pop(rank, None)
+            elif self._awake_s - self._ended_s.setdefault(rank, self._awake_s) >= _ENDED_S:
+                return Fault(kind="silent", rank=rank, for_s=silent_s, beat=beat)
+        return None
+
     def _report(self, fault: Fault) -> None:
         same_host = fault.beat is not None and fault.beat.host == self._host
-        state = process_state(fault.beat.pid) if fault.beat is not None and same_host else None
+        state = failures.process_state(fault.beat.pid) if fault.beat is not None and same_host else None
         if self._cut_s is not None:
             state = ""  # the connection ended, so the process has
-        text = describe(fault, reporter=self._rank, host=self._host, limit_s=self._limit_s, state=state)
+        text = failures.describe(fault, reporter=self._rank, host=self._host, limit_s=self._limit_s, state=state)
         if fault.kind == "silent" and not same_host:
             # If the network between the hosts is down, the launcher cannot end the job either. Of a rank that was never heard,
             # nobody knows the host.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hvd_adaptive.doctor.findings import Facts, Finding, amount, seconds
+from hvd_adaptive.doctor.findings import Facts, Finding, amount, count, seconds
 
 # A step's events may miss what the process does between two steps, and no more.
 _LEAST_EVENTS, _MOST_EVENTS = 0.7, 1.05
@@ -82,7 +82,7 @@ def _events(facts: Facts) -> Finding:
 
 
 def _allreduce(facts: Facts) -> Finding:
-    text = f"{facts['world_size']} ranks over {facts['carrier'] or 'one process'}: sums of CUDA tensors "
+    text = f"{count(facts['world_size'], 'rank')} over {facts['carrier'] or 'one process'}: sums of CUDA tensors "
     if not facts["right"]:
         return Finding("allreduce", "problem", f"{text}are WRONG", _REPORT_IT)
     text += f"are right, {facts['gb_s']:.3g} GB/s"

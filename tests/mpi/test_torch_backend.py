@@ -117,14 +117,18 @@ def test_a_rank_that_is_killed_under_torchrun_ends_the_job(run_job: Any, data: P
                 pid = int(folder.name)
                 killed.extend((pid, stub_of(pid)))
                 os.kill(pid, signal.SIGKILL)
+                killed_s.append(time.monotonic())
 
     killed: list[int] = []
+    killed_s: list[float] = []
     command = [*TORCHRUN, *COMMAND[1:], *train(data, tmp_path / "run"), "--epochs", "10000"]
     job = run_job(command, timeout=200, during=kill, alone=True)
     assert job.returncode != 0 and not job.timed_out and not job.leftover and len(killed) == 2, job.describe()
     # torchrun, which knows a fork by its stub, notices first; a rank that has lost the other one says who it is, too.
     named = rf"exitcode *: -9 \(pid: {killed[1]}\)|rank 1 on \S+ \(pid {killed[0]}\) is dead"
     assert re.search(named, job.stderr), job.describe()
+    # torchrun itself leaves rank 0, which takes its SIGTERM for a wish to end in order, half a minute.
+    assert time.monotonic() - killed_s[0] < 20
 
 
 @pytest.mark.mpi(2)

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import dataclasses
 import os
+import subprocess
 import sys
+import time
+import types
 
 import pytest
 
+from hvd_adaptive.comm import failures
 from hvd_adaptive.comm.failures import Beat, Fault, Sighting, describe, find_fault, process_state
+from hvd_adaptive.comm.heartbeat import Heartbeat
 
 
 def make_beat(phase="working", phase_s=0.0, what="batch 3"):
@@ -113,3 +119,26 @@ def test_a_killed_worker_is_found_behind_a_child_that_ended_well(run_job, kill):
     answer = run_job([sys.executable, "-c", script], timeout=200, alone=True)
     pid, _, said = answer.stdout.partition(" ")
     assert said.strip() == (f"A worker (pid {pid}) was killed by signal: Killed" if kill else ""), answer
+
+
+def test_rank_0_sees_the_end_of_a_process_on_its_host_and_of_no_other() -> None:
+    channel = types.SimpleNamespace(world_size=2)
+    heartbeat = Heartbeat(channel, rank=0, host="node7", pid=os.getpid(), limit_s=60, abort=lambda: None)
+    process = subprocess.Popen(["true"])  # not waited for: a zombie
+    while failures.process_state(process.pid) != "Z":
+        time.sleep(0.01)
+    own = failures.process_space()
+    here = Beat(count=1, phase="working", phase_s=0.0, what="", host="node7", pid=process.pid, space=own)
+    mine = dataclasses.replace(here, pid=os.getpid())
+    for other, is_seen in (
+        (here, True), (mine, False), (dataclasses.replace(here, host="node8"), False),
+        (dataclasses.replace(here, space=own + "1"), False), (dataclasses.replace(here, phase="left"), False),
+    ):  # fmt: skip
+        heartbeat._beats, heartbeat._awake_s = [mine, other], heartbeat._awake_s + 10
+        heartbeat._ended_s.clear()
+        heartbeat._seen_s = [heartbeat._awake_s] * 2
+        assert heartbeat._judge() is None
+        heartbeat._awake_s += 3
+        fault = heartbeat._judge()
+        assert (fault is not None and fault.kind == "silent" and fault.rank == 1) == is_seen, other
+    process.wait()
