@@ -121,8 +121,11 @@ def find_fault(sightings: Sequence[Sighting], limit_s: float) -> Fault | None:
 
 
 def process_space() -> str:
-    """Returns what processes have in common to which a process id means the same: the system's start and the namespace."""
+    """Returns what processes have in common to which a process id means the same: the system's start and the namespace. Empty
+    where /proc is not that of this process's namespace."""
     try:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return ""
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
@@ -137,6 +140,17 @@ def process_state(pid: int) -> str | None:
         return ""
     except OSError:
         return None
+
+
+def has_ended(pid: int) -> bool:
+    """Returns whether a local process has ended; also where /proc hides those of others."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return process_state(pid) in ENDED[1:]
 
 
 def describe(fault: Fault, *, reporter: int, host: str, limit_s: float, state: str | None) -> str:

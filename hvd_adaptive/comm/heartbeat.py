@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _TURN_S = 0.5
 _LAST_TURN_S = 5.0
 _LEAVE_POLL_S = 0.02
-# For which a rank of rank 0's host has ended before that ends the job: a launcher that sees it too says more of it.
+# So long after a rank of rank 0's host has ended, while others wait, that ends the job. A launcher that sees it says more of it.
 _ENDED_S = 2.0
 _OVER = "over"
 
@@ -279,13 +279,14 @@ class Heartbeat:
         return None
 
     def _find_ended(self, sightings: Sequence[Sighting]) -> Fault | None:
-        """Looks at the processes on this host: under torchrun, say, nobody else ends a job whose other ranks wait."""
+        """Looks at the processes on this host, as under torchrun nobody else ends a job whose other ranks wait."""
+        waits = self._state.phase == "waiting" or any(s.beat is not None and s.beat.phase == "waiting" for s in sightings)
         for rank, beat, silent_s in ((s.rank, s.beat, s.silent_s) for s in sightings):
             if beat is None or beat.phase == "left" or (beat.host, beat.space) != (self._host, self._space) or not beat.space:
                 continue
-            if failures.process_state(beat.pid) not in failures.ENDED:
+            if not failures.has_ended(beat.pid):
                 self._ended_s.pop(rank, None)
-            elif self._awake_s - self._ended_s.setdefault(rank, self._awake_s) >= _ENDED_S:
+            elif waits and self._awake_s - self._ended_s.setdefault(rank, self._awake_s) >= _ENDED_S:
                 return Fault(kind="silent", rank=rank, for_s=silent_s, beat=beat)
         return None
 

@@ -158,7 +158,7 @@ class BatchSource:
         # A GPU's tensors would wait for the rows.
         self._takes_rows = (
             type(dataset) is TensorDataset and self._collate.is_default
-            and all(tensor.device.type == "cpu" and tensor.layout is torch.strided for tensor in dataset.tensors)
+            and all(type(t) is torch.Tensor and t.device.type == "cpu" and _is_plain(t) for t in dataset.tensors)
         )  # fmt: skip
         self._micro_batch_size = micro_batch_size
         self.times = times or DeviceTimes()
@@ -283,6 +283,10 @@ class Collate:
                 "list may as well be of samples. Return tuple(...), or a list in a tuple, ([a, b], None), if all of it is input"
             )
         return data
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and tensor.is_contiguous()
 
 
 def _is_pair(value: Any) -> bool:

@@ -267,13 +267,15 @@ def _import_all(ancestors: dict[int, int]) -> str:
                 importlib.import_module(name)
             threads = threads or _threads(f"since {name} was imported")
     cli.main = main  # and not the module of that name
-    return threads
+    return threads and _threads("") and threads
 
 
 def _threads(since: str) -> str:
-    tasks = list(Path("/proc/self/task").iterdir())
-    names = (task.joinpath("comm").read_text().strip() for task in tasks if task.name != str(os.getpid()))
-    return f"threads that run {since}: {', '.join(names)}" if len(tasks) > 1 else ""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            names.append(task.joinpath("comm").read_text().strip())
+    return f"threads that run {since}: {', '.join(sorted(names))}" if len(names) > 1 else ""
 
 
 def _warm_up() -> None:
