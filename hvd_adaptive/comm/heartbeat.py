@@ -280,13 +280,14 @@ class Heartbeat:
 
     def _find_ended(self, sightings: Sequence[Sighting]) -> Fault | None:
         """Looks at the processes on this host, as under torchrun nobody else ends a job whose other ranks wait."""
-        waits = self._state.phase == "waiting" or any(s.beat is not None and s.beat.phase == "waiting" for s in sightings)
+        waiting = {s.rank for s in sightings if s.beat is not None and s.beat.phase == "waiting"}
+        waiting |= {0} if self._state.phase == "waiting" else set()
         for rank, beat, silent_s in ((s.rank, s.beat, s.silent_s) for s in sightings):
             if beat is None or beat.phase == "left" or (beat.host, beat.space) != (self._host, self._space) or not beat.space:
                 continue
             if not failures.has_ended(beat.pid):
                 self._ended_s.pop(rank, None)
-            elif waits and self._awake_s - self._ended_s.setdefault(rank, self._awake_s) >= _ENDED_S:
+            elif waiting - {rank} and self._awake_s - self._ended_s.setdefault(rank, self._awake_s) >= _ENDED_S:
                 return Fault(kind="silent", rank=rank, for_s=silent_s, beat=beat)
         return None
 

@@ -150,7 +150,7 @@ def test_rank_0_sees_the_end_of_a_process_on_its_host_and_of_no_other() -> None:
             see(heartbeat, mine, other, is_seen=False)
         see(heartbeat, mine, dataclasses.replace(here, phase="left"), is_seen=False)
     # Nobody waits for it: rank 0 may still write what the others need not wait for.
-    see(heartbeat, mine, here, is_seen=False)
+    see(heartbeat, mine, dataclasses.replace(here, phase="waiting"), is_seen=False)
     process.wait()
     with heartbeat.waiting():
         see(heartbeat, mine, here, is_seen=True)
