@@ -150,7 +150,7 @@ def has_ended(pid: int) -> bool:
         return True
     except PermissionError:
         pass
-    return process_state(pid) in ENDED[1:]
+    return process_state(pid) in ("Z", "X")
 
 
 def describe(fault: Fault, *, reporter: int, host: str, limit_s: float, state: str | None) -> str:

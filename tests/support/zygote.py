@@ -246,7 +246,7 @@ def _difference(request: Any, own: Any) -> str:
 
 
 def _import_all(ancestors: dict[int, int]) -> str:
-    """Imports what ranks do; returns which threads run since then, and who started the first one, or nothing."""
+    """Imports what ranks do; returns the first import after which more threads than one ran, or nothing."""
     from hvd_adaptive.comm import launcher_end
 
     find = launcher_end.find_launcher_process
@@ -260,22 +260,22 @@ def _import_all(ancestors: dict[int, int]) -> str:
 
     main = cli.main
     own = (module.name for module in pkgutil.walk_packages([str(_REPO / "hvd_adaptive")], "hvd_adaptive."))
-    threads = ""
+    first = ""
     for name in itertools.chain(_LIBRARIES, own):
         if not name.endswith("__main__"):
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-            threads = threads or _threads(f"since {name} was imported")
+            first = first or (name if _other_threads() else "")
     cli.main = main  # and not the module of that name
-    return threads and _threads("") and threads
+    return first
 
 
-def _threads(since: str) -> str:
+def _other_threads() -> list[str]:
     names = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has ended
-            names.append(task.joinpath("comm").read_text().strip())
-    return f"threads that run {since}: {', '.join(sorted(names))}" if len(names) > 1 else ""
+            names += [] if task.name == str(os.getpid()) else [task.joinpath("comm").read_text().strip()]
+    return names
 
 
 def _warm_up() -> None:
@@ -386,9 +386,10 @@ def _serve(listener: int) -> tuple[Any, ...]:
 
     own = json.loads(json.dumps(identity()))
     ancestors: dict[int, int] = {}
-    threads = _import_all(ancestors)
+    first = _import_all(ancestors)
     _warm_up()
-    threads = threads or _threads("since codecs were used")
+    others = _other_threads()
+    threads = f"threads that run since {first or 'codecs'} came: {', '.join(others)}" if others else ""
     gc.collect()
     gc.freeze()
     try:

@@ -100,9 +100,16 @@ def test_rows_of_a_tensor_dataset_are_what_collating_its_samples_gives() -> None
     class Other(TensorDataset):
         pass
 
-    tensors = torch.randn(9, 3, 2).transpose(1, 2), torch.arange(9, dtype=torch.int32), torch.rand(9) > 0.5
-    for used in (tensors[:1], tensors[:2], tensors):
-        ours, theirs = (load(kind(*used), 5) for kind in (TensorDataset, Other))
-        assert type(ours.x) is type(theirs.x) and (ours.y is None) == (theirs.y is None)
-        for a, b in zip([*ours.x], [*theirs.x], strict=True):
+    tensors = torch.randn(9, 3, 2), torch.arange(9, dtype=torch.int32), torch.rand(9) > 0.5
+    turned = torch.randn(9, 3, 2).transpose(1, 2), *tensors[1:]
+    for used in (tensors[:1], tensors[:2], tensors, turned[:1], turned[:2], turned):
+        data = TensorDataset(*used)
+        # By rows only where that surely gives the same.
+        assert BatchSource(data, torch.device("cpu"))._takes_rows == (used[0] is tensors[0])
+        ours, theirs = (load(dataset, 5) for dataset in (data, Other(*used)))
+        assert type(ours.x) is type(theirs.x) and type(ours.y) is type(theirs.y)
+        parts = list(zip(ours.x, theirs.x, strict=True)) if isinstance(ours.x, list) else [(ours.x, theirs.x)]
+        parts += [(ours.y, theirs.y)] if ours.y is not None else []
+        assert len(parts) == len(used)
+        for a, b in parts:
             assert torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride()
