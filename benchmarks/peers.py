@@ -158,6 +158,7 @@ class Bench:
         """Tries every learning rate with one seed, on one host with equal ranks: a loss at equal samples needs no clock."""
         rates = self._options.rates
         if len(rates) == 1:
+            say(f"{model}: nothing to tune, as --rates has one learning rate, which counts")
             return
         groups = dict.fromkeys(tuned_as(name) for name in self._methods)
         # The middle one first: a session that ends early leaves one rate for all.

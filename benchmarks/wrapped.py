@@ -1,4 +1,4 @@
-"""Seconds a step of a Horovod script, plain and under `hvd-adaptive run`: on equal ranks, and at emulated speeds 1:2:4.
+"""Seconds a step of a Horovod script, plain and under `hvd-adaptive run`: on equal ranks, and on unequal ones.
 
 python benchmarks/wrapped.py [--starts 12] [--pairs 30] [--steps 15] [--kind equal|unequal] [--batch-size 48] [--slowdown 8,4,2]
     [--record FILE] [-- OPTIONS OF hvd-adaptive run]
@@ -10,9 +10,9 @@ and on cores stays as it is until the next start. The median of those counts, an
 benchmarks/wrapped_script.py.
 
 Equal ranks: `mpirun python SCRIPT` against `hvd-adaptive run SCRIPT`; nothing can be won, so the ratio shows what interception
-costs. Speeds 1:2:4 are emulated (each rank's computing is stretched by 8, 4, 2): there the other side is the script with
-pinned equal shares, as a plain one cannot be slowed down. The first turns are not counted: shares settle. The ceiling is what
-the report of the pinned job says: the mean of the ranks' speeds over the least one.
+costs. Unequal speeds are emulated: each rank's computing is stretched, by 8, 4 and 2 if not told otherwise. There the other side
+is the script with pinned equal shares, as a plain one cannot be slowed down. The first turns are not counted: shares settle. The
+ceiling is what the report of the pinned job says: the mean of the ranks' speeds over the least one.
 """
 
 from __future__ import annotations
@@ -51,22 +51,24 @@ def main() -> None:
     parser.add_argument("--settle", type=int, default=4, help="pairs before those that count")
     parser.add_argument("--batch-size", type=int, default=48, help="samples of a rank's step; 48 take 6 ms")
     # With 4,2,1 three ranks with the best shares want 1.75 cores, and Horovod's threads some more.
-    parser.add_argument("--slowdown", default="8,4,2", help="of the unequal ranks")
+    parser.add_argument("--slowdown", default="8,4,2", help="of the unequal ranks, one each")
     parser.add_argument("--kind", choices=("equal", "unequal"), help="one of the two only")
     parser.add_argument("--record", type=Path)
     parser.add_argument("rest", nargs="*", help="options for hvd-adaptive run, after --")
     options = parser.parse_args()
     unequal = [*RUN, "--slowdown", options.slowdown, "--interval", "10"]
+    num_unequal = options.slowdown.count(",") + 1
     kinds = {
-        "equal": ("equal ranks", 2, [sys.executable], [*RUN, *options.rest], 0.97),
+        "equal": ("equal ranks", 2, [sys.executable], [*RUN, *options.rest], "0.97"),
         "unequal": (
-            f"slowed {options.slowdown} times", 3, [*unequal, "--shares", "1,1,1"], [*unequal, *options.rest], 1.6,
+            f"slowed {options.slowdown} times", num_unequal, [*unequal, "--shares", ",".join("1" * num_unequal)],
+            [*unequal, *options.rest], "0.95 of the ceiling",
         ),
     }  # fmt: skip
     lines = [
         *header("Seconds a step of a Horovod script, plain and wrapped"),
         f"Turns of {options.steps} steps of {options.batch_size} samples a rank, each job stopped while it is the other's. "
-        "At 1:2:4 plain stands for pinned equal shares.",
+        "Where ranks are slowed, plain stands for pinned equal shares.",
         "",
         "| ranks | starts x pairs | plain, ms a step | wrapped, ms a step | times as fast: median of the starts (95% interval) "
         "| starts' extremes | wanted | of the ceiling (extremes) | largest difference of the losses |",
@@ -79,7 +81,7 @@ def main() -> None:
 
 
 def compare(
-    options: argparse.Namespace, title: str, num_ranks: int, plain: list[str], wrapped: list[str], wanted: float
+    options: argparse.Namespace, title: str, num_ranks: int, plain: list[str], wrapped: list[str], wanted: str
 ) -> str:
     """Returns a line of the table."""
     measured = [measure(options, num_ranks, [plain, wrapped]) for _ in range(options.starts)]

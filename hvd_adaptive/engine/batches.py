@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from hvd_adaptive.algorithm.micro_batches import micro_batches, stand_in
 from hvd_adaptive.engine.device_clock import Moment
@@ -158,6 +159,7 @@ class BatchSource:
         # A GPU's tensors would wait for the rows.
         self._takes_rows = (
             type(dataset) is TensorDataset and self._collate.is_default
+            and default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
             and all(type(t) is torch.Tensor and t.device.type == "cpu" and _is_plain(t) for t in dataset.tensors)
         )  # fmt: skip
         self._micro_batch_size = micro_batch_size

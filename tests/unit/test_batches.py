@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from hvd_adaptive.engine.batches import Batch, BatchSource
 
@@ -113,3 +114,10 @@ def test_rows_of_a_tensor_dataset_are_what_collating_its_samples_gives() -> None
         assert len(parts) == len(used)
         for a, b in parts:
             assert torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride()
+
+
+def test_rows_of_a_tensor_dataset_go_through_what_a_script_has_told_torch_to_collate_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda samples, **_: torch.stack(samples) + 1)
+    assert torch.equal(load(TensorDataset(torch.zeros(9)), 5).x[0], torch.ones(5))
