@@ -155,12 +155,8 @@ class FlatModel:
         return fill_deltas(self.groups, verify=verify)
 
     def check_trainable(self) -> None:
-        """Raises RuntimeError if a parameter was frozen or unfrozen since construction."""
-        if [p.requires_grad for p in self._model.parameters()] != self._trainable:
-            raise RuntimeError(
-                "requires_grad of a parameter changed during the session; close it and make a new Session after freezing "
-                "or unfreezing, so that the ranks exchange the right parameters"
-            )
+        """See :func:`check_trainable`."""
+        check_trainable(self._model, self._trainable)
 
     @torch.no_grad()
     def norm_per_parameter(self) -> float:
@@ -311,3 +307,17 @@ def model_hash(model: nn.Module, *, buffers: bool = True) -> str:
     for part in host_bytes([local(tensor) for tensor in tensors]):
         digest.update(part.numpy().data)
     return digest.hexdigest()
+
+
+def check_trainable(model: nn.Module, trainable: list[bool]) -> None:
+    """Raises RuntimeError unless the model has the parameters that it had, frozen or not as then.
+
+    Args:
+        model: it.
+        trainable: ``requires_grad`` of each parameter then.
+    """
+    if [p.requires_grad for p in model.parameters()] != trainable:
+        raise RuntimeError(
+            "parameters of the model were added, removed, frozen or unfrozen during the session: close it and make a new Session "
+            "after such a change, so that the ranks exchange the right ones"
+        )

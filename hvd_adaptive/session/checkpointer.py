@@ -26,6 +26,7 @@ from hvd_adaptive.session.session import Session
 from hvd_adaptive.state import checkpoint
 from hvd_adaptive.state.checkpoint import Written
 from hvd_adaptive.state.disk import sync_directory
+from hvd_adaptive.state.folder_owner import FolderOwner
 from hvd_adaptive.state.nested import flatten_state
 from hvd_adaptive.state.shared_folder import check_shared_folder
 
@@ -115,6 +116,8 @@ class Checkpointer:
         self._attempt = 0
         self._due_from = (0, 0.0)
         self._newest: tuple[int, Path] | None = None
+        self._failure = "there is no room for it"
+        self._owner: FolderOwner | None = None
         self._copy_s = 0.0
         self._write_s = 0.0
         self._last_copy_s = 0.0
@@ -122,6 +125,7 @@ class Checkpointer:
         if interval != 0:
             remedy = "run directory on storage that all hosts share, or switch checkpoints off with an interval of 0"
             check_shared_folder(self.folder, session.transport, remedy)
+            self._owner = FolderOwner(self.folder, session.transport.host) if session.rank == 0 else None
             session.preemption.saved = self._describe_newest
             session.records.append(self._after_round)
             session.before_gather.append(self._report)
@@ -188,12 +192,17 @@ class Checkpointer:
 
         Returns:
             What became of the checkpoints; the same on every rank.
+
+        Raises:
+            AgreedError: on all ranks, if the last round could not be saved.
         """
         self.wait()
         newest = self._newest[0] if self._newest else 0
-        if self._interval != 0 and self._session.transport.allgather_object(newest)[0] < self._session.round:
-            self.save()
-        counts: Counts = self._session.transport.allgather_object(self.counts)[0]
+        gather = self._session.gather
+        if self._interval != 0 and gather(newest)[0] < self._session.round and not self.save():
+            why, newest_now = gather((self._failure, self._describe_newest()))[0]
+            raise AgreedError(f"the last round, {self._session.round}, is not saved: {why}. Mend that and resume; {newest_now}")
+        counts: Counts = gather(self.counts)[0]
         return counts
 
     def _has_room(self, state: dict[str, Any]) -> bool:
@@ -360,6 +369,8 @@ class Checkpointer:
         start = time.perf_counter()
         errors = [f"rank {rank}: {item['error']}" for rank, item in enumerate(reports) if item["error"]]
         round_number = content["round"]
+        if self._owner is not None and (other := self._owner.lost_to()):
+            errors.append(f"another job writes its checkpoints in {self.folder} ({other}); give each job a folder of its own")
         path = self.folder / directory_name(round_number)
         if not errors:
             everyone = {name: Written(**item) for r in reports for name, item in r["files"].items()}
@@ -369,10 +380,11 @@ class Checkpointer:
                 errors.append(f"rank 0: {failure}")
         if errors:
             self.counts.failed += 1
+            self._failure = "; ".join(errors)
             checkpoint.remove(part)
             log.error(
                 "checkpoint of round %d was not written: %s. The run goes on; the newest checkpoint is %s.",
-                round_number, "; ".join(errors), self._newest[1] if self._newest else "none",
+                round_number, self._failure, self._newest[1] if self._newest else "none",
             )  # fmt: skip
         else:
             self.counts.written += 1

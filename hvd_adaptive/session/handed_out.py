@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hvd_adaptive.engine.batches import Batch, Rows
 from hvd_adaptive.engine.records import RoundStats
@@ -11,6 +13,8 @@ log = logging.getLogger(__name__)
 
 # Rounds of which a rank names what was left out, and rows of a batch that it names.
 _MOST_ROUNDS, _MOST_ROWS = 3, 8
+# AMP leaves out some steps at first, until its gradients are finite.
+_LEAST_STEPS = 30
 
 
 class HandedOut:
@@ -28,9 +32,12 @@ class HandedOut:
         self._num_given = 0
         self._waiting: dict[int, Rows] = {}
         self._num_told = 0
+        self._left_round: int | None = None
+        self._says_no_update = False
 
-    def give(self, batch: Batch, stats: RoundStats) -> None:
-        """Takes note of a batch that the loop is about to get."""
+    @contextmanager
+    def give(self, batch: Batch, stats: RoundStats, round_number: int) -> Iterator[None]:
+        """Takes note of a batch that the loop gets within this block, and of a loop that never comes back for the next one."""
         if self._steps_together:
             # At once: this rank may never come to the end of the round.
             self._tell(stats)
@@ -38,6 +45,20 @@ class HandedOut:
         batch.number = self._num_given
         self._waiting[batch.number] = batch.rows
         stats.handed_samples += batch.num_samples
+        try:
+            yield
+        except GeneratorExit:
+            self._left_round = round_number
+            raise
+
+    def check_left(self) -> None:
+        """Raises RuntimeError if the loop was left within a round, at whose end other ranks may wait for this one."""
+        if self._left_round is not None:
+            raise RuntimeError(
+                f"rank {self._rank}: the loop over the batches was left within round {self._left_round}, by break or return, and "
+                "other ranks wait for this one at the round's end: call session.stop() in its place and go on; all ranks' loops "
+                "then end together"
+            )
 
     def begin(self, batch: Batch) -> None:
         """Takes note that the loop computes a batch; it may do so later than the next one, and more than once."""
@@ -47,9 +68,21 @@ class HandedOut:
         """Takes note that a batch's samples will come again."""
         stats.handed_samples -= batch.num_samples
 
-    def end_round(self, stats: RoundStats, round_number: int) -> None:
-        """Names what the loop has left out. Before the ranks meet: with steps that all make together they may not."""
+    def end_round(self, stats: RoundStats, round_number: int, *, num_updates: int) -> None:
+        """Names what the loop has left out. Before the ranks meet: with steps that all make together they may not.
+
+        Args:
+            stats: of the round.
+            round_number: its number.
+            num_updates: steps of the optimizer so far.
+        """
         self._tell(stats, round_number)
+        if not num_updates and not self._says_no_update and self._num_given >= _LEAST_STEPS:
+            self._says_no_update = True
+            log.warning(
+                "rank %d: no optimizer.step() in the first %d batches, so the model learns nothing: call "
+                "session.optimizer.step() within session.step", self._rank, self._num_given,
+            )  # fmt: skip
 
     def _tell(self, stats: RoundStats, round_number: int | None = None) -> None:
         left, self._waiting = list(self._waiting.values()), {}

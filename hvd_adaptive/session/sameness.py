@@ -19,7 +19,16 @@ from hvd_adaptive.engine.shards import describe_type, local, shard_number
 
 
 def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Returns what is trained, by name, as small comparable values: shapes, types, and the optimizer's settings."""
+    """Returns what is trained, by name, as small comparable values: shapes, types, and the optimizer's settings.
+
+    Raises:
+        ValueError: for a parameter without values.
+    """
+    if empty := [name for name, p in model.named_parameters() if p.is_meta]:
+        raise ValueError(
+            f"{len(empty)} parameters are on the meta device and have no values, the first is {empty[0]}: call "
+            "model.to_empty(device=...) before the session, and initialise or load them"
+        )
     return {
         **{f"model {name}": (tuple(p.shape), describe_type(p), p.requires_grad) for name, p in model.named_parameters()},
         **{f"model {name}": (tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()},

@@ -157,7 +157,7 @@ class Session:
 
         Args:
             dataset: the same map-style data set on every rank: ``get_batch(rows) -> (x, y)``, or indexing and ``collate``.
-            num_epochs: passes over the data, may be fractional; None: until :meth:`stop`.
+            num_epochs: passes over the data, may be fractional, up to the end of a round; None: until :meth:`stop`.
             work: cost of each sample, int64, shape (len(dataset),), for ``work="nonzeros"``.
             collate: as in torch's DataLoader; what it returns is (x, y) if it is a tuple of two, else x alone.
 
@@ -178,6 +178,7 @@ class Session:
         if (work is not None) != (self.config.work == "nonzeros"):
             given = "None" if work is None else "an array"
             raise ValueError(f"batches(work=...) goes with config.work='nonzeros', got work={given} with {self.config.work!r}")
+        self._handed_out.check_left()
         agree_equal(self.transport, {"number of samples": len(source)}, "Give every rank the same data.")
         self._state.check_dataset(len(source))
         self._data = source.description
@@ -203,17 +204,12 @@ class Session:
             progress = self._progress(len(source))
             schedule = lr_schedule(progress, warmup_epochs=self.config.warmup_epochs, decay=self.config.lr_decay)
             self._begin_round(len(source), recorded)
-            for batch in self._strategy.round_batches(
-                rows,
-                work=None if work is None else work[rows],
-                source=source,
-                round_id=self.round,
-                stats=self._stats,
-            ):
+            part = None if work is None else work[rows]
+            for batch in self._strategy.round_batches(rows, work=part, source=source, round_id=self.round, stats=self._stats):
                 self._lr.value = schedule * self._strategy.lr_multiplier(batch)
                 batch.num_samples_before = self.ledger.epoch * len(source) + self.ledger.cursor + batch._place
-                self._handed_out.give(batch, self._stats)
-                yield batch
+                with self._handed_out.give(batch, self._stats, self.round):
+                    yield batch
                 if self.preemption.signal_number:
                     self._strategy.close_round()
             self._end_round(self._strategy.round_samples(len(rows)), len(source))
@@ -295,6 +291,7 @@ class Session:
 
     def gather(self, value: Any) -> list[Any]:
         """Returns every rank's value, of any kind that pickle knows, in rank order: to score a test set together. COLLECTIVE."""
+        self._handed_out.check_left()
         return self.transport.allgather_object(value)
 
     def register_state(self, name: str, value: Stateful, *, shared: bool = False) -> None:
@@ -314,6 +311,7 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """Returns all that is needed to go on from here, between two rounds: ``shared`` by all ranks, and this rank's
         ``own``. Tensors are not copied. :class:`hvd_adaptive.Checkpointer` saves it."""
+        self._handed_out.check_left()
         return self._state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], own_of: OwnState | None = None) -> None:
@@ -332,6 +330,7 @@ class Session:
 
     def close(self) -> None:
         """Checks that all ranks hold the same model and leaves the world. COLLECTIVE."""
+        self._handed_out.check_left()
         self._strategy.drain()
         self._check_hash()
         self._lr.remove()
@@ -350,7 +349,7 @@ class Session:
 
     def _end_round(self, num_samples: int, dataset_size: int) -> None:
         stats = self._stats
-        self._handed_out.end_round(stats, self.round)
+        self._handed_out.end_round(stats, self.round, num_updates=self._lr.num_begun)
         self._times.end_round(stats)
         stats.num_updates = stats.num_samples / stats.batch_size
         stats.lr = self._lr.applied_lr

@@ -23,7 +23,7 @@ from hvd_adaptive.comm.protocols import AgreedError, Transport, attempt
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.claims import Claims, IslandClaims
-from hvd_adaptive.engine.records import RoundStats
+from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.engine.shards import check_shards
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.engine.touched_rows import sparse_parameters
@@ -184,6 +184,10 @@ class IslandStrategy(LocalStrategy):
 
     def _gather(self, stats: RoundStats) -> Gathered:
         return self._islands.combine(stats.gather(self._all.allgather_stats))
+
+    def after_round(self, record: RoundRecord) -> None:
+        """Chooses the next merge period, by what the islands did."""
+        super().after_round(dataclasses.replace(record, stats=self._islands.combine(record.stats)))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the strategy's state, and which ranks made up which island. Of a model in shards, each rank has its own."""

@@ -26,6 +26,7 @@ from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.flat_buffers import FlatBuffers
+from hvd_adaptive.engine.flat_model import check_trainable
 from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.engine.touched_rows import sparse_parameters
@@ -225,7 +226,7 @@ class SyncStrategy(FixedWorkStrategy):
             RuntimeError: if a parameter was frozen or unfrozen since construction.
             AgreedError: on all ranks, if every step of the round was left out, or the ranks' shares differed.
         """
-        self._check_trainable()
+        check_trainable(self._model, self._trainable)
         stats.skipped_steps, self._steps.num_skipped = float(self._steps.num_skipped), 0
         stats.equal_share_s = float(self._shares.equal_share_s[self._transport.rank])
         stats.finite = float(self._buffers.compute_delta())
@@ -284,13 +285,6 @@ class SyncStrategy(FixedWorkStrategy):
         if part.start < part.stop:
             return source.request(rows[part.start : part.stop], part.stop - part.start)
         return source.request(rows[part.batch_start : min(part.batch_start + 2, part.batch_stop)], 0, stands_in=True)
-
-    def _check_trainable(self) -> None:
-        if [p.requires_grad for p in self._model.parameters()] != self._trainable:
-            raise RuntimeError(
-                "requires_grad of a parameter changed during the session; close it and make a new Session after freezing "
-                "or unfreezing, so that the ranks exchange the right gradients"
-            )
 
     def _check_round(self, gathered: Gathered) -> None:
         if gathered["batch_size"].sum() != self.round_unit:

@@ -12,6 +12,9 @@ from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.wrap.loaders import Loader
 from hvd_adaptive.wrap.reasons import Reason
 
+# Of the script's collectives that are named.
+_MOST_NAMES = 4
+
 
 @dataclass
 class _Windows:
@@ -45,6 +48,7 @@ class Report:
     _notes: list[str] = field(default_factory=list)
     _conditions: dict[str, None] = field(default_factory=dict)
     _averaged: dict[str, None] = field(default_factory=dict)
+    _averaged_later: dict[str, None] = field(default_factory=dict)
     _windows: dict[int, _Windows] = field(default_factory=dict)
 
     def started(self, world_size: int) -> None:
@@ -73,10 +77,12 @@ class Report:
         """The script has wrapped an optimizer that is not intercepted."""
         self._optimizers.append(text)
 
-    def averaged(self, what: str) -> None:
-        """The script exchanges something of its own while ranks have unequal shares."""
-        if len(self._averaged) < 4:
-            self._averaged[what] = None
+    def averaged(self, what: str, *, in_pass: bool = True) -> None:
+        """The script exchanges something of its own while ranks have unequal shares, or after a pass in which they had."""
+        # What one rank tells the others, as parameters, is no mean of theirs.
+        names = self._averaged if in_pass else self._averaged_later
+        if len(names) < _MOST_NAMES and not what.startswith("broadcast"):
+            names[what] = None
 
     def window(self, loader: Loader, gathered: Gathered) -> None:
         """Takes in the ranks' numbers of a loader since the last exchange, and the shares from now on."""
@@ -99,16 +105,21 @@ class Report:
         if self._world_size == 1:
             lines.append("  note: there is one rank, so there is nothing to share out")
         lines += self.more()
-        # Of loaders that were made anew, as in each epoch, the last one that was looked at speaks.
+        # Of loaders that were made anew, as in each epoch, the one with the most steps with unequal shares speaks; of several,
+        # or if none had any, the last one that was looked at.
         alike: dict[Any, list[Loader]] = {}
         for loader in self.loaders:
             alike.setdefault((loader.kind, loader.num_steps > 0, frozenset(loader.reasons)), []).append(loader)
         for group in alike.values():
-            lines += self._loader_lines(next((loader for loader in reversed(group) if loader.is_traced), group[-1]))
+            speaker = max(reversed(group), key=lambda loader: (loader.num_shared, loader.is_traced))
+            lines += self._loader_lines(speaker)
             if len(group) > 1:
+                num_shared = sum(loader.num_shared for loader in group)
                 how = "made anew" if all(loader.is_successor for loader in group[1:]) else "others like it:"
                 count = f"{how} {len(group) - 1}{' times' if how == 'made anew' else ''}"
-                lines.append(f"    {count}; {sum(loader.num_steps for loader in group)} steps in all")
+                shared = f", {num_shared} of them with unequal shares; the lines above are of {speaker.name} alone"
+                total = sum(loader.num_steps for loader in group)
+                lines.append(f"    {count}; {total} steps in all{shared if num_shared else ''}")
         if any(loader.num_shared for loader in self.loaders):
             lines += self._figures()
         if not self._optimizers:
@@ -125,6 +136,14 @@ class Report:
             lines.append(
                 f"    what it reduces in training ({', '.join(self._averaged)}) counts each rank alike, whatever its share; "
                 "for a mean over samples, reduce sums and counts"
+            )
+        later = [what for what in self._averaged_later if what not in self._averaged]
+        if later:
+            # What it is made of cannot be seen: validation's figures, with equal shares, come here as well.
+            lines.append(
+                f"    what it exchanges after training passes ({', '.join(later)}) counts each rank alike: if it is made of "
+                "training batches, reduce sums and counts, or a schedule or an early stop that follows it may decide otherwise "
+                "than with plain Horovod"
             )
         return lines
 
@@ -144,7 +163,7 @@ class Report:
             others, num_equal = unequal if loader.num_shared else "", loader.num_steps - loader.num_shared
             return [
                 f"  not adaptive: {loader.label}, {num_equal} steps with equal shares{others}, because",
-                *(f"    - {reason.value}" for reason in sorted(loader.reasons, key=lambda reason: reason.bit)),
+                *(f"    - {_why(loader, reason)}" for reason in sorted(loader.reasons, key=lambda reason: reason.bit)),
             ]
         would = "would be " if self.is_dry_run else ""
         lines = [f"  {would}adaptive: {loader.label}, {loader.num_steps} steps"]
@@ -188,6 +207,11 @@ class Report:
                 f"shares, {1e3 * walls[1]:.1f} ms now: {walls[0] / walls[1]:.2f}x"
             )
         return lines
+
+
+def _why(loader: Loader, reason: Reason) -> str:
+    again = f"; {loader.num_repeated} of them came a second time"
+    return reason.value + (again if reason is Reason.SKIPPED and loader.num_repeated else "")
 
 
 def _numbers(values: Array, form: str) -> str:

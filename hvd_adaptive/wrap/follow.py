@@ -95,7 +95,7 @@ class Follower:
         self._event += 1
         stream.delivered_at = self._event
         self._is_backward, self._mismatch = False, None
-        if stream.weight_differs and self._unwatch is None:
+        if stream.current.is_unequal and self._unwatch is None:
             self._unwatch = _watch_forwards(self._check_forward, self.evaluated)
         self._lengths = {n for tensor in tensors_in([batch]) for n in tensor.shape} if stream.weight_differs else set()
         loader = stream.loader
@@ -111,12 +111,15 @@ class Follower:
 
         In a pass that only evaluates, as for the accuracy on training data, they end for this pass.
         """
-        if stream.weight_differs and stream.num_unused and not stream.num_shared:
+        # Not by this rank's own size: all ranks must change at the same batch.
+        if stream.current.is_unequal and stream.num_unused and not stream.num_shared:
             stream.change_fractions(None, first=stream.num_handed)
             if not self._is_evaluated:
                 stream.loader.reasons.add(Reason.SKIPPED)
                 stream.loader.fractions = None
-                stream.hand_out_again()
+                # The first batches of a pass are skipped by their number, as where training goes on in the middle of an epoch.
+                if stream.num_unused < stream.num_delivered:
+                    stream.hand_out_again()
 
     def exhausted(self, stream: IndexStream) -> None:
         """A pass is over."""
@@ -221,8 +224,16 @@ class Follower:
 
     @property
     def is_at_unequal_batch(self) -> bool:
-        """Whether the script is at a training batch of another size than its own."""
-        return self.stream is not None and self.stream.is_open and self.stream.weight_differs
+        """Whether the script is at a training batch with unequal shares."""
+        return self.stream is not None and self.stream.is_open and self.stream.current.is_unequal
+
+    @property
+    def is_after_unequal_pass(self) -> bool:
+        """Whether the last training pass, with unequal shares, is over, and no other pass of its loader has begun."""
+        last = self.stream
+        if last is None or last.is_open or not last.num_shared:
+            return False
+        return not any(stream.loader is last.loader and stream.is_open for stream in self._streams)
 
     def refuse(self, reason: Reason) -> None:
         """Takes note of why the shares of the batch that the script is at must be equal."""
@@ -308,7 +319,7 @@ class Follower:
         if stream.num_unused > 1 and Reason.SKIPPED not in stream.loader.reasons:
             stream.loader.reasons.add(Reason.FETCHED_AHEAD)
         stream.num_unused = 0
-        stream.num_shared += stream.weight_differs
+        stream.num_shared += stream.current.is_unequal
 
     def _look_at_layers(self, module: nn.Module, loader: Loader) -> None:
         for layer in module.modules():

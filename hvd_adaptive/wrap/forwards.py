@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_adaptive.wrap import inside, losses, sizes
+from hvd_adaptive.wrap import batch_statistics, inside, losses, sizes
 from hvd_adaptive.wrap.compilers import is_reading
 from hvd_adaptive.wrap.decisions import decides_by_length, divides_by_length
 from hvd_adaptive.wrap.forward_hook import ForwardHook
@@ -211,8 +211,7 @@ class Tracer(TorchFunctionMode):
                 kind = Kind.ROWS
             if kind is None:
                 continue
-            if kind is Kind.CUT:
-                self.findings.add(Reason.SUB_BATCHES)
+            self.findings |= batch_statistics.findings_of_argument(tensor, kind)
             place = self._place(tensor, number)
             if place is not None:
                 found = True
@@ -284,13 +283,14 @@ class Tracer(TorchFunctionMode):
                 kind = Kind.MEAN
             if self._are_from_inside(given):
                 kind = Kind.OTHER
-        for tensor in results:
-            if tensor.requires_grad and of_loss:
-                self._keep(kind, tensor)
-            elif cut:
-                self._keep(Kind.CUT, tensor)
-            else:
-                self._keep(Kind.REDUCED if losses.rows_dim(tensor, self._num_samples) is None else Kind.ROWS, tensor)
+        # An assignment to places of a tensor has no result.
+        written = [args[0]] if func is Tensor.__setitem__ else []
+        data = batch_statistics.kinds_of_data(func, args, kwargs, made, results or written, self._num_samples)
+        for tensor, of_data in zip(results, data, strict=False):
+            of_data = Kind.CUT if cut else of_data
+            self._keep(kind if tensor.requires_grad and of_loss else of_data, tensor)
+        if written and data == [Kind.OTHER] and not args[0].requires_grad:
+            self._keep(Kind.OTHER, args[0])
 
     def _judge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Looks at what backward is called on."""

@@ -29,11 +29,15 @@ from hvd_adaptive.wrap.share_rules import Controller
 
 @dataclass(frozen=True)
 class Handed:
-    """One list of indices: its samples, those of the global batch, and the factor on its gradients."""
+    """One list of indices: its samples, those of the global batch, and the factor on its gradients.
+
+    Unequal: the ranks' parts of the global batch are, though this rank's own may have the script's size; alike on all ranks.
+    """
 
     num_samples: int
     global_samples: int
     weight: float
+    is_unequal: bool = False
 
 
 class Loader:
@@ -41,12 +45,14 @@ class Loader:
 
     Attributes:
         kind: its data set, sampler and batch size, for the report.
-        label: how the report names it.
+        name: how the report names it.
+        label: the same, with its kind.
         reasons: why its shares stay equal; empty: nothing known against it.
         fractions: each rank's part of its global batches from the next pass on; None: as the script has it.
         smallest: fewest samples of a rank's share.
         num_steps: optimizer steps that its batches led to.
-        num_shared: those of them with a batch of another size than the script's.
+        num_shared: those of them with unequal shares.
+        num_repeated: batches that the script left out and that came once more.
         num_losses: losses that its batches led to.
         heads: the losses of its batches.
         is_successor: it was made in place of another one like it, which was gone.
@@ -62,13 +68,14 @@ class Loader:
         sampler = loader.sampler if loader.batch_size is not None else loader.batch_sampler
         size = f"batch_size={loader.batch_size}" if loader.batch_size is not None else "own batches"
         self.kind = f"({type(loader.dataset).__name__}, {type(sampler).__name__}, {size})"
-        self.label = f"DataLoader {number} {self.kind}"
+        self.name = f"DataLoader {number}"
+        self.label = f"{self.name} {self.kind}"
         self.reasons: set[Reason] = set()
         self._loader = weakref.ref(loader)
         self._fingerprint: int | None = None
         self.fractions: tuple[float, ...] | None = None
         self.smallest = 1
-        self.num_steps = self.num_shared = 0
+        self.num_steps = self.num_shared = self.num_repeated = 0
         self.num_losses = 0
         self.heads = Heads()
         self.is_successor = False
@@ -112,7 +119,7 @@ class IndexStream:
         is_over: the pass has come to its end.
         num_unrelated: batches that were followed by one of another loader before backward.
         num_batches: batches of the whole pass; 0: not known.
-        num_shared: batches of another size than the script's that led to a backward.
+        num_shared: batches with unequal shares that led to a backward.
     """
 
     def __init__(
@@ -191,6 +198,7 @@ class IndexStream:
     def hand_out_again(self) -> None:
         """Has the last delivered batch come once more, as the script has it: none of its samples was trained on."""
         self._again.append(self._last_own)
+        self.loader.num_repeated += 1
 
     def last_checksum(self) -> int | None:
         """Returns a checksum of the last delivered global batch; None if this rank's own part of it is not as expected."""
@@ -222,7 +230,7 @@ class IndexStream:
         sizes = [unit * size for size in sizes]
         size = sizes[self._rank]
         share = take_share(lists, sizes, self._rank)
-        return share, Handed(size, total, self._world_size * size / total)
+        return share, Handed(size, total, self._world_size * size / total, len(set(sizes)) > 1)
 
 
 class Listener(Protocol):

@@ -27,6 +27,7 @@ class Kind(enum.Enum):
     SUM = "a sum over samples"
     MEAN = "a mean over samples"
     REDUCED = "something of the whole batch, without gradients"
+    RAGGED = "data of another length than the batch's, without gradients"
     OTHER = "something else"
 
 
@@ -37,6 +38,7 @@ REASONS = {
     Kind.CUT: Reason.SELECTED,
     Kind.OTHER: Reason.MIXED,
     Kind.REDUCED: Reason.MIXED,
+    Kind.RAGGED: Reason.MIXED,
 }
 
 
@@ -175,14 +177,15 @@ def kind_of_loss(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[tuple[Tensor, Kind]], num_samples: int
 ) -> Kind:
     """Returns the kind of a function's result with gradients, given the kinds of those arguments that are made of the batch."""
-    kinds, name = {kind for _, kind in given}, plain_name(func)
+    name = plain_name(func)
+    kinds = {Kind.ROWS if kind is Kind.OTHER and is_index(name, tensor) else kind for tensor, kind in given}
     if func in LOSSES:
         if kinds != {Kind.ROWS}:
             return Kind.CUT if Kind.CUT in kinds else Kind.OTHER
         return {"sum": Kind.SUM, "none": Kind.ROWS}.get(_reduction(LOSSES[func], args, kwargs), Kind.MEAN)
     if kinds == {Kind.ROWS}:
         return _kind_of_rows(func, name, args, kwargs, given, num_samples)
-    if Kind.OTHER in kinds or Kind.CUT in kinds or Kind.ROWS in kinds or Kind.REDUCED in kinds:
+    if not kinds <= {Kind.SUM, Kind.MEAN}:
         return Kind.CUT if kinds <= {Kind.CUT, Kind.ROWS} else Kind.OTHER
     return _kind_of_reduced(name, args, kinds, given[0][0], len(given), num_samples)
 
@@ -228,10 +231,20 @@ def _kind_of_rows(
     return Kind.ROWS if name in _ROWWISE else Kind.OTHER
 
 
+def is_index(name: str, tensor: Tensor) -> bool:
+    """Whether a function takes rows or numbers by a tensor that says which."""
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return is_whole and name in ("getitem", "setitem", "gather", "index_select", "take_along_dim", "take", "embedding")
+
+
 def dims_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> set[int]:
     """Returns the dimensions that a function works along, given its name; all of them where it is not told any."""
-    position, default = _ALONG.get(name, (1, None))
-    return _dims(_argument(args, kwargs, position, default), tensor)
+    return dims_along(args, kwargs, _ALONG.get(name, (1, None)), tensor)
+
+
+def dims_along(args: tuple[Any, ...], kwargs: dict[str, Any], place: tuple[int, Any], tensor: Tensor) -> set[int]:
+    """Returns the dimensions that a function works along, given where the argument stands that says so, and its default."""
+    return _dims(_argument(args, kwargs, *place), tensor)
 
 
 def _dims(value: Any, tensor: Tensor) -> set[int]:

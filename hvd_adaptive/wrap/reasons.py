@@ -30,7 +30,7 @@ class Reason(enum.Enum):
         "its data set differs between ranks (split by rank, or at random without a seed), so a sample's number means another "
         "sample on another rank"
     )
-    FETCHED_AHEAD = "the script fetches batches ahead of computing on them, or several for one backward"
+    FETCHED_AHEAD = "the script fetches batches ahead of computing on them, skips some, or takes several for one backward"
     INTERLEAVED = "batches of several loaders go into one step"
     OUT_OF_STEP = "the ranks are at different batches of their loaders"
     SUB_BATCHES = "the script cuts its batches into pieces before the forward, whose number would differ between ranks"
@@ -52,7 +52,7 @@ class Reason(enum.Enum):
     )
     NUMBERED = "the script takes samples of a batch by their numbers, up to the last one, which a smaller batch does not have"
     GATHERED = "the script exchanges a value for each sample with the other ranks in a step, or a loss before backward()"
-    SKIPPED = "the script skipped batches of another size than its own"
+    SKIPPED = "the script skipped batches whose shares were unequal"
     COMPILED = (
         "torch.compile: compiled code cannot be inspected, and would be compiled again for other batch sizes; for a compiled "
         "module that the script calls itself, --micro-batch-size M avoids both"

@@ -151,8 +151,8 @@ class Engine:
 
     def exchanged(self, what: str, tensors: list[Tensor]) -> None:
         """The script gives tensors to a collective."""
-        if self._follower.is_at_unequal_batch:
-            self.report.averaged(what)
+        if self._follower.is_at_unequal_batch or self._follower.is_after_unequal_pass:
+            self.report.averaged(what, in_pass=self._follower.is_at_unequal_batch)
         if self.world_size > 1 and any(self._follower.exchanges(tensor) for tensor in tensors):
             self._follower.refuse(Reason.GATHERED)
 
@@ -230,7 +230,7 @@ class Engine:
             self._meter.ends()
         if stream is not None:
             stream.loader.num_steps += 1
-            stream.loader.num_shared += any(handed.weight != 1.0 for handed in batches)
+            stream.loader.num_shared += any(handed.is_unequal for handed in batches)
         tell = functools.partial(self._local.timed, optimizer) if local else None
         self._meter.step(None if stream is None else batches, stretches, tell)
         self._tail = None

@@ -105,6 +105,22 @@ def test_islands_end_where_as_many_ranks_would(island: str, backend: str) -> Non
     transport.close()
 
 
+@pytest.mark.mpi(4, timeout=200)
+@pytest.mark.parametrize("island", ISLANDS)
+def test_adam_s_short_rounds_are_the_islands(island: str, backend: str) -> None:
+    """The period follows from what islands did, of which there are fewer than ranks."""
+    transport = connect(stall_limit_s=60, backend=backend, groups=True)
+    session = start(transport, make_model(), adam=True, island=island, mega_batch=None, batch_size=8)
+    records = learn(session)
+    # The model starts from five steps of each island.
+    assert records[0].num_samples <= 5 * 2 * 8 and len(records) >= 8
+    for epoch in (1, 2):
+        assert sum(record.stats["num_samples"].sum() for record in records if epoch - 1 < record.epoch <= epoch) == len(X)
+    assert records[-1].loss < records[0].loss
+    session._strategy.close()
+    transport.close()
+
+
 def flat_after(transport: Any, **options: Any) -> torch.Tensor:
     session = start(transport, make_model(), **options)
     learn(session)

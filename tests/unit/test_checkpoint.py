@@ -31,6 +31,7 @@ from hvd_adaptive.session import checkpointer, session_state
 from hvd_adaptive.session.checkpointer import Checkpointer, Counts
 from hvd_adaptive.session.session import Session
 from hvd_adaptive.state import checkpoint
+from hvd_adaptive.state.folder_owner import FolderOwner
 from hvd_adaptive.state.nested import flatten_state
 from hvd_adaptive.state.random_state import seeded_random_state
 from hvd_adaptive.xmc.run_directory import RunDirectory
@@ -376,7 +377,7 @@ def test_changed_options_are_an_error_that_names_both_values(tmp_path: Path) -> 
 def test_the_newest_are_kept_and_leftovers_removed(tmp_path: Path) -> None:
     (tmp_path / ".part-7-round-00000009").mkdir()
     results = run(2, tmp_path, num_epochs=3, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["round-00000008", "round-00000009"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".owner", "round-00000008", "round-00000009"]
     assert results[0]["counts"] == results[1]["counts"] == Counts(written=9)
 
 
@@ -436,8 +437,8 @@ def test_a_disk_that_is_really_full(tmp_path: Path, caplog: pytest.LogCaptureFix
         pytest.skip("mounting a tmpfs needs root rights")
     try:
         # One checkpoint of two ranks is some 40 KiB.
-        results = run(2, disk, num_epochs=2, keep=1)
-        assert results[0]["counts"].written >= 1 and results[0]["counts"].failed >= 1
+        with pytest.raises(AgreedError, match=r"the last round, 6, is not saved: .*No space left.* newest .* is .*round-"):
+            run(2, disk, num_epochs=2, keep=1)
         (newest,) = checkpoint.find_checkpoints(disk)
         checkpoint.check_files(newest, checkpoint.read_manifest(newest))
         assert not list(disk.glob(".part*"))
@@ -556,6 +557,20 @@ def test_files_added_are_part_of_it_and_stay_as_they_were(tmp_path: Path) -> Non
         assert (path / "best").read_text() == f"model of round {int(path.name[-8:])}"
     flip(tmp_path / "c" / "round-00000003" / "best")
     assert run(2, tmp_path / "c", resume=True)[0]["source"].name == "round-00000002"
+
+
+def test_a_job_that_comes_later_takes_the_folder_over(tmp_path: Path) -> None:
+    """Each would resume from the other's model, and remove its checkpoints."""
+
+    def begin_another(session: Session, record: Any) -> None:
+        if session.rank == 0 and session.round == 2:
+            FolderOwner(tmp_path, "another-host")
+
+    with pytest.raises(AgreedError, match=r"the last round, 3, .* another job .* on another-host, since .*; give each job a"):
+        run(2, tmp_path, num_epochs=1, on_round=begin_another)
+    assert [path.name for path in checkpoint.find_checkpoints(tmp_path)] == ["round-00000001"]
+    # It has ended, and comes again.
+    assert run(2, tmp_path, num_epochs=2, resume=True)[0]["counts"].failed == 0
 
 
 def test_saving_on_demand(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from hvd_adaptive.config import Config
 from hvd_adaptive.engine.flat_model import model_hash
 from hvd_adaptive.engine.optimizer_state import average_, reset_
 from hvd_adaptive.engine.optimizers import LazyAdam, LazyMomentum, RowwiseAdagrad
+from hvd_adaptive.session.checkpointer import Checkpointer
 from hvd_adaptive.session.session import Session
 from hvd_adaptive.strategies.local import LocalStrategy
 
@@ -390,7 +393,7 @@ def test_unfreezing_during_a_session_is_refused() -> None:
     def unfreeze(session: Session, batch: Any) -> None:
         session.model[0].bias.requires_grad_(False)
 
-    with pytest.raises(RuntimeError, match="requires_grad of a parameter changed"):
+    with pytest.raises(RuntimeError, match="added, removed, frozen or unfrozen"):
         LocalWorld(1).run(lambda t: train(t, Config(), on_batch=unfreeze))
 
 
@@ -494,20 +497,46 @@ def test_batches_may_be_computed_later_and_more_than_once(caplog: pytest.LogCapt
     assert session.num_samples == NUM_SAMPLES and "left out" not in caplog.text
 
 
-def test_a_loop_that_is_left_and_begun_again_is_told_what_to_do() -> None:
+@pytest.mark.parametrize("next_call", ["batches", "gather", "close", "save"])
+def test_a_rank_whose_loop_was_left_is_told_so_at_its_next_call(next_call: str, tmp_path: Path) -> None:
+    """The other one waits for it at the round's end, and would for minutes."""
+
     def leave(transport: LocalTransport) -> None:
         model = make_model()
         session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), Config(mega_batch=200), transport=transport)
-        for is_left in (True, False):
+        checkpoints = Checkpointer(session, tmp_path / "checkpoints", interval=100)
+        for _ in range(2):
             for batch in session.batches(DATA):
+                if transport.rank == 1:
+                    break
                 with session.step(batch):
                     nn.functional.cross_entropy(model(batch.x), batch.y).backward()
                     session.optimizer.step()
-                if is_left:
-                    break
+            calls = {"gather": lambda: session.gather(1), "close": session.close, "save": checkpoints.close}
+            if next_call != "batches":
+                calls[next_call]()
 
-    with pytest.raises(RuntimeError, match=r"left within the round \(end it by session.stop\(\)\)"):
-        LocalWorld(1).run(leave)
+    with pytest.raises(RuntimeError, match=r"rank 1: the loop .* left within round 0, by break or return.* session.stop\(\)"):
+        LocalWorld(2).run(leave)
+
+
+def test_a_loop_without_an_optimizer_step_is_told_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = Session(model, optimizer, Config(mega_batch=200, batch_size=4), transport=LocalTransport())
+    for batch in session.batches(DATA):
+        with session.step(batch):
+            nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+    session.close()
+    told = [r.getMessage() for r in caplog.records if "learns nothing" in r.getMessage()]
+    assert len(told) == 1 and re.search(r"no optimizer.step\(\) in the first \d+ batches", told[0])
+
+
+def test_a_model_without_values_is_refused_by_name() -> None:
+    with torch.device("meta"):
+        model = make_model()
+    with pytest.raises(ValueError, match=r"on the meta device .* the first is 0\.weight: .*to_empty"):
+        Session(model, torch.optim.SGD(model.parameters(), lr=0.1), transport=LocalTransport())
 
 
 class Held:
