@@ -64,8 +64,16 @@ class LongWaits:
             self._say(
                 f"rank {self._rank} has waited {self._limit_s:.0f} s for other ranks in {wait[0]}. Another rank is slow, or "
                 "the ranks wait in different places: their shares of a batch are unequal, and a script that goes by numbers of "
-                f"samples may then part them. If it does not go on, run it with {equal_shares(self._num_ranks)}"
+                f"samples may then part them. If it does not go on, run it with {equal_shares(self._num_ranks)}{_of_forks()}"
             )
+
+
+def _of_forks(version: tuple[int, ...] = sys.version_info[:3]) -> str:
+    """Returns what else the reason may be, with a Python whose forks may wait for ever (CPython issue 112275)."""
+    if (3, 10, 15) <= version < (3, 11) or version >= (3, 11, 10):
+        return ""
+    text = ".".join(map(str, version))
+    return f". If a DataLoader has workers, one may not have started: Python {text} has a fault there (docs/sharp-bits.md)"
 
 
 def equal_shares(num_ranks: int) -> str:

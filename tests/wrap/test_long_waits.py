@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from hvd_adaptive.wrap.long_waits import LongWaits
+from hvd_adaptive.wrap.long_waits import LongWaits, _of_forks
 
 
 def test_a_long_wait_is_named_once() -> None:
@@ -21,3 +21,9 @@ def test_a_long_wait_is_named_once() -> None:
         time.sleep(1.2)
     assert len(said) == 1 and "rank 1 has waited" in said[0] and "allreduce 'correct'" in said[0], said
     assert "--shares 1,1,1" in said[0]
+
+
+def test_a_python_whose_forks_may_wait_for_ever_is_named() -> None:
+    for version in ((3, 10, 14), (3, 11, 0), (3, 11, 7)):
+        assert f"Python {'.'.join(map(str, version))} has a fault there" in _of_forks(version)
+    assert not any(map(_of_forks, ((3, 10, 15), (3, 10, 18), (3, 11, 10), (3, 12, 0), (3, 13, 1))))
