@@ -125,7 +125,6 @@ class Checkpointer:
         if interval != 0:
             remedy = "run directory on storage that all hosts share, or switch checkpoints off with an interval of 0"
             check_shared_folder(self.folder, session.transport, remedy)
-            self._owner = FolderOwner(self.folder, session.transport.host) if session.rank == 0 else None
             session.preemption.saved = self._describe_newest
             session.records.append(self._after_round)
             session.before_gather.append(self._report)
@@ -280,6 +279,9 @@ class Checkpointer:
         state = session.state_dict()
         if not self._has_room(state):
             return
+        if self._owner is None and session.rank == 0:
+            # Not before: a run that is refused leaves the folder as it was.
+            self._owner = FolderOwner(self.folder, session.transport.host)
         if self._reserving is not None:
             self._reserving.join()
         parts = []

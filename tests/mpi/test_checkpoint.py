@@ -189,7 +189,7 @@ def test_sigkill_while_writing_leaves_the_older_one(run_job: Any, tmp_path: Path
     assert len(list(folder.glob(".part-*"))) == 1
     job = run_job([sys.executable, str(script), str(folder), "nowhere"], np=3, timeout=200)
     succeed(job)
-    names = [f"round-{number:08d}" for number in (2, 3, 4)]
+    names = [".owner", *(f"round-{number:08d}" for number in (2, 3, 4))]
     assert f"samples 400 files {names}" in job.stdout, job.describe()
 
 
