@@ -23,10 +23,12 @@ class HandedOut:
     Args:
         rank: this rank.
         strategy: the strategy's name.
+        num_ranks: of all.
     """
 
-    def __init__(self, rank: int, strategy: str) -> None:
+    def __init__(self, rank: int, strategy: str, num_ranks: int) -> None:
         self._rank = rank
+        self._num_ranks = num_ranks
         self._strategy = strategy
         self._steps_together = strategy in ("sync", "horovod")
         self._num_given = 0
@@ -53,11 +55,11 @@ class HandedOut:
 
     def check_left(self) -> None:
         """Raises RuntimeError if the loop was left within a round, at whose end other ranks may wait for this one."""
-        if self._left_round is not None:
+        if self._left_round is not None and self._num_ranks > 1:
             raise RuntimeError(
-                f"rank {self._rank}: the loop over the batches was left within round {self._left_round}, by break or return, and "
-                "other ranks wait for this one at the round's end: call session.stop() in its place and go on; all ranks' loops "
-                "then end together"
+                f"rank {self._rank}: the loop over the batches was left within round {self._left_round}, by break, return or an "
+                "exception, and other ranks wait for this one at the round's end: call session.stop() in its place and go on, so "
+                "that all ranks' loops end together"
             )
 
     def begin(self, batch: Batch) -> None:

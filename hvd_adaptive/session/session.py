@@ -119,7 +119,7 @@ class Session:
         self._state = SessionState(self, self._strategy, self._lr)
         self._stragglers = StragglerReport(self.transport, self.device, self.config.straggler_limit)
         self._times = DeviceTimes(device_clock(self.device))
-        self._stats, self._handed_out = RoundStats(), HandedOut(self.rank, self.config.strategy)
+        self._stats, self._handed_out = RoundStats(), HandedOut(self.rank, self.config.strategy, self.world_size)
         self._stop, self._round_start = False, 0.0
         self._check_hash()
 

@@ -272,7 +272,12 @@ class Trainer:
     def _leave_early(self) -> None:
         """Saves what there is and leaves the world. COLLECTIVE."""
         session = self._session
-        counts = self._checkpoints.close() if self._checkpoints else Counts()
+        try:
+            counts = self._checkpoints.close() if self._checkpoints else Counts()
+        except AgreedError as error:
+            # Whoever sends the job again goes on from an older one.
+            log.error("%s", error)
+            counts = Counts()
         if self.directory:
             log.warning(
                 "%s: the run ends after %d rounds, at %d samples of epoch %d; %s. %s",

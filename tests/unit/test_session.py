@@ -497,6 +497,26 @@ def test_batches_may_be_computed_later_and_more_than_once(caplog: pytest.LogCapt
     assert session.num_samples == NUM_SAMPLES and "left out" not in caplog.text
 
 
+def test_one_rank_may_leave_its_loop_but_not_begin_again() -> None:
+    model = make_model()
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), Config(mega_batch=200), transport=LocalTransport())
+
+    def begin() -> None:
+        for batch in session.batches(DATA):
+            with session.step(batch):
+                nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+                session.optimizer.step()
+            if not session.round:
+                break
+
+    begin()
+    session.gather(1)
+    with pytest.raises(RuntimeError, match=r"left within the round \(end it by session.stop\(\)\)"):
+        for _ in session.batches(DATA):
+            pass
+    session.close()
+
+
 @pytest.mark.parametrize("next_call", ["batches", "gather", "close", "save"])
 def test_a_rank_whose_loop_was_left_is_told_so_at_its_next_call(next_call: str, tmp_path: Path) -> None:
     """The other one waits for it at the round's end, and would for minutes."""
@@ -516,7 +536,7 @@ def test_a_rank_whose_loop_was_left_is_told_so_at_its_next_call(next_call: str, 
             if next_call != "batches":
                 calls[next_call]()
 
-    with pytest.raises(RuntimeError, match=r"rank 1: the loop .* left within round 0, by break or return.* session.stop\(\)"):
+    with pytest.raises(RuntimeError, match=r"rank 1: the loop .* left within round 0, by break, .* session.stop\(\)"):
         LocalWorld(2).run(leave)
 
 
