@@ -329,7 +329,11 @@ class Session:
         self._state.load_state_dict(state, own_of or (lambda _: state["own"]))
 
     def close(self) -> None:
-        """Checks that all ranks hold the same model and leaves the world. COLLECTIVE."""
+        """Checks that all ranks hold the same model and leaves the world. COLLECTIVE.
+
+        Raises:
+            RuntimeError: if they do not, or this rank has left its loop over the batches within a round.
+        """
         self._handed_out.check_left()
         self._strategy.drain()
         self._check_hash()

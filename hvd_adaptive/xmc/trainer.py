@@ -276,8 +276,9 @@ class Trainer:
             counts = self._checkpoints.close() if self._checkpoints else Counts()
         except AgreedError as error:
             # Whoever sends the job again goes on from an older one.
-            log.error("%s", error)
             counts = Counts()
+            if self.directory:
+                log.error("%s", error)
         if self.directory:
             log.warning(
                 "%s: the run ends after %d rounds, at %d samples of epoch %d; %s. %s",

@@ -573,6 +573,15 @@ def test_a_job_that_comes_later_takes_the_folder_over(tmp_path: Path) -> None:
     assert run(2, tmp_path, num_epochs=2, resume=True)[0]["counts"].failed == 0
 
 
+def test_a_folder_is_taken_over_as_soon_as_the_disk_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = FolderOwner(tmp_path, "host-a")
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        later = FolderOwner(tmp_path, "host-b")
+    assert earlier.lost_to() is None and later.lost_to() is None
+    assert "on host-b" in (earlier.lost_to() or "") and later.lost_to() is None
+
+
 def test_saving_on_demand(tmp_path: Path) -> None:
     model = make_model()
     session = Session(model, make_adam(model), CONFIG, transport=LocalTransport())
