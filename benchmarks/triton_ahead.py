@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for GPUs, on a machine without one, by the calls that the product makes. Nothing is run.
 
-    python benchmarks/triton_ahead.py --targets 75,80,90,100            # every variant, as CI does: 5 minutes on 2 cores
+    python benchmarks/triton_ahead.py --targets 75,80,90,100            # every variant: 5 minutes on 2 cores; CI takes 75,100
     python benchmarks/triton_ahead.py --targets 90 --cases quick        # every kernel, and the corners
     python benchmarks/triton_ahead.py --cases sample                    # each corner for one target, every kernel for all
 

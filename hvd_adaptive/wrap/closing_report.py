@@ -18,12 +18,30 @@ _MOST_NAMES = 4
 
 @dataclass
 class _Windows:
-    """Of one loader: the first and the newest window with equal shares and with others, sums over windows not kept."""
+    """Of one loader: sums over the windows with equal shares, and over those since shares last changed.
+
+    The first window after a change has steps with the shares before it; it counts only until there is another one.
+    """
 
     equal: Gathered | None = None
     newest: Gathered | None = None
+    is_other: bool = False  # the newest has other shares than equal ones
     fractions: tuple[float, ...] | None = None
     num_changes: int = 0
+    num_since: int = 0
+
+    def take_in(self, gathered: Gathered, fractions: tuple[float, ...] | None) -> None:
+        """Takes in a window of the shares so far, and those from now on."""
+        if gathered["timed_steps"].all():
+            self.num_since += 1
+            is_mixed = self.num_changes > 0 and self.num_since == 1
+            self.newest = _added(self.newest if self.num_since > 1 + (self.num_changes > 0) else None, gathered)
+            self.is_other = self.fractions is not None
+            if not self.is_other and (self.equal is None or not is_mixed):
+                self.equal = _added(self.equal, gathered)
+        if fractions != self.fractions:
+            self.num_changes, self.num_since = self.num_changes + 1, 0
+        self.fractions = fractions
 
 
 @dataclass
@@ -86,14 +104,7 @@ class Report:
 
     def window(self, loader: Loader, gathered: Gathered) -> None:
         """Takes in the ranks' numbers of a loader since the last exchange, and the shares from now on."""
-        windows = self._windows.setdefault(id(loader), _Windows())
-        if gathered["timed_steps"].all():
-            if windows.fractions is None:
-                windows.equal = gathered
-            windows.newest = gathered
-        if loader.fractions != windows.fractions:
-            windows.num_changes += 1
-        windows.fractions = loader.fractions
+        self._windows.setdefault(id(loader), _Windows()).take_in(gathered, loader.fractions)
 
     def lines(self) -> list[str]:
         """Returns the report, line by line."""
@@ -188,7 +199,7 @@ class Report:
         if windows.equal is None:
             # Pinned shares, from so early on that no step with equal ones was timed.
             return lines
-        if windows.equal is not newest:
+        if windows.is_other:
             before, after = (w["wait_s"] / np.maximum(w["num_steps"], 1) for w in (windows.equal, newest))
             lines.append(
                 f"    waiting in a step: {_numbers(1e3 * before, '.1f')} ms with equal shares, "
@@ -201,10 +212,14 @@ class Report:
         walls = [float(w["wall_s"].sum() / max(w["wall_steps"].sum(), 1)) for w in (first, newest)]
         if self.is_only_tried:
             lines.append("    equal shares are best here; these were tried to see whether the script allows them")
-        if windows.equal is not newest and all(walls):
+        if all(walls):
+            now = f", {1e3 * walls[1]:.1f} ms now: {walls[0] / walls[1]:.2f}x" if windows.is_other else ""
+            # Shares shorten what ranks compute, and nothing else.
+            rest_s = max(walls[0] - before_s.max(), 0.0)
+            most = walls[0] / (rest_s + (walls[0] - rest_s) / ceiling)
             lines.append(
                 f"    by the wall clock, from asking for a batch to its gradients: {1e3 * walls[0]:.1f} ms a step with equal "
-                f"shares, {1e3 * walls[1]:.1f} ms now: {walls[0] / walls[1]:.2f}x"
+                f"shares{now}; the ceiling, as {1e3 * rest_s:.1f} ms are no computing: {most:.2f}x"
             )
         return lines
 
@@ -212,6 +227,10 @@ class Report:
 def _why(loader: Loader, reason: Reason) -> str:
     again = f"; {loader.num_repeated} of them came a second time"
     return reason.value + (again if reason is Reason.SKIPPED and loader.num_repeated else "")
+
+
+def _added(sums: Gathered | None, window: Gathered) -> Gathered:
+    return window if sums is None else {name: sums[name] + window[name] for name in window}
 
 
 def _numbers(values: Array, form: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,3 +27,33 @@ def test_that_updates_differ_is_said_only_if_they_may() -> None:
     lines = report.lines()
     assert said in lines
     assert any("3 steps with equal shares and 2 with others, whose updates may differ, because" in line for line in lines), lines
+
+
+def test_figures_are_of_all_steps_with_the_shares_and_the_ceiling_knows_what_is_no_computing() -> None:
+    """Two ranks, 1 and 2 ms a sample, 16 samples each, and 8 ms a step for the exchange: 40 ms become 21.3 + 8."""
+    report, data = Report(), DataLoader(TensorDataset(torch.zeros(64)), batch_size=16)
+    loader = Loader(data, 1)
+    loader.num_steps, loader.is_traced = 50, True
+    report.loaders.append(loader)
+
+    def window(shares: list[float], *, slower: float = 1.0, then: tuple[float, ...] | None) -> str:
+        steps, samples = np.full(2, 10.0), 10 * np.array(shares)
+        seconds = 1e-3 * slower * np.array([1.0, 2.0]) * samples
+        wall_s = np.full(2, seconds.max() + 0.008 * steps[0])
+        loader.fractions = then
+        report.window(loader, {
+            "timed_steps": steps, "timed_samples": samples, "compute_s": seconds, "wait_s": seconds.max() - seconds,
+            "num_steps": steps, "wall_s": wall_s, "wall_steps": steps,
+        })  # fmt: skip
+        return "\n".join(report.lines())
+
+    window([16, 16], slower=0.9, then=None)
+    said = window([16, 16], slower=1.1, then=(0.625, 0.375))
+    assert "40.0 ms a step with equal shares; the ceiling, as 8.0 ms are no computing: 1.36x" in said, said
+    assert "32.0 ms with equal shares, 32.0 ms now: 1.00x; the ceiling (mean / least speed): 1.50x" in said, said
+    assert "40.0 ms a step with equal shares, 36.0 ms now" in window([18, 14], then=(0.625, 0.375))
+    # It has steps of the old shares, and counts no more once there is another one.
+    window([20, 12], slower=0.9, then=(0.625, 0.375))
+    said = window([20, 12], slower=1.1, then=(0.625, 0.375))
+    assert "32.0 ms with equal shares, 24.0 ms now: 1.33x; the ceiling (mean / least speed): 1.50x" in said, said
+    assert "40.0 ms a step with equal shares, 32.0 ms now: 1.25x; the ceiling, as 8.0 ms are no computing: 1.36x" in said, said
