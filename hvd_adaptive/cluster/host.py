@@ -1,4 +1,4 @@
-"""What this host's control groups and memory leave to its ranks."""
+"""What this host's control groups, memory and Python leave to its ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from pathlib import Path
 _CPUSETS = {"": "cpuset.cpus.effective", "cpuset": "cpuset.effective_cpus"}
 # Its memory: the limit, and what is used.
 _MEMORY = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+
+
+def may_hang_at_fork(version: str) -> bool:
+    """Returns whether a fork by such a Python, such as "3.11.7", may wait for ever (CPython issue 112275)."""
+    numbers = tuple(int(part) for part in re.findall(r"[0-9]+", version)[:3])
+    return numbers < (3, 10, 15) or (3, 11) <= numbers < (3, 11, 10)
 
 
 def own_cores() -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hvd_adaptive.cluster.host import may_hang_at_fork
 from hvd_adaptive.doctor.findings import Facts, Finding, count, good, ranks_by_host
 
 
@@ -23,7 +24,12 @@ def versions(ranks: Sequence[Facts]) -> list[Finding]:
             name = differing[0]
             text = f"{name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {rank} ({facts['machine']['host']})"
             return [Finding("versions", "problem", text, "start every rank with the same Python environment")]
-    return [Finding("versions", "ok", text)]
+    findings = [Finding("versions", "ok", text)]
+    if may_hang_at_fork(first["Python"]):
+        wrong = f"in Python {first['Python']} a worker of a DataLoader may, seldom, never start; the job then waits for ever"
+        remedy = "3.10.15, 3.11.10, 3.12 or newer; or multiprocessing_context='forkserver' (docs/sharp-bits.md)"
+        findings.append(Finding("Python", "warning", wrong, remedy))
+    return findings
 
 
 def horovod(ranks: Sequence[Facts]) -> list[Finding]:

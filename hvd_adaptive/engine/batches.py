@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from hvd_adaptive.algorithm.micro_batches import micro_batches, stand_in
@@ -143,12 +143,7 @@ class BatchSource:
         *,
         micro_batch_size: int | None = None,
     ) -> None:
-        indexable = any(hasattr(dataset, name) for name in ("get_batch", "__getitems__", "__getitem__"))
-        if not hasattr(dataset, "__len__") or not indexable:
-            raise TypeError(
-                f"dataset must have __len__ and __getitem__ (a map-style data set), got {type(dataset).__name__}: "
-                "dispatch hands out rows by number, so a stream cannot be shared that way"
-            )
+        refuse_stream(dataset)
         if len(dataset) == 0:
             raise ValueError("dataset must have at least one sample, got none")
         self._dataset = dataset
@@ -294,3 +289,17 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _is_pair(value: Any) -> bool:
     # A list or a string of length two may be two samples.
     return isinstance(value, tuple) and len(value) == 2
+
+
+def refuse_stream(dataset: Any) -> None:
+    """Raises TypeError for a data set without rows, and says what to do."""
+    indexable = any(hasattr(dataset, name) for name in ("get_batch", "__getitems__", "__getitem__"))
+    is_stream = isinstance(dataset, IterableDataset)
+    if is_stream or not hasattr(dataset, "__len__") or not indexable:
+        named = f"{'the IterableDataset ' if is_stream else ''}{type(dataset).__name__}"
+        raise TypeError(
+            f"dataset must be map-style (__len__ and __getitem__), got {named}: ranks claim samples by their number, so that "
+            "each is used once, at any number of ranks and after a resume; a stream has no numbers. Give its records numbers "
+            "(an index of files and offsets), or train with `hvd-adaptive run` and the script's own DataLoader, where each rank "
+            "reads its own shard, with equal shares"
+        )

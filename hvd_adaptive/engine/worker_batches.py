@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
-from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
+from hvd_adaptive.engine.batches import Batch, BatchSource, Rows, refuse_stream
 from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.records import RoundStats
 
@@ -166,17 +166,6 @@ def _next_read(passing: Iterator[Any]) -> Any:
                 reason = signal.strsignal(-code)
                 raise RuntimeError(f"DataLoader worker (pid {worker.pid}) was killed by signal: {reason}") from error
         raise
-
-
-def refuse_stream(dataset: Any) -> None:
-    """Raises TypeError for a data set without rows, and says what to do."""
-    if isinstance(dataset, IterableDataset):
-        raise TypeError(
-            f"dataset must be map-style (__len__ and __getitem__), got the IterableDataset {type(dataset).__name__}: ranks claim "
-            "samples by their number, so that each is used once, at any number of ranks and after a resume; a stream has no "
-            "numbers. Give its records numbers (an index of files and offsets), or train with `hvd-adaptive run` and the "
-            "script's own DataLoader, where each rank reads its own shard, with equal shares"
-        )
 
 
 class _Reads(Sampler[list[int]]):

@@ -10,9 +10,9 @@ import torch
 from hvd_adaptive.algorithm.ledger import Ledger
 from hvd_adaptive.comm.protocols import Collectives, agree_equal
 from hvd_adaptive.config import Config
-from hvd_adaptive.engine.batches import Batch, BatchSource
+from hvd_adaptive.engine.batches import Batch, BatchSource, refuse_stream
 from hvd_adaptive.engine.device_times import DeviceTimes
-from hvd_adaptive.engine.worker_batches import WorkerSource, refuse_stream
+from hvd_adaptive.engine.worker_batches import WorkerSource
 
 
 class Reader(Protocol):

@@ -6,11 +6,14 @@ each waits for the others for ever. Most such scripts are recognized before; thi
 
 from __future__ import annotations
 
+import platform
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from hvd_adaptive.cluster.host import may_hang_at_fork
 
 _LIMIT_S = 60.0
 
@@ -64,16 +67,16 @@ class LongWaits:
             self._say(
                 f"rank {self._rank} has waited {self._limit_s:.0f} s for other ranks in {wait[0]}. Another rank is slow, or "
                 "the ranks wait in different places: their shares of a batch are unequal, and a script that goes by numbers of "
-                f"samples may then part them. If it does not go on, run it with {equal_shares(self._num_ranks)}{_of_forks()}"
+                f"samples may then part them. If it does not go on, run it with {equal_shares(self._num_ranks)}"
+                + _of_forks(platform.python_version())
             )
 
 
-def _of_forks(version: tuple[int, ...] = sys.version_info[:3]) -> str:
-    """Returns what else the reason may be, with a Python whose forks may wait for ever (CPython issue 112275)."""
-    if (3, 10, 15) <= version < (3, 11) or version >= (3, 11, 10):
+def _of_forks(version: str) -> str:
+    """Returns what else the reason may be."""
+    if not may_hang_at_fork(version):
         return ""
-    text = ".".join(map(str, version))
-    return f". If a DataLoader has workers, one may not have started: Python {text} has a fault there (docs/sharp-bits.md)"
+    return f". If a DataLoader has workers, one may not have started: Python {version} has a fault there (docs/sharp-bits.md)"
 
 
 def equal_shares(num_ranks: int) -> str:

@@ -57,7 +57,7 @@ def facts(rank: int = 0, **changes: Any) -> dict[str, Any]:
     """Facts of one of two healthy ranks of a host with four cores; "stage.name" changes one of them."""
     whole: dict[str, Any] = {
         "machine": {
-            "host": "alpha", "python": "3.11.7", "executable": "/python", "horovod_built_for": "2.13.0+cpu",
+            "host": "alpha", "python": "3.11.10", "executable": "/python", "horovod_built_for": "2.13.0+cpu",
             "backend": "horovod",
             "versions": {"torch": "2.13.0+cpu", "horovod": "0.28.1", "mpi4py": "4.1.2"}, "cores": [0, 1, 2, 3],
             "host_cores": [0, 1, 2, 3], "cpu": "Big CPU", "cpu_quota": None, "shm_bytes": 8 << 30, "shm_free_bytes": 8 << 30,
@@ -134,6 +134,7 @@ CASES: dict[str, tuple[Callable[[], list[dict[str, Any]]], str, str, str]] = {
         "warning",
         "torch 2.13.0+cpu",
     ),
+    "a Python whose forks may hang": (lambda: [facts(machine__python="3.11.7")] * 2, "Python", "warning", "may, seldom"),
     "no MPI in Horovod": (lambda: [facts(horovod__mpi_built=False)] * 2, "Horovod", "problem", "without MPI"),
     "CPU Horovod beside CUDA torch": (lambda: [facts(torch__cuda="12.8")] * 2, "Horovod", "warning", "host memory"),
     "two MPIs": (

@@ -401,7 +401,7 @@ def test_a_stream_is_refused() -> None:
     session = Session(
         make_model(), torch.optim.SGD(make_model().parameters(), lr=1), transport=LocalTransport()
     )
-    with pytest.raises(TypeError, match="map-style data set"), warnings.catch_warnings():
+    with pytest.raises(TypeError, match="own DataLoader"), warnings.catch_warnings():
         next(session.batches(iter([1, 2])))
 
 

@@ -24,6 +24,6 @@ def test_a_long_wait_is_named_once() -> None:
 
 
 def test_a_python_whose_forks_may_wait_for_ever_is_named() -> None:
-    for version in ((3, 10, 14), (3, 11, 0), (3, 11, 7)):
-        assert f"Python {'.'.join(map(str, version))} has a fault there" in _of_forks(version)
-    assert not any(map(_of_forks, ((3, 10, 15), (3, 10, 18), (3, 11, 10), (3, 12, 0), (3, 13, 1))))
+    for version in ("3.10.14", "3.11.0rc1", "3.11.7"):
+        assert f"Python {version} has a fault there" in _of_forks(version)
+    assert not any(map(_of_forks, ("3.10.15", "3.10.18", "3.11.10", "3.12.0", "3.13.1", "3.14.0a2")))
