@@ -112,6 +112,7 @@ class SyncStrategy(FixedWorkStrategy):
             emulates=config.slowdown is not None,
         )
         self._steps = SyncOptimizer(wrapped, exchanger)
+        self._guard = self._steps.guard(optimizer)
         self.optimizer: Optimizer = self._steps
         self.inexact = what_breaks_equality(model, loss_reduction=config.loss_reduction)
         if self.inexact and transport.rank == 0:
@@ -251,6 +252,7 @@ class SyncStrategy(FixedWorkStrategy):
     def close(self) -> None:
         """Takes the hooks off the model."""
         self._weight.remove()
+        self._guard.remove()
         if self._compressed is not None:
             self._compressed.remove()
 

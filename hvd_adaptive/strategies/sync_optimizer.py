@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.exchange.gradients import GradientExchange
@@ -51,8 +52,20 @@ class SyncOptimizer(Optimizer):
         self._opens_window = True
         self._synchronized = False
         self._num_passes = 0
+        self._is_stepping = False
         self.step_due = True
         self.num_skipped = 0
+
+    def guard(self, own: Optimizer) -> RemovableHandle:
+        """Refuses steps of the script's own optimizer that do not come from here, until the handle is removed."""
+        return own.register_step_pre_hook(self._refuse_others)
+
+    def _refuse_others(self, *_: Any) -> None:
+        if not self._is_stepping:
+            raise RuntimeError(
+                "a step of the optimizer that Session was given exchanges no gradients with strategy 'sync': call "
+                "session.optimizer.step(), and give schedulers and a GradScaler session.optimizer as well"
+            )
 
     def __getattr__(self, name: str) -> Any:
         if name == "_inner":
@@ -112,8 +125,12 @@ class SyncOptimizer(Optimizer):
             self.num_skipped += 1
             return
         skip = getattr(self._inner, "skip_synchronize", nullcontext)
-        with skip():
-            self._inner.step()
+        self._is_stepping = True
+        try:
+            with skip():
+                self._inner.step()
+        finally:
+            self._is_stepping = False
 
     def _is_finite(self) -> bool:
         if isinstance(self._exchanger, GradientExchange):

@@ -309,6 +309,20 @@ def test_the_session_says_what_breaks_equality_once(caplog: pytest.LogCaptureFix
     assert make_session(plain, torch.optim.SGD(plain.parameters(), lr=0.1)).inexact == [] and not caplog.text
 
 
+def test_a_step_of_the_scripts_own_optimizer_is_refused_until_the_session_is_closed() -> None:
+    model = make_model()
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = make_session(model, own)
+    for batch in session.batches(TensorDataset(X, Y)):
+        with session.step(batch):
+            nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+            with pytest.raises(RuntimeError, match=r"call session\.optimizer\.step"):
+                own.step()
+            session.optimizer.step()
+    session.close()
+    own.step()
+
+
 def test_freezing_during_a_session_is_refused() -> None:
     model = make_model()
     session = make_session(model, torch.optim.SGD(model.parameters(), lr=0.1))
