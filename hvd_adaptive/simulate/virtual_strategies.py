@@ -180,8 +180,9 @@ class VirtualSync(VirtualStrategy):
     def __init__(self, config: Config, cluster: Cluster, steps: StepTimes) -> None:
         super().__init__(config, cluster, steps, cluster.gradient_bytes)
         self._shares: ShareControl | None = None
+        self.round_unit = config.batch_size * cluster.world_size
         if config.strategy == "sync":
-            self.round_unit = config.global_batch_size or config.batch_size * cluster.world_size
+            self.round_unit = config.global_batch_size or self.round_unit
             self._shares = ShareControl(config, cluster.world_size, global_batch_size=self.round_unit, smallest=1)
 
     def play(self, num_samples: int, start_s: float) -> tuple[float, dict[str, Array], float, float]:

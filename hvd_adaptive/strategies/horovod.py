@@ -23,8 +23,8 @@ from hvd_adaptive.strategies.synchronous import FixedWorkStrategy, SynchronousCl
 class HorovodStrategy(FixedWorkStrategy):
     """Plain synchronous data parallelism, with nothing of ours in a step but claims ahead of it. Construction is COLLECTIVE.
 
-    A "round" is only the interval of statistics and evaluation, as many samples as in strategy ``local``. The last batches
-    of a round are padded from its beginning, as DistributedSampler pads an epoch, so that all ranks make as many steps.
+    A "round" is only the interval of statistics and evaluation, as many samples as in strategy ``local``, but whole
+    global batches. The last one of an epoch is padded, as DistributedSampler does, so that all ranks make as many steps.
 
     Attributes:
         optimizer: Horovod's wrapper of the user's optimizer.

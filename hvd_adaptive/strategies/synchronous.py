@@ -105,7 +105,7 @@ class FixedWorkStrategy:
     dealt out beforehand, the learning rate does not follow batch sizes, and no batch can be computed again.
 
     Attributes:
-        round_unit: 1, rounds may have any number of samples.
+        round_unit: samples of a step of all ranks: only the last round of an epoch ends with fewer.
         inexact: empty.
         claimed: empty.
     """
@@ -115,7 +115,7 @@ class FixedWorkStrategy:
         self._config = config
         self._transport = transport
         self._clock = SynchronousClock(None, next(model.parameters()).device, transport)
-        self.round_unit = 1
+        self.round_unit = config.batch_size * transport.world_size
         self.inexact: list[str] = []
         self.claimed: list[Claim] = []
 
@@ -187,7 +187,8 @@ class FixedWorkStrategy:
 
 
     def _equal_batches(self, rows: Rows, round_id: int, *, source: BatchSource, stats: RoundStats) -> Iterator[Batch]:
-        """Yields this rank's equal share of each step's global batch, the last ones padded from the round's beginning.
+        """Yields this rank's equal share of each step's global batch; the last one of an epoch is padded from the round's
+        beginning.
 
         Args:
             rows: the round's rows, the same on every rank.

@@ -108,6 +108,14 @@ def test_batches_without_labels_give_zero(lists: list[list[int]]) -> None:
         assert not gradient.any()
 
 
+@pytest.mark.parametrize("scale", [1e-36, 1e-22, 1e20, 1e37])
+def test_unit_rows_are_of_length_one_whatever_fp32_holds(scale: float) -> None:
+    x = make_rows([[0, 3, 10], [5]], with_values=True)
+    assert x.values is not None
+    scaled = Rows(x.indices, x.offsets, x.values * scale)
+    torch.testing.assert_close(model_module.unit_values(scaled), model_module.unit_values(x))
+
+
 @pytest.mark.parametrize("with_values", [True, False])
 def test_unit_rows_are_rows_of_length_one(with_values: bool) -> None:
     torch.manual_seed(0)

@@ -269,10 +269,11 @@ def test_every_second_and_every_sample_of_every_rank_is_accounted_for(
         assert seconds == pytest.approx(np.full(ranks, done.train_s - before_s))
         assert min(done.stats[part].min() for part in ("busy_s", "claim_s", "wait_s")) >= 0
         computed = done.stats["num_samples"].sum()
-        # Plain Horovod pads the last batches.
-        assert computed == done.num_samples - before or (name == "horovod" and computed > done.num_samples - before)
+        # Plain Horovod pads the last batch of an epoch.
+        is_padded = name == "horovod" and done.num_samples % 2500 == 0
+        assert computed == done.num_samples - before or (is_padded and computed > done.num_samples - before)
         before_s, before = done.train_s, done.num_samples
-    if name not in ("sync", "static"):
+    if name not in ("sync", "static", "horovod"):
         # An epoch is cut evenly.
         assert [r.num_samples for r in rounds] == [1250, 2500, 3750, 5000] and rounds[1].epoch == 1
     again = simulate(config, described_cluster(cluster, ranks), num_rounds=4, dataset_size=2500)

@@ -133,3 +133,28 @@ def test_a_session_trains_with_equal_shares_and_agrees(world_size: int) -> None:
     for record in records:
         assert record.stats["num_samples"].tolist() == [60 / world_size] * world_size
     assert records[-1].loss < 0.8 * records[0].loss
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_only_the_last_batch_of_an_epoch_is_padded(world_size: int) -> None:
+    """Rounds of about 70 of 275 samples: a global batch of 20 or 30 divides neither."""
+    data = TensorDataset(*(tensor[:275] for tensor in DATA.tensors))
+
+    def run(transport: Transport) -> list[float]:
+        model = nn.Linear(6, 2).double()
+        config = Config(strategy="sma", batch_size=10, mega_batch=70)
+        session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=transport)
+        computed: list[float] = []
+        session.records.append(lambda record: computed.append(float(record.stats["num_samples"].sum())))
+        for batch in session.batches(data, num_epochs=2):
+            with session.step(batch):
+                session.optimizer.zero_grad()
+                nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+                session.optimizer.step()
+        session.close()
+        return computed
+
+    computed = LocalWorld(world_size).run(run)[0]
+    unit = 10 * world_size
+    assert all(samples % unit == 0 for samples in computed)
+    assert sum(computed) == 2 * -(-len(data) // unit) * unit
