@@ -298,7 +298,8 @@ class Trainer:
             return None
         options: dict[str, Any] = {
             "data": {"training data": self._data.fingerprint},
-            "options": dataclasses.asdict(train),
+            # A value that is given may be the default.
+            "options": {**dataclasses.asdict(train), "lr": train.learning_rate, "weight_decay": train.decay},
             "may_change": _MAY_CHANGE,
             "files": lambda: [folder.parent / BEST_MODEL] if self._totals.best else [],
         }
