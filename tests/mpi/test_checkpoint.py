@@ -250,3 +250,5 @@ def test_what_cannot_be_resumed_is_left_as_it_was(train: Any, shared_tmp_path: P
         if MPI.COMM_WORLD.Get_rank() == 0:
             assert stderr.count("hvd-adaptive: error:") == 1 and message in stderr, stderr
         assert files() == before
+    # The default, named.
+    train(*OPTIONS, "--epochs", "1", "--resume", "auto", "--weight-decay", "0")
