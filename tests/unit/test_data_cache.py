@@ -88,6 +88,10 @@ def test_batches_equal_scipy_rows(tmp_path: Path, seed: int, sizes, is_gzip: boo
         text = to_text(x, y)
         (tmp_path / f"{split}.txt").write_bytes(gzip.compress(text) if is_gzip else text)
     source = resolve(str(tmp_path))
+    if not y.nnz:
+        with pytest.raises(ValueError, match="no sample has a label"):
+            build(source, tmp_path / "cache")
+        return
     build(source, tmp_path / "cache")
     train, test = open_splits(source, tmp_path / "cache")
     assert train.fingerprint == test.fingerprint
@@ -172,6 +176,9 @@ def test_errors_leave_no_cache(tmp_path: Path) -> None:
         open_splits(source, tmp_path / "cache")
     (tmp_path / "toy_train.txt").write_text("1 30 10\n1 1:nan\n")
     with pytest.raises(ValueError, match=r"toy_train.txt:2: feature 1 has the non-finite value 'nan'"):
+        build(source, tmp_path / "cache")
+    (tmp_path / "toy_train.txt").write_text("2 30 10\n 1:1\n 2:1\n")
+    with pytest.raises(ValueError, match=r"toy_train.txt: no sample has a label, so there is nothing to learn"):
         build(source, tmp_path / "cache")
     (tmp_path / "toy_train.txt").write_text("1 30 11\n1 1:1\n")
     with pytest.raises(ValueError, match=r"toy_test.txt.gz:1: num_labels must be .* 11, got 10"):

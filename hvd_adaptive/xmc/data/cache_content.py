@@ -61,6 +61,11 @@ def write_content(source: DataSource, directory: Path) -> None:
         }
         for split, path in paths.items():
             splits[split] = _write_split(directory, split, shapes[split], reader.read_chunks(path))
+            # A test file without labels will do for predictions.
+            if split == "train" and not splits[split]["lengths"]["y_indices"]:
+                raise ValueError(
+                    f"{path}: no sample has a label, so there is nothing to learn; labels come first in a line, before a space"
+                )
     for key, values in names.items():
         if values is not None:
             write_text(directory / f"{key}.txt", "".join(f"{value}\n" for value in values))
