@@ -52,12 +52,13 @@ def round_size(cursor: int, *, dataset_size: int, mega_batch: int, unit: int = 1
 
     What is left of the epoch is cut evenly into rounds of about ``mega_batch``, so no epoch ends with a stub that
     costs a whole merge; a mega-batch larger than the epoch is one round an epoch. A round is a whole number of ``unit``
-    samples, except the last of an epoch.
+    samples, except the last of an epoch, which is no single sample: BatchNorm refuses one.
     """
     remaining = dataset_size - cursor
     num_units = -(-remaining // unit)
     num_rounds = min(num_units, max(1, round(remaining / mega_batch)))
-    return min(remaining, -(-num_units // num_rounds) * unit)
+    size = min(remaining, -(-num_units // num_rounds) * unit)
+    return remaining if unit > 1 and remaining - size == 1 else size
 
 
 class MegaBatch:
@@ -177,6 +178,7 @@ class ClaimRule:
         work_per_sample: float,
         dynamic: bool,
         unit: int = 1,
+        pads: bool = False,
     ) -> ClaimRule:
         """Returns a rank's rule, or that of several which claim together.
 
@@ -186,7 +188,8 @@ class ClaimRule:
             speed_shares: the ranks' shares of their summed speed, shape (world_size,).
             work_per_sample: mean work of a sample in this mega-batch.
             dynamic: ranks claim from a shared cursor; else each from a part of its own.
-            unit: samples of a micro-batch; 1: batches may have any size.
+            unit: samples of which a batch is a whole number, but for the last one.
+            pads: the last one is padded, so it may have any number of samples.
         """
         # A batch size is in samples, a claim in work.
         full_claims = batch_sizes * work_per_sample
@@ -197,8 +200,7 @@ class ClaimRule:
             others_full_claims=max(0.0, float(full_claims.sum()) - full_claim),
             speed_share=float(speed_shares[ranks].sum()) if dynamic else 1.0,
             work_per_sample=work_per_sample,
-            # The last micro-batch of an epoch may have any number of samples.
-            least=1 if unit > 1 else max(1, int(min(_SMALLEST_CLAIM * work_per_sample, full_claims.min()))),
+            least=1 if pads else max(1, int(min(_SMALLEST_CLAIM * work_per_sample, full_claims.min()))),
             unit=unit,
         )
 

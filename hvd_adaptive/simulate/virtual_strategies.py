@@ -110,6 +110,7 @@ class VirtualLocal(VirtualStrategy):
             work_per_sample=1.0,
             dynamic=dispatch == "dynamic",
             unit=self.round_unit,
+            pads=self._config.micro_batch_size is not None,
         )
         rules = [rule_of(rank) for rank in range(world_size)]
         if dispatch == "dynamic":

@@ -204,6 +204,7 @@ class LocalStrategy:
             work_per_sample=mega_batch.total_work / max(1, len(rows)),
             dynamic=self._config.dispatch == "dynamic",
             unit=self._unit,
+            pads=self._config.micro_batch_size is not None,
         )
         rule = rule_of(rank)
         self._settled_now = self._settle_claims(source, mega_batch)

@@ -36,6 +36,28 @@ class Interleaved(InProcessStore):
         super().forget(key)
 
 
+@pytest.mark.parametrize("total", [8, 9, 17, 25, 33, 101, 153])
+def test_whole_batches_leave_no_single_sample_which_batchnorm_refuses(total: int) -> None:
+    for seed in range(20):
+        transport: Any = Interleaved(seed)
+        rules = [
+            ClaimRule.of_round(
+                rank, batch_sizes=np.full(2, 8.0), speed_shares=np.full(2, 0.5), work_per_sample=1.0, dynamic=True, unit=8
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        cursors = [SharedCursor(transport, "c", total_work=total, least=rules[0].least) for _ in rules]
+        claims = []
+        generator = np.random.default_rng(seed)
+        while len(claims) < 100:
+            rank = int(generator.integers(2))
+            claim = cursors[rank].claim(lambda remaining, rule=rules[rank]: rule.size(remaining, pending=8.0))  # type: ignore[misc]
+            if claim is None:
+                break
+            claims.append(claim[1] - claim[0])
+        assert sum(claims) == total and min(claims) > 1 and max(claims) <= 9, (seed, claims)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),

@@ -82,6 +82,14 @@ def test_rounds_are_whole_numbers_of_global_batches() -> None:
             assert max(sizes) - min(sizes[:-1] or sizes) <= max(unit, mega_batch)
 
 
+def test_a_round_of_whole_batches_leaves_no_single_sample_for_the_next() -> None:
+    sizes, cursor = [], 0
+    while cursor < 99:
+        sizes.append(round_size(cursor, dataset_size=99, mega_batch=7, unit=14))
+        cursor += sizes[-1]
+    assert cursor == 99 and sizes[-1] == 15 and set(sizes[:-1]) == {14}
+
+
 def test_hooks_are_off_the_model_after_the_session() -> None:
     model = make_model()
     session = make_session(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=4)
