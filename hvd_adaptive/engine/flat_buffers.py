@@ -5,31 +5,36 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hvd_adaptive.comm.protocols import Collectives, Pending
 from hvd_adaptive.engine.flat_group import fill_deltas, load_, make_groups, scale_
 
 
+def split_buffers(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns a model's float buffers, complex ones viewed as real, and its integer ones."""
+    buffers = [torch.view_as_real(b) if b.is_complex() else b for b in model.buffers()]
+    return [b for b in buffers if b.is_floating_point()], [b for b in buffers if not b.is_floating_point()]
+
+
 class FlatBuffers:
-    """A model's buffers, which forward passes change on each rank by itself: float ones meet as a weighted mean, since a
-    momentum could make a variance negative; integer ones as their maximum.
+    """A model's buffers, which forward passes change on each rank by itself: float and complex ones meet as a weighted mean,
+    since a momentum could make a variance negative; integer ones as their maximum.
 
     Args:
         model: any module; the ranks' buffers are equal now.
         transport: the world.
 
     Attributes:
-        groups: the float buffers.
+        groups: the float buffers, and complex ones as real.
         integers: the integer ones.
         payload_bytes: bytes of the deltas.
     """
 
     def __init__(self, model: nn.Module, transport: Collectives) -> None:
         self._transport = transport
-        buffers = list(model.buffers())
-        self.groups = make_groups("buffers", [b for b in buffers if b.is_floating_point()])
-        self.integers = [b for b in buffers if not b.is_floating_point()]
+        floats, self.integers = split_buffers(model)
+        self.groups = make_groups("buffers", floats)
         self.payload_bytes = sum(g.delta.numel() * g.delta.element_size() for g in self.groups)
         self._under_way: list[Pending] = []
         self._maxima = torch.empty(0, dtype=torch.int64)

@@ -21,7 +21,7 @@ from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.compress.kernels.dispatch import sum_of_squares
 from hvd_adaptive.compress.policy import TensorInfo
 from hvd_adaptive.engine.device_copies import host_bytes
-from hvd_adaptive.engine.flat_buffers import FlatBuffers
+from hvd_adaptive.engine.flat_buffers import FlatBuffers, split_buffers
 from hvd_adaptive.engine.flat_group import (
     FlatGroup,
     by_dtype,
@@ -59,7 +59,7 @@ class FlatModel:
         rule: weighs rows or coordinates, where it is set.
 
     Raises:
-        ValueError: for a model without trainable parameters, with complex ones, or on several devices.
+        ValueError: for a model without trainable parameters, with complex parameters, or on several devices.
     """
 
     def __init__(
@@ -72,21 +72,16 @@ class FlatModel:
     ) -> None:
         self._model = model
         self._transport = transport
+        check_kinds(model)
         whole: Any = transport.whole if isinstance(transport, ShardWorld) else transport
         reshard(model)
         parameters = list(model.parameters())
         self._trainable = [p.requires_grad for p in parameters]
         trainable = [local(p) for p in parameters if p.requires_grad]
         buffers = list(model.buffers())
-        if not trainable:
-            raise ValueError("model must have a parameter with requires_grad=True, got none")
         devices = {t.device for t in (*parameters, *buffers)}
         if len(devices) > 1:
             raise ValueError(f"model must be on one device, got {', '.join(sorted(map(str, devices)))}")
-        if any(t.is_complex() for t in (*parameters, *buffers)):
-            raise ValueError(
-                "model must have real parameters and buffers: view complex ones as real (torch.view_as_real)"
-            )
         whole.broadcast_([*(p.detach() for p in parameters if not is_sharded(p)), *buffers])
         if transport is not whole:
             transport.broadcast_([local(p) for p in parameters if is_sharded(p)])
@@ -124,8 +119,7 @@ class FlatModel:
         """
         self.check_trainable()
         trainable = [p.detach() for p in self._model.parameters() if p.requires_grad]
-        buffers = list(self._model.buffers())
-        floats, integers = ([b for b in buffers if b.is_floating_point() is kind] for kind in (True, False))
+        floats, integers = split_buffers(self._model)
         found = [*by_dtype(trainable).values(), *by_dtype(floats).values(), integers]
         held = [*(group.tensors for group in self.groups), self.buffers.integers]
         if [[t.shape for t in tensors] for tensors in found] != [[t.shape for t in tensors] for tensors in held]:
@@ -307,6 +301,17 @@ def model_hash(model: nn.Module, *, buffers: bool = True) -> str:
     for part in host_bytes([local(tensor) for tensor in tensors]):
         digest.update(part.numpy().data)
     return digest.hexdigest()
+
+
+def check_kinds(model: nn.Module) -> None:
+    """Raises ValueError for a model without trainable parameters, or with complex parameters; complex buffers are none."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("model must have a parameter with requires_grad=True, got none")
+    if found := [name for name, p in model.named_parameters() if p.is_complex()]:
+        raise ValueError(
+            f"model must have real parameters, got {len(found)} complex, the first is {found[0]}: keep it as "
+            "nn.Parameter(torch.view_as_real(w)), and call torch.view_as_complex in forward"
+        )
 
 
 def check_trainable(model: nn.Module, trainable: list[bool]) -> None:

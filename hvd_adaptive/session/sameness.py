@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hvd_adaptive.comm.protocols import Collectives, agree
 from hvd_adaptive.engine.device_copies import host_bytes
-from hvd_adaptive.engine.flat_model import model_hash
+from hvd_adaptive.engine.flat_model import check_kinds, model_hash
 from hvd_adaptive.engine.shards import describe_type, local, shard_number
 
 
@@ -22,8 +22,9 @@ def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Returns what is trained, by name, as small comparable values: shapes, types, and the optimizer's settings.
 
     Raises:
-        ValueError: for a parameter without values.
+        ValueError: for a parameter without values, complex parameters, or none to train.
     """
+    check_kinds(model)
     if empty := [name for name, p in model.named_parameters() if p.is_meta]:
         raise ValueError(
             f"{len(empty)} parameters are on the meta device and have no values, the first is {empty[0]}: call "

@@ -559,6 +559,46 @@ def test_a_model_without_values_is_refused_by_name() -> None:
         Session(model, torch.optim.SGD(model.parameters(), lr=0.1), transport=LocalTransport())
 
 
+@pytest.mark.parametrize("strategy", ["local", "sync", "horovod", "sma"])
+def test_a_model_that_no_strategy_can_train_is_refused(strategy: str) -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.real = nn.Linear(2, 2)
+            self.w = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+    for model, said in (
+        (Complex(), r"real parameters, got 1 complex, the first is w: .*view_as_real"),
+        (make_model().requires_grad_(False), "requires_grad=True, got none"),
+    ):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=said):
+            Session(model, optimizer, Config(strategy=strategy), transport=LocalTransport())
+
+
+@pytest.mark.parametrize("strategy", ["local", "sync"])
+def test_complex_buffers_keep_both_parts_over_merges(strategy: str) -> None:
+    """Such as a rotary embedding's table; what forward passes change meets as the mean."""
+
+    def run(transport: LocalTransport) -> tuple[list[torch.Tensor], int]:
+        model = make_model()
+        table = torch.view_as_complex(torch.rand(5, 2, generator=torch.Generator().manual_seed(transport.rank)))
+        model.register_buffer("table", table.clone())
+        model.register_buffer("seen", torch.tensor(0j, dtype=torch.complex128))
+
+        def count(session: Session, batch: Any) -> None:
+            model.seen += 1 + 2j
+
+        train(transport, Config(strategy=strategy, batch_size=50, mega_batch=100), model=model, on_batch=count)
+        return [model.table, model.seen], transport.rank
+
+    results = LocalWorld(2).run(run) if strategy == "local" else [run(LocalTransport())]
+    expected = torch.view_as_complex(torch.rand(5, 2, generator=torch.Generator().manual_seed(0)))
+    for (table, seen), _ in results:
+        assert torch.equal(table, expected)
+        assert seen.real > 0 and abs(seen.imag - 2 * seen.real) < 1e-6 * seen.real
+
+
 class Held:
     def __init__(self, state: Any) -> None:
         self.state = state
