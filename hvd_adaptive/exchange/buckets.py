@@ -63,7 +63,8 @@ class Bucket(Protocol):
 
 
 class DenseBucket:
-    """See :class:`Bucket`. The parameters' gradients are views of one tensor, those of one codec side by side.
+    """See :class:`Bucket`. The parameters' gradients are views of one tensor, those of one codec side by side; copies of their
+    views, for parameters that are not contiguous (channels_last), so that a gradient lies in memory as its parameter does.
 
     Args:
         name: of the exchange, equal on all ranks.
@@ -80,6 +81,10 @@ class DenseBucket:
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self._views = {
             slot: part.view(slot.info.shape) for slot, part in zip(self.slots, self._flat.split(sizes), strict=True)
+        }
+        # A fused optimizer step reads both by one index, and would take other elements without a word.
+        self._strided = {
+            slot: torch.empty_like(slot.parameter.detach()) for slot in self.slots if not slot.parameter.is_contiguous()
         }
         self._missing = dict.fromkeys(self.slots)
         for slot in self.slots:
@@ -118,6 +123,8 @@ class DenseBucket:
 
     def finish(self, total: CompressedSum) -> int:
         self._missing = dict.fromkeys(self.slots)
+        for slot, gradient in self._strided.items():
+            slot.parameter.grad = gradient.copy_(self._views[slot])
         return total.payload_bytes(self._flat, self._name)
 
     def values(self) -> Tensor:

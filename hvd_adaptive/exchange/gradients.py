@@ -30,7 +30,8 @@ class GradientExchange:
     """Hooks on parameters that sum their gradients over ranks. Construction is COLLECTIVE.
 
     After `synchronize` every rank's ``.grad`` holds the same bits: views into the buckets, so that the buckets are the
-    gradients' only memory once backward is over. Parameters without a gradient on any rank get zeros, as with Horovod.
+    gradients' only memory once backward is over, but for parameters that are not contiguous. Parameters without a gradient on
+    any rank get zeros, as with Horovod.
 
     The first step only notes in which order gradients come, and whether they are sparse, and is exchanged in `synchronize`.
     Sparse gradients are exempt: indices and values travel as they are, and every rank adds them up in rank order.

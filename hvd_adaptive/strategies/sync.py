@@ -82,9 +82,14 @@ class SyncStrategy(FixedWorkStrategy):
         self._compressed: GradientExchange | None = None
         wrapped: Any = optimizer
         exchanger: Exchanger | None = None
-        # Horovod adds up no bf16. Our exchange sends such gradients as fp32, whose sums are rounded once; or encoded.
-        in_bf16 = any(p.dtype == torch.bfloat16 and p.requires_grad for p in model.parameters())
-        if not config.encodes and transport.backend == "horovod" and not in_bf16:
+        # Horovod adds up no bf16, and takes no gradient that is not contiguous (channels_last). Our exchange takes both; bf16 goes
+        # as fp32, whose sums are rounded once; or encoded.
+        needs_ours = any(
+            p.requires_grad and (p.dtype == torch.bfloat16 or not p.is_contiguous()) for p in model.parameters()
+        )
+        # A rank's device may decide how its parameters lie in memory.
+        needs_ours = any(transport.allgather_object(needs_ours))
+        if not config.encodes and transport.backend == "horovod" and not needs_ours:
             wrapped = transport.distributed_optimizer(
                 optimizer, model, average=self._mean, backward_passes_per_step=config.accumulation_steps, may_sleep=True
             )

@@ -183,6 +183,42 @@ def check_equality(
     assert payload_bytes >= 2 * 11 * dense_bytes + sparse_bytes * (1 if steps == 1 else 0.5), name
 
 
+@pytest.mark.mpi(2)
+def test_parameters_that_are_not_contiguous_equal_one_rank(backend: str) -> None:
+    """Horovod itself takes none. The fused step reads a parameter and its gradient by one index."""
+
+    def make_model() -> nn.Module:
+        torch.manual_seed(0)
+        conv = nn.Conv2d(3, 8, 3, dtype=torch.float64)
+        return nn.Sequential(conv, nn.Flatten(), nn.Linear(8 * 9, 3).double()).to(memory_format=torch.channels_last)
+
+    def adam_of(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+
+    x = torch.randn(NUM_SAMPLES, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    transport = connect(stall_limit_s=60, backend=backend)
+    model = make_model()
+    assert not next(model.parameters()).is_contiguous()
+    config = Config(strategy="sync", global_batch_size=GLOBAL_BATCH, seed=7)
+    session = Session(model, adam_of(model), config, transport=transport)
+    for batch in session.batches(TensorDataset(x, Y), num_epochs=2):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+            session.optimizer.step()
+    session.close()
+    one = make_model()
+    optimizer = adam_of(one)
+    for epoch in range(2):
+        order = epoch_order(NUM_SAMPLES, seed=7, epoch=epoch)
+        for first in range(0, NUM_SAMPLES, GLOBAL_BATCH):
+            rows = order[first : first + GLOBAL_BATCH]
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(one(x[rows]), Y[rows]).backward()
+            optimizer.step()
+    assert_equal(model, one)
+
+
 @pytest.mark.mpi(1, 3)
 def test_amp_in_one_loop_for_any_number_of_ranks(num_ranks: int) -> None:
     """Loss scaling with accumulation, and a sample that overflows on one rank: all leave out the steps that one rank does."""

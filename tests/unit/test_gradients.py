@@ -246,6 +246,31 @@ def gradients(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.reshape(-1) for p in model.parameters()])  # type: ignore[union-attr]
 
 
+def test_a_gradient_lies_in_memory_as_its_parameter_does() -> None:
+    """An optimizer's fused step reads both by one index."""
+
+    def body(transport: LocalTransport) -> list[Tensor]:
+        model = nn.Module()
+        generator = torch.Generator().manual_seed(1)
+        model.wide = nn.Parameter(torch.randn(3, 2, generator=generator).t())
+        # The ranks may hold it differently.
+        conv = torch.randn(4, 3, 2, 2, generator=generator)
+        model.conv = nn.Parameter(conv.to(memory_format=torch.channels_last) if transport.rank else conv)
+        exchange = GradientExchange(model.named_parameters(), options_for("none"), transport)
+        for set_to_none in (True, False):
+            model.zero_grad(set_to_none=set_to_none)
+            factors = [torch.arange(p.numel(), dtype=torch.float32).view(p.shape) + transport.rank for p in model.parameters()]
+            sum((p * f).sum() for p, f in zip(model.parameters(), factors, strict=True)).backward()
+            exchange.synchronize()
+            for p in model.parameters():
+                assert p.grad is not None and p.grad.stride() == p.stride()
+                assert torch.equal(p.grad, 2 * torch.arange(p.numel(), dtype=torch.float32).view(p.shape) + 1)
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for ours, theirs in zip(*LocalWorld(2).run(body), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_buckets_are_on_their_way_before_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[str] = []
     send = LocalTransport.allgather_bytes_async
