@@ -19,8 +19,9 @@ from hvd_adaptive.engine.optimizer_state import with_defaults
 from hvd_adaptive.engine.records import RoundRecord
 from hvd_adaptive.session.session import Session
 from hvd_adaptive.xmc.data import SparseDataset
+from hvd_adaptive.xmc.defaults import has_rare_labels
 from hvd_adaptive.xmc.train_config import TrainConfig
-from hvd_adaptive.xmc.trainer import has_rare_labels, local_step, make_model, make_optimizer
+from hvd_adaptive.xmc.trainer import local_step, make_model, make_optimizer
 
 # Rounds that count at least, after one that does not.
 _NUM_ROUNDS = 3

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from hvd_adaptive.session.session import Session
 from hvd_adaptive.state import checkpoint
 from hvd_adaptive.state.checkpoint import Written
 from hvd_adaptive.state.disk import sync_directory
-from hvd_adaptive.state.folder_owner import FolderOwner
+from hvd_adaptive.state.folder_owner import FolderLostError, FolderOwner
 from hvd_adaptive.state.nested import flatten_state
 from hvd_adaptive.state.shared_folder import check_shared_folder
 
@@ -68,9 +69,11 @@ class Checkpointer:
         data: fingerprints of the training data by name; a checkpoint with others is refused.
         options: further options by name, as JSON has them. Like those of ``Config``, they must be the same at a resume.
         may_change: the options of which that is not true, besides ``hash_interval``, ``stall_limit_s`` and ``slowdown``.
-        files: gives files to add, on rank 0; they may be replaced but never changed in place.
+        files: gives files to add, on rank 0; they may be replaced but never changed in place. If it raises OSError, that
+            is why the checkpoint is not written.
         background: write beside the next round; else it begins when the checkpoint is complete, so that a lost rank costs no
             more than the round in which it is lost.
+        owner: on rank 0 this job's claim on a larger folder that this one belongs to; None: on this one.
 
     Attributes:
         folder: folder of the checkpoints.
@@ -93,6 +96,7 @@ class Checkpointer:
         may_change: frozenset[str] = frozenset(),
         files: Callable[[], list[Path]] = list,
         background: bool = True,
+        owner: FolderOwner | None = None,
     ) -> None:
         if interval is not None and interval < 0:
             raise ValueError(f"interval must be >= 0 rounds, got {interval}")
@@ -101,8 +105,8 @@ class Checkpointer:
         self.counts = Counts()
         self._session = session
         self.folder = Path(folder)
-        # Ranks may reach one folder by several names.
-        self._name = session.transport.allgather_object(str(folder))[0]
+        # In the store. Ranks may reach one folder by several names, of any bytes.
+        self._name = session.transport.allgather_object(secrets.token_hex(8))[0]
         self._interval = interval
         self._keep = keep
         self._identity = Identity.of(session, data=data or {}, options=options or {})
@@ -116,8 +120,8 @@ class Checkpointer:
         self._attempt = 0
         self._due_from = (0, 0.0)
         self._newest: tuple[int, Path] | None = None
-        self._failure = "there is no room for it"
-        self._owner: FolderOwner | None = None
+        self._failure = ""
+        self._owner = owner or FolderOwner(self.folder, session.transport.host)
         self._copy_s = 0.0
         self._write_s = 0.0
         self._last_copy_s = 0.0
@@ -162,6 +166,8 @@ class Checkpointer:
                 path, session.round, session.ledger.epoch, session.ledger.cursor, manifest["world_size"], session.world_size,
             )  # fmt: skip
             try:
+                if self._interval != 0:  # not before: a run that is refused leaves the folder as it was
+                    self._owner.take()
                 set_aside_newer(self.folder, session.round)
             except OSError as failure:
                 error = f"checkpoints newer than {path} cannot be set aside: {failure}"
@@ -278,10 +284,10 @@ class Checkpointer:
         self._due_from = (session.round, session.train_s)
         state = session.state_dict()
         if not self._has_room(state):
+            self._failure = "there is no room for it"
             return
-        if self._owner is None and session.rank == 0:
-            # Not before: a run that is refused leaves the folder as it was.
-            self._owner = FolderOwner(self.folder, session.transport.host)
+        if session.rank == 0:
+            self._owner.take()
         if self._reserving is not None:
             self._reserving.join()
         parts = []
@@ -296,7 +302,7 @@ class Checkpointer:
                 for file in self._files():
                     checkpoint.add_file(part, file)
                     added.append(part / file.name)
-        except OSError as failure:
+        except (OSError, FolderLostError) as failure:
             error = str(failure)
         content = {
             "round": session.round,
@@ -307,12 +313,8 @@ class Checkpointer:
             "world_size": session.world_size,
             **asdict(self._identity),
         }
-        self._thread = threading.Thread(
-            target=self._write,
-            args=(part, self._attempt, parts, added, error, content),
-            name="hvd_adaptive-checkpoint",
-            daemon=True,
-        )
+        written = (part, self._attempt, parts, added, error, content)
+        self._thread = threading.Thread(target=self._write, args=written, name="hvd_adaptive-checkpoint", daemon=True)
         self._thread.start()
         self._copy_s += time.perf_counter() - start
 
@@ -347,13 +349,13 @@ class Checkpointer:
         self._write_s += time.perf_counter() - start
         try:
             self._finish(part, attempt, files, error, content)
-        except RuntimeError as failure:
-            # The other ranks are gone, which the heartbeats or the main thread report.
-            log.error("checkpoint of round %d was not completed: %s", content["round"], failure)
+        except Exception as failure:
+            # The other ranks are gone, which the heartbeats or the main thread report; or whatever else it is.
+            self.counts.failed += 1
+            self._failure = str(failure) or repr(failure)
+            log.error("checkpoint of round %d was not completed: %s", content["round"], self._failure)
 
-    def _finish(
-        self, part: Path, attempt: int, files: dict[str, Written], error: str | None, content: dict[str, Any]
-    ) -> None:
+    def _finish(self, part: Path, attempt: int, files: dict[str, Written], error: str | None, content: dict[str, Any]) -> None:
         """Reports this rank's files; on rank 0 waits for all reports and completes the checkpoint."""
         transport, key = self._session.transport, f"checkpoint.{self._name}.{attempt}"
         report = json.dumps({"files": {name: asdict(item) for name, item in files.items()}, "error": error})
@@ -371,8 +373,8 @@ class Checkpointer:
         start = time.perf_counter()
         errors = [f"rank {rank}: {item['error']}" for rank, item in enumerate(reports) if item["error"]]
         round_number = content["round"]
-        if self._owner is not None and (other := self._owner.lost_to()):
-            errors.append(f"another job writes its checkpoints in {self.folder} ({other}); give each job a folder of its own")
+        if other := self._owner.lost_to():
+            errors.append(other)
         path = self.folder / directory_name(round_number)
         if not errors:
             everyone = {name: Written(**item) for r in reports for name, item in r["files"].items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.session.checkpointer import Checkpointer
+from hvd_adaptive.state.folder_owner import FolderLostError
 
 if TYPE_CHECKING:
     from hvd_adaptive.session.session import Session
@@ -93,7 +95,10 @@ class MemoryCheckpointer(Checkpointer):
             transport = self._session.transport
             own = num_bytes(state["own"])
             if transport.rank == 0:
-                own += num_bytes(state["shared"]) + sum(file.stat().st_size for file in self._files() if file.exists())
+                own += num_bytes(state["shared"])
+                # The checkpoint says what is wrong with them.
+                with contextlib.suppress(OSError, FolderLostError):
+                    own += sum(file.stat().st_size for file in self._files())
             self.refusal = _why_no_room(self.folder, transport, sum(transport.allgather_object(own)))
             if self.refusal:
                 self._say()

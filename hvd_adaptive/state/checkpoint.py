@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from hvd_adaptive import __version__
 from hvd_adaptive.cluster.last_checkpoint import COMMIT, ROUND, directory_name, find_checkpoints
 from hvd_adaptive.state.disk import sync_directory, sync_file
 from hvd_adaptive.state.nested import unflatten_state
+from hvd_adaptive.state.tensor_file import open_tensors
 from hvd_adaptive.validation import parse_json
 
 FORMAT = "hvd_adaptive checkpoint"
@@ -134,7 +135,7 @@ def read_state(path: Path) -> Any:
         RefusedError: if it cannot be read.
     """
     try:
-        with safe_open(path, framework="pt", device="cpu") as opened:
+        with open_tensors(path) as opened:
             skeleton = parse_json((opened.metadata() or {})["state"])
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
         return unflatten_state(skeleton, tensors)

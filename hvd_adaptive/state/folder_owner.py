@@ -1,4 +1,4 @@
-"""Which job writes checkpoints in a folder: the last one that began to."""
+"""Which job writes in a folder: the last one that began to."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from pathlib import Path
 _NAME = ".owner"
 
 
+class FolderLostError(RuntimeError):
+    """Another job writes in this job's folder now; says which."""
+
+
 class FolderOwner:
-    """Takes a folder over, on one rank of a job. A job that is sent again thus goes before one that has not ended yet.
+    """A job's claim on a folder, on one of its ranks. A job that is sent again thus goes before one that has not ended yet.
 
     Args:
-        folder: of the checkpoints.
+        folder: of a run, or of checkpoints; nothing is written there before :meth:`take`.
         host: this host's name, for the other job's message.
     """
 
@@ -26,25 +30,39 @@ class FolderOwner:
             {"job": uuid.uuid4().hex, "host": host, "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         )
         self._has_taken = False
-        self._take()
 
-    def lost_to(self) -> str | None:
-        """Returns which other job has taken the folder over since, in words; None: no one."""
-        if not self._has_taken:
-            # The disk was full.
-            self._take()
-            return None
-        try:
-            text = self._path.read_text()
-            found = json.loads(text)
-            return None if text == self._text else f"process {found['process']} on {found['host']}, since {found['since']}"
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-    def _take(self) -> None:
+    def take(self) -> None:
+        """Takes the folder over, at the first call; where the disk was full, at the first that finds room."""
+        if self._has_taken:
+            return
         part = self._path.with_name(f"{_NAME}.{os.getpid()}")
-        # On a full disk checkpoints say so.
+        # On a full disk whatever else is written says so.
         with contextlib.suppress(OSError):
             part.write_text(self._text)
             part.replace(self._path)
             self._has_taken = True
+
+    def lost_to(self) -> str | None:
+        """Returns which other job has taken the folder over since, as a sentence; None: no one."""
+        if not self._has_taken:
+            return None
+        try:
+            text = self._path.read_text()
+            found = json.loads(text)
+            other = f"process {found['process']} on {found['host']}, since {found['since']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        if text == self._text:
+            return None
+        folder = self._path.parent
+        return f"another job writes in {folder} ({other}): this one saves nothing more; give each job a folder of its own"
+
+    def hold(self) -> None:
+        """Takes the folder over, if that was not done yet, or checks that it is still this job's. Before whatever is written.
+
+        Raises:
+            FolderLostError: if it is another job's by now.
+        """
+        self.take()
+        if other := self.lost_to():
+            raise FolderLostError(other)

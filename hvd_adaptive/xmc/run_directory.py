@@ -8,17 +8,20 @@ import json
 import logging
 import os
 import shutil
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hvd_adaptive import __version__
 from hvd_adaptive.config import Config
+from hvd_adaptive.state.folder_owner import FolderOwner
+from hvd_adaptive.state.tensor_file import open_tensors
 from hvd_adaptive.validation import parse_json
 from hvd_adaptive.xmc.train_config import TrainConfig
 
@@ -41,10 +44,16 @@ class RoundSink(Protocol):
 class RunDirectory:
     """Writes a run's files; made on rank 0 only.
 
+    The folder becomes this job's with the first of them. Whatever writes one raises FolderLostError once the folder is another's.
+
     Args:
         path: the folder; made if it is not there.
         resume: it may hold a run, which goes on; call :meth:`go_on` before the first round.
         sinks: get every round's line too.
+
+    Attributes:
+        path: the folder.
+        owner: this job's claim on it.
 
     Raises:
         ValueError: if the folder cannot be written, or holds a run already.
@@ -52,10 +61,12 @@ class RunDirectory:
 
     def __init__(self, path: Path, *, resume: bool = False, sinks: Sequence[RoundSink] = ()) -> None:
         self.path = path
+        self.owner = FolderOwner(path, socket.gethostname())
         self._sinks = sinks
+        self._unwritten_best: tuple[dict[str, Tensor], dict[str, str]] | None = None
         try:
             # What a run that never begins is to remove.
-            self._made = _missing(path / "rounds.jsonl", path / "config.json", path, *path.parents)
+            self._made = _missing(*(path / name for name in ("rounds.jsonl", "config.json", ".owner")), path, *path.parents)
             path.mkdir(parents=True, exist_ok=True)
             if path / "rounds.jsonl" not in self._made and not resume:
                 raise ValueError(
@@ -72,6 +83,8 @@ class RunDirectory:
     def abandon(self) -> None:
         """Removes what this has made, for a run that ends before its first merge; what was there stays."""
         self._rounds.close()
+        if self.owner.lost_to():
+            return
         with contextlib.suppress(OSError):
             # Made by the check that ranks see one folder.
             (self.path / "checkpoints").rmdir()
@@ -145,13 +158,27 @@ class RunDirectory:
         Raises:
             OSError: naming the file, if it cannot be written; the one that was there stays.
         """
-        tensors = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
-        temporary = self.path / (name + ".part")
+        self._save_tensors(name, _tensors_of(model), metadata)
+
+    def save_best(self, model: nn.Module, metadata: dict[str, str], round_number: int) -> None:
+        """Writes the best model so far. One that finds no room is kept in memory for :meth:`write_best`."""
         try:
-            save_file(tensors, temporary, metadata={"hvd_adaptive": __version__, **metadata})
-        except SafetensorError as error:
-            raise OSError(f"{self.path / name} cannot be written: {error}") from None
-        os.replace(temporary, self.path / name)
+            self.save_model(BEST_MODEL, model, metadata)
+        except OSError as error:
+            self._unwritten_best = ({key: value.clone() for key, value in _tensors_of(model).items()}, metadata)
+            log.error(
+                "the best model so far, of round %d, is in memory only: %s. The run goes on; it is written when it can be.",
+                round_number, error,
+            )  # fmt: skip
+
+    def write_best(self) -> None:
+        """Writes the best model, if :meth:`save_best` could not.
+
+        Raises:
+            OSError: if that still cannot be done.
+        """
+        if self._unwritten_best is not None:
+            self._save_tensors(BEST_MODEL, *self._unwritten_best)
 
     def close(self) -> None:
         """Closes rounds.jsonl and the sinks.
@@ -164,7 +191,22 @@ class RunDirectory:
         for sink in self._sinks:
             sink.close()
 
+    def _save_tensors(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+        self.owner.hold()
+        temporary = self.path / (name + ".part")
+        try:
+            save_file(tensors, temporary, metadata={"hvd_adaptive": __version__, **metadata})
+            os.replace(temporary, self.path / name)
+        except (OSError, SafetensorError) as error:
+            # Half a model would take the room of others.
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise OSError(f"{self.path / name} cannot be written: {error}") from None
+        if name == BEST_MODEL:
+            self._unwritten_best = None
+
     def _flush(self) -> None:
+        self.owner.hold()
         while self._unwritten:
             # A part may be written and the next refused: it goes on from there.
             self._unwritten = self._unwritten[self._rounds.write(self._unwritten) or 0 :]
@@ -173,6 +215,7 @@ class RunDirectory:
         self._write(name, json.dumps(value, indent=2) + "\n")
 
     def _write(self, name: str, text: str) -> None:
+        self.owner.hold()
         temporary = self.path / (name + ".part")
         try:
             temporary.write_text(text, encoding="utf-8")
@@ -184,6 +227,10 @@ class RunDirectory:
 
 def _missing(*paths: Path) -> list[Path]:
     return [path for path in paths if not path.exists()]
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
 
 
 def _first_rounds(path: Path, num_rounds: int) -> list[str]:
@@ -213,7 +260,7 @@ def load_model(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Path]:
     """
     file = path / BEST_MODEL if path.is_dir() else path
     try:
-        with safe_open(file, framework="pt", device="cpu") as opened:
+        with open_tensors(file) as opened:
             metadata = dict(opened.metadata() or {})
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, RuntimeError, TypeError, ValueError, AttributeError) as error:

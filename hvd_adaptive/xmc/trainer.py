@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -15,21 +16,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvd_adaptive.algorithm.merge_period import capped_mega_batch
-from hvd_adaptive.algorithm.merge_weights import labels_are_rare
 from hvd_adaptive.comm.protocols import AgreedError, Transport, agree, attempt
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine import optimizers
 from hvd_adaptive.engine.batches import Batch, BatchSource
 from hvd_adaptive.engine.flat_model import model_hash
-from hvd_adaptive.engine.optimizer_state import with_defaults
 from hvd_adaptive.engine.records import RoundRecord
 from hvd_adaptive.engine.replay import CLAIMS_FILE, RecordingFile
 from hvd_adaptive.engine.start_speeds import Speeds, measure_speeds
 from hvd_adaptive.session.checkpointer import Checkpointer, Counts
 from hvd_adaptive.session.session import Session
 from hvd_adaptive.session.supervised import MemoryCheckpointer, Supervised
+from hvd_adaptive.state.folder_owner import FolderLostError
 from hvd_adaptive.xmc.data import SparseDataset
+from hvd_adaptive.xmc.defaults import fill_in
 from hvd_adaptive.xmc.evaluation import Evaluator
 from hvd_adaptive.xmc.metrics import inverse_propensity
 from hvd_adaptive.xmc.run_directory import BEST_MODEL, LAST_MODEL, RunDirectory
@@ -72,19 +72,6 @@ def make_model(train: TrainConfig, data: SparseDataset, *, seed: int, device: to
         sparse_gradients=train.input_gradients == "sparse",
         unit_rows=train.row_norm == "l2",
     ).to(device)
-
-
-def labels_of_a_round(config: Config, data: SparseDataset) -> tuple[int, float]:
-    """Returns the samples between two merges, as for one rank: a resume with another number of ranks keeps the rule. And the mean
-    number of a sample's labels."""
-    mega_batch = capped_mega_batch(config, config.mega_batch_samples, len(data), 1)
-    return mega_batch, float(data.label_counts().sum()) / max(1, len(data))
-
-
-def has_rare_labels(config: Config, data: SparseDataset) -> bool:
-    """Returns whether a label occurs on one rank at most between most merges."""
-    mega_batch, labels_a_sample = labels_of_a_round(config, data)
-    return labels_are_rare(labels_a_sample, data.num_labels, mega_batch)
 
 
 def local_step(model: nn.Module, optimizer: Optimizer, batch: Batch, *, sums_loss: bool = False) -> torch.Tensor:
@@ -149,7 +136,7 @@ class Trainer:
         self._model = make_model(train, self._data, seed=config.seed, device=device)
         optimizer = make_optimizer(train, self._model)
         if config.strategy == "local" and config.logical_ranks is None:
-            config = self._with_defaults(config, optimizer)
+            config = fill_in(config, train, self._data, model=self._model, optimizer=optimizer, transport=transport)
         # Ranks that come and go were never all measured.
         speeds = self._calibrate(config, optimizer, device) if train.calibration and supervised is None else None
         self._session = Session(self._model, optimizer, config, transport=transport)
@@ -167,9 +154,9 @@ class Trainer:
             if directory:
                 directory.abandon()
             raise
+        self._recording: RecordingFile | None = None
         if config.record and directory:
-            # Before checkpoints, which are of rounds that were recorded.
-            self._session.records.insert(1, RecordingFile(directory.path / CLAIMS_FILE, self._session.identity))
+            self._recording = RecordingFile(directory.path / CLAIMS_FILE, self._session.identity)
         self._metadata = {
             "num_features": str(self._data.num_features),
             "num_labels": str(self._data.num_labels),
@@ -214,8 +201,9 @@ class Trainer:
         # Scores of a part of the test split are not comparable with these.
         comparable = train.eval_samples is None or self._totals.best is None
         is_best = comparable and self._totals.takes_last(final, session.train_s)
-        for name in [LAST_MODEL, *([BEST_MODEL] if is_best else [])]:
+        for name in [*([BEST_MODEL] if is_best else []), LAST_MODEL]:
             self._write(functools.partial(RunDirectory.save_model, name=name, model=self._model, metadata=self._metadata))
+        self._write(RunDirectory.write_best)
         counts = self._checkpoints.close() if self._checkpoints else Counts()
         self._transport.rendezvous("saved")
         digest = model_hash(self._model)
@@ -230,43 +218,20 @@ class Trainer:
         session.close()
         return summary
 
-    def _with_defaults(self, config: Config, optimizer: Optimizer) -> Config:
-        if config.merge_period is None:
-            # What is measured of Adam's short rounds is of dense models; and labels are rare or not by the rounds' length.
-            config = dataclasses.replace(config, merge_period="fixed")
-        if not config.encodes:
-            config = dataclasses.replace(config, compression="none")
-        mega_batch, labels_a_sample = labels_of_a_round(config, self._data)
-        rare = has_rare_labels(config, self._data)
-        found = with_defaults(config, optimizer, self._model.parameters(), rare_labels=rare)
-        told = rare and config.merge_weights == "auto" and self._transport.rank == 0
-        if told and config.island is not None:
-            log.warning(
-                "merge_weights auto means updates with island %s: an island's weight is its number of batches. Without islands "
-                "rows would have their own weights, as most labels occur on one rank only between two merges: compare the two",
-                config.island,
-            )
-        elif told:
-            log.info(
-                "merge_weights %s: the %d labels occur %.1f times each in the %d samples between two merges, so most on one rank",
-                found.weight_rule, self._data.num_labels, labels_a_sample * mega_batch / self._data.num_labels, mega_batch,
-            )  # fmt: skip
-        if config.reference_batch_size and config.lr_rule == "auto" and found.lr_rule == "none" and self._transport.rank == 0:
-            log.warning(
-                "reference_batch_size %d has no effect: the learning rate of optimizer %s does not follow the batch size. Set "
-                "lr_rule linear or sqrt if it is to.", config.reference_batch_size, self._train.optimizer,
-            )  # fmt: skip
-        return found
-
     def _write(self, action: Callable[[RunDirectory], Any]) -> None:
         """Writes in the run directory on rank 0; all ranks raise if that fails. COLLECTIVE."""
         error = None
         if self.directory:
             try:
                 action(self.directory)
+            except FolderLostError as failure:
+                error = str(failure)
             except OSError as failure:
-                path = self.directory.path
-                error = f"run directory {path} cannot be written: {failure}; make room there and go on with --resume auto"
+                remedy = "go on with --resume auto" if self._train.checkpoint_interval != 0 else "start again"
+                error = (
+                    f"run directory {self.directory.path} cannot be written: {failure}; make room there and {remedy}: "
+                    f"{self._session.preemption.saved()}"
+                )
         agree(self._transport, error)
 
     def _leave_early(self) -> None:
@@ -301,7 +266,8 @@ class Trainer:
             # A value that is given may be the default.
             "options": {**dataclasses.asdict(train), "lr": train.learning_rate, "weight_decay": train.decay},
             "may_change": _MAY_CHANGE,
-            "files": lambda: [folder.parent / BEST_MODEL] if self._totals.best else [],
+            "files": self._best_files,
+            "owner": directory and directory.owner,
         }
         interval, memory = train.checkpoint_interval, self._supervised.memory if self._supervised else None
         if memory is not None:
@@ -344,15 +310,14 @@ class Trainer:
         scores = None
         if self._is_evaluated(record) and not session.preempted:
             scores = self._evaluator.evaluate(self._model, train.eval_samples)
-            if self._totals.improves(scores) and self.directory:
-                self._save_best(record.round)
         self._last_scores = scores
+        is_best = scores is not None and self._totals.improves(scores)
         line = self._totals.add_round(record, scores, session)
         if self._supervised is not None and "first merge" not in self._supervised.parts_s:
             self._supervised.mark("first merge")
             line["start"] = self._supervised.to_json()
         if self.directory:
-            self.directory.add_round(line)
+            self._save_round(self.directory, record, line, is_best=is_best)
         reached = bool(train.target_p1 and scores and scores["p1"] >= train.target_p1)
         timed_out = train.time_limit is not None and record.train_s >= train.time_limit
         patience = train.evaluations_to_wait
@@ -374,12 +339,27 @@ class Trainer:
         )
         return after > before
 
-    def _save_best(self, round_number: int) -> None:
-        assert self.directory is not None
+    def _save_round(self, directory: RunDirectory, record: RoundRecord, line: dict[str, Any], *, is_best: bool) -> None:
         try:
-            self.directory.save_model(BEST_MODEL, self._model, self._metadata)
-        except OSError as error:
-            log.error("the best model so far, of round %d, is lost: %s. The run goes on.", round_number, error)
+            if is_best:
+                directory.save_best(self._model, self._metadata, record.round)
+            elif line["eval"]:
+                with contextlib.suppress(OSError):
+                    directory.write_best()
+            directory.add_round(line)
+            if self._recording is not None:
+                # Before checkpoints, which are of rounds that were recorded.
+                self._recording(record)
+        except FolderLostError:
+            # All ranks end after the next merge, with this error.
+            self._session.stop()
+
+    def _best_files(self) -> list[Path]:
+        """The best model's file, for a checkpoint: its totals say which model that is. On rank 0."""
+        assert self.directory is not None
+        self.directory.write_best()
+        path = self.directory.path / BEST_MODEL
+        return [path] if self._totals.best and path.exists() else []
 
     def _seconds_left(self, record: RoundRecord) -> float | None:
         left = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -21,6 +22,8 @@ from hvd_adaptive import Checkpointer, Config, Session
 from hvd_adaptive.comm.protocols import AgreedError
 from hvd_adaptive.state import checkpoint
 from hvd_adaptive.state.checkpoint import find_checkpoints
+from hvd_adaptive.xmc import run_directory
+from hvd_adaptive.xmc.run_directory import BEST_MODEL, LAST_MODEL, RunDirectory, load_model
 from hvd_adaptive.xmc.trainer import Trainer
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive", "train"]
@@ -79,6 +82,102 @@ def test_an_error_of_all_ranks_lets_a_checkpoint_be_finished(
     answer = train(*OPTIONS, "--epochs", "2", code=2)
     assert "not completed" not in answer.stderr
     assert [path.name for path in find_checkpoints(shared_tmp_path / "run" / "checkpoints")] == ["round-00000001"]
+
+
+@pytest.mark.mpi(2)
+def test_a_run_directory_may_have_any_name(train: Any, shared_tmp_path: Path) -> None:
+    out = os.fsdecode(b"caf\xe9")
+    train(*OPTIONS, "--epochs", "1", out=out)
+    train(*OPTIONS, "--epochs", "2", "--resume", "auto", out=out)
+    summary, rounds = read_run(shared_tmp_path / out)
+    assert len(rounds) == 10 and summary["checkpoints"]["failed"] == 0
+    assert load_model(shared_tmp_path / out)[1]["hidden_size"]
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of the models that find no room."""
+    names: set[str] = set()
+    save_file = run_directory.save_file
+
+    def save(tensors: Any, path: Path, **options: Any) -> None:
+        if path.name.removesuffix(".part") in names:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save_file(tensors, path, **options)
+
+    monkeypatch.setattr(run_directory, "save_file", save)
+    return names
+
+
+# The one evaluation is after round 4, and the last model is not compared with it.
+ONE_EVALUATION = ["--eval-samples", "100", "--epochs", "1.6"]
+
+
+@pytest.mark.mpi(2)
+def test_a_best_model_that_finds_no_room_is_written_when_it_can_be(
+    train: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: set[str]
+) -> None:
+    after_round = Trainer._after_round
+    best: dict[str, Any] = {}
+
+    def fill_and_free(trainer: Trainer, record: Any) -> None:
+        if record.round == 4:
+            full_disk.add(BEST_MODEL)
+            best.update({name: value.clone() for name, value in trainer._model.state_dict().items()})
+        elif record.round == 5:
+            full_disk.clear()
+        after_round(trainer, record)
+
+    monkeypatch.setattr(Trainer, "_after_round", fill_and_free)
+    train(*OPTIONS, *ONE_EVALUATION)
+    path = shared_tmp_path / "run"
+    summary, rounds = read_run(path)
+    assert summary["best"] == rounds[4]["eval"] and summary["checkpoints"]["failed"] <= 1
+    newest = find_checkpoints(path / "checkpoints")[0]
+    assert newest.name == "round-00000008"
+    for folder in (path, newest):
+        assert all((best[name] == value).all() for name, value in load_model(folder)[0].items())
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("interval", ["0", "100"])
+def test_a_best_model_that_never_finds_room_is_an_error(
+    train: Any, shared_tmp_path: Path, full_disk: set[str], interval: str
+) -> None:
+    from mpi4py import MPI
+
+    full_disk.add(BEST_MODEL)
+    answer = train(*OPTIONS, *ONE_EVALUATION, "--checkpoint-interval", interval, code=2)
+    assert not (shared_tmp_path / "run" / "summary.json").exists()
+    if MPI.COMM_WORLD.Get_rank() == 0:
+        assert f"{BEST_MODEL} cannot be written: [Errno 28] No space left on device; make room there and " in answer.stderr
+        remedy = "start again: nothing was saved by this process" if interval == "0" else "go on with --resume auto: the newest"
+        assert remedy in answer.stderr and ("--resume" in answer.stderr) == (interval != "0")
+
+
+@pytest.mark.mpi(2)
+def test_a_job_whose_folder_another_takes_over_writes_no_more_and_ends_with_an_error(
+    train: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, after_round = shared_tmp_path / "run", Trainer._after_round
+    theirs: dict[str, bytes] = {}
+
+    def begin_another(trainer: Trainer, record: Any) -> None:
+        after_round(trainer, record)
+        if record.round == 5 and trainer.directory:
+            other = RunDirectory(path, resume=True)
+            other.go_on(2, None)
+            other.write_summary({"job": "other"})
+            other.close()
+            theirs.update({file.name: file.read_bytes() for file in path.iterdir() if file.is_file()})
+        assert record.round < 8
+
+    monkeypatch.setattr(Trainer, "_after_round", begin_another)
+    answer = train(*OPTIONS, "--epochs", "20", "--record", code=2)
+    if theirs:
+        assert answer.stderr.count("hvd-adaptive: error: rank 0: another job writes in ") == 1
+        assert {file.name: file.read_bytes() for file in path.iterdir() if file.is_file()} == theirs
+        assert len(theirs["rounds.jsonl"].splitlines()) == 2 and LAST_MODEL not in theirs
 
 
 def rank_pid(out: Path, rank: int) -> int:

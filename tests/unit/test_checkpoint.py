@@ -31,10 +31,10 @@ from hvd_adaptive.session import checkpointer, session_state
 from hvd_adaptive.session.checkpointer import Checkpointer, Counts
 from hvd_adaptive.session.session import Session
 from hvd_adaptive.state import checkpoint
-from hvd_adaptive.state.folder_owner import FolderOwner
+from hvd_adaptive.state.folder_owner import FolderLostError, FolderOwner
 from hvd_adaptive.state.nested import flatten_state
 from hvd_adaptive.state.random_state import seeded_random_state
-from hvd_adaptive.xmc.run_directory import RunDirectory
+from hvd_adaptive.xmc.run_directory import BEST_MODEL, RunDirectory, load_model
 from hvd_adaptive.xmc.train_config import TrainConfig
 
 NUM_SAMPLES = 300
@@ -564,7 +564,7 @@ def test_a_job_that_comes_later_takes_the_folder_over(tmp_path: Path) -> None:
 
     def begin_another(session: Session, record: Any) -> None:
         if session.rank == 0 and session.round == 2:
-            FolderOwner(tmp_path, "another-host")
+            FolderOwner(tmp_path, "another-host").take()
 
     with pytest.raises(AgreedError, match=r"the last round, 3, .* another job .* on another-host, since .*; give each job a"):
         run(2, tmp_path, num_epochs=1, on_round=begin_another)
@@ -574,12 +574,64 @@ def test_a_job_that_comes_later_takes_the_folder_over(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_taken_over_as_soon_as_the_disk_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    earlier = FolderOwner(tmp_path, "host-a")
+    earlier, later = FolderOwner(tmp_path, "host-a"), FolderOwner(tmp_path, "host-b")
+    earlier.take()
     with monkeypatch.context() as full:
         full.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
-        later = FolderOwner(tmp_path, "host-b")
+        later.take()
     assert earlier.lost_to() is None and later.lost_to() is None
+    later.take()
     assert "on host-b" in (earlier.lost_to() or "") and later.lost_to() is None
+    # No one takes it back.
+    earlier.take()
+    assert later.lost_to() is None
+
+
+def test_a_later_job_has_the_folder_from_its_resume_on(tmp_path: Path) -> None:
+    """Its first checkpoint may be far away, and the earlier job's would be the newest until then."""
+
+    def begin_another(session: Session, record: Any) -> None:
+        if session.rank == 0 and session.round == 2:
+            owner = (tmp_path / ".owner").read_text()
+            # The first only reads.
+            for interval in (0, 100):
+                assert (tmp_path / ".owner").read_text() == owner
+                other = Session(make_model(), make_adam(make_model()), CONFIG, transport=LocalTransport())
+                Checkpointer(other, tmp_path, interval=interval).resume(tmp_path / "round-00000001")
+
+    with pytest.raises(AgreedError, match=r"the last round, 3, is not saved: another job writes in"):
+        run(1, tmp_path, num_epochs=1, on_round=begin_another)
+    assert [path.name for path in checkpoint.find_checkpoints(tmp_path)] == ["round-00000001"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_unexpected_failure_of_the_writer_is_the_reason_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("unforeseen")
+
+    monkeypatch.setattr(checkpoint, "commit", fail)
+    with pytest.raises(AgreedError, match=r"the last round, 3, is not saved: 'unforeseen'\."):
+        run(world_size, tmp_path, num_epochs=1)
+
+
+def test_a_file_to_add_that_cannot_be_had_is_the_reason_that_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    full = [True, False, False]
+
+    def files() -> list[Path]:
+        if full.pop(0):
+            raise OSError("best cannot be written: it is full")
+        return []
+
+    assert run(2, tmp_path, num_epochs=1, files=files)[0]["counts"] == Counts(written=2, failed=1)
+    assert "checkpoint of round 1 was not written: rank 0: best cannot be written: it is full" in caplog.text
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    run(2, folder, num_epochs=1)
+    assert run(2, folder, num_epochs=2, resume=True)[0]["source"] == folder / "round-00000003"
 
 
 def test_saving_on_demand(tmp_path: Path) -> None:
@@ -615,6 +667,57 @@ def test_an_abandoned_run_directory_leaves_what_was_there(tmp_path: Path) -> Non
         RunDirectory(kept / "run")
     RunDirectory(kept / "run", resume=True).abandon()
     assert (kept / "run" / "rounds.jsonl").read_text() == '{"round": 0}\n'
+
+
+def test_a_later_job_has_the_run_directory_as_soon_as_it_writes_there(tmp_path: Path) -> None:
+    run, model = tmp_path / "run", make_model()
+    earlier = RunDirectory(run)
+    earlier.write_config(Config(), TrainConfig())
+    for number in range(3):
+        earlier.add_round({"round": number})
+    # One that is refused.
+    RunDirectory(run, resume=True).abandon()
+    earlier.save_best(model, {}, 2)
+    later = RunDirectory(run, resume=True)
+    later.go_on(1, None)
+    later.add_round({"round": 1, "job": "later"})
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    for write in (
+        lambda: earlier.add_round({"round": 3}), lambda: earlier.write_summary({}), earlier.close,
+        lambda: earlier.save_best(model, {}, 3), lambda: earlier.save_model("model-last.safetensors", model, {}),
+    ):  # fmt: skip
+        with pytest.raises(FolderLostError, match=rf"another job writes in {run} \(process {os.getpid()} on .*; give each job a"):
+            write()
+    earlier.abandon()
+    later.close()
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+    assert before["rounds.jsonl"] == b'{"round": 0}\n{"round": 1, "job": "later"}\n'
+
+
+@pytest.mark.root
+def test_a_best_model_that_a_full_disk_refuses_is_written_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    best, later = nn.Linear(64, 64), nn.Linear(64, 64)
+    expected = {name: value.clone() for name, value in best.state_dict().items()}
+    with small_disk(tmp_path / "disk", 64) as disk:
+        directory = RunDirectory(disk / "run")
+        directory.save_best(later, {}, 1)
+        with (disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+            while True:
+                filler.write(bytes(4096))
+        directory.save_best(best, {}, 3)
+        assert "the best model so far, of round 3, is in memory only: " in caplog.text and "No space left" in caplog.text
+        best.load_state_dict(later.state_dict())
+        with pytest.raises(OSError, match=r"model.safetensors cannot be written: .*No space left"):
+            directory.write_best()
+        assert not (disk / "run" / "model.safetensors.part").exists()
+        (disk / "filler").unlink()
+        directory.write_best()
+        assert all(torch.equal(value, expected[name]) for name, value in load_model(disk / "run")[0].items())
+        # It is on the disk now, and not written again.
+        (disk / "run" / BEST_MODEL).unlink()
+        directory.write_best()
+        assert not (disk / "run" / BEST_MODEL).exists()
+        directory.close()
 
 
 def test_rounds_that_a_full_disk_refuses_are_written_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
