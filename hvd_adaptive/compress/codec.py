@@ -241,7 +241,7 @@ def compile_kernels(codec: Codec, device: torch.device, *, error_feedback: bool)
     if not isinstance(codec, ValueCodec):
         return
     for num_elements in (codec.granularity, _MANY):
-        values = torch.zeros(num_elements, device=device)
+        values = torch.zeros(num_elements, dtype=torch.float32, device=device)
         payload = torch.empty(codec.payload_bytes(num_elements), dtype=torch.uint8, device=device)
         for residual in (None, torch.zeros_like(values)) if error_feedback else (None,):
             codec.encode_(values, payload, key=0, residual=residual)

@@ -40,7 +40,7 @@ class ErrorFeedback:
         home = torch.device("cpu") if self._on_host else device
         found = self._residuals.get(name)
         if found is None:
-            found = torch.zeros(num_elements, device=home, pin_memory=home != device)
+            found = torch.zeros(num_elements, dtype=torch.float32, device=home, pin_memory=home != device)
         elif found.device != home or (home != device and not found.is_pinned()):
             # From a checkpoint.
             found = found.pin_memory() if home != device else found.to(home)

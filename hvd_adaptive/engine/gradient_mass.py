@@ -44,7 +44,9 @@ class GradientMass:
     def __init__(self, parameters: Iterable[Tensor], *, row_parameters: Iterable[int] = ()) -> None:
         self._parameters = list(parameters)
         self._dims = row_dims(self._parameters, row_parameters)
-        self._mass = [torch.zeros(self._shape(i), device=p.device) for i, p in enumerate(self._parameters)]
+        self._mass = [
+            torch.zeros(self._shape(i), dtype=torch.float32, device=p.device) for i, p in enumerate(self._parameters)
+        ]
         self._versions = [p._version for p in self._parameters]
         self.message_bytes = 0
 

@@ -37,7 +37,7 @@ def chosen_codec(codec: str, config: Config, transport: Collectives, *, device: 
         return "none"
     # At least one: a rank whose shard of the model is empty takes part as well.
     num_tried = min(max(1, num_elements), _TRIAL_ELEMENTS)
-    values = torch.randn(num_tried, generator=torch.Generator().manual_seed(0)).to(device)
+    values = torch.randn(num_tried, dtype=torch.float32, generator=torch.Generator().manual_seed(0)).to(device)
     exchange = Exchange(transport, parse_policy(codec), reducer=config.reducer)
     compile_kernels(parse_codec(codec), device, error_feedback=config.error_feedback)
     # A matrix, as vectors are left as they are.

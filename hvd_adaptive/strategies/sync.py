@@ -82,7 +82,7 @@ class SyncStrategy(FixedWorkStrategy):
         self._compressed: GradientExchange | None = None
         wrapped: Any = optimizer
         exchanger: Exchanger | None = None
-        # Horovod adds up no bf16, and takes no gradient that is not contiguous (channels_last). Our exchange takes both; bf16 goes
+        # Horovod adds up no bf16, and takes contiguous gradients only: none of channels_last. Our exchange takes both; bf16 goes
         # as fp32, whose sums are rounded once; or encoded.
         needs_ours = any(
             p.requires_grad and (p.dtype == torch.bfloat16 or not p.is_contiguous()) for p in model.parameters()

@@ -156,6 +156,17 @@ def test_the_mass_is_the_sum_of_squared_gradients() -> None:
     assert torch.allclose(rows._mass[2], expected[2], rtol=1e-5)
 
 
+def test_weights_are_fp32_whatever_torchs_default_type_is() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        mass = GradientMass([torch.zeros(3, 2, dtype=torch.float32)])
+        (weights,) = mass.exchange(LocalTransport(), weights=np.ones(1), unions={})
+    finally:
+        torch.set_default_dtype(before)
+    assert weights.dtype == torch.float32 and mass.message_bytes == 4 * 3
+
+
 @pytest.mark.parametrize("shape", [(), (5,), (3, 700), (700, 3), (2, 90000), (60, 4, 900), (300, 300, 3)])
 def test_slices_are_cut_along_the_longest_dimension(shape: tuple[int, ...]) -> None:
     values = torch.randn(shape)

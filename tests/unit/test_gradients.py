@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -134,6 +134,22 @@ def test_fewer_bytes_and_equal_models(codec: str, exact: list[dict[str, Any]]) -
     assert 0.01 < share < CODECS[codec]
     assert ours[0]["records"][-1].loss < exact[0]["records"][-1].loss + 0.1
     assert has_learned(ours[0])
+
+
+@pytest.fixture
+def doubles_by_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("codec", list(CODECS))
+def test_torchs_default_type_changes_nothing(codec: str, request: pytest.FixtureRequest) -> None:
+    expected = LocalWorld(2).run(lambda t: train(t, compression=codec))
+    request.getfixturevalue("doubles_by_default")
+    found = LocalWorld(2).run(lambda t: train(t, compression=codec))
+    assert [result["hash"] for result in found] == [result["hash"] for result in expected]
 
 
 def test_sparse_gradients_are_exempt_and_others_are_encoded() -> None:
