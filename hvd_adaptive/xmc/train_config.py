@@ -8,7 +8,7 @@ from hvd_adaptive.combinations import check_needs
 from hvd_adaptive.validation import check_not_negative, check_positive, check_types_and_choices, option
 
 # Learning rates that did well on all data sets tried, for rows of unit length; benchmarks/records has them.
-_LR = {"sgd": 2.0, "momentum": 0.2, "adagrad": 0.1, "rowwise-adagrad": 0.1, "adam": 0.0025, "adamw": 0.0025}
+_LR = {"sgd": 2.0, "momentum": 1.0, "adagrad": 0.1, "rowwise-adagrad": 0.1, "adam": 0.0025, "adamw": 0.0025}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

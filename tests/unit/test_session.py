@@ -599,6 +599,29 @@ def test_complex_buffers_keep_both_parts_over_merges(strategy: str) -> None:
         assert seen.real > 0 and abs(seen.imag - 2 * seen.real) < 1e-6 * seen.real
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_closed_session_gives_nothing_more_and_closes_once(world_size: int) -> None:
+    def body(transport: LocalTransport) -> None:
+        model = make_model()
+        session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), Config(batch_size=50), transport=transport)
+        for batch in session.batches(DATA):
+            with session.step(batch):
+                nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+                session.optimizer.step()
+        session.close()
+        session.close()
+        for use in (
+            lambda: next(session.batches(DATA)), lambda: session.loader(DATA), lambda: session.gather(1),
+            lambda: session.step(batch).__enter__(),
+        ):  # fmt: skip
+            with pytest.raises(RuntimeError, match="this Session is closed"):
+                use()
+        # A last save needs nobody else.
+        assert session.state_dict()["world_size"] == world_size
+
+    LocalWorld(world_size).run(body)
+
+
 class Held:
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -667,6 +690,9 @@ def test_the_outer_step_follows_the_optimizer_and_options_without_one_are_refuse
     assert [of(1, make)[0] for make in (sgd, adam, adagrad)] == ["nesterov", "none", "none"]
     assert [of(2, make) for make in (sgd, adam)] == [("nesterov", 0.7, 0.9), ("cautious", None, None)]
     assert of(2, adagrad)[0] == "none"
+    # The outer step comes on top of the optimizer's own momentum.
+    with_momentum: Any = lambda parameters: sgd(parameters, lr=0.1, momentum=0.9)  # noqa: E731
+    assert of(2, with_momentum)[0] == "none" and of(2, with_momentum, outer_momentum=0.5) == ("nesterov", 0.7, 0.5)
     assert of(1, adam, outer_step="momentum") == ("momentum", 1.0, 0.9)
     assert of(1, adam, outer_momentum=0.6) == ("cautious", None, 0.6)
     assert of(1, adam, outer_lr=0.9, outer_momentum=0.6) == ("cautious", 0.9, 0.6)
