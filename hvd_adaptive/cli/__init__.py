@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 
+from hvd_adaptive.cli.streams import set_up_streams
 from hvd_adaptive.cluster.patience import wait_patiently
 
 __all__ = ["main"]
@@ -15,6 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: its arguments; None: the process's.
     """
     if argv is None:
+        set_up_streams()
         wait_patiently()
     # After it: what starts once more is not to have loaded much.
     from hvd_adaptive.cli.main import main as run_command

@@ -27,19 +27,31 @@ from hvd_adaptive.cli.option_sources import (
 )
 from hvd_adaptive.cli.parser import make_parser
 from hvd_adaptive.cli.simulate import run_simulation
+from hvd_adaptive.cli.streams import OutputError, go_on_without_output, leave_output_to_script, tell_of_output
 from hvd_adaptive.cluster.binding import read_launcher
 from hvd_adaptive.cluster.last_checkpoint import describe_newest
 from hvd_adaptive.cluster.output import refuse
 from hvd_adaptive.cluster.relaunch import relaunch
 from hvd_adaptive.config import Config
-from hvd_adaptive.exit_codes import EXIT_BAD_INPUT
+from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from hvd_adaptive.state.preemption import catch_signals
 from hvd_adaptive.xmc.train_config import TrainConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code: 0, 2 for bad input, else the failed job's."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _main(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except OutputError as error:
+        return tell_of_output(error)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _main(arguments: list[str]) -> int:
     if arguments[:1] == ["submit"]:
         return _submit(arguments[1:])
     if not arguments:
@@ -50,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank = read_launcher(os.environ).rank or 0
         options = make_parser().parse_args(arguments)
         configs = None
+        if options.command in ("train", "run"):
+            go_on_without_output()
         if options.command == "report":
             from hvd_adaptive.cli.report import report
 
@@ -144,6 +158,11 @@ def _run(options: argparse.Namespace, configs: tuple[Config, TrainConfig] | None
         # All ranks are here, and meet: none leaves before rank 0 has spoken.
         transport.close()
         return EXIT_BAD_INPUT
+    except OutputError as error:
+        if transport.world_size > 1:
+            # The others wait for this rank.
+            transport.abort(f"hvd-adaptive: error: {error.strerror}", 1)
+        raise
 
 
 def _start_ranks(
@@ -209,6 +228,7 @@ def _run_script(options: argparse.Namespace, arguments: list[str]) -> int:
         # What follows the script is the script's.
         own = len(arguments) - len(options.arguments)
         return relaunch(options.num_ranks, [*without_options(arguments[:own], NUM_RANKS), *arguments[own:]])
+    leave_output_to_script()
     return run(options, config)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -46,11 +45,10 @@ def predict(options: argparse.Namespace, transport: Transport) -> None:
     model, (_, test) = _open(options, transport)
     attempt(transport, lambda: _check_k(options.k, test.num_labels))
     if transport.rank == 0:
-        # Who reads may have enough before the end, as `head` has.
-        with contextlib.suppress(BrokenPipeError):
-            for line in _predictions(model, test, options.k, transport):
-                print(json.dumps(line))
-            sys.stdout.flush()
+        for line in _predictions(model, test, options.k, transport):
+            print(json.dumps(line))
+        # Whether all could be written is to be known before the ranks part.
+        sys.stdout.flush()
     transport.close()
 
 

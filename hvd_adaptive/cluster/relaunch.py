@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -28,6 +29,8 @@ _FORWARDED = re.compile(
     r"PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CUDA_VISIBLE_DEVICES"
     r"|OMP_.*|HVD_ADAPTIVE_.*|HOROVOD_.*|GLOO_.*|NCCL_.*|TORCH_.*|MASTER_(ADDR|PORT)"
 )
+_QUIET_S = 1.0
+_CHUNK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -227,7 +230,9 @@ def ranks_command(
     )
 
 
-def start(command: Sequence[str], env: Mapping[str, str], *, stderr: int | None = None) -> subprocess.Popen[bytes]:
+def start(
+    command: Sequence[str], env: Mapping[str, str], *, stdout: int | None = None, stderr: int | None = None
+) -> subprocess.Popen[bytes]:
     """Starts a launcher in a session of its own, without standard input. From the main thread.
 
     When this process is killed or lets go of what is returned, the launcher gets a SIGTERM. Signals that are blocked here are not
@@ -236,12 +241,14 @@ def start(command: Sequence[str], env: Mapping[str, str], *, stderr: int | None 
     Args:
         command: from `build_command`.
         env: from `build_command`.
+        stdout: as for Popen.
         stderr: as for Popen.
     """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", tether.__file__, *command],
         env=dict(env),
         stdin=subprocess.PIPE,
+        stdout=stdout,
         stderr=stderr,
         start_new_session=True,
     )
@@ -266,6 +273,7 @@ def relaunch(num_ranks: int, argv: Sequence[str], *, backend: str = "auto", ends
 
     Raises:
         ValueError: num_ranks is below 1.
+        OSError: standard output cannot be written; the ranks have been ended.
         RuntimeError: there is no usable mpirun, or this process is already a rank.
     """
     with contextlib.ExitStack() as stack:
@@ -281,7 +289,7 @@ def _run(command: Sequence[str], env: Mapping[str, str], *, is_torchrun: bool, e
     with contextlib.ExitStack() as handling:
         # Until the child exists a signal must wait: it could not be passed on.
         with blocked(signals):
-            child = start(command, env)
+            child = start(command, env, stdout=subprocess.PIPE)
             asked: list[int] = []
 
             def forward(number: int, frame: FrameType | None) -> None:
@@ -293,5 +301,35 @@ def _run(command: Sequence[str], env: Mapping[str, str], *, is_torchrun: bool, e
                 child.send_signal(passed_on)
 
             handling.enter_context(handled(signals, forward))
+        _pass_on(child)
         code = child.wait()
     return code if code >= 0 else 128 - code
+
+
+def _pass_on(child: subprocess.Popen[bytes]) -> None:
+    """Copies what the ranks write to standard output until they end: a launcher would drop what cannot be written, and not tell.
+
+    Raises:
+        OSError: it cannot be written, and the ranks have been ended.
+    """
+    assert child.stdout is not None
+    failure: OSError | None = None
+    while True:
+        if not select.select([child.stdout], [], [], _QUIET_S)[0]:
+            if child.poll() is not None:
+                # A process that a rank has left behind holds it.
+                break
+            continue
+        if not (chunk := os.read(child.stdout.fileno(), _CHUNK_BYTES)):
+            break
+        if failure is not None:
+            continue
+        try:
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.buffer.flush()
+        except OSError as error:
+            failure = error
+            child.terminate()
+    if failure is not None:
+        child.wait()
+        raise failure

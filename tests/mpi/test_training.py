@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import os
@@ -118,21 +117,6 @@ def test_predictions_are_what_was_scored(train: Any, command: Any, data: Path, s
     p1 = np.mean([p["labels"][0] in labels for p, labels in zip(predictions, truth, strict=True)])
     assert p1 == pytest.approx(read_run(shared_tmp_path / "run")[0]["best"]["p1"])
     assert all(sorted(p["probabilities"], reverse=True) == p["probabilities"] for p in predictions)
-    _predict_to_a_reader_that_has_gone(["predict", str(shared_tmp_path / "run"), "--cache-dir", str(data / "cache")])
-
-
-def _predict_to_a_reader_that_has_gone(arguments: list[str]) -> None:
-    from hvd_adaptive.cli.parser import make_parser
-    from hvd_adaptive.cli.use_model import predict
-    from hvd_adaptive.comm.threads import LocalTransport
-
-    reader, writer = os.pipe()
-    os.close(reader)
-    gone = os.fdopen(writer, "w")
-    with contextlib.redirect_stdout(gone):
-        predict(make_parser().parse_args(arguments), LocalTransport())
-    with contextlib.suppress(BrokenPipeError):
-        gone.close()
 
 
 @pytest.mark.mpi(1)

@@ -197,6 +197,13 @@ def test_ranks_run_and_the_exit_code_comes_back(run_job, parent):
     assert run_job([*argv, "7"], **options).returncode == 7
 
 
+def test_what_cannot_be_written_ends_the_ranks(run_job, parent):
+    argv, options = parent
+    result = run_job(["sh", "-c", 'exec "$@" > /dev/full', "sh", *argv, "sleep"], **options, timeout=120)
+    assert not result.timed_out and not result.leftover, result.describe()
+    assert result.returncode == 1 and "No space left on device" in result.stderr, result.describe()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_reach_the_ranks(run_job, parent, number):
     argv, options = parent
