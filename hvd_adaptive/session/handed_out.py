@@ -24,6 +24,9 @@ class HandedOut:
         rank: this rank.
         strategy: the strategy's name.
         num_ranks: of all.
+
+    Attributes:
+        is_closed: whether the session is.
     """
 
     def __init__(self, rank: int, strategy: str, num_ranks: int) -> None:
@@ -36,6 +39,7 @@ class HandedOut:
         self._num_told = 0
         self._left_round: int | None = None
         self._says_no_update = False
+        self.is_closed = False
 
     @contextmanager
     def give(self, batch: Batch, stats: RoundStats, round_number: int) -> Iterator[None]:
@@ -53,6 +57,15 @@ class HandedOut:
             self._left_round = round_number
             raise
 
+    def check_open(self) -> None:
+        """Raises RuntimeError if the session is closed, or as :meth:`check_left` does."""
+        if self.is_closed:
+            raise RuntimeError(
+                f"rank {self._rank}: this Session is closed, and gives no more batches, steps or gathers: call close() after the "
+                "last of them, or make a new Session"
+            )
+        self.check_left()
+
     def check_left(self) -> None:
         """Raises RuntimeError if the loop was left within a round, at whose end other ranks may wait for this one."""
         if self._left_round is not None and self._num_ranks > 1:
@@ -63,7 +76,13 @@ class HandedOut:
             )
 
     def begin(self, batch: Batch) -> None:
-        """Takes note that the loop computes a batch; it may do so later than the next one, and more than once."""
+        """Takes note that the loop computes a batch; it may do so later than the next one, and more than once.
+
+        Raises:
+            RuntimeError: if the session is closed.
+        """
+        if self.is_closed:
+            self.check_open()
         self._waiting.pop(batch.number, None)
 
     def take_back(self, batch: Batch, stats: RoundStats) -> None:

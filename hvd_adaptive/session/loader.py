@@ -13,6 +13,7 @@ from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, refuse_stream
 from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.worker_batches import WorkerSource
+from hvd_adaptive.session.handed_out import HandedOut
 
 
 class Reader(Protocol):
@@ -22,6 +23,7 @@ class Reader(Protocol):
     device: torch.device
     ledger: Ledger
     _times: DeviceTimes
+    _handed_out: HandedOut
 
     @property
     def rank(self) -> int:
@@ -80,7 +82,9 @@ def loader(
         AgreedError: on all ranks, if their workers differ in number.
         TypeError: for an IterableDataset, which has no rows to claim.
         ValueError: for options that do not go together.
+        RuntimeError: if the session is closed.
     """
+    self._handed_out.check_open()
     refuse_stream(dataset)
     agree_equal(
         self.transport,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import zlib
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvd_adaptive.comm.protocols import Collectives, agree
+from hvd_adaptive.comm.protocols import Collectives, agree, agree_equal
+from hvd_adaptive.config import Config
 from hvd_adaptive.engine.device_copies import host_bytes
 from hvd_adaptive.engine.flat_model import check_kinds, model_hash
 from hvd_adaptive.engine.shards import describe_type, local, shard_number
@@ -36,6 +38,22 @@ def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         "optimizer": type(optimizer).__name__,
         "optimizer groups": repr([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]),
     }
+
+
+def agree_on_start(transport: Collectives, config: Config, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Compares the ranks' configurations, and what they train. COLLECTIVE.
+
+    Returns:
+        What is trained, see :func:`describe`.
+
+    Raises:
+        TypeError, ValueError: see :func:`describe`.
+        AgreedError: on all ranks, if something differs.
+    """
+    trained = describe(model, optimizer)
+    options = {f"configuration {name}": value for name, value in dataclasses.asdict(config).items()}
+    agree_equal(transport, {**options, **trained}, "Start every rank with the same options and the same model.")
+    return trained
 
 
 def compare_models(model: nn.Module, transport: Collectives, *, buffers: bool) -> tuple[str, list[int]]:

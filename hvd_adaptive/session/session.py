@@ -11,7 +11,6 @@ session.close()
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,7 +41,7 @@ from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.session.handed_out import HandedOut
 from hvd_adaptive.session.island_mesh import join
 from hvd_adaptive.session.loader import loader
-from hvd_adaptive.session.sameness import check_same_model, describe
+from hvd_adaptive.session.sameness import agree_on_start, check_same_model
 from hvd_adaptive.session.session_state import SessionState, Stateful
 from hvd_adaptive.session.straggler_report import StragglerReport
 from hvd_adaptive.session.strategy_names import make_strategy
@@ -97,12 +96,7 @@ class Session:
         self.preemption = PREEMPTION
         PREEMPTION.watch_over(self.transport, self.config.drain_limit_s)
         settle_shared_gpus(self.transport, self.device)
-        trained = describe(model, optimizer)
-        agree_equal(
-            self.transport,
-            {**{f"configuration {k}": v for k, v in dataclasses.asdict(self.config).items()}, **trained},
-            "Start every rank with the same options and the same model.",
-        )
+        trained = agree_on_start(self.transport, self.config, model, optimizer)
         self.slowdown = Slowdown(self.config.slowdown, world_size=self.world_size)
         if self.config.compute_threads is not None:
             torch.set_num_threads(self.config.compute_threads)
@@ -178,7 +172,7 @@ class Session:
         if (work is not None) != (self.config.work == "nonzeros"):
             given = "None" if work is None else "an array"
             raise ValueError(f"batches(work=...) goes with config.work='nonzeros', got work={given} with {self.config.work!r}")
-        self._handed_out.check_left()
+        self._handed_out.check_open()
         agree_equal(self.transport, {"number of samples": len(source)}, "Give every rank the same data.")
         self._state.check_dataset(len(source))
         self._data = source.description
@@ -291,7 +285,7 @@ class Session:
 
     def gather(self, value: Any) -> list[Any]:
         """Returns every rank's value, of any kind that pickle knows, in rank order: to score a test set together. COLLECTIVE."""
-        self._handed_out.check_left()
+        self._handed_out.check_open()
         return self.transport.allgather_object(value)
 
     def register_state(self, name: str, value: Stateful, *, shared: bool = False) -> None:
@@ -329,17 +323,20 @@ class Session:
         self._state.load_state_dict(state, own_of or (lambda _: state["own"]))
 
     def close(self) -> None:
-        """Checks that all ranks hold the same model and leaves the world. COLLECTIVE.
+        """Checks that all ranks hold the same model and leaves the world. COLLECTIVE. A second call does nothing.
 
         Raises:
             RuntimeError: if they do not, or this rank has left its loop over the batches within a round.
         """
+        if self._handed_out.is_closed:
+            return
         self._handed_out.check_left()
         self._strategy.drain()
         self._check_hash()
         self._lr.remove()
         self._strategy.close()
         self.transport.close()
+        self._handed_out.is_closed = True
 
     def _progress(self, dataset_size: int) -> float:
         return self.ledger.epoch + self.ledger.cursor / dataset_size

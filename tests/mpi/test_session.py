@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 from hvd_adaptive import Config, Session
 from hvd_adaptive.cluster.relaunch import meeting_place
+from hvd_adaptive.comm import connect
 
 
 def make_data() -> TensorDataset:
@@ -151,6 +152,18 @@ for batch in session.batches(TensorDataset(x, (x.sum(1) > 0).long()), num_epochs
         fail(session)
 session.close()
 """
+
+
+@pytest.mark.mpi(2)
+def test_a_session_closes_once_and_then_gives_nothing(backend: str) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = Session(model, optimizer, Config(), transport=connect(stall_limit_s=60, backend=backend))
+    session.close()
+    session.close()
+    for use in (lambda: session.gather(1), lambda: next(session.batches(torch.zeros(9, 2)))):
+        with pytest.raises(RuntimeError, match="this Session is closed"):
+            use()
 
 
 @pytest.fixture(params=["horovod", "torch"])
