@@ -24,9 +24,11 @@ def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Returns what is trained, by name, as small comparable values: shapes, types, and the optimizer's settings.
 
     Raises:
-        ValueError: for a parameter without values, complex parameters, or none to train.
+        TypeError: for an optimizer that is none.
+        ValueError: for a parameter without values, complex parameters, none to train, or an optimizer over others.
     """
     check_kinds(model)
+    _check_optimizer(model, optimizer)
     if empty := [name for name, p in model.named_parameters() if p.is_meta]:
         raise ValueError(
             f"{len(empty)} parameters are on the meta device and have no values, the first is {empty[0]}: call "
@@ -38,6 +40,23 @@ def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         "optimizer": type(optimizer).__name__,
         "optimizer groups": repr([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]),
     }
+
+
+def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    groups = getattr(optimizer, "param_groups", None)
+    if not isinstance(groups, list):
+        raise TypeError(
+            "optimizer must be a torch optimizer, such as torch.optim.SGD(model.parameters(), lr=0.1), got "
+            f"{type(optimizer).__name__}"
+        )
+    own = {id(p) for p in model.parameters()}
+    parameters = [p for group in groups for p in group["params"]]
+    if others := [tuple(p.shape) for p in parameters if id(p) not in own]:
+        raise ValueError(
+            f"optimizer must have the session's model's parameters only: {len(others)} of its {len(parameters)} are not, the "
+            f"first has shape {others[0]}, and ranks would not exchange them. Make it of model.parameters(), once the model has "
+            "all its layers; put networks that are trained together into one nn.ModuleDict"
+        )
 
 
 def agree_on_start(transport: Collectives, config: Config, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -398,9 +398,8 @@ def test_unfreezing_during_a_session_is_refused() -> None:
 
 
 def test_a_stream_is_refused() -> None:
-    session = Session(
-        make_model(), torch.optim.SGD(make_model().parameters(), lr=1), transport=LocalTransport()
-    )
+    model = make_model()
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=1), transport=LocalTransport())
     with pytest.raises(TypeError, match="own DataLoader"), warnings.catch_warnings():
         next(session.batches(iter([1, 2])))
 
@@ -574,6 +573,21 @@ def test_a_model_that_no_strategy_can_train_is_refused(strategy: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(ValueError, match=said):
             Session(model, optimizer, Config(strategy=strategy), transport=LocalTransport())
+
+
+@pytest.mark.parametrize("strategy", ["local", "sync", "horovod", "sma"])
+def test_an_optimizer_that_does_not_train_the_model_is_refused(strategy: str) -> None:
+    model, other = make_model(), make_model()
+    both = torch.optim.SGD([*model.parameters(), *other[0].parameters()], lr=0.1)
+    num_own = len(list(model.parameters()))
+    for optimizer, error, said in (
+        (None, TypeError, "optimizer must be a torch optimizer, such as .*, got NoneType"),
+        (model.parameters(), TypeError, "optimizer must be a torch optimizer, such as .*, got generator"),
+        (torch.optim.SGD(other.parameters(), lr=0.1), ValueError, f"{num_own} of its {num_own} are not, .*ModuleDict"),
+        (both, ValueError, rf"2 of its {num_own + 2} are not, the first has shape \(8, 6\)"),
+    ):
+        with pytest.raises(error, match=said):
+            Session(model, optimizer, Config(strategy=strategy), transport=LocalTransport())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("strategy", ["local", "sync"])

@@ -351,7 +351,8 @@ def test_a_global_batch_that_does_not_fit_the_ranks_is_refused(options: dict[str
 
 
 def test_shares_survive_a_restart_with_as_many_ranks() -> None:
-    strategy: Any = make_session(make_model(), torch.optim.SGD(make_model().parameters(), lr=1))._strategy
+    model = make_model()
+    strategy: Any = make_session(model, torch.optim.SGD(model.parameters(), lr=1))._strategy
     shared = copy.deepcopy(strategy.state_dict()["shared"])
     strategy.load_state_dict(shared, dict, world_size=1)
     assert strategy.batch_sizes.tolist() == [20]
