@@ -25,7 +25,7 @@ Y = (X.sum(dim=1) > 0).long()
 MODEL_KIB = 4 * (60 * 500 + 500 + 500 * 2 + 2) // 1024
 
 
-def train(transport: LocalTransport, memory: Path, folder: Path, momentum: float) -> dict[str, Any]:
+def train(transport: LocalTransport, memory: Path, folder: Path, momentum: float, **options: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(60, 500), nn.Linear(500, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
@@ -33,7 +33,7 @@ def train(transport: LocalTransport, memory: Path, folder: Path, momentum: float
     session = Session(model, optimizer, Config(batch_size=16, mega_batch=100, dispatch="equal"), transport=transport)
     # So that none is skipped.
     session.before_gather.append(lambda stats: checkpoints._thread and checkpoints._thread.join())
-    in_memory = MemoryCheckpointer(session, memory)
+    in_memory = MemoryCheckpointer(session, memory, **options)
     start = in_memory.refusal
     checkpoints = Checkpointer(session, folder, interval=1 if start else 1000, keep=10)
     in_memory.beside = checkpoints
@@ -53,8 +53,8 @@ def train(transport: LocalTransport, memory: Path, folder: Path, momentum: float
     [
         # Two checkpoints of twice the model's size, and a sixteenth to spare.
         (5 * MODEL_KIB, 0.0, True, "round-00000004"),
-        # The state of the ranks' own optimizers comes with the first steps: two models more in each.
-        (7 * MODEL_KIB, 0.9, True, "round-00000001"),
+        # With momentum there is no outer step. The state of the ranks' own optimizers comes with the first steps: two models more.
+        (5 * MODEL_KIB, 0.9, True, "round-00000001"),
         (MODEL_KIB, 0.0, False, None),
     ],
     ids=["enough", "not for two", "not for one"],
@@ -77,3 +77,21 @@ def test_a_checkpoint_in_memory_needs_room_beside_the_last(
     assert on_disk == [f"round-{number:08d}" for number in range(first, 5)]
     assert caplog.text.count("state for a restart cannot be kept in memory") == (first < 4)
     assert ("MiB free, and the next takes" in caplog.text) == (first < 4)
+
+
+def test_a_best_model_that_cannot_be_written_fails_that_checkpoint_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    memory, num_asked = tmp_path / "memory", 0
+    memory.mkdir()
+    (memory / "lock").touch()
+
+    def files() -> list[Path]:
+        nonlocal num_asked
+        num_asked += 1
+        # Twice for each checkpoint: for its size, and for its files; and once at the start.
+        if num_asked <= 5:
+            raise OSError("the best model cannot be written")
+        return []
+
+    LocalWorld(2).run(lambda transport: train(transport, memory, tmp_path / "disk", 0.0, files=files))
+    assert [path.name for path in find_checkpoints(memory)] == ["round-00000004"]
+    assert caplog.text.count("was not written: rank 0: the best model cannot be written") == 2
