@@ -53,7 +53,7 @@ def train(transport: LocalTransport, memory: Path, folder: Path, momentum: float
     [
         # Two checkpoints of twice the model's size, and a sixteenth to spare.
         (5 * MODEL_KIB, 0.0, True, "round-00000004"),
-        # With momentum there is no outer step. The state of the ranks' own optimizers comes with the first steps: two models more.
+        # With momentum there is no outer step. The state of the ranks' own optimizers comes with the first steps: two models.
         (5 * MODEL_KIB, 0.9, True, "round-00000001"),
         (MODEL_KIB, 0.0, False, None),
     ],
