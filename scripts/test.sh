@@ -12,6 +12,9 @@ cd "$root"
 # Ranks and workers read the tests and the package compiled; where nothing is written, each would compile them anew.
 unset PYTHONDONTWRITEBYTECODE
 export VIRTUAL_ENV="$root/.venv" PATH="$root/.venv/bin:$PATH"
+# Two jobs of ranks on few cores: who yields in turns has kept Linux 6.18 from running its own threads. Asleep they leave it the cores.
+patient=$("$root/.venv/bin/python" -m hvd_adaptive.cluster.patience)
+export LD_PRELOAD="$patient${LD_PRELOAD:+:$LD_PRELOAD}"
 pytest=("$root/.venv/bin/python" -m pytest)
 # More than two cores: tests wait for limits, for Slurm, for processes to end. Quick ones do not.
 all=(-n 3 --dist loadscope --no-loadscope-reorder --durations=15)
@@ -21,7 +24,4 @@ case "$*" in
     --store-durations) all+=("$1") ;;
     *) exec "${pytest[@]}" "$@" ;;
 esac
-# Two jobs of ranks on few cores: who yields in turns has kept Linux 6.18 from running its own threads. Asleep they leave it the cores.
-patient=$("$root/.venv/bin/python" -m hvd_adaptive.cluster.patience)
-export LD_PRELOAD="$patient${LD_PRELOAD:+:$LD_PRELOAD}"
 exec "${pytest[@]}" "${all[@]}"
