@@ -172,14 +172,12 @@ class HorovodMpiTransport(WatchedWorld):
         model: nn.Module,
         *,
         average: bool = True,
-        backward_passes_per_step: int = 1,
         may_sleep: bool = False,
     ) -> Optimizer:
         wrapped: Any = self._hvd.DistributedOptimizer(
             optimizer,
             named_parameters=model.named_parameters(),
             op=self._hvd.Average if average else self._hvd.Sum,
-            backward_passes_per_step=backward_passes_per_step,
         )
         if may_sleep and is_crowded(self.local_size):
             wrapped.synchronize = waits_asleep(self._hvd.mpi_ops.mpi_lib)(wrapped.synchronize)

@@ -210,7 +210,6 @@ class Transport(Collectives, Store, Heartbeat, Protocol):
         model: nn.Module,
         *,
         average: bool = True,
-        backward_passes_per_step: int = 1,
         may_sleep: bool = False,
     ) -> Optimizer:
         """Wraps the optimizer in Horovod's own DistributedOptimizer, or returns it as it is where there is no other rank and no
@@ -220,7 +219,6 @@ class Transport(Collectives, Store, Heartbeat, Protocol):
             optimizer: over the model's parameters.
             model: names the parameters.
             average: whether gradients meet as their mean; else as their sum.
-            backward_passes_per_step: backward passes whose gradients are added up before they are exchanged.
             may_sleep: ``synchronize`` waits asleep where a host has more ranks than cores; else as Horovod does it, which
                 uses a core.
 

@@ -204,7 +204,6 @@ class TorchTransport(WatchedWorld):
         model: nn.Module,
         *,
         average: bool = True,
-        backward_passes_per_step: int = 1,
         may_sleep: bool = False,
     ) -> Optimizer:
         if self.world_size == 1:

@@ -24,6 +24,10 @@ from hvd_adaptive.exchange.pipeline import UnderWay
 
 # 4 MiB of fp32; at 4 bits 4 ms of a 1 Gbit/s link.
 BUCKET_ELEMENTS = 1 << 20
+TOO_LATE = (
+    "while its sum over the ranks is on the way: a step may call backward() as often as the session's first step did (strategy "
+    "'horovod': once). Add up the losses and call backward() once, or use accumulation_steps or micro_batch_size"
+)
 
 
 class GradientExchange:
@@ -33,7 +37,8 @@ class GradientExchange:
     gradients' only memory once backward is over, but for parameters that are not contiguous. Parameters without a gradient on
     any rank get zeros, as with Horovod.
 
-    The first step only notes in which order gradients come, and whether they are sparse, and is exchanged in `synchronize`.
+    The first step only notes in which order gradients come, how often, and whether they are sparse, and is exchanged in
+    `synchronize`. A loop may call backward several times in a step: as often as in the first one, or less often.
     Sparse gradients are exempt: indices and values travel as they are, and every rank adds them up in rank order.
 
     A step whose sum is not finite on any rank leaves no residuals: the values that they come from are not finite either, and
@@ -43,7 +48,7 @@ class GradientExchange:
         named_parameters: name and parameter; those without ``requires_grad`` are left out, and a tied one counts once.
         options: policy, reducer, error feedback and seed.
         transport: the world.
-        backward_passes: backward passes whose gradients add up before they are exchanged.
+        backward_passes: micro-batches whose gradients add up before they are exchanged.
         average: divide by the number of ranks, before encoding.
         auto_bits: steps between two choices of bits for each layer, see :class:`CompressedSum`; the step after a change is not
             overlapped.
@@ -81,7 +86,7 @@ class GradientExchange:
         infos = [slot.info for slot in self._slots]
         devices = [slot.parameter.device for slot in self._slots]
         self._sum = CompressedSum(options, transport, infos, devices=devices, auto_bits=auto_bits)
-        self._backward_passes = backward_passes
+        self._backward_passes, self._repeats = backward_passes, 1
         self._factor = 1.0 / transport.world_size if average else 1.0
         self._error_feedback = options.error_feedback
         self._bucket_elements = bucket_elements
@@ -123,6 +128,8 @@ class GradientExchange:
         if self._transport.world_size == 1:
             return
         if self._buckets is None:
+            most = max((self._num_passes - slot.passes_left for slot in self._slots), default=0)
+            self._repeats = max(self._repeats, -(-most // self._backward_passes))
             self._buckets = self._lay_out()
         for bucket in self._buckets[self._next :]:
             for slot in bucket.missing():
@@ -133,7 +140,7 @@ class GradientExchange:
         for bucket in self._buckets:
             self.payload_bytes += bucket.finish(self._sum)
         for slot in self._slots:
-            slot.passes_left = self._backward_passes
+            slot.passes_left = self._num_passes
         self._is_finite = None
         self._summed = [bucket.values() for bucket in self._buckets]
         # Equal bits everywhere, so all ranks are here or none.
@@ -143,14 +150,14 @@ class GradientExchange:
             self._buckets = None
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Changes, between two steps, how many backward passes' gradients add up before they are exchanged.
+        """Changes, between two steps, how many micro-batches' gradients add up before they are exchanged.
 
         Args:
             passes: of this rank, >= 1; other ranks may have another number.
         """
         self._backward_passes = passes
         for slot in self._slots:
-            slot.passes_left = passes
+            slot.passes_left = self._num_passes
 
     def set_policy(self, options: Config) -> None:
         """Changes the codecs between two steps, and forgets residuals. COLLECTIVE.
@@ -192,19 +199,22 @@ class GradientExchange:
         self._buckets = None
         self._sum.load_state_dict(state["sum"])
 
+    @property
+    def _num_passes(self) -> int:
+        """Backward passes of a step."""
+        return self._backward_passes * self._repeats
+
     @torch.no_grad()
     def _accumulated(self, slot: Slot, _: Tensor) -> None:
         slot.passes_left -= 1
+        if self._buckets is None:
+            if slot.passes_left == 0:
+                self._order.append(slot.info.name)
+            return
         if slot.passes_left > 0:
             return
         if slot.passes_left < 0:
-            raise RuntimeError(
-                f"the gradient of {slot.info.name} was computed more than {self._backward_passes} times before "
-                "synchronize(): its sum is on the way already"
-            )
-        if self._buckets is None:
-            self._order.append(slot.info.name)
-            return
+            raise RuntimeError(f"the gradient of {slot.info.name} was computed again {TOO_LATE}")
         # A model on several GPUs computes its gradients in several threads.
         with self._lock:
             slot.bucket.take(slot)

@@ -46,6 +46,7 @@ from hvd_adaptive.session.session_state import SessionState, Stateful
 from hvd_adaptive.session.straggler_report import StragglerReport
 from hvd_adaptive.session.strategy_names import make_strategy
 from hvd_adaptive.state.preemption import PREEMPTION
+from hvd_adaptive.strategies.sync_optimizer import explain_passes
 
 __all__ = ["Batch", "Session"]
 
@@ -232,6 +233,7 @@ class Session:
         try:
             yield batch
         except Exception as error:
+            explain_passes(error)
             if not is_out_of_memory(error) or not self._can_repeat(batch, num_begun, error):
                 raise
             fits = False

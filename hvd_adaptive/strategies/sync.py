@@ -33,7 +33,7 @@ from hvd_adaptive.engine.touched_rows import sparse_parameters
 from hvd_adaptive.engine.weighted_gradient import GradientWeight
 from hvd_adaptive.exchange.gradients import GradientExchange
 from hvd_adaptive.strategies.exactness import what_breaks_equality
-from hvd_adaptive.strategies.sync_optimizer import Exchanger, SyncOptimizer
+from hvd_adaptive.strategies.sync_optimizer import Exchanger, HorovodExchanger, SyncOptimizer
 from hvd_adaptive.strategies.synchronous import FixedWorkStrategy, SynchronousClock
 
 log = logging.getLogger(__name__)
@@ -90,10 +90,9 @@ class SyncStrategy(FixedWorkStrategy):
         # A rank's device may decide how its parameters lie in memory.
         needs_ours = any(transport.allgather_object(needs_ours))
         if not config.encodes and transport.backend == "horovod" and not needs_ours:
-            wrapped = transport.distributed_optimizer(
-                optimizer, model, average=self._mean, backward_passes_per_step=config.accumulation_steps, may_sleep=True
-            )
-            exchanger = wrapped if hasattr(wrapped, "synchronize") else None
+            wrapped = transport.distributed_optimizer(optimizer, model, average=self._mean, may_sleep=True)
+            if hasattr(wrapped, "synchronize"):
+                exchanger = HorovodExchanger(wrapped, config.accumulation_steps)
         elif transport.world_size > 1:
             exchanger = self._compressed = GradientExchange(
                 model.named_parameters(),

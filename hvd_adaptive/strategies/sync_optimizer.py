@@ -12,18 +12,61 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from hvd_adaptive.compress.kernels.dispatch import all_finite
-from hvd_adaptive.exchange.gradients import GradientExchange
+from hvd_adaptive.exchange.gradients import TOO_LATE, GradientExchange
+
+# Backward passes of a step, more than there can be.
+_UNKNOWN = 1 << 30
 
 
 class Exchanger(Protocol):
-    """What makes all ranks' gradients the same: Horovod's DistributedOptimizer, or
+    """What makes all ranks' gradients the same: :class:`HorovodExchanger`, or
     :class:`~hvd_adaptive.exchange.gradients.GradientExchange`."""
 
     def synchronize(self) -> None:
         """Waits for the reduced gradients. COLLECTIVE."""
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sets how many gradients of a parameter add up before they are exchanged, from the next step on."""
+        """Sets how many micro-batches' gradients add up before they are exchanged, from the next step on."""
+
+
+class HorovodExchanger:
+    """Horovod's exchange, for any number of backward passes in a micro-batch; see :class:`Exchanger`.
+
+    Horovod must know beforehand how many there are. So the first step's gradients are counted, and exchanged in ``synchronize``.
+    The other steps may have as many passes, or fewer.
+
+    Args:
+        wrapped: Horovod's DistributedOptimizer.
+        passes: micro-batches of a step.
+    """
+
+    def __init__(self, wrapped: Any, passes: int) -> None:
+        self._wrapped = wrapped
+        self._passes = passes
+        self._repeats = 0
+        wrapped.set_backward_passes_per_step(_UNKNOWN)
+
+    def synchronize(self) -> None:
+        """Waits for the reduced gradients. COLLECTIVE."""
+        if self._repeats:
+            self._wrapped.synchronize()
+            return
+        most = _UNKNOWN - min(self._wrapped._allreduce_delay.values())
+        self._wrapped.synchronize()
+        self._repeats = max(1, -(-most // self._passes))
+        self.set_backward_passes_per_step(self._passes)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Sets how many micro-batches' gradients add up before they are exchanged, from the next step on."""
+        self._passes = passes
+        if self._repeats:
+            self._wrapped.set_backward_passes_per_step(passes * self._repeats)
+
+
+def explain_passes(error: Exception) -> None:
+    """Raises RuntimeError for Horovod's error about a gradient that was computed again after its exchange had begun."""
+    if isinstance(error, AssertionError) and "backward_passes_per_step" in str(error):
+        raise RuntimeError(f"a gradient was computed again {TOO_LATE}") from error
 
 
 class SyncOptimizer(Optimizer):
@@ -84,7 +127,7 @@ class SyncOptimizer(Optimizer):
         self._synchronized = False
 
     def expect_passes(self, passes: int) -> None:
-        """Sets how many backward passes the next step has, on this rank."""
+        """Sets how many micro-batches the next step has, on this rank."""
         if self._exchanger is not None and passes != self._num_passes:
             self._exchanger.set_backward_passes_per_step(passes)
         self._num_passes = passes

@@ -219,6 +219,53 @@ def test_parameters_that_are_not_contiguous_equal_one_rank(backend: str) -> None
     assert_equal(model, one)
 
 
+def two_losses(model: nn.Module, x: Tensor, y: Tensor, *, passes: int = 2) -> None:
+    """The gradient of both, in as many backward passes; the second one goes to a part of the parameters."""
+    first, second = nn.functional.cross_entropy(model(x), y), model.bag(x).square().mean(1).mean()
+    if passes == 1:
+        (first + second).backward()
+        return
+    first.backward()
+    second.backward()
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulation_steps": 2}, {"sparse": True}, {"compression": "maxmin:4; *=none"}], ids=str
+)
+def test_several_backward_passes_in_a_step_equal_one_rank(options: dict[str, Any], backend: str) -> None:
+    transport = connect(stall_limit_s=60, backend=backend)
+    make = sgd if options.get("sparse") else sgd_momentum
+    session = make_session(make=make, transport=transport, **options)
+    for number, batch in enumerate(session.batches(TensorDataset(X, Y), num_epochs=2)):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            two_losses(session.model, batch.x, batch.y, passes=1 if 10 < number < 15 else 2)
+            session.optimizer.step()
+    session.close()
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        two_losses(model, x, y)
+        optimizer.step()
+
+    assert_equal(session.model, reference(step, make, sparse=options.get("sparse", False), num_epochs=2))
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("strategy", ["sync", "horovod"])
+def test_a_backward_pass_too_many_says_what_to_do(strategy: str, num_ranks: int) -> None:
+    model = Bag(sparse=False)
+    session = Session(model, sgd(model.parameters()), Config(strategy=strategy, batch_size=8))
+    with pytest.raises(RuntimeError, match=r"computed again while .* Add up the losses and call backward\(\) once"):  # noqa: PT012
+        for number, batch in enumerate(session.batches(TensorDataset(X, Y))):
+            with session.step(batch):
+                session.optimizer.zero_grad()
+                two_losses(model, batch.x, batch.y, passes=1 + (number == 1))
+                session.optimizer.step()
+    session.transport.close()
+
+
 @pytest.mark.mpi(1, 3)
 def test_amp_in_one_loop_for_any_number_of_ranks(num_ranks: int) -> None:
     """Loss scaling with accumulation, and a sample that overflows on one rank: all leave out the steps that one rank does."""
