@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ from hvd_adaptive.cluster.output import refuse
 from hvd_adaptive.cluster.relaunch import relaunch
 from hvd_adaptive.config import Config
 from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_INTERRUPTED
-from hvd_adaptive.state.preemption import catch_signals
+from hvd_adaptive.state.preemption import PREEMPTION, SIGNALS
 from hvd_adaptive.xmc.train_config import TrainConfig
 
 
@@ -61,6 +62,7 @@ def _main(arguments: list[str]) -> int:
     try:
         rank = read_launcher(os.environ).rank or 0
         options = make_parser().parse_args(arguments)
+        _check_working_directory()
         configs = None
         if options.command in ("train", "run"):
             go_on_without_output()
@@ -94,9 +96,18 @@ def _main(arguments: list[str]) -> int:
         return refuse(error, speaks=rank == 0)
     if options.command == "train":
         # Before torch is loaded, which takes seconds in which the signal would end the rank.
-        catch_signals()
+        # A shell that starts the command in the background has SIGINT ignored.
+        interrupt = () if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else (signal.SIGINT,)
+        PREEMPTION.catch_signals((*SIGNALS, *interrupt))
     _set_up_logging(rank)
     return _run(options, configs, rank)
+
+
+def _check_working_directory() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ValueError(f"the working directory cannot be used: {error.strerror}; change to one that is there") from None
 
 
 def _run(options: argparse.Namespace, configs: tuple[Config, TrainConfig] | None, rank: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,14 +15,14 @@ from hvd_adaptive.cli.option_sources import run_path
 from hvd_adaptive.cli.progress import Progress
 from hvd_adaptive.cluster.binding import idle_nodes, num_restarts, shared_devices
 from hvd_adaptive.cluster.device import bind_device, compute_threads, device_place
-from hvd_adaptive.cluster.host import own_cores
+from hvd_adaptive.cluster.host import free_memory_bytes, own_cores
 from hvd_adaptive.comm.protocols import Transport, agree_equal, attempt, long_task
 from hvd_adaptive.comm.shared_gpus import settle_shared_gpus
 from hvd_adaptive.config import Config
 from hvd_adaptive.exchange.compressed import check_compression
-from hvd_adaptive.exit_codes import EXIT_PREEMPTED
 from hvd_adaptive.report.tensorboard import ScalarWriter
 from hvd_adaptive.session.supervised import Supervised
+from hvd_adaptive.state.preemption import PREEMPTION
 from hvd_adaptive.xmc.data import SparseDataset, build, open_splits, resolve
 from hvd_adaptive.xmc.run_directory import RunDirectory
 from hvd_adaptive.xmc.train_config import TrainConfig
@@ -39,7 +40,7 @@ def train(
     predicted_samples_per_s: float | None = None,
     supervised: Supervised | None = None,
 ) -> int:
-    """Runs a training; returns the exit code: 75 for one that was preempted, else 0. COLLECTIVE.
+    """Runs a training; returns the exit code: 75 for one that was preempted, 130 for one that Ctrl-C ended, else 0. COLLECTIVE.
 
     Args:
         config: how ranks share and merge.
@@ -68,6 +69,7 @@ def train(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     splits = open_data(options.data, options.test_data, options.cache_dir, transport)
+    check_memory(options, splits[0], device, transport)
     attempt(transport, lambda: _check_slowdown(config, transport.world_size))
     attempt(transport, lambda: check_compression(config))
     path = run_path(config, options)
@@ -99,8 +101,9 @@ def train(
     attempt(transport, lambda: directory.write_config(config, recorded(options)) if directory else None)
     summary = trainer.run()
     if summary is None:
-        # Started again, it would only begin again.
-        return EXIT_PREEMPTED if options.checkpoint_interval != 0 else 1
+        # Without checkpoints it would only begin again if it were started again.
+        saves = options.checkpoint_interval != 0 or PREEMPTION.signal_number == signal.SIGINT
+        return PREEMPTION.exit_code if saves else 1
     if progress and directory:
         progress.finish(summary, directory.path)
     return 0
@@ -152,6 +155,26 @@ def open_data(
         "Give every host the same files.",
     )
     return splits
+
+
+def check_memory(options: TrainConfig, data: SparseDataset, device: torch.device, transport: Transport) -> None:
+    """Raises AgreedError if the model's weights alone are more than the memory that is free. COLLECTIVE."""
+    size = options.hidden_size
+    num_bytes = 4 * (size * (data.num_features + data.num_labels + 1) + data.num_labels)
+
+    def check() -> None:
+        if device.type == "cuda":
+            free, whole = torch.cuda.mem_get_info(device)[0], num_bytes
+        else:
+            free, whole = free_memory_bytes(), num_bytes * transport.local_size
+        if free is not None and whole > free:
+            where = device if device.type == "cuda" else f"host {transport.host}, which has {transport.local_size} ranks"
+            raise ValueError(
+                f"hidden_size {size}: a rank's weights alone take {num_bytes:,} bytes, and {free:,} are free on {where}; take a "
+                "smaller hidden_size"
+            )
+
+    attempt(transport, check)
 
 
 def _is_restarted(transport: Transport) -> bool:

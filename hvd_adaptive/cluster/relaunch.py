@@ -21,6 +21,7 @@ from hvd_adaptive.cluster import tether
 from hvd_adaptive.cluster.binding import read_launcher, requested_threads
 from hvd_adaptive.cluster.host import usable_cores
 from hvd_adaptive.cluster.signals import blocked, ending_signals, for_launcher, handled
+from hvd_adaptive.exit_codes import EXIT_INTERRUPTED
 
 Flavour = Literal["openmpi4", "openmpi5", "hydra", "torchrun"]
 
@@ -257,7 +258,7 @@ def start(
 def relaunch(num_ranks: int, argv: Sequence[str], *, backend: str = "auto", ends_in_order: bool = False) -> int:
     """Runs ``python -m hvd_adaptive ARGV`` as N ranks and waits for them. From the main thread.
 
-    SIGINT and SIGTERM go on to the launcher, which ends the ranks, and SIGUSR1 and SIGUSR2, which it passes on to them; it
+    SIGINT and SIGTERM go on to the launcher, which ends the ranks, and SIGUSR1 and SIGUSR2, which it passes on to them. It
     runs in a session of its own, so that Ctrl-C reaches it once and not twice, and without standard input. SIGHUP, of a terminal
     that is closed, counts as SIGTERM: in its own session the launcher would not hear of it.
 
@@ -265,11 +266,11 @@ def relaunch(num_ranks: int, argv: Sequence[str], *, backend: str = "auto", ends
         num_ranks: ranks to start, >= 1.
         argv: the command's arguments, without -np.
         backend: what shall carry the ranks' tensors; ranks over "torch" are told where to meet.
-        ends_in_order: the ranks end by themselves after SIGUSR1: the first SIGTERM is passed on as that, as mpirun leaves its
-            ranks one second after a SIGTERM; torchrun leaves them thirty, and passes on nothing else.
+        ends_in_order: the ranks end by themselves after SIGUSR1: the first SIGTERM or SIGINT is passed on as that, as mpirun
+            leaves its ranks one second after those; torchrun leaves them thirty after SIGTERM, and passes on nothing else.
 
     Returns:
-        The launcher's exit code; 128 + the signal's number if a signal ended it.
+        The launcher's exit code; 128 + the signal's number if a signal ended it; 130 if a SIGINT did, in order or not.
 
     Raises:
         ValueError: num_ranks is below 1.
@@ -293,16 +294,19 @@ def _run(command: Sequence[str], env: Mapping[str, str], *, is_torchrun: bool, e
             asked: list[int] = []
 
             def forward(number: int, frame: FrameType | None) -> None:
-                # Any other signal than these two would end torchrun, and leave its ranks.
-                asks = is_torchrun and number != signal.SIGINT
-                passed_on = for_launcher(signal.SIGTERM if asks else number, in_order=ends_in_order and not asked and not asks)
-                if passed_on != number:
+                is_first = not asked
+                if number not in (signal.SIGUSR1, signal.SIGUSR2):
                     asked.append(number)
-                child.send_signal(passed_on)
+                # Any other signal than these two would end torchrun, and leave its ranks.
+                asks = is_torchrun and (number != signal.SIGINT or (ends_in_order and is_first))
+                in_order = ends_in_order and is_first and not asks
+                child.send_signal(for_launcher(signal.SIGTERM if asks else number, in_order=in_order))
 
             handling.enter_context(handled(signals, forward))
         _pass_on(child)
         code = child.wait()
+    if code and signal.SIGINT in asked:
+        return EXIT_INTERRUPTED
     return code if code >= 0 else 128 - code
 
 

@@ -45,8 +45,8 @@ def for_launcher(number: int, *, in_order: bool) -> int:
     Args:
         number: what this process got. A terminal that is closed counts as SIGTERM: in its own session the launcher would not hear
             of it.
-        in_order: the ranks end by themselves after SIGUSR1; mpirun leaves them one second after a SIGTERM.
+        in_order: the ranks end by themselves after SIGUSR1; mpirun leaves them one second after a SIGTERM or SIGINT.
     """
-    if number not in (signal.SIGTERM, signal.SIGHUP):
-        return number
-    return signal.SIGUSR1 if in_order else signal.SIGTERM
+    if in_order and number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        return signal.SIGUSR1
+    return signal.SIGTERM if number == signal.SIGHUP else number

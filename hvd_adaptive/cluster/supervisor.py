@@ -38,7 +38,7 @@ from hvd_adaptive.cluster.hosts import (
 from hvd_adaptive.cluster.output import Lines
 from hvd_adaptive.cluster.relaunch import build_command, start
 from hvd_adaptive.cluster.signals import blocked, ending_signals, for_launcher, handled
-from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_PREEMPTED, EXIT_TOO_FEW_HOSTS
+from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TOO_FEW_HOSTS
 
 # A job that ends so often without getting on will not do better.
 _TRIES = 3
@@ -111,7 +111,8 @@ class Supervisor:
         self._silent_s = 0.0
 
     def run(self) -> int:
-        """Runs the job to its end; returns the exit code: the job's, 69 for too few hosts, 75 for a stop that was asked for.
+        """Runs the job to its end; returns the exit code: the job's, 69 for too few hosts, 75 for a stop that was asked for, 130 for
+        one by Ctrl-C.
 
         Raises:
             RuntimeError: there is no usable mpirun, or this process is already a rank.
@@ -154,8 +155,10 @@ class Supervisor:
             code = self._run_once(launch)
             ended_s = time.monotonic()
             self._is_finished = self._job.is_finished(code)
-            if self._is_finished or code == EXIT_BAD_INPUT or self._signal is not None:
+            if self._is_finished or code == EXIT_BAD_INPUT:
                 return code
+            if self._signal is not None:
+                return EXIT_INTERRUPTED if self._signal == signal.SIGINT else code
             parts_s = {"notice": self._silent_s, "teardown": ended_s - (self._failed_s or ended_s)}
             if self._ended or self._job.was_stopped(code):
                 cause, blamed = "hosts changed", []
@@ -249,7 +252,7 @@ class Supervisor:
             child.send_signal(signal.SIGTERM)
 
     def _stopped_code(self) -> int:
-        return 128 + self._signal if self._signal == signal.SIGINT else EXIT_PREEMPTED
+        return EXIT_INTERRUPTED if self._signal == signal.SIGINT else EXIT_PREEMPTED
 
     def _changes(self, hosts: Hosts) -> tuple[str, str]:
         """The hosts that the job should do without, and those that it should have besides; empty for none."""
@@ -338,9 +341,10 @@ class Supervisor:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         def forward(number: int, frame: FrameType | None) -> None:
-            first, self._signal = self._signal is None, number
+            first = self._signal is None
+            self._signal = self._signal or number
             # Ranks that were asked to move would take another SIGUSR1 for the order to end at once.
-            if self._child is None or (first and self._asked and number != signal.SIGINT):
+            if self._child is None or (first and self._asked):
                 return
             self._child.send_signal(for_launcher(number, in_order=first and self._job.stops_in_order))
 

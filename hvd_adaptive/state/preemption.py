@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from hvd_adaptive.exit_codes import EXIT_PREEMPTED
+from hvd_adaptive.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 if TYPE_CHECKING:
     from hvd_adaptive.comm.protocols import Transport
@@ -64,12 +64,12 @@ class Preemption:
         """Begins to catch signals; again does nothing. From the main thread.
 
         A second one that comes two seconds or more after the first ends the job at once. Processes that this one forks do
-        not react to SIGUSR1, and those of multiprocessing (a DataLoader's workers) to SIGTERM of their parent only, also where
-        a fork server starts them. Workers that are spawned are so once they have come here: they import the script's main
-        module, so that this must not stand behind ``if __name__ == "__main__"``.
+        not react to SIGUSR1 and SIGINT, and those of multiprocessing (a DataLoader's workers) to SIGTERM of their parent only,
+        also where a fork server starts them. Workers that are spawned are so once they have come here: they import the script's
+        main module, so that this must not stand behind ``if __name__ == "__main__"``.
 
         Args:
-            numbers: SIGUSR1, or it and SIGTERM.
+            numbers: SIGUSR1, or it and SIGTERM, or these and SIGINT, of which a second one is never the launcher's.
             ends_late: whether a job that is not ready in time, and a second signal, end the job.
 
         Raises:
@@ -142,10 +142,18 @@ class Preemption:
                     return
 
     def _is_second(self, numbers: bytes) -> bool:
+        if numbers.count(signal.SIGINT) + (self.signal_number == signal.SIGINT) > 1:
+            self.signal_number = signal.SIGINT
+            return True
         if not self.signal_number:
             self._first_s = time.monotonic()
             self.signal_number = next(number for number in numbers if number in self._before)
         return time.monotonic() - self._first_s >= _SAME_SIGNAL_S
+
+    @property
+    def exit_code(self) -> int:
+        """Of a process that has ended in order: 130 after Ctrl-C, else 75."""
+        return EXIT_INTERRUPTED if self.signal_number == signal.SIGINT else EXIT_PREEMPTED
 
     @property
     def _name(self) -> str:
@@ -154,7 +162,7 @@ class Preemption:
     def _end(self, why: str) -> None:
         if self.rank:
             time.sleep(_OTHERS_LATER_S)
-        self.end_job(f"hvd_adaptive: rank {self.rank}: {why}; the job ends now: {self.saved()}", EXIT_PREEMPTED)
+        self.end_job(f"hvd_adaptive: rank {self.rank}: {why}; the job ends now: {self.saved()}", self.exit_code)
 
     # -- around a fork
 
@@ -174,7 +182,7 @@ class Preemption:
         self._writer.close()
         self._writer, self._is_worker = None, True
         for number in self._before:
-            signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before)
 
     def become_worker(self) -> None:

@@ -161,6 +161,24 @@ def test_a_closed_terminal_ends_the_job_in_order(run_job: Any, data: Path, tmp_p
     assert abandoned() <= before
 
 
+@pytest.mark.parametrize("ranks", [[], ["-np", "2"], ["--elastic", "--max-np", "2"]], ids=["alone", "np", "elastic"])
+def test_ctrl_c_saves_and_ends(run_job: Any, data: Path, tmp_path: Path, ranks: list[str]) -> None:
+    out = tmp_path / "run"
+    where = ["--data", str(data), "--cache-dir", str(data / "cache"), "--out", str(out)]
+
+    def interrupt(child: subprocess.Popen[bytes]) -> None:
+        job = Job(child, out)
+        job.wait_for(lambda: len(job.lines("rounds.jsonl")) >= 3)
+        child.send_signal(signal.SIGINT)
+
+    command = [sys.executable, "-m", "hvd_adaptive", "train", *ranks, *where, *QUICK, "--epochs", "100000"]
+    job = run_job(command, during=interrupt, timeout=2 * LIMIT_S)
+    assert job.returncode == 130 and not job.leftover, job.describe()
+    assert "Go on with --resume auto." in job.stderr and "Traceback" not in job.stderr, job.describe()
+    rounds = (out / "rounds.jsonl").read_text().splitlines()
+    assert max((out / "checkpoints").glob("round-*")).name == f"round-{len(rounds):08d}"
+
+
 def test_ranks_end_with_a_supervisor_that_is_killed(elastic: Any) -> None:
     def kill(job: Job) -> None:
         job.wait_for_rounds(1)

@@ -327,6 +327,28 @@ def test_nothing_outlasts_the_limit_or_a_second_signal(drain_limit_s: float, sig
     assert message in errors and "nothing was saved" in errors
 
 
+INTERRUPTED = """
+import signal, time
+from hvd_adaptive.state.preemption import PREEMPTION, SIGNALS
+PREEMPTION.catch_signals((*SIGNALS, signal.SIGINT))
+print("ready", flush=True)
+while not PREEMPTION.signal_number:
+    time.sleep(0.01)
+print(PREEMPTION.exit_code, flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "130\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=50)
+    assert process.returncode == 130 and "a second signal came" in errors
+
+
 ENDING = """
 import ctypes, sys
 from hvd_adaptive.state.preemption import catch_signals
