@@ -14,6 +14,9 @@ from hvd_adaptive.comm.protocols import Collectives
 
 log = logging.getLogger(__name__)
 
+# Of the rank that computes longest. In shorter rounds a rank is slow by a page fault, or by a process that starts beside it.
+_LEAST_S = 1.0
+
 
 class StragglerReport:
     """Judges rounds and warns, once each time that a rank becomes a straggler. Construction is COLLECTIVE.
@@ -30,7 +33,7 @@ class StragglerReport:
         self._places: list[tuple[str, str]] = transport.allgather_object((transport.host, str(device)))
 
     def add_round(self, stats: Gathered) -> list[dict[str, Any]]:
-        """Returns the stragglers after a round, as rounds.jsonl has them.
+        """Returns the stragglers after a round, as rounds.jsonl has them; none after a round too short to tell.
 
         Args:
             stats: of all ranks, the merge included.
@@ -39,6 +42,8 @@ class StragglerReport:
             return []
         found = []
         work, own_s = stats["work"], stats["busy_s"] + stats["claim_s"]
+        if own_s.max() < _LEAST_S:
+            return []
         if (stats["equal_share_s"] > 0).all():
             # Of few samples a sample takes long, as each step costs something by itself: that is no slow rank.
             work, own_s = np.ones(len(work)), stats["equal_share_s"]
