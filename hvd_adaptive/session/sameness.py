@@ -139,6 +139,6 @@ def _what_differs(model: nn.Module, transport: Collectives, *, buffers: bool) ->
             "its own samples: evaluate between model.eval() and model.train()."
         )
     return (
-        f" ({listed}); was a parameter changed outside session.step, or does a host compute differently? Compare a run with one "
-        "rank a host."
+        f" ({listed}); was a parameter changed outside session.step, in forward, or by an optimizer that the session does not "
+        "know, or does a host compute differently? Compare a run with one rank a host."
     )

@@ -1,8 +1,10 @@
-"""What in a model makes N ranks differ from one rank at the same global batch."""
+"""What in a model makes N ranks differ from one rank at the same global batch, or from each other."""
 
 from __future__ import annotations
 
 from torch import nn
+
+from hvd_adaptive.comm.protocols import AgreedError
 
 _LISTED = 3
 
@@ -26,6 +28,22 @@ def what_breaks_equality(model: nn.Module, *, loss_reduction: str) -> list[str]:
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
         sentences.append(f"{kind} ({', '.join(names[:_LISTED])}{more})")
     return sentences
+
+
+def check_forward(model: nn.Module) -> None:
+    """Raises AgreedError for layers whose forward pass changes parameters by a rank's own samples, so that ranks would differ."""
+    found = [
+        name or type(layer).__name__
+        for name, layer in model.named_modules()
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None
+    ]
+    if found:
+        # Every rank has the same model, so every rank is here.
+        raise AgreedError(
+            f"max_norm of {', '.join(found[:_LISTED])} rescales, in forward, the rows that a rank's own samples use, so the "
+            "models of the ranks would differ: leave it out, and rescale all rows after session.optimizer.step() (torch.renorm); or use "
+            "strategy 'local'"
+        )
 
 
 def _kind(layer: nn.Module, loss_reduction: str) -> str | None:

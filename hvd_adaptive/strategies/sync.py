@@ -32,7 +32,7 @@ from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.engine.touched_rows import sparse_parameters
 from hvd_adaptive.engine.weighted_gradient import GradientWeight
 from hvd_adaptive.exchange.gradients import GradientExchange
-from hvd_adaptive.strategies.exactness import what_breaks_equality
+from hvd_adaptive.strategies.exactness import check_forward, what_breaks_equality
 from hvd_adaptive.strategies.sync_optimizer import Exchanger, HorovodExchanger, SyncOptimizer
 from hvd_adaptive.strategies.synchronous import FixedWorkStrategy, SynchronousClock
 
@@ -54,13 +54,16 @@ class SyncStrategy(FixedWorkStrategy):
         inexact: what makes the ranks differ from one rank, as sentences.
 
     Raises:
-        AgreedError: on all ranks, if the global batch has too few samples for them or too many for ``max_batch_size``.
+        AgreedError: on all ranks, if the global batch has too few samples for them or too many for ``max_batch_size``, or a
+            layer's forward pass changes its parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
         super().__init__(model, config, transport)
         self._trainable = [p.requires_grad for p in model.parameters()]
         world_size = transport.world_size
+        if world_size > 1:
+            check_forward(model)
         self.round_unit = config.global_batch_size or config.batch_size * world_size
         # BatchNorm refuses a batch of one.
         self._smallest = 2 if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()) else 1

@@ -95,7 +95,7 @@ class SyncOptimizer(Optimizer):
         self._opens_window = True
         self._synchronized = False
         self._num_passes = 0
-        self._is_stepping = False
+        self._is_stepping = self._has_stepped = False
         self.step_due = True
         self.num_skipped = 0
 
@@ -124,7 +124,7 @@ class SyncOptimizer(Optimizer):
         """
         self._opens_window = opens_window
         self.step_due = step_due
-        self._synchronized = False
+        self._synchronized = self._has_stepped = False
 
     def expect_passes(self, passes: int) -> None:
         """Sets how many micro-batches the next step has, on this rank."""
@@ -158,11 +158,18 @@ class SyncOptimizer(Optimizer):
 
         Raises:
             ValueError: for a closure, which would compute gradients that no other rank waits for.
+            RuntimeError: for a second step of the same batch, whose gradients are not exchanged.
         """
         if closure is not None:
             raise ValueError("step() takes no closure with strategy 'sync', got one: call backward() before step()")
         if not self.step_due:
             return
+        if self._has_stepped:
+            raise RuntimeError(
+                "strategy 'sync' makes one step a batch, got a second session.optimizer.step() within session.step: add up the "
+                "losses, and call backward() and step() once; or use strategy 'local'"
+            )
+        self._has_stepped = True
         self.synchronize()
         if not self._is_finite():
             self.num_skipped += 1

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from hvd_adaptive.algorithm.ledger import epoch_order, round_size
 from hvd_adaptive.comm.protocols import AgreedError
-from hvd_adaptive.comm.threads import LocalTransport
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.weighted_gradient import LARGE, GradientWeight
@@ -329,6 +329,30 @@ def test_a_step_of_the_scripts_own_optimizer_is_refused_until_the_session_is_clo
             session.optimizer.step()
     session.close()
     own.step()
+
+
+def test_a_second_step_of_a_batch_is_refused() -> None:
+    model = make_model()
+    session = make_session(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in session.batches(TensorDataset(X, Y)):
+        with session.step(batch):
+            nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+            session.optimizer.step()
+            with pytest.raises(RuntimeError, match="one step a batch"):
+                session.optimizer.step()
+    session.close()
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_layers_that_change_parameters_in_forward_are_refused_over_several_ranks(make: Any) -> None:
+    def run(transport: LocalTransport) -> None:
+        model = nn.Sequential(make(9, 4, max_norm=1.0))
+        config = Config(strategy="sync", compression="none")
+        Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=transport)
+
+    LocalWorld(1).run(run)
+    with pytest.raises(AgreedError, match=r"max_norm of 0 rescales, in forward, .*\(torch\.renorm\)"):
+        LocalWorld(2).run(run)
 
 
 def test_freezing_during_a_session_is_refused() -> None:
