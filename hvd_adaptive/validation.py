@@ -22,6 +22,11 @@ def field_type(cls: type, name: str) -> type:
     return typing.cast(type, hint)
 
 
+def type_words(kind: type) -> str:
+    """Returns a type's name with its article."""
+    return f"{'an' if kind is int else 'a'} {kind.__name__}"
+
+
 def parse_json(text: str | bytes) -> Any:
     """Reads JSON of unknown origin.
 
@@ -48,7 +53,9 @@ def check_types_and_choices(config: Any) -> None:
             continue
         fits = isinstance(value, (int, float)) if kind is float else isinstance(value, kind)
         if not fits or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"{item.name} must be a {kind.__name__}, got {value!r}")
+            raise ValueError(f"{item.name} must be {type_words(kind)}, got {value!r}")
+        if kind is int and abs(value) >= 2**63:
+            raise ValueError(f"{item.name} must be a number of 64 bits (below {2**63}), got {value}")
         if kind is float and not abs(value) < float("inf"):
             raise ValueError(f"{item.name} must be finite, got {value}")
         choices = item.metadata["choices"]

@@ -13,7 +13,7 @@ from hvd_adaptive.calibrate.calibrator import Calibrator
 from hvd_adaptive.calibrate.choices import table
 from hvd_adaptive.calibrate.file import Calibration, write_file
 from hvd_adaptive.calibrate.recommend import Recommendation
-from hvd_adaptive.cli.train import open_data, use_device
+from hvd_adaptive.cli.train import check_memory, open_data, use_device
 from hvd_adaptive.cluster.host import free_memory_bytes
 from hvd_adaptive.comm.protocols import AgreedError, Transport, agree_equal, attempt
 from hvd_adaptive.config import Config
@@ -53,6 +53,7 @@ def calibrate(
     # Of the rounds only what is wrong is news.
     logging.getLogger("hvd_adaptive").setLevel(logging.WARNING)
     path = Path(out)
+    check_memory(train, data, device, transport)
     # Before minutes of measuring.
     attempt(transport, lambda: _check_writable(path) if transport.rank == 0 else None)
     free = free_memory_bytes()
@@ -98,6 +99,14 @@ def _check_writable(path: Path) -> None:
         raise ValueError(f"--out {path}: is a folder; name a file")
     if not path.parent.is_dir():
         raise ValueError(f"--out {path}: {path.parent} is not there")
+    is_new = not path.exists()
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out {path}: cannot be written: {error.strerror}") from None
+    if is_new:
+        path.unlink()
 
 
 def describe(chosen: Recommendation, found: Calibration, path: Path) -> str:

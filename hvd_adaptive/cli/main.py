@@ -23,6 +23,7 @@ from hvd_adaptive.cli.option_sources import (
     predicted_speed,
     read_environment,
     run_path,
+    told_sources,
     typed,
     with_config_file,
 )
@@ -219,7 +220,9 @@ def _submit(arguments: list[str]) -> int:
 
 
 def _train_configs(options: argparse.Namespace) -> tuple[Config, TrainConfig]:
-    return build_configs(read_environment(), _chosen(options))
+    variables, chosen = read_environment(), _chosen(options)
+    with told_sources(given=vars(options), path=options.config, in_file=chosen, variables=variables):
+        return build_configs(variables, chosen)
 
 
 def _chosen(options: argparse.Namespace) -> dict[str, Any]:

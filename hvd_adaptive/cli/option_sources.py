@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import difflib
 import os
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from hvd_adaptive.calibrate.file import TABLE, Calibration, chosen_options, options_of, read_table
 from hvd_adaptive.cli.fields import fields_of
 from hvd_adaptive.config import Config
-from hvd_adaptive.validation import field_type, parse_json
+from hvd_adaptive.validation import field_type, parse_json, type_words
 from hvd_adaptive.xmc.train_config import TrainConfig
 
 if sys.version_info >= (3, 11):
@@ -27,13 +29,14 @@ ENVIRONMENT_PREFIX = "HVD_ADAPTIVE_"
 LAUNCH_VARIABLE = "HVD_ADAPTIVE_LAUNCH"
 
 
-def read_config_file(path: str, *, measurements: bool = False) -> dict[str, Any]:
+def read_config_file(path: str, *, measurements: bool = False, option: str = "--config") -> dict[str, Any]:
     """Reads a .toml or .json file of option names and values; a run directory's config.json is one, and so is what
     ``calibrate`` writes, whose measurements are checked and left out.
 
     Args:
         path: the file.
         measurements: leave the measurements in, unchecked.
+        option: that named the file.
 
     Raises:
         ValueError: if it cannot be read or parsed, is not a table of names, or its measurements are not whole.
@@ -43,12 +46,12 @@ def read_config_file(path: str, *, measurements: bool = False) -> dict[str, Any]
         text = file.read_text(encoding="utf-8")
         values = tomllib.loads(text) if file.suffix == ".toml" else parse_json(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path}: cannot be read: {error}") from None
+        raise ValueError(f"{option} {path}: cannot be read: {error}") from None
     except (tomllib.TOMLDecodeError, ValueError, RecursionError) as error:
-        raise ValueError(f"--config {path}: not valid {file.suffix.lstrip('.') or 'JSON'}: {error}") from None
+        raise ValueError(f"{option} {path}: not valid {file.suffix.lstrip('.') or 'JSON'}: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(
-            f"--config {path}: must hold a table of option names and values, got {type(values).__name__}"
+            f"{option} {path}: must hold a table of option names and values, got {type(values).__name__}"
         )
     if not measurements:
         _take_measurements(values, path)
@@ -130,7 +133,36 @@ def read_environment(
     for name, key in names.items():
         if name not in fields:
             raise ValueError(f"environment variable {key}: {unknown_name(name, fields)}")
-    return typed({name: environment[key] for name, key in names.items()}, fields)
+    with told_sources(variables=names):
+        return typed({name: environment[key] for name, key in names.items()}, fields)
+
+
+@contextlib.contextmanager
+def told_sources(
+    *, given: Iterable[str] = (), path: str | None = None, in_file: Iterable[str] = (), variables: Iterable[str] = ()
+) -> Iterator[None]:
+    """Has an error of this block that names an option say where its value is from, unless that is the command line.
+
+    Args:
+        given: options of the command line, which win.
+        path: the file of options.
+        in_file: options of that file, which come next.
+        variables: options of the environment.
+    """
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        named = dict.fromkeys(re.findall(r"\w+", text))
+        sources = [
+            f"{name} is from " + (f"--config {path}" if name in in_file else f"variable {ENVIRONMENT_PREFIX}{name.upper()}")
+            for name in named
+            # A word such as data is more often no option.
+            if ("_" in name or text.startswith(name)) and name not in given and (name in in_file or name in variables)
+        ]
+        # What has been told within an inner block is not told again.
+        sources = [source for source in sources if source not in text]
+        raise (ValueError(f"{text} ({', '.join(sources)})") if sources else error) from None
 
 
 def typed(values: Mapping[str, Any], fields: Mapping[str, type]) -> dict[str, Any]:
@@ -176,7 +208,7 @@ def parse_value(cls: type, name: str, text: str) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise ValueError(f"{name} must be a {kind.__name__}, got {text!r}") from None
+        raise ValueError(f"{name} must be {type_words(kind)}, got {text!r}") from None
 
 
 def unknown_name(name: str, known: Iterable[str]) -> str:

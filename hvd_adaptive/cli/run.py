@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from hvd_adaptive.cli.fields import fields_of
-from hvd_adaptive.cli.option_sources import read_environment, typed, unknown_name, with_config_file
+from hvd_adaptive.cli.option_sources import (
+    read_environment,
+    told_sources,
+    typed,
+    unknown_name,
+    with_config_file,
+)
 from hvd_adaptive.cluster.binding import read_launcher
 from hvd_adaptive.config import Config
 from hvd_adaptive.validation import parse_slowdown
@@ -49,9 +55,10 @@ def run_config(
         # Of train, where it follows the optimizer.
         without = (*without, "lr_rule")
     from_file = {name: value for name, value in from_file.items() if name not in without}
-    config = RunConfig(**typed({**variables, **from_file, **given}, fields))
-    if config.slowdown is not None:
-        parse_slowdown(config.slowdown)
+    with told_sources(given=given, path=path, in_file=from_file, variables=variables):
+        config = RunConfig(**typed({**variables, **from_file, **given}, fields))
+        if config.slowdown is not None:
+            parse_slowdown(config.slowdown)
     num_ranks = getattr(options, "num_ranks", None) or read_launcher(environment).world_size
     if num_ranks is not None:
         check_shares(config.shares, num_ranks)

@@ -12,7 +12,7 @@ from hvd_adaptive.calibrate.file import LOCAL_ONLY, TABLE, options_of, read_tabl
 from hvd_adaptive.cli.arguments import Parser
 from hvd_adaptive.cli.fields import add_options, fields_of
 from hvd_adaptive.cli.option_groups import SIMULATE, SIMULATE_MORE
-from hvd_adaptive.cli.option_sources import read_config_file, typed, unknown_name
+from hvd_adaptive.cli.option_sources import read_config_file, told_sources, typed, unknown_name
 from hvd_adaptive.config import Config
 from hvd_adaptive.simulate.scenario_options import SHARED_OPTIONS, ClusterConfig, SweepConfig
 from hvd_adaptive.xmc.train_config import TrainConfig
@@ -54,7 +54,7 @@ def run_simulation(options: argparse.Namespace) -> None:
     measured: dict[str, Any] = {}
     of_local: dict[str, Any] = {}
     if options.calibration:
-        content = read_config_file(options.calibration, measurements=True)
+        content = read_config_file(options.calibration, measurements=True, option="--calibration")
         # In a run's config.json an option has that name.
         if not isinstance(content.get(TABLE), dict):
             raise ValueError(
@@ -66,9 +66,10 @@ def run_simulation(options: argparse.Namespace) -> None:
         measured = options_of(content, calibration, strategy="sync")
         of_local = {name: content.get(name) for name in LOCAL_ONLY if name not in {**from_file, **given}}
         measured["ranks"] = str(len(calibration.ranks))
-    values = typed({**measured, **from_file, **given}, fields)
-    sweep_config = SweepConfig(**{name: values[name] for name in values if name in SweepConfig.__dataclass_fields__})
-    cluster_config = ClusterConfig(**{name: values[name] for name in values if name in ClusterConfig.__dataclass_fields__})
+    with told_sources(given=given, path=options.config, in_file=from_file):
+        values = typed({**measured, **from_file, **given}, fields)
+        sweep_config = SweepConfig(**{name: values[name] for name in values if name in SweepConfig.__dataclass_fields__})
+        cluster_config = ClusterConfig(**{name: values[name] for name in values if name in ClusterConfig.__dataclass_fields__})
     shared = {name: value for name, value in values.items() if name in SHARED_OPTIONS}
     outcomes = []
     for outcome in sweep(sweep_config, cluster_config, shared, calibration, of_local):

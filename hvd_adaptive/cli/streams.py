@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import io
@@ -56,9 +57,9 @@ def set_up_streams() -> None:
             setattr(sys, f"__{name}__", stream)
     before: Any = sys.stdout
     before.flush()
-    # As on standard error, what the encoding lacks is shown as \x...: a name is no reason to fail.
+    codecs.register_error("hvd_adaptive.show", _show)
     sys.stdout = io.TextIOWrapper(
-        io.BufferedWriter(_Output()), encoding=before.encoding, errors="backslashreplace",
+        io.BufferedWriter(_Output()), encoding=before.encoding, errors="hvd_adaptive.show",
         line_buffering=before.line_buffering or before.write_through,
     )  # fmt: skip
 
@@ -83,6 +84,14 @@ def tell_of_output(error: OutputError) -> int:
         return EXIT_NO_READER
     print(f"hvd-adaptive: error: {error.strerror}: it is cut off; make room, or write elsewhere", file=sys.stderr, flush=True)
     return 1
+
+
+def _show(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Has what the encoding lacks come out as the bytes that a file's name has, else as \\x...: no name is a reason to fail."""
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeError:
+        return codecs.backslashreplace_errors(error)
 
 
 def _name() -> str:

@@ -163,12 +163,10 @@ def check_memory(options: TrainConfig, data: SparseDataset, device: torch.device
     num_bytes = 4 * (size * (data.num_features + data.num_labels + 1) + data.num_labels)
 
     def check() -> None:
-        if device.type == "cuda":
-            free, whole = torch.cuda.mem_get_info(device)[0], num_bytes
-        else:
-            free, whole = free_memory_bytes(), num_bytes * transport.local_size
-        if free is not None and whole > free:
-            where = device if device.type == "cuda" else f"host {transport.host}, which has {transport.local_size} ranks"
+        on_gpu = device.type == "cuda"
+        free = torch.cuda.mem_get_info(device)[0] if on_gpu else free_memory_bytes()
+        if free is not None and num_bytes * (1 if on_gpu else transport.local_size) > free:
+            where = device if on_gpu else f"host {transport.host}, which has {transport.local_size} rank(s)"
             raise ValueError(
                 f"hidden_size {size}: a rank's weights alone take {num_bytes:,} bytes, and {free:,} are free on {where}; take a "
                 "smaller hidden_size"

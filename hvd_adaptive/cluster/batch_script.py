@@ -6,12 +6,14 @@ into a line of shell quoted. What follows from Slurm is read by the running scri
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hvd_adaptive.exit_codes import EXIT_PREEMPTED
 
+_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|unlimited|infinite", re.ASCII | re.IGNORECASE)
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;%@/_+-=~")
 
 
@@ -109,6 +111,8 @@ class BatchScript:
     def __post_init__(self) -> None:
         for name in ("time", "name", "log", "account"):
             _check_directive(name, getattr(self, name))
+        if not _TIME.fullmatch(self.time):
+            raise ValueError(f"time must be one of Slurm's, MINUTES, M:S, H:M:S, D-H, D-H:M or D-H:M:S, got {self.time!r}")
         texts = [("command", self.command), ("modules", self.modules), ("prologue", self.prologue), ("venv", (self.venv or "",))]
         for name, values in texts:
             for value in values:

@@ -111,8 +111,8 @@ class Supervisor:
         self._silent_s = 0.0
 
     def run(self) -> int:
-        """Runs the job to its end; returns the exit code: the job's, 69 for too few hosts, 75 for a stop that was asked for, 130 for
-        one by Ctrl-C.
+        """Runs the job to its end; returns the exit code: the job's, 69 for too few hosts, 75 for a stop that was asked for, 130
+        for one by Ctrl-C.
 
         Raises:
             RuntimeError: there is no usable mpirun, or this process is already a rank.

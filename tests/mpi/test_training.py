@@ -202,6 +202,7 @@ REFUSED = [
     (["--out", "/proc/nowhere"], "run directory /proc/nowhere cannot be written"),
     (["--data", "absent"], "absent"),
     (["--compression", "maxmin:9"], "compression: "),
+    (["--hidden-size", "1000000000"], "hidden_size 1000000000: a rank's weights alone take "),
 ]
 
 

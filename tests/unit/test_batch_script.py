@@ -117,6 +117,9 @@ def test_when_a_job_is_queued_again(tmp_path: Path, is_told: bool, code: int, st
         ({"time": ""}, "time must be a line without quotes and backslashes, not empty, got ''"),
         ({"launcher": "ssh"}, "launcher must be srun or mpirun, got 'ssh'"),
         ({"requeue": True, "command": ("run", "x.py")}, "requeue needs the command train"),
+        ({"time": "banana"}, "time must be one of Slurm's, .*got 'banana'"),
+        ({"time": "1-"}, "time must be one of Slurm's"),
+        ({"time": "1:2:3:4"}, "time must be one of Slurm's"),
         ({"signal_s": 0}, r"signal_s must be in \[1, 65535\]"),
         ({"components": (Component(), Component()), "launcher": "mpirun"}, "components of a heterogeneous job need"),
     ],
@@ -124,6 +127,11 @@ def test_when_a_job_is_queued_again(tmp_path: Path, is_told: bool, code: int, st
 def test_what_cannot_stand_in_a_script_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BatchScript(**options)
+
+
+@pytest.mark.parametrize("time", ["90", "30:00", "04:00:00", "2-0", "2-12:30", "1-02:03:04", "UNLIMITED"])
+def test_slurms_times(time: str) -> None:
+    assert f"--time={time}\n" in render(BatchScript(time=time))
 
 
 def test_components_are_checked() -> None:

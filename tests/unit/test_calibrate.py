@@ -419,3 +419,15 @@ def test_fragments_are_tried_where_they_are_predicted_to_pay_and_taken_where_the
         # With codes an exchange takes as long as the 50 steps between two merges, so that fragments hide it.
         assert found.predicted.compression == "maxmin:4" and chosen.mega_batch == found.predicted.mega_batch
         assert build_configs({"mega_batch": chosen.mega_batch, **chosen_options(found, ())})[0].merge_fragments == 4
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path) -> None:
+    from hvd_adaptive.cli.calibrate import _check_writable
+
+    with pytest.raises(ValueError, match=r"--out /proc/x.toml: cannot be written: No such file"):
+        _check_writable(Path("/proc/x.toml"))
+    old = tmp_path / "old.toml"
+    old.write_text("seed = 1\n")
+    _check_writable(old)
+    _check_writable(tmp_path / "new.toml")
+    assert [path.name for path in tmp_path.iterdir()] == ["old.toml"] and old.read_text() == "seed = 1\n"

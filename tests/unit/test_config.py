@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hvd_adaptive.cli.main import main
 from hvd_adaptive.cli.option_sources import build_configs, read_config_file, read_environment
 from hvd_adaptive.config import Config
 from hvd_adaptive.validation import parse_slowdown
@@ -24,9 +25,10 @@ from hvd_adaptive.xmc.train_config import TrainConfig
         ),
         ({"batch_size": 64, "max_batch_size": 32}, "batch_size must be within"),
         ({"batch_size": 0}, "batch_size must be > 0, got 0"),
-        ({"batch_size": "64"}, "batch_size must be a int, got '64'"),
-        ({"batch_size": True}, "batch_size must be a int, got True"),
+        ({"batch_size": "64"}, "batch_size must be an int, got '64'"),
+        ({"batch_size": True}, "batch_size must be an int, got True"),
         ({"lr_decay": float("nan")}, "lr_decay must be finite"),
+        ({"seed": 10**20}, "seed must be a number of 64 bits .*, got 100000000000000000000"),
         ({"strategy": "locale"}, "strategy must be one of local, sync, horovod, sma, got 'locale'"),
         (
             {"accumulation_steps": 2},
@@ -143,12 +145,36 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: str, message: s
         read_config_file(str(tmp_path / "absent.toml"))
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('batch_size = "abc"', "batch_size must be an int, got 'abc' (batch_size is from --config {file})"),
+        ("batch_size = -1", "batch_size must be > 0, got -1 (batch_size is from --config {file})"),
+        ("max_batch_size = 4", "max_batch_size is from --config {file}"),
+        ("max_batch_size = 4", "min_batch_size is from variable HVD_ADAPTIVE_MIN_BATCH_SIZE"),
+    ],
+)
+def test_an_error_says_where_a_value_is_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, message: str
+) -> None:
+    monkeypatch.setenv("HVD_ADAPTIVE_MIN_BATCH_SIZE", "8")
+    file = tmp_path / "options.toml"
+    file.write_text(f"{line}\n")
+    assert main(["train", "--config", str(file)]) == 2
+    assert message.format(file=file) in capsys.readouterr().err
+    # What the command line says is from there.
+    assert main(["train", "--config", str(file), "--batch-size", "-2", "--max-batch-size", "64"]) == 2
+    assert "batch_size is from" not in capsys.readouterr().err.replace("min_batch_size is from", "")
+    assert main(["simulate", "--calibration", "nowhere.toml"]) == 2
+    assert "--calibration nowhere.toml: cannot be read" in capsys.readouterr().err
+
+
 def test_bad_variables_are_named() -> None:
     with pytest.raises(
         ValueError, match="HVD_ADAPTIVE_BATCHSIZE: unknown option 'batchsize'; did you mean batch_size"
     ):
         read_environment({"HVD_ADAPTIVE_BATCHSIZE": "3"})
-    with pytest.raises(ValueError, match="batch_size must be a int, got 'many'"):
+    with pytest.raises(ValueError, match=r"must be an int, got 'many' \(batch_size is from variable HVD_ADAPTIVE_BATCH_SIZE\)"):
         read_environment({"HVD_ADAPTIVE_BATCH_SIZE": "many"})
     with pytest.raises(ValueError, match="perturbation must be true or false"):
         read_environment({"HVD_ADAPTIVE_PERTURBATION": "maybe"})

@@ -55,6 +55,15 @@ def test_a_training_goes_on_without_its_output(tmp_path: Path, where: str) -> No
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done
 
 
+def test_a_working_directory_that_is_gone_is_named(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    argv = ["sh", "-c", 'cd "$0" && rmdir "$0" && exec "$@"', str(gone), *COMMAND, "train"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done
+    assert done.stderr.startswith("hvd-adaptive: error: the working directory cannot be used: No such file"), done
+
+
 def test_a_name_that_the_encoding_lacks_is_shown_by_its_number(tmp_path: Path) -> None:
     argv = [*COMMAND, "submit", "--job-name", "\xe9", "--", "train"]
     done = subprocess.run(argv, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, timeout=120)
