@@ -41,8 +41,8 @@ def check_forward(model: nn.Module) -> None:
         # Every rank has the same model, so every rank is here.
         raise AgreedError(
             f"max_norm of {', '.join(found[:_LISTED])} rescales, in forward, the rows that a rank's own samples use, so the "
-            "models of the ranks would differ: leave it out, and rescale all rows after session.optimizer.step() (torch.renorm); or use "
-            "strategy 'local'"
+            "models of the ranks would differ: leave it out, and rescale all rows after session.optimizer.step() "
+            "(torch.renorm); or use strategy 'local'"
         )
 
 
