@@ -36,7 +36,7 @@ class _Output(io.FileIO):
             return count
         except OSError as error:
             self._is_lost = True
-            failure = OutputError(error.errno, f"{_name()} cannot be written: {error.strerror}")
+            failure = OutputError(error.errno, f"standard output{_file()} cannot be written: {error.strerror}")
         if not self.goes_on:
             raise failure
         # Not to sys.stderr: a progress display may lead that to standard output.
@@ -94,9 +94,9 @@ def _show(error: UnicodeError) -> tuple[str | bytes, int]:
         return codecs.backslashreplace_errors(error)
 
 
-def _name() -> str:
+def _file() -> str:
     with contextlib.suppress(OSError):
         path = os.readlink("/proc/self/fd/1")
         if path.startswith("/"):
-            return f"standard output ({path})"
-    return "standard output"
+            return f" ({path})"
+    return ""
