@@ -45,7 +45,7 @@ class Config:
     )
     max_batch_size: int | None = option(
         None,
-        "largest batch of a rank, samples (default: batch_size; 8 x batch_size for 'proportional')",
+        "largest batch, a round's last: 1/16 more; samples (default: batch_size; proportional: 8 x)",
     )
     mega_batch: int | None = option(
         None, "samples over all ranks between two merges (default: 50 batches, at most 1/8 of the data)"
