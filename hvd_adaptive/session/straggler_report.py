@@ -14,8 +14,9 @@ from hvd_adaptive.comm.protocols import Collectives
 
 log = logging.getLogger(__name__)
 
-# Of the rank that computes longest. In shorter rounds a rank is slow by a page fault, or by a process that starts beside it.
+# Of the rank that computes longest. In less time a rank is slow by a page fault, or by a process that starts beside it.
 _LEAST_S = 1.0
+_POOLED = ("work", "busy_s", "claim_s", "wait_s")
 
 
 class StragglerReport:
@@ -30,27 +31,32 @@ class StragglerReport:
     def __init__(self, transport: Collectives, device: torch.device, limit: float) -> None:
         self._speaks = transport.rank == 0
         self._watch = StragglerWatch(transport.world_size, limit=limit) if limit else None
+        # Of the rounds that are not judged yet.
+        self._pool: dict[str, np.ndarray] = {}
         self._places: list[tuple[str, str]] = transport.allgather_object((transport.host, str(device)))
 
     def add_round(self, stats: Gathered) -> list[dict[str, Any]]:
-        """Returns the stragglers after a round, as rounds.jsonl has them; none after a round too short to tell.
+        """Returns the stragglers after a round, as rounds.jsonl has them. Short rounds are judged together, after the last one.
 
         Args:
             stats: of all ranks, the merge included.
         """
         if self._watch is None:
             return []
-        found = []
-        work, own_s = stats["work"], stats["busy_s"] + stats["claim_s"]
+        pool = {name: self._pool.get(name, 0.0) + stats[name] for name in _POOLED}
+        work, own_s = pool["work"], pool["busy_s"] + pool["claim_s"]
         if own_s.max() < _LEAST_S:
+            self._pool = pool
             return []
+        self._pool = {}
+        found = []
         if (stats["equal_share_s"] > 0).all():
             # Of few samples a sample takes long, as each step costs something by itself: that is no slow rank.
             work, own_s = np.ones(len(work)), stats["equal_share_s"]
         for straggler in self._watch.observe(work, own_s):
             rank = straggler.rank
             host, device = self._places[rank]
-            seconds = {name: round(float(stats[name][rank]), 6) for name in ("busy_s", "claim_s", "wait_s")}
+            seconds = {name: round(float(pool[name][rank]), 6) for name in ("busy_s", "claim_s", "wait_s")}
             found.append(
                 {"rank": rank, "host": host, "device": device, "against": straggler.against, "factor": round(straggler.factor, 3),
                  **seconds}
@@ -58,7 +64,7 @@ class StragglerReport:
             if straggler.is_new and self._speaks:
                 log.warning(
                     "rank %d (%s, %s) is %.1f times slower than %s: it computed for %.3g s, waited for its data for %.3g s and "
-                    "for other ranks for %.3g s in this round. Look at that device's clock and at what else runs there; "
+                    "for other ranks for %.3g s since it was last looked at. Look at that device's clock and at what else runs there; "
                     "--straggler-limit 0 says no more of it.",
                     rank, host, device, straggler.factor, straggler.against,
                     seconds["busy_s"], seconds["claim_s"], seconds["wait_s"],

@@ -77,13 +77,15 @@ def test_the_report_names_host_and_device_and_what_took_the_time(caplog: pytest.
     assert StragglerReport(LocalTransport(), torch.device("cpu"), 0).add_round(gathered(RoundStats())) == []
 
 
-@pytest.mark.parametrize(("slow_s", "is_told"), [(0.5, False), (5.0, True)])
-def test_rounds_of_less_than_a_second_are_not_judged(slow_s: float, is_told: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_rounds_of_less_than_a_second_are_judged_together(caplog: pytest.LogCaptureFixture) -> None:
+    def rounds(*seconds: float) -> list[bool]:
+        return [bool(report.add_round(gathered(RoundStats(work=10, busy_s=busy_s)))) for busy_s in seconds]
+
     report = StragglerReport(LocalTransport(), torch.device("cpu"), 3.0)
-    found = [report.add_round(gathered(RoundStats(work=10, busy_s=slow_s / 4))) for _ in range(10)]
-    found += [report.add_round(gathered(RoundStats(work=10, busy_s=slow_s))) for _ in range(3)]
-    assert [bool(one) for one in found] == [False] * 12 + [is_told]
-    assert len(caplog.records) == is_told
+    # A hiccup of some rounds is in the mean of more of them; a slow rank is not.
+    assert not any(rounds(*[0.05, 0.05, 0.05, 0.45] * 20))
+    assert rounds(*[0.6] * 6) == [False] * 5 + [True]
+    assert len(caplog.records) == 1
 
 
 def test_a_rank_with_few_samples_is_judged_by_what_an_equal_share_would_take_it() -> None:
