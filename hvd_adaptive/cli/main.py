@@ -29,7 +29,13 @@ from hvd_adaptive.cli.option_sources import (
 )
 from hvd_adaptive.cli.parser import make_parser
 from hvd_adaptive.cli.simulate import run_simulation
-from hvd_adaptive.cli.streams import OutputError, go_on_without_output, leave_output_to_script, tell_of_output
+from hvd_adaptive.cli.streams import (
+    OutputError,
+    flush_output,
+    go_on_without_output,
+    leave_output_to_script,
+    tell_of_output,
+)
 from hvd_adaptive.cluster.binding import read_launcher
 from hvd_adaptive.cluster.last_checkpoint import describe_newest
 from hvd_adaptive.cluster.output import refuse
@@ -46,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _main(list(sys.argv[1:] if argv is None else argv))
         finally:
-            sys.stdout.flush()
+            flush_output()
     except OutputError as error:
         return tell_of_output(error)
     except KeyboardInterrupt:

@@ -64,6 +64,12 @@ def set_up_streams() -> None:
     )  # fmt: skip
 
 
+def flush_output() -> None:
+    """Writes what is left, where standard output is ours; a script's may be closed or be anything."""
+    if isinstance(getattr(getattr(sys.stdout, "buffer", None), "raw", None), _Output):
+        sys.stdout.flush()
+
+
 def go_on_without_output() -> None:
     """Has the command go on where its output cannot be written, for a run whose results are elsewhere."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)

@@ -20,9 +20,9 @@ from hvd_adaptive.comm.protocols import Transport, agree_equal, attempt, long_ta
 from hvd_adaptive.comm.shared_gpus import settle_shared_gpus
 from hvd_adaptive.config import Config
 from hvd_adaptive.exchange.compressed import check_compression
+from hvd_adaptive.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from hvd_adaptive.report.tensorboard import ScalarWriter
 from hvd_adaptive.session.supervised import Supervised
-from hvd_adaptive.state.preemption import PREEMPTION
 from hvd_adaptive.xmc.data import SparseDataset, build, open_splits, resolve
 from hvd_adaptive.xmc.run_directory import RunDirectory
 from hvd_adaptive.xmc.train_config import TrainConfig
@@ -101,9 +101,10 @@ def train(
     attempt(transport, lambda: directory.write_config(config, recorded(options)) if directory else None)
     summary = trainer.run()
     if summary is None:
+        if trainer.preempted == signal.SIGINT:
+            return EXIT_INTERRUPTED
         # Without checkpoints it would only begin again if it were started again.
-        saves = options.checkpoint_interval != 0 or PREEMPTION.signal_number == signal.SIGINT
-        return PREEMPTION.exit_code if saves else 1
+        return EXIT_PREEMPTED if options.checkpoint_interval != 0 else 1
     if progress and directory:
         progress.finish(summary, directory.path)
     return 0

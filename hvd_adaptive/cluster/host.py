@@ -160,6 +160,18 @@ def cpu_quota(groups: dict[str, Path] | None = None) -> float | None:
     return min(quotas, default=None)
 
 
+def _cached_bytes(folder: Path) -> int:
+    """Returns the bytes of files that a control group's usage counts, and that the kernel drops for whoever needs room."""
+    try:
+        text = (folder / "memory.stat").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    found = {name: int(value) for name, value in re.findall(r"^(\w+) (\d+)$", text, re.M)}
+    # Version 1 has the group's own beside its children's.
+    prefix = "total_" if "total_inactive_file" in found else ""
+    return sum(found.get(f"{prefix}{name}_file", 0) for name in ("inactive", "active"))
+
+
 def free_memory_bytes(groups: dict[str, Path] | None = None, meminfo: Path = Path("/proc/meminfo")) -> int | None:
     """Returns what the host and the control groups leave free, None where the system does not tell."""
     groups = _groups() if groups is None else groups
@@ -174,7 +186,7 @@ def free_memory_bytes(groups: dict[str, Path] | None = None, meminfo: Path = Pat
             try:
                 limit, usage = ((folder / file).read_text(encoding="utf-8").strip() for file in (limit_file, usage_file))
                 if limit != "max":
-                    free.append(max(0, int(limit) - int(usage)))
+                    free.append(max(0, int(limit) - int(usage) + _cached_bytes(folder)))
             except (OSError, ValueError):
                 break
             folder = folder.parent

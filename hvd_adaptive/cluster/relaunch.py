@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -290,7 +291,9 @@ def _run(command: Sequence[str], env: Mapping[str, str], *, is_torchrun: bool, e
     with contextlib.ExitStack() as handling:
         # Until the child exists a signal must wait: it could not be passed on.
         with blocked(signals):
-            child = start(command, env, stdout=subprocess.PIPE)
+            # Into a pipe Python writes in large pieces; mpirun's ranks have had one before.
+            unbuffered = {"PYTHONUNBUFFERED": "1"} if is_torchrun else {}
+            child = start(command, {**unbuffered, **env}, stdout=subprocess.PIPE)
             asked: list[int] = []
 
             def forward(number: int, frame: FrameType | None) -> None:
@@ -318,11 +321,15 @@ def _pass_on(child: subprocess.Popen[bytes]) -> None:
     """
     assert child.stdout is not None
     failure: OSError | None = None
+    ended_s: float | None = None
     while True:
-        if not select.select([child.stdout], [], [], _QUIET_S)[0]:
-            if child.poll() is not None:
-                # A process that a rank has left behind holds it.
+        is_ready = bool(select.select([child.stdout], [], [], _QUIET_S)[0])
+        if child.poll() is not None:
+            # A process that a rank has left behind may hold it, and go on writing.
+            ended_s = ended_s or time.monotonic()
+            if not is_ready or time.monotonic() - ended_s > _QUIET_S:
                 break
+        if not is_ready:
             continue
         if not (chunk := os.read(child.stdout.fileno(), _CHUNK_BYTES)):
             break

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from hvd_adaptive.engine.shards import local, local_state, sharded_state
 from hvd_adaptive.engine.touched_rows import mark_rows, sparse_parameters
 from hvd_adaptive.exchange.codec_choice import chosen_codec
 from hvd_adaptive.exchange.compressed import CompressedSum
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -266,6 +269,8 @@ class Merge:
         """Takes over a global model and the outer step's velocity."""
         self.flat_model.load_state_dict(shared["model"])
         self.outer.load_state_dict(shared["outer"], device=self.flat_model.state_device)
+        if shared["outer"] and self.outer.kind == "none" and self._transport.rank == 0:
+            log.warning("the outer step's velocity in the checkpoint is dropped, as there is none now: set outer_step to keep it")
 
     def load_own(self, shared: dict[str, Any], own: dict[str, Any], *, same_ranks: bool) -> None:
         """Takes over a rank's own state, after the shared one.

@@ -26,7 +26,8 @@ from hvd_adaptive.exchange.pipeline import UnderWay
 BUCKET_ELEMENTS = 1 << 20
 TOO_LATE = (
     "while its sum over the ranks is on the way: a step may call backward() as often as the session's first step did (strategy "
-    "'horovod': once). Add up the losses and call backward() once, or use accumulation_steps or micro_batch_size"
+    "'horovod': once; a Horovod script: backward_passes_per_step times). Add up the losses and call backward() once, or use "
+    "accumulation_steps or micro_batch_size"
 )
 
 

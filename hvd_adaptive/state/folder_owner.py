@@ -38,9 +38,12 @@ class FolderOwner:
         part = self._path.with_name(f"{_NAME}.{os.getpid()}")
         # On a full disk whatever else is written says so.
         with contextlib.suppress(OSError):
-            part.write_text(self._text)
-            part.replace(self._path)
-            self._has_taken = True
+            try:
+                part.write_text(self._text)
+                part.replace(self._path)
+                self._has_taken = True
+            finally:
+                part.unlink(missing_ok=True)
 
     def lost_to(self) -> str | None:
         """Returns which other job has taken the folder over since, as a sentence; None: no one."""

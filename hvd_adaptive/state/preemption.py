@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 # Launchers may deliver one signal twice: srun its own and slurmstepd's, mpirun to a rank and to its group.
 _SAME_SIGNAL_S = 2.0
+# Of SIGINT, which a person may repeat on purpose.
+_SAME_CTRL_C_S = 0.4
 # Rank 0 speaks for all.
 _OTHERS_LATER_S = 1.0
 
@@ -63,13 +65,13 @@ class Preemption:
     def catch_signals(self, numbers: Sequence[signal.Signals] = SIGNALS, *, ends_late: bool = True) -> None:
         """Begins to catch signals; again does nothing. From the main thread.
 
-        A second one that comes two seconds or more after the first ends the job at once. Processes that this one forks do
-        not react to SIGUSR1 and SIGINT, and those of multiprocessing (a DataLoader's workers) to SIGTERM of their parent only,
-        also where a fork server starts them. Workers that are spawned are so once they have come here: they import the script's
-        main module, so that this must not stand behind ``if __name__ == "__main__"``.
+        A second one that comes two seconds or more after the first, of SIGINT 0.4 s, ends the job at once. Processes that this
+        one forks do not react to SIGUSR1 and SIGINT, and those of multiprocessing (a DataLoader's workers) to SIGTERM of their
+        parent only, also where a fork server starts them. Workers that are spawned are so once they have come here: they import
+        the script's main module, so that this must not stand behind ``if __name__ == "__main__"``.
 
         Args:
-            numbers: SIGUSR1, or it and SIGTERM, or these and SIGINT, of which a second one is never the launcher's.
+            numbers: SIGUSR1, or it and SIGTERM, or these and SIGINT.
             ends_late: whether a job that is not ready in time, and a second signal, end the job.
 
         Raises:
@@ -142,9 +144,8 @@ class Preemption:
                     return
 
     def _is_second(self, numbers: bytes) -> bool:
-        if numbers.count(signal.SIGINT) + (self.signal_number == signal.SIGINT) > 1:
-            self.signal_number = signal.SIGINT
-            return True
+        if signal.SIGINT in numbers and self.signal_number == signal.SIGINT:
+            return time.monotonic() - self._first_s >= _SAME_CTRL_C_S
         if not self.signal_number:
             self._first_s = time.monotonic()
             self.signal_number = next(number for number in numbers if number in self._before)

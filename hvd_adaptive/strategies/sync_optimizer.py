@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.exchange.gradients import TOO_LATE, GradientExchange
 
+# Of each optimizer.
+_GUARDS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 # Backward passes of a step, more than there can be.
 _UNKNOWN = 1 << 30
 
@@ -100,11 +103,16 @@ class SyncOptimizer(Optimizer):
         self.num_skipped = 0
 
     def guard(self, own: Optimizer) -> RemovableHandle:
-        """Refuses steps of the script's own optimizer that do not come from here, until the handle is removed."""
-        return own.register_step_pre_hook(self._refuse_others)
+        """Refuses steps of the script's own optimizer that do not come from here, until the handle is removed or there is a newer
+        guard: a session that was never closed is no reason to refuse the next one's steps."""
+        if (older := _GUARDS.get(own)) is not None:
+            older.remove()
+        _GUARDS[own] = own.register_step_pre_hook(self._refuse_others)
+        return _GUARDS[own]
 
-    def _refuse_others(self, *_: Any) -> None:
-        if not self._is_stepping:
+    def _refuse_others(self, own: Optimizer, *_: Any) -> None:
+        # With a rate of 0 torch.distributed.checkpoint has an optimizer make its state.
+        if not self._is_stepping and any(group["lr"] for group in own.param_groups):
             raise RuntimeError(
                 "a step of the optimizer that Session was given exchanges no gradients with strategy 'sync': call "
                 "session.optimizer.step(), and give schedulers and a GradScaler session.optimizer as well"

@@ -99,7 +99,7 @@ def unit_values(x: SparseRows) -> Tensor:
     # In fp32 the squares of values beyond 1e19 or below 1e-22 would be infinite or 0.
     doubles = values.double()
     squares = doubles.new_zeros(counts.numel()).index_add_(0, rows, doubles * doubles)
-    return doubles.mul_(torch.where(squares > 0, squares, 1).rsqrt_()[rows]).to(values.dtype)
+    return (doubles * torch.where(squares > 0, squares, 1).rsqrt_()[rows]).to(values.dtype)
 
 
 def multilabel_softmax_loss(logits: Tensor, labels: SparseRows) -> Tensor:

@@ -218,6 +218,11 @@ class Trainer:
         session.close()
         return summary
 
+    @property
+    def preempted(self) -> int:
+        """The signal for which the run ended early, the same on every rank; 0: none."""
+        return self._session.preempted
+
     def _write(self, action: Callable[[RunDirectory], Any]) -> None:
         """Writes in the run directory on rank 0; all ranks raise if that fails. COLLECTIVE."""
         error = None
@@ -252,6 +257,8 @@ class Trainer:
                 "Go on with --resume auto." if counts.written or self._train.checkpoint_interval != 0
                 else "checkpoint_interval is 0: what was computed is lost.",
             )  # fmt: skip
+        with contextlib.suppress(AgreedError):
+            self._write(RunDirectory.write_best)
         self._write(RunDirectory.close)
         session.close()
 
@@ -284,7 +291,7 @@ class Trainer:
             if directory:
                 try:
                     directory.go_on(self._session.round, path, own=path is not None and path.parent in also)
-                except (OSError, ValueError) as failure:
+                except (OSError, ValueError, FolderLostError) as failure:
                     error = f"resume: {failure}"
             agree(self._transport, error)
         return checkpoints

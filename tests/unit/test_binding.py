@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,7 @@ from hvd_adaptive.cluster.binding import (
     shared_devices,
     starts_alone,
 )
-from hvd_adaptive.cluster.host import own_cores
+from hvd_adaptive.cluster.host import free_memory_bytes, own_cores
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -339,3 +340,16 @@ def test_restarts_are_counted_by_slurm() -> None:
     assert num_restarts({}) == 0 and num_restarts({"SLURM_RESTART_COUNT": "2"}) == 2
     with pytest.raises(ValueError, match="SLURM_RESTART_COUNT must be a whole number"):
         num_restarts({"SLURM_RESTART_COUNT": "x"})
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_files_have_in_memory_counts_as_free(tmp_path: Path, version: int) -> None:
+    """A control group's usage counts the pages of files that were read, which the kernel drops for whoever needs room."""
+    limit, usage = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    (tmp_path / limit).write_text("1000\n")
+    (tmp_path / usage).write_text("900\n")
+    group = {"" if version == 2 else "memory": tmp_path}
+    assert free_memory_bytes(group, tmp_path / "none") == 100
+    prefix = "" if version == 2 else "total_"
+    (tmp_path / "memory.stat").write_text(f"anon 300\n{prefix}inactive_file 500\n{prefix}active_file 50\n")
+    assert free_memory_bytes(group, tmp_path / "none") == 650

@@ -596,7 +596,8 @@ def test_a_later_job_has_the_folder_from_its_resume_on(tmp_path: Path) -> None:
             # The first only reads.
             for interval in (0, 100):
                 assert (tmp_path / ".owner").read_text() == owner
-                other = Session(make_model(), make_adam(make_model()), CONFIG, transport=LocalTransport())
+                model = make_model()
+                other = Session(model, make_adam(model), CONFIG, transport=LocalTransport())
                 Checkpointer(other, tmp_path, interval=interval).resume(tmp_path / "round-00000001")
 
     with pytest.raises(AgreedError, match=r"the last round, 3, is not saved: another job writes in"):

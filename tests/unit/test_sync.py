@@ -327,6 +327,16 @@ def test_a_step_of_the_scripts_own_optimizer_is_refused_until_the_session_is_clo
             with pytest.raises(RuntimeError, match=r"call session\.optimizer\.step"):
                 own.step()
             session.optimizer.step()
+    # With a rate of 0, as torch.distributed.checkpoint steps to make a state, it changes nothing.
+    own.param_groups[0]["lr"] = 0.0
+    own.step()
+    own.param_groups[0]["lr"] = 0.1
+    # The first one is not closed, as in a notebook whose cell is run again.
+    session = make_session(model, own)
+    for batch in session.batches(TensorDataset(X, Y)):
+        with session.step(batch):
+            nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+            session.optimizer.step()
     session.close()
     own.step()
 
