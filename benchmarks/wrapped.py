@@ -12,8 +12,8 @@ benchmarks/wrapped_script.py.
 Equal ranks: `mpirun python SCRIPT` against `hvd-adaptive run SCRIPT`; nothing can be won, so the ratio shows what interception
 costs. Unequal speeds are emulated: each rank's computing is stretched, by 8, 4 and 2 if not told otherwise. There the other side
 is the script with pinned equal shares, as a plain one cannot be slowed down. The first turns are not counted: shares settle. The
-ceiling is what the report of the pinned job says by the wall clock: computing gets shorter by the mean of the ranks' speeds
-over the least one, and the rest of a step stays.
+ceiling is the last one in the report of the pinned job: computing gets shorter by the mean of the ranks' speeds over the least
+one, and the rest of a step, where there is one, stays.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ class Job:
         self._errors.seek(0)
         text = self._errors.read()
         sys.stderr.write(text)
-        if found := re.search(r"the ceiling, as [0-9.]+ ms are no computing: ([0-9.]+)x", text):
-            self.ceiling = float(found[1])
+        if found := re.findall(r"the ceiling[^:]*: ([0-9.]+)x", text):
+            self.ceiling = float(found[-1])
         if code:
             raise SystemExit(f"{shlex.join(map(str, self._process.args))} ended with {self._process.returncode}")  # type: ignore[arg-type]
 

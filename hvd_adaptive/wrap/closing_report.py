@@ -214,12 +214,13 @@ class Report:
             lines.append("    equal shares are best here; these were tried to see whether the script allows them")
         if all(walls):
             now = f", {1e3 * walls[1]:.1f} ms now: {walls[0] / walls[1]:.2f}x" if windows.is_other else ""
-            # Shares shorten what ranks compute, and nothing else.
-            rest_s = max(walls[0] - before_s.max(), 0.0)
-            most = walls[0] / (rest_s + (walls[0] - rest_s) / ceiling)
+            # Shares shorten what ranks compute, and nothing else. The computing time has the optimizer's step in it as well.
+            rest_s = walls[0] - before_s.max()
+            most = walls[0] / (rest_s + before_s.max() / ceiling)
+            of_wall = f"; the ceiling, as {1e3 * rest_s:.1f} ms are no computing: {most:.2f}x" if rest_s > 0 else ""
             lines.append(
                 f"    by the wall clock, from asking for a batch to its gradients: {1e3 * walls[0]:.1f} ms a step with equal "
-                f"shares{now}; the ceiling, as {1e3 * rest_s:.1f} ms are no computing: {most:.2f}x"
+                f"shares{now}{of_wall}"
             )
         return lines
 
