@@ -49,10 +49,12 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Starts all tests that run beside each other when the first one is called, and takes the result of this one."""
-    if not _is_beside(pyfuncitem):
-        return None
+    """Calls a test. Starts all that run beside each other when the first one of these is called, and takes the result of this."""
     fixture = pyfuncitem._request.getfixturevalue
+    if not _is_beside(pyfuncitem):
+        values = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+        _call(pyfuncitem.obj, values, fixture("tmp_path_factory"))
+        return True
     begun = pyfuncitem.session.stash.setdefault(_begun, {})
     if not begun:
         for item in pyfuncitem.session.items:
@@ -72,7 +74,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def _call(test: Callable[..., None], values: dict[str, Any], folders: pytest.TempPathFactory) -> None:
     """Calls a test; once more where MPI crashed when a job of it started.
 
-    Once in 200 starts of several jobs at once, more often on a busy machine, Slurm 22.05's PMIx has let a rank out of
+    Once in 200 starts of several jobs or steps at once, more often on a busy machine, Slurm 22.05's PMIx has let a rank out of
     MPI_Init while the other one was in its first fence. Its message then meets an Open MPI 4.1 that calls address 0.
     """
     try:
