@@ -242,11 +242,14 @@ class Trainer:
     def _leave_early(self) -> None:
         """Saves what there is and leaves the world. COLLECTIVE."""
         session = self._session
+        counts = Counts()
         try:
-            counts = self._checkpoints.close() if self._checkpoints else Counts()
+            if self._checkpoints:
+                counts = self._checkpoints.close()
+            # Without checkpoints nothing else has written one that found no room.
+            self._write(RunDirectory.write_best)
         except AgreedError as error:
-            # Whoever sends the job again goes on from an older one.
-            counts = Counts()
+            # Whoever sends the job again goes on from an older checkpoint.
             if self.directory:
                 log.error("%s", error)
         if self.directory:
@@ -257,8 +260,6 @@ class Trainer:
                 "Go on with --resume auto." if counts.written or self._train.checkpoint_interval != 0
                 else "checkpoint_interval is 0: what was computed is lost.",
             )  # fmt: skip
-        with contextlib.suppress(AgreedError):
-            self._write(RunDirectory.write_best)
         self._write(RunDirectory.close)
         session.close()
 
