@@ -61,6 +61,26 @@ class FlatGroup:
         sizes = [t.numel() for t in self.tensors]
         return [part.view(t.shape) for part, t in zip(flat.split(sizes), self.tensors, strict=True)]
 
+    def gather_(self, flat: Tensor) -> Tensor:
+        """Copies the tensors into a flat one; returns it."""
+        return torch.cat([t.reshape(-1).to(flat.dtype) for t in self.tensors], out=flat)
+
+    def scatter_(self, flat: Tensor) -> None:
+        """Copies a flat tensor into the tensors, rounded where they are of half precision."""
+        torch._foreach_copy_(self.tensors, self.slices(flat))
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a tensor is of half precision, and so holds the global model rounded."""
+        return any(t.dtype != self.weights.dtype for t in self.tensors)
+
+    def rounded(self, flat: Tensor) -> Tensor:
+        """Returns a flat tensor as the tensors would hold it; itself, where they hold all of it."""
+        if not self.rounds:
+            return flat
+        pairs = zip(self.slices(flat), self.tensors, strict=True)
+        return torch.cat([part.to(t.dtype).to(flat.dtype).reshape(-1) for part, t in pairs])
+
 
 def make_groups(
     kind: str, tensors: list[Tensor], touched: Mapping[int, TouchedRows] | None = None, *, on_host: bool = False

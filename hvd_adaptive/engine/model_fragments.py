@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.algorithm.fragments import cut_layers
-from hvd_adaptive.algorithm.outer_step import OuterStep
+from hvd_adaptive.algorithm.outer_step import OuterStep, cached_parts
 from hvd_adaptive.algorithm.outliers import NormHistory
 from hvd_adaptive.comm.protocols import AgreedError, Pending
 from hvd_adaptive.compress.kernels.dispatch import all_finite, sum_of_squares
-from hvd_adaptive.engine.flat_group import FlatGroup, load_
+from hvd_adaptive.engine.flat_group import FlatGroup
 from hvd_adaptive.engine.flat_model import FlatModel
 from hvd_adaptive.exchange.pipeline import UnderWay
 
@@ -80,30 +80,31 @@ class Fragment:
         finite = True
         for piece in self.pieces:
             group = piece.group
-            flats = (piece.start(), group.delta, group.weights, piece.ahead)
-            for tensor, start, delta, weights, ahead in zip(group.tensors, *map(group.slices, flats), strict=True):
-                value = tensor.to(delta.dtype)
-                # Half-precision parameters hold what they started from rounded.
-                torch.sub(value, start.to(tensor.dtype).to(delta.dtype), out=delta)
-                torch.sub(value, weights, out=ahead)
+            group.gather_(group.delta)
+            # Half-precision parameters hold what they started from rounded.
+            held = group.rounded(piece.start()) if group.rounds else None
+            for part in cached_parts(slice(0, group.delta.numel()), group.delta.device):
+                delta, weights, ahead = (flat[part] for flat in (group.delta, group.weights, piece.ahead))
+                start = weights + ahead if held is None else held[part]
+                torch.sub(delta, weights, out=ahead)
+                delta.sub_(start)
             finite &= all_finite(group.delta)
         return finite
 
     def progress_norm(self) -> float:
         """Returns the L2 norm of this rank's progress since it was sent."""
-        squares = []
+        squares = 0.0
         for piece in self.pieces:
-            group = piece.group
-            for tensor, start in zip(group.tensors, group.slices(piece.start()), strict=True):
-                squares.append(sum_of_squares((tensor.to(start.dtype) - start.to(tensor.dtype).to(start.dtype)).reshape(-1)))
-        return float(sum(squares)) ** 0.5
+            group, start = piece.group, piece.start()
+            squares += float(sum_of_squares(group.gather_(torch.empty_like(start)).sub_(group.rounded(start))))
+        return squares**0.5
 
     def start_again_(self) -> None:
         """Puts this rank's own parameters to the global model's."""
         self.work = self.num_updates = 0.0
         for piece in self.pieces:
             piece.ahead.zero_()
-            load_(piece.group, range(len(piece.group.tensors)))
+            piece.group.scatter_(piece.group.weights)
 
     def take_in_(self, outer: OuterStep | None, alpha: float) -> None:
         """Moves the global model by the sum in the deltas, and this rank's own with it.
@@ -113,18 +114,24 @@ class Fragment:
             alpha: the part of its distance to the global model that this rank keeps.
         """
         for piece in self.pieces:
-            group, start = piece.group, piece.start()
-            if self.factor != 1.0:
-                group.delta.mul_(self.factor)
-            if outer is None:
-                group.weights.add_(group.delta)
-            else:
-                outer.apply_(piece.whole.weights, piece.whole.delta, [piece.part])
-            torch.sub(start, group.weights, out=piece.ahead).mul_(alpha) if alpha else piece.ahead.zero_()
-            flats = (start, group.weights, piece.ahead)
-            for tensor, before, weights, ahead in zip(group.tensors, *map(group.slices, flats), strict=True):
-                moved = (tensor.to(weights.dtype) - before.to(tensor.dtype).to(weights.dtype)).add_(weights)
-                tensor.copy_(moved.add_(ahead) if alpha else moved)
+            group, offset = piece.group, piece.part.start
+            values = group.gather_(torch.empty_like(group.delta))
+            held = group.rounded(piece.start()) if group.rounds else None
+            for part in cached_parts(slice(0, values.numel()), values.device):
+                value, delta, weights, ahead = (flat[part] for flat in (values, group.delta, group.weights, piece.ahead))
+                start = weights + ahead
+                value.sub_(start if held is None else held[part])
+                if self.factor != 1.0:
+                    delta.mul_(self.factor)
+                if outer is None:
+                    weights.add_(delta)
+                else:
+                    outer.apply_(piece.whole.weights, piece.whole.delta, [slice(offset + part.start, offset + part.stop)])
+                torch.sub(start, weights, out=ahead).mul_(alpha) if alpha else ahead.zero_()
+                value.add_(weights)
+                if alpha:
+                    value.add_(ahead)
+            group.scatter_(values)
         self.pending, self.factor = False, 1.0
 
 

@@ -172,7 +172,7 @@ class OverlappedMerge:
         message_bytes = 0 if flat.rule is None else flat.rule.message_bytes
         flat.payload_bytes = flat.buffers.payload_bytes + self._sent_bytes + message_bytes
         if len(self._fragments) > 1:
-            self._own = [torch.cat([t.reshape(-1).to(g.weights.dtype) for t in g.tensors]) for g in flat.parameter_groups]
+            self._own = [g.gather_(torch.empty_like(g.weights)) for g in flat.parameter_groups]
         flat.buffers.start_(buffer_weight)
         flat.buffers.finish_()
         flat.restore_()
@@ -260,8 +260,7 @@ class OverlappedMerge:
             self._own = None
             return
         for piece in self._pieces:
-            for tensor, value in zip(piece.group.tensors, piece.group.slices(piece.start()), strict=True):
-                tensor.copy_(value)
+            piece.group.scatter_(piece.start())
 
     def _meet_(self, weight: float | None) -> None:
         """Goes through the next phase; ``weight``: this rank's, where it is known."""
