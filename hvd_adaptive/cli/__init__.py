@@ -4,7 +4,6 @@ import sys
 from collections.abc import Sequence
 
 from hvd_adaptive.cli.streams import set_up_streams
-from hvd_adaptive.cluster.patience import wait_patiently
 
 __all__ = ["main"]
 
@@ -17,8 +16,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:
         set_up_streams()
-        wait_patiently()
-    # After it: what starts once more is not to have loaded much.
     from hvd_adaptive.cli.main import main as run_command
 
     arguments = sys.argv[1:] if argv is None else argv

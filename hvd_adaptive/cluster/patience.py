@@ -1,21 +1,23 @@
-"""Ranks under a CPU quota sleep where MPI and Horovod wait: their process starts once more with ``patient_yield`` preloaded.
+"""Where ranks have few cores, threads of MPI and Horovod that wait sleep: ``patient_yield`` has their libraries do so.
 
-What waits there asks and yields in turns; Open MPI 4 has no setting that makes it sleep. Under a CPU quota that comes
-out of the rank's own work. ``python -m hvd_adaptive.cluster.patience`` prints the library, for LD_PRELOAD with one's own script.
+What waits there asks and yields in turns; Open MPI 4 has no setting that makes it sleep. That takes cores, or a CPU quota, from
+the ranks' own work. ``python -m hvd_adaptive.cluster.patience`` prints the library, for LD_PRELOAD with plain Horovod.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
-import os
+import logging
 import sys
-from collections.abc import Mapping
 
-from hvd_adaptive.cluster.binding import YIELD_VARIABLES, LauncherInfo, read_launcher
-from hvd_adaptive.cluster.host import is_rationed
+from hvd_adaptive.cluster.binding import LauncherInfo
+from hvd_adaptive.cluster.host import cores_of_ranks, must_yield
 
-BUSY_WAITING = "MPI and Horovod are busy while they wait, and the CPU quota counts that as if it were computing"
-_NOT_BUILT = "install hvd-adaptive where there is a C compiler (scripts/setup.sh): its patient_yield was not built"
+log = logging.getLogger(__name__)
+
+BUSY_WAITING = "MPI and Horovod are busy while they wait, which takes cores from the ranks' own work"
+NOT_BUILT = "install hvd-adaptive where there is a C compiler (scripts/setup.sh): its patient_yield was not built"
 
 
 def patient_library() -> str | None:
@@ -24,43 +26,32 @@ def patient_library() -> str | None:
     return None if found is None else found.origin
 
 
-def is_busy_waiting(info: LauncherInfo, env: Mapping[str, str]) -> bool:
-    """Whether this rank loses by threads that are busy waiting, and nothing has been done about it.
+def is_busy_waiting(info: LauncherInfo) -> bool:
+    """Whether threads that wait will take cores from this host's ranks, as there is no library for it.
 
     Args:
-        info: what its launcher said.
-        env: its environment. Who has set a variable by which MPI yields, or not, has chosen, and it stays as it is.
+        info: what the launcher said.
     """
-    return (
-        sys.platform == "linux"
-        and (info.world_size or 1) > 1
-        and is_rationed(info.local_size or 1)
-        and not any(env.get(name) for name in YIELD_VARIABLES.values())
-        and "patient_yield" not in env.get("LD_PRELOAD", "")
-    )
+    return _few_cores(info) and patient_library() is None
 
 
-def busy_waiting_remedy() -> str:
-    """Returns what to do where a rank is busy waiting."""
-    if patient_library() is None:
-        return _NOT_BUILT
-    return "start it by `hvd-adaptive`, or set LD_PRELOAD=$(python -m hvd_adaptive.cluster.patience) in its environment"
+def wait_patiently(info: LauncherInfo) -> None:
+    """Has MPI and Horovod, which are loaded, sleep where they wait, if this host's ranks have fewer than two cores each.
 
-
-def wait_patiently() -> None:
-    """Replaces this process by the same command with the library preloaded, where it would be busy waiting.
-
-    Call it before anything has happened: before MPI starts, files are opened and threads run.
+    Args:
+        info: what the launcher said.
     """
-    try:
-        info = read_launcher(os.environ)
-    except (ValueError, RuntimeError):
-        return  # the command itself says what is wrong
-    if is_busy_waiting(info, os.environ) and (library := patient_library()):
-        before = os.environ.get("LD_PRELOAD")
-        os.environ["LD_PRELOAD"] = f"{library}:{before}" if before else library
-        os.execv(sys.executable, sys.orig_argv)
+    library = patient_library()
+    if not _few_cores(info) or (library is not None and ctypes.CDLL(library).make_patient()):
+        return
+    if info.rank == 0:
+        log.warning("%s: %s", BUSY_WAITING, NOT_BUILT if library is None else "no call of sched_yield was found in them")
+
+
+def _few_cores(info: LauncherInfo) -> bool:
+    num_ranks = info.local_size or 1
+    return sys.platform == "linux" and (info.world_size or 1) > 1 and must_yield(num_ranks, cores_of_ranks(num_ranks))
 
 
 if __name__ == "__main__":
-    print(patient_library() or sys.exit(_NOT_BUILT))
+    print(patient_library() or sys.exit(NOT_BUILT))

@@ -18,7 +18,6 @@ from hvd_adaptive.cluster.binding import (
     starts_alone,
 )
 from hvd_adaptive.cluster.host import cores_of_ranks
-from hvd_adaptive.cluster.patience import BUSY_WAITING, busy_waiting_remedy, is_busy_waiting
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.comm.start_watch import start_watch
 
@@ -167,8 +166,6 @@ def set_mpi_environment(info: LauncherInfo) -> None:
     Raises:
         RuntimeError: if srun started the ranks in a way by which this MPI cannot connect them.
     """
-    if info.rank == 0 and is_busy_waiting(info, os.environ):
-        log.warning("%s: %s", BUSY_WAITING, busy_waiting_remedy())
     for name, value in mpi_environment(info, cores_of_ranks(info.local_size or 1)).items():
         os.environ[name] = os.environ.get(name) or value
     embedded = (Path(sys.prefix) / "bin" / "orted").exists()

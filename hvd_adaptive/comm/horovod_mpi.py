@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from hvd_adaptive.cluster.binding import LauncherInfo, check_world
 from hvd_adaptive.cluster.host import is_crowded
+from hvd_adaptive.cluster.patience import wait_patiently
 from hvd_adaptive.comm.horovod_collectives import HorovodCollectives
 from hvd_adaptive.comm.horovod_wait import waits_asleep
 from hvd_adaptive.comm.job_end import end_on_exceptions
@@ -43,6 +44,7 @@ def start_mpi(info: LauncherInfo) -> Any:
     from mpi4py import MPI
 
     check_one_mpi()
+    wait_patiently(info)
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     check_world(info, MPI.COMM_WORLD.Get_size())

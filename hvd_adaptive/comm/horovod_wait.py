@@ -1,7 +1,5 @@
 """Waiting for Horovod's operations asleep.
 
-This needs no library that is preloaded, unlike cluster/patient_yield.c, which has all of MPI sleep under CPU quotas.
-
 Horovod's own wait asks and calls sched_yield in turns, with Python's lock taken each time. That is as quick as any where each
 rank has a core. With more ranks than cores it takes one from ranks that still compute, and from the threads that move the bytes.
 """

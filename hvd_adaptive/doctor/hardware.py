@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from hvd_adaptive.cluster.binding import DevicePlace, shared_devices
-from hvd_adaptive.cluster.patience import BUSY_WAITING, busy_waiting_remedy
+from hvd_adaptive.cluster.patience import BUSY_WAITING, NOT_BUILT
 from hvd_adaptive.doctor.findings import (
     MOST_NAMED,
     Facts,
@@ -114,7 +114,7 @@ def cores(ranks: Sequence[Facts]) -> list[Finding]:
                 Finding("cores", "warning", text, "raise the container's or job's CPU limit, or set --num-threads")
             )
         if any(ranks[rank]["machine"]["busy_waiting"] for rank in members):
-            findings.append(Finding("cores", "warning", f"on {host} {BUSY_WAITING}", busy_waiting_remedy()))
+            findings.append(Finding("cores", "warning", f"on {host} {BUSY_WAITING}", NOT_BUILT))
         fits.append(f"{span(own.values())} of {len(available)} a rank")
     return findings or [Finding("cores", "ok", "; ".join(dict.fromkeys(fits)))]
 

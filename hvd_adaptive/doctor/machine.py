@@ -43,7 +43,7 @@ def machine_facts(backend: str) -> dict[str, Any]:
         "host_cores": host_cores() or cores,
         "cpu": cpu_model(),
         "cpu_quota": cpu_quota(),
-        "busy_waiting": backend == "horovod" and is_busy_waiting(read_launcher(os.environ), os.environ),
+        "busy_waiting": backend == "horovod" and is_busy_waiting(read_launcher(os.environ)),
         "shm_bytes": room.total if room else None,
         "shm_free_bytes": room.free if room else None,
         "nvidia_smi": list_gpus(),

@@ -79,7 +79,7 @@ def _set_up(options: Options) -> None:
     _install_project(venv, options)
     record.patient_yield = _patient_library(venv)
     if record.patient_yield is None:
-        warn(f"patient_yield was not compiled (no C compiler?): ranks under a CPU quota will be busy waiting; see {venv.log}")
+        warn(f"patient_yield was not compiled (no C compiler?): ranks with few cores will be busy waiting; see {venv.log}")
     if options.self_check:
         _check_ranks(venv)
     record.torch_spec, record.dev, record.cuda = options.torch_spec, options.dev, options.cuda
@@ -155,7 +155,7 @@ def _install_project(venv: Venv, options: Options) -> None:
 
 
 def _patient_library(venv: Venv) -> str | None:
-    """What ranks under a CPU quota preload; an editable installation compiles it beside its source."""
+    """What has ranks with few cores sleep where they wait; an editable installation compiles it beside its source."""
     code = "import json; from hvd_adaptive.cluster import patience; print(json.dumps(patience.patient_library()))"
     found: str | None = venv.query(code)
     return found

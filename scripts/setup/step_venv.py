@@ -31,7 +31,7 @@ class Record:
         cuda_cc_list: HOROVOD_BUILD_CUDA_CC_LIST as it was set.
         libmpi: the MPI library's file.
         horovod: key of the installed Horovod wheel.
-        patient_yield: the library that ranks under a CPU quota preload; None where it could not be compiled.
+        patient_yield: the library by which ranks with few cores sleep where they wait; None where it could not be compiled.
         versions: installed versions by package name.
     """
 
