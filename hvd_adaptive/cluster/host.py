@@ -67,6 +67,12 @@ def is_crowded(num_ranks: int) -> bool:
     return num_ranks > cores_of_ranks(num_ranks)
 
 
+def is_rationed(num_ranks: int) -> bool:
+    """Whether a CPU quota, which counts waiting that is busy as well, leaves this host's ranks fewer than two cores each."""
+    cores = cores_of_ranks(num_ranks)
+    return cores < _bound_cores(num_ranks) and must_yield(num_ranks, cores)
+
+
 def must_yield(num_ranks: int, num_cores: float) -> bool:
     """Whether threads that wait in MPI take cores from those that compute: each rank has two that may, its own and Horovod's.
 

@@ -84,7 +84,7 @@ def connect(
             timing.
         seldom: sums are of whole rounds, and not of each step: Horovod's thread looks for them every 5 ms, not every ms. Each
             look is a message to all ranks, which took a sixth of a core from a rank that computes. HOROVOD_CYCLE_TIME (ms)
-            overrides it.
+            overrides it. Where ranks have few cores, threads that wait sleep.
         mpi_alone: start MPI and Horovod also where no launcher started this process; one rank needs neither.
 
     Raises:
@@ -119,7 +119,7 @@ def connect(
     from hvd_adaptive.comm.horovod_mpi import HorovodMpiTransport
 
     with start_watch(info.rank, stall_limit_s=stall_limit_s) as met:
-        return HorovodMpiTransport(info, stall_limit_s=stall_limit_s, groups=groups, met=met)
+        return HorovodMpiTransport(info, stall_limit_s=stall_limit_s, groups=groups, seldom=seldom, met=met)
 
 
 def choose_backend(option: str, info: LauncherInfo) -> str:

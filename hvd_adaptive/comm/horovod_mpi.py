@@ -27,13 +27,14 @@ from hvd_adaptive.comm.through_host import host_route
 from hvd_adaptive.comm.watched_world import WatchedWorld
 
 
-def start_mpi(info: LauncherInfo) -> Any:
+def start_mpi(info: LauncherInfo, *, seldom: bool = False) -> Any:
     """Starts MPI through mpi4py, before Horovod could; returns a communicator of all ranks. COLLECTIVE.
 
     An uncaught exception on any rank then prints its traceback and ends the job.
 
     Args:
         info: what the launcher's environment says.
+        seldom: ranks exchange something only after several steps.
 
     Raises:
         RuntimeError: if Horovod and mpi4py use different MPI libraries, the launcher's world is not MPI's, or MPI gives no
@@ -44,7 +45,7 @@ def start_mpi(info: LauncherInfo) -> Any:
     from mpi4py import MPI
 
     check_one_mpi()
-    wait_patiently(info)
+    wait_patiently(info, seldom=seldom)
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     check_world(info, MPI.COMM_WORLD.Get_size())
@@ -67,6 +68,7 @@ class HorovodMpiTransport(WatchedWorld):
         info: what the launcher's environment says.
         stall_limit_s: seconds after which a dead, frozen or stuck rank ends the job.
         groups: whether `split` will be called; None: only if :func:`has_equal_hosts`.
+        seldom: ranks exchange something only after several steps.
         met: called with the hosts by rank as soon as they are known; the start goes on after it.
 
     Raises:
@@ -81,9 +83,10 @@ class HorovodMpiTransport(WatchedWorld):
         *,
         stall_limit_s: float,
         groups: bool | None = False,
+        seldom: bool = False,
         met: Callable[[Sequence[str]], None] = lambda hosts: None,
     ) -> None:
-        self._comm = start_mpi(info)
+        self._comm = start_mpi(info, seldom=seldom)
         world_size = self._comm.Get_size()
         hosts: list[str] = self._comm.allgather(socket.gethostname())
         groups = has_equal_hosts(hosts) if groups is None else groups

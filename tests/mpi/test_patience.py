@@ -1,4 +1,4 @@
-"""Ranks with few cores use little of them while they wait in MPI."""
+"""Ranks with few cores, and those under a CPU quota, use little of them while they wait in MPI."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ if MPI.COMM_WORLD.rank == 1:
 """
 STARTS = {
     "run": "import horovod.torch as hvd\nhvd.init()",
-    "library": "import hvd_adaptive.comm\nworld = hvd_adaptive.comm.connect(stall_limit_s=60)",
+    "library": "import hvd_adaptive.comm\nworld = hvd_adaptive.comm.connect(stall_limit_s=60, seldom=True)",
 }
 
 
 @pytest.mark.parametrize("start", STARTS)
 def test_ranks_with_few_cores_sleep(start: str, run_job: Any, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.format(start=STARTS[start]))
-    # Control groups are the host's; what they say is read in one place.
-    quota = "from hvd_adaptive.cluster import host\nhost.cpu_quota = lambda groups=None: 1.0\n"
+    # Control groups are the host's, and so are cores; what they say is read in one place.
+    change = "host.cpu_quota = lambda groups=None: 1.0" if start == "run" else "host._bound_cores = lambda num_ranks: 2"
+    quota = f"from hvd_adaptive.cluster import host\n{change}\n"
     (tmp_path / "sitecustomize.py").write_text(quota)
     command = [sys.executable, *(["-m", "hvd_adaptive", "run"] if start == "run" else []), str(tmp_path / "script.py")]
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])

@@ -50,8 +50,11 @@ def test_who_has_few_cores(
     assert not patience.is_busy_waiting(info), "not built: scripts/setup.sh"
     monkeypatch.setattr(patience, "patient_library", lambda: None)
     assert patience.is_busy_waiting(info) is expected
-    patience.wait_patiently(info)
+    patience.wait_patiently(info, seldom=True)
     assert (f"{patience.BUSY_WAITING}: {patience.NOT_BUILT}" in caplog.text) is expected
+    caplog.clear()
+    patience.wait_patiently(info, seldom=False)
+    assert (patience.BUSY_WAITING in caplog.text) is (quota is not None and quota < min(num_cores, 4)), "exchanges of every step"
     assert not patience.is_busy_waiting(LauncherInfo(name="none"))
 
 
