@@ -122,10 +122,8 @@ class Checkpointer:
         self._newest: tuple[int, Path] | None = None
         self._failure = ""
         self._owner = owner or FolderOwner(self.folder, session.transport.host)
-        self._copy_s = 0.0
-        self._write_s = 0.0
-        self._last_copy_s = 0.0
-        self._last_write_s = 0.0
+        self._copy_s = self._write_s = 0.0
+        self._last_copy_s = self._last_write_s = 0.0
         if interval != 0:
             remedy = "run directory on storage that all hosts share, or switch checkpoints off with an interval of 0"
             check_shared_folder(self.folder, session.transport, remedy)
@@ -173,8 +171,7 @@ class Checkpointer:
                 error = f"checkpoints newer than {path} cannot be set aside: {failure}"
         agree(session.transport, error)
         self._due_from = (session.round, session.train_s)
-        newest = newest_checkpoint(self.folder) if session.rank == 0 else None
-        if newest is not None:
+        if session.rank == 0 and (newest := newest_checkpoint(self.folder)) is not None:
             self._newest = (number_of(newest), newest)
         return path
 
@@ -220,6 +217,9 @@ class Checkpointer:
         return f"the newest checkpoint is {self._newest[1] if self._newest else 'none'}"
 
     def _report(self, stats: RoundStats) -> None:
+        if not self._attempt and self._session.rank == 0:
+            # Before anybody writes one, but not sooner: a job that is refused leaves the folder as it was.
+            checkpoint.remove_parts(self.folder)
         # A run may have two of these: one on the disk and one in memory.
         stats.checkpoint_s += self._copy_s
         # Training stood still for it, though between two rounds.

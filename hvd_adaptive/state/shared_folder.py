@@ -26,7 +26,6 @@ def check_shared_folder(folder: Path, transport: Collectives, remedy: str) -> No
     if transport.rank == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            checkpoint.remove_parts(folder)
             probe.mkdir()
         except OSError as failure:
             error = f"checkpoint folder {folder} cannot be written: {failure}"

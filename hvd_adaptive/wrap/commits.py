@@ -26,7 +26,7 @@ from hvd_adaptive.comm.protocols import AgreedError, agree
 from hvd_adaptive.comm.script_world import ScriptWorld
 from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_PREEMPTED
 from hvd_adaptive.session.supervised import lack_of_room, num_bytes
-from hvd_adaptive.state.checkpoint import RefusedError, prune, read_commit, write_commit
+from hvd_adaptive.state.checkpoint import RefusedError, prune, read_commit, remove_parts, write_commit
 from hvd_adaptive.state.nested import flatten_state
 from hvd_adaptive.state.preemption import PREEMPTION
 from hvd_adaptive.state.shared_folder import check_shared_folder
@@ -159,6 +159,7 @@ class Commits:
         except AgreedError as error:
             raise SystemExit(refuse(error, speaks=launched.rank == 0)) from error
         if launched.rank == 0:
+            remove_parts(launched.folder)
             _say(f"commits go to {launched.folder}")
 
     def _find(self) -> tuple[Path | None, Any, str | None]:

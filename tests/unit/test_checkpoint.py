@@ -367,8 +367,10 @@ def test_with_bits_of_their_own_all_take_the_older_too(
 
 def test_changed_options_are_an_error_that_names_both_values(tmp_path: Path) -> None:
     run(2, tmp_path, options={"lr": 1.0, "epochs": 1})
+    (tmp_path / ".part-1-round-00000009").mkdir()
     with pytest.raises(AgreedError, match=r"batch_size was 16 and is 32; .*seed was 0 and is 1; lr was 1.0 and is 2.0"):
         run(2, tmp_path, resume=True, config=Config(batch_size=32, mega_batch=100, seed=1), options={"lr": 2.0})
+    assert (tmp_path / ".part-1-round-00000009").exists(), "the job that was refused removed what another one may be writing"
     config = Config(batch_size=16, mega_batch=100, stall_limit_s=99, slowdown="1,1,1", hash_interval=1)
     options: dict[str, Any] = {"options": {"lr": 1.0, "epochs": 2}, "may_change": frozenset({"epochs"})}
     assert run(3, tmp_path, num_epochs=2, resume=True, config=config, **options)[0]["session"].ledger.epoch == 2
