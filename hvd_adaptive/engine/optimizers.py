@@ -238,6 +238,9 @@ def make_optimizer(
             params, lr=lr, momentum=momentum, weight_decay=weight_decay
         )
     if name == "adagrad":
+        if sparse and not torch.sparse.check_sparse_tensor_invariants.is_enabled():
+            # As it is. Said aloud, torch's Adagrad does not warn of it.
+            torch.sparse.check_sparse_tensor_invariants.disable()
         return Adagrad(params, lr=lr, weight_decay=weight_decay)
     if name == "rowwise-adagrad":
         return RowwiseAdagrad(params, lr=lr)
