@@ -96,8 +96,8 @@ class Config:
         None,
         "how the merged change moves the model; none: directly; momentum (the paper's), nesterov (DiLoCo's): with momentum over "
         "merges; cautious: as nesterov where both have the same sign. With Adam and its kin it begins after 100 updates of the "
-        "fastest rank (default: nesterov for SGD without momentum; cautious for torch's Adam and its kin, in Session on several "
-        "ranks; else none)",
+        "fastest rank (default: cautious for torch's Adam and its kin, in Session on several ranks; in train nesterov for SGD "
+        "without momentum; else none)",
         "none", "momentum", "nesterov", "cautious",
         strategy=_LOCAL,
     )

@@ -15,11 +15,10 @@ from hvd_adaptive.calibrate.choices import most_fragments
 from hvd_adaptive.calibrate.file import SynchronousCalibration
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.config import Config
-from hvd_adaptive.engine.optimizer_state import with_defaults
 from hvd_adaptive.engine.records import RoundRecord
 from hvd_adaptive.session.session import Session
 from hvd_adaptive.xmc.data import SparseDataset
-from hvd_adaptive.xmc.defaults import has_rare_labels
+from hvd_adaptive.xmc.defaults import has_rare_labels, with_train_defaults
 from hvd_adaptive.xmc.train_config import TrainConfig
 from hvd_adaptive.xmc.trainer import local_step, make_model, make_optimizer
 
@@ -97,7 +96,7 @@ def play_rounds(
     model = make_model(train, data, seed=config.seed, device=device)
     optimizer = make_optimizer(train, model)
     if config.strategy == "local":
-        config = with_defaults(config, optimizer, model.parameters(), rare_labels=has_rare_labels(config, data))
+        config = with_train_defaults(config, optimizer, model, rare_labels=has_rare_labels(config, data))
     session = Session(model, optimizer, config, transport=transport)
     records: list[RoundRecord] = []
 

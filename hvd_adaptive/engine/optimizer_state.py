@@ -64,8 +64,8 @@ def with_defaults(
     The learning rate of SGD, with momentum or without, follows the batch size linearly. That of other optimizers stays: they
     divide a gradient by its usual size, so their steps do not grow with the batch's.
 
-    SGD without momentum gets Nesterov's outer step, dense Adam and its kin on several ranks the cautious one. Others get none:
-    momentum on top of SGD's own multiplies its steps, and adaptive optimizers take as long steps on rare rows as on others.
+    Dense Adam and its kin on several ranks get the cautious outer step. Others get none: it makes steps several times as long, so
+    SGD would diverge at its best rates, and adaptive optimizers take as long steps on rare rows as on others.
 
     Args:
         config: the rules.
@@ -99,8 +99,7 @@ def with_defaults(
     if config.outer_step is None:
         is_set = _sets_outer_step(config)
         adapts = learns_from_short_rounds(config, optimizer) and (world_size > 1 or is_set)
-        is_plain = is_sgd and (is_set or not any(group.get("momentum") for group in optimizer.param_groups))
-        config = with_outer_step(config, "nesterov" if is_plain else "cautious" if adapts else "none", optimizer)
+        config = with_outer_step(config, "nesterov" if is_sgd and is_set else "cautious" if adapts else "none", optimizer)
     return config
 
 

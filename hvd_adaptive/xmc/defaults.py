@@ -6,7 +6,7 @@ import dataclasses
 import logging
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from hvd_adaptive.algorithm.merge_period import capped_mega_batch
 from hvd_adaptive.algorithm.merge_weights import labels_are_rare
@@ -32,6 +32,15 @@ def has_rare_labels(config: Config, data: SparseDataset) -> bool:
     return labels_are_rare(labels_a_sample, data.num_labels, mega_batch)
 
 
+def with_train_defaults(config: Config, optimizer: Optimizer, model: nn.Module, *, rare_labels: bool) -> Config:
+    """Returns the rules that follow from the optimizer. SGD without momentum has Nesterov's outer step here: on sparse data
+    averages alone learn too slowly, and the default learning rate is for it."""
+    momenta = [group.get("momentum") for group in optimizer.param_groups]
+    if config.outer_step is None and isinstance(optimizer, SGD) and not any(momenta):
+        config = dataclasses.replace(config, outer_step="nesterov")
+    return with_defaults(config, optimizer, model.parameters(), rare_labels=rare_labels)
+
+
 def fill_in(
     config: Config, train: TrainConfig, data: SparseDataset, *, model: nn.Module, optimizer: Optimizer, transport: Transport
 ) -> Config:
@@ -43,7 +52,7 @@ def fill_in(
         config = dataclasses.replace(config, compression="none")
     mega_batch, labels_a_sample = labels_of_a_round(config, data)
     rare = has_rare_labels(config, data)
-    found = with_defaults(config, optimizer, model.parameters(), rare_labels=rare)
+    found = with_train_defaults(config, optimizer, model, rare_labels=rare)
     told = rare and config.merge_weights == "auto" and transport.rank == 0
     if told and config.island is not None:
         log.warning(
