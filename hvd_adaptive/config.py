@@ -123,7 +123,7 @@ class Config:
     optimizer_state: str | None = option(
         None,
         "a rank's optimizer state after a merge (default: average for Adagrad's accumulators, torch's Adagrad's only without "
-        "compression; else keep)",
+        "compression; reset for LBFGS; else keep)",
         *("keep", "reset", "average"),
         strategy=_LOCAL,
     )

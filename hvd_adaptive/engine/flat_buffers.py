@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hvd_adaptive.comm.protocols import Collectives, Pending
-from hvd_adaptive.engine.flat_group import fill_deltas, load_, make_groups, scale_
+from hvd_adaptive.compress.kernels.dispatch import all_finite
+from hvd_adaptive.engine.flat_group import by_dtype, fill_deltas, load_, make_groups, replace, scale_
 
 
 def split_buffers(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
@@ -32,6 +33,7 @@ class FlatBuffers:
     """
 
     def __init__(self, model: nn.Module, transport: Collectives) -> None:
+        self._model = model
         self._transport = transport
         floats, self.integers = split_buffers(model)
         self.groups = make_groups("buffers", floats)
@@ -39,10 +41,27 @@ class FlatBuffers:
         self._under_way: list[Pending] = []
         self._maxima = torch.empty(0, dtype=torch.int64)
 
+    def rebind(self) -> None:
+        """Takes the model's buffers anew: a forward pass may have put others in their place, as ``self.mean = ...`` does.
+
+        Raises:
+            RuntimeError: if there are other ones than at construction, or of other shapes.
+        """
+        floats, integers = split_buffers(self._model)
+        replace([*(group.tensors for group in self.groups), self.integers], [*by_dtype(floats).values(), integers])
+
     @torch.no_grad()
     def compute_delta(self) -> bool:
         """Fills the delta with the float buffers minus what they were after the last merge; returns whether it is finite."""
-        return fill_deltas(self.groups)
+        self.rebind()
+        if fill_deltas(self.groups):
+            return True
+        # An attention mask of -inf, minus itself, is NaN: what has not changed adds nothing.
+        for group in self.groups:
+            values = group.gather_(torch.empty_like(group.weights))
+            unchanged = (values == group.weights) | (values.isnan() & group.weights.isnan())
+            group.delta.masked_fill_(unchanged, 0.0)
+        return all(all_finite(group.delta) for group in self.groups)
 
     @torch.no_grad()
     def start_(self, weight: float | None) -> None:

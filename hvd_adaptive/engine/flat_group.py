@@ -120,6 +120,18 @@ def by_dtype(tensors: list[Tensor]) -> dict[torch.dtype, list[Tensor]]:
     return {dtype: members for dtype, members in found.items() if members}
 
 
+def replace(held: list[list[Tensor]], found: list[list[Tensor]]) -> None:
+    """Replaces a model's tensors by those that it has now.
+
+    Raises:
+        RuntimeError: if there are other ones, or of other shapes.
+    """
+    if [[t.shape for t in tensors] for tensors in found] != [[t.shape for t in tensors] for tensors in held]:
+        raise RuntimeError("the model has other parameters or buffers, or of another shape or dtype, than when merges began")
+    for tensors, others in zip(held, found, strict=True):
+        tensors[:] = others
+
+
 def fill_deltas(groups: list[FlatGroup], *, verify: bool = False) -> bool:
     """Fills the deltas with tensors minus global model; returns whether they are finite. ``verify``: see
     :meth:`RowRange.compute_delta_`."""

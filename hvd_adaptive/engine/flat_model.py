@@ -21,13 +21,14 @@ from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.compress.kernels.dispatch import sum_of_squares
 from hvd_adaptive.compress.policy import TensorInfo
 from hvd_adaptive.engine.device_copies import host_bytes
-from hvd_adaptive.engine.flat_buffers import FlatBuffers, split_buffers
+from hvd_adaptive.engine.flat_buffers import FlatBuffers
 from hvd_adaptive.engine.flat_group import (
     FlatGroup,
     by_dtype,
     fill_deltas,
     load_,
     make_groups,
+    replace,
     scale_,
     scale_rest_,
 )
@@ -86,6 +87,7 @@ class FlatModel:
         if transport is not whole:
             transport.broadcast_([local(p) for p in parameters if is_sharded(p)])
         self.device = trainable[0].device
+        self._watch([p for p in parameters if p.requires_grad])
 
         marks = {
             id(t): touched[id(p)]
@@ -112,22 +114,30 @@ class FlatModel:
             row_range.touched.clear()
 
     def rebind(self) -> None:
-        """Takes the model's tensors anew, for a loop that may have put other ones of the same shapes in their place.
+        """Takes the model's tensors anew: a loop may have put others in their place, as by ``p.data = p.data.clamp(...)``.
 
         Raises:
             RuntimeError: if there are other ones than at construction, or of other shapes.
         """
-        self.check_trainable()
-        trainable = [p.detach() for p in self._model.parameters() if p.requires_grad]
-        floats, integers = split_buffers(self._model)
-        found = [*by_dtype(trainable).values(), *by_dtype(floats).values(), integers]
-        held = [*(group.tensors for group in self.groups), self.buffers.integers]
-        if [[t.shape for t in tensors] for tensors in found] != [[t.shape for t in tensors] for tensors in held]:
-            raise RuntimeError(
-                "the model has other parameters or buffers, or of another shape or dtype, than when merges began"
-            )
-        for tensors, others in zip(held, found, strict=True):
-            tensors[:] = others
+        check_trainable(self._model, self._trainable)
+        reshard(self._model)
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        tensors = by_dtype([local(p) for p in parameters])
+        replace([group.tensors for group in self.parameter_groups], list(tensors.values()))
+        self._watch(parameters)
+        self.buffers.rebind()
+
+    def follow(self) -> bool:
+        """As :meth:`rebind`, if a parameter has other memory than at the last one; returns whether one has. Quick."""
+        is_other = [p.data_ptr() for p in self._watched] != self._addresses
+        if is_other:
+            self.rebind()
+        return is_other
+
+    def _watch(self, parameters: list[nn.Parameter]) -> None:
+        # A sharded one's memory is another one while a pass has it whole.
+        self._watched = [p for p in parameters if not is_sharded(p)]
+        self._addresses = [p.data_ptr() for p in self._watched]
 
     @property
     def groups(self) -> list[FlatGroup]:
@@ -144,13 +154,9 @@ class FlatModel:
         Raises:
             RuntimeError: if a parameter was frozen or unfrozen since construction.
         """
-        self.check_trainable()
-        reshard(self._model)
-        return fill_deltas(self.groups, verify=verify)
-
-    def check_trainable(self) -> None:
-        """See :func:`check_trainable`."""
-        check_trainable(self._model, self._trainable)
+        self.rebind()
+        finite = fill_deltas(self.parameter_groups, verify=verify)
+        return self.buffers.compute_delta() and finite
 
     @torch.no_grad()
     def norm_per_parameter(self) -> float:

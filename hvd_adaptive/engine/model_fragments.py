@@ -25,13 +25,20 @@ class Piece:
         group: they alone, sharing memory with the whole group.
         whole: all parameters of the dtype.
         part: where they are in it.
+        first: the place of its first parameter there.
         ahead: how much further this rank's steps started than the global model, shape (num_elements,).
     """
 
     group: FlatGroup
     whole: FlatGroup
     part: slice
+    first: int
     ahead: Tensor
+
+    def rebind(self) -> None:
+        """Takes the tensors that the whole group has now."""
+        tensors = self.group.tensors
+        tensors[:] = self.whole.tensors[self.first : self.first + len(tensors)]
 
     def start(self) -> Tensor:
         """Returns what this rank's latest steps started from."""
@@ -143,7 +150,7 @@ def cut_model(flat: FlatModel, num_fragments: int) -> list[Fragment]:
     """
     groups = flat.parameter_groups
     if num_fragments == 1:
-        whole = [Piece(g, g, slice(0, g.delta.numel()), torch.zeros_like(g.delta)) for g in groups]
+        whole = [Piece(g, g, slice(0, g.delta.numel()), 0, torch.zeros_like(g.delta)) for g in groups]
         return [Fragment(0, whole)]
     found = sorted((place, info) for g in groups for place, info in zip(g.positions, g.infos, strict=True))
     try:
@@ -158,6 +165,6 @@ def cut_model(flat: FlatModel, num_fragments: int) -> list[Fragment]:
             inside = [index for index, place in enumerate(group.positions) if place in run]
             if inside:
                 part, sub = group.part(inside[0], inside[-1] + 1, f"{group.name}.{number}")
-                pieces.append(Piece(sub, group, part, torch.zeros_like(sub.delta)))
+                pieces.append(Piece(sub, group, part, inside[0], torch.zeros_like(sub.delta)))
         fragments.append(Fragment(number, pieces))
     return fragments

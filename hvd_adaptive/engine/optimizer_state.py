@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from hvd_adaptive.combinations import goes_with_dual_averaging
 from hvd_adaptive.comm.protocols import AgreedError, Collectives
@@ -26,12 +26,14 @@ def rule(config: Config, optimizer: Optimizer) -> str:
 
     Accumulators that only grow (Adagrad) are averaged: kept, a row's first step on each rank would be a full one. The moments of
     other optimizers are kept, as in DiLoCo, and so is what is as large as the model beside a compressed exchange. Dual averaging
-    sums the accumulators itself.
+    sums the accumulators itself. LBFGS begins again: its state is differences to a model that the merge has moved.
     """
     if config.weight_rule == "dual-averaging":
         return "sum"
     if config.optimizer_state is not None:
         return config.optimizer_state
+    if isinstance(optimizer, LBFGS):
+        return "reset"
     return "average" if config.logical_ranks is None and _exchanges_accumulators(config, optimizer) else "keep"
 
 

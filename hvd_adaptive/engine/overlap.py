@@ -136,6 +136,7 @@ class OverlappedMerge:
             AgreedError: on all ranks, if a fragment is finite on none.
         """
         self._count(work, num_updates)
+        self._follow()
         for fragment in self._fragments:
             fragment.under_way.poll()
             if self._takes_in_early and fragment.arrived:
@@ -146,7 +147,8 @@ class OverlappedMerge:
     @torch.no_grad()
     def is_finite(self) -> bool:
         """Measures the buffers' changes in the round; returns whether they and this rank's model are finite."""
-        self._flat_model.check_trainable()
+        self._flat_model.rebind()
+        self._follow(changed=True)
         finite = self._flat_model.buffers.compute_delta()
         return all_finite(*(t for group in self._flat_model.parameter_groups for t in group.tensors)) and finite
 
@@ -261,6 +263,12 @@ class OverlappedMerge:
             return
         for piece in self._pieces:
             piece.group.scatter_(piece.start())
+
+    def _follow(self, *, changed: bool = False) -> None:
+        """Takes parameters anew that a step has put in others' place."""
+        if self._flat_model.follow() or changed:
+            for piece in self._pieces:
+                piece.rebind()
 
     def _meet_(self, weight: float | None) -> None:
         """Goes through the next phase; ``weight``: this rank's, where it is known."""

@@ -38,6 +38,7 @@ class HandedOut:
         self._waiting: dict[int, Rows] = {}
         self._num_told = 0
         self._left_round: int | None = None
+        self._end_of_loops = 0.0
         self._says_no_update = False
         self.is_closed = False
 
@@ -56,6 +57,26 @@ class HandedOut:
         except GeneratorExit:
             self._left_round = round_number
             raise
+
+    def begin_loop(self, num_epochs: float | None, num_done: float) -> None:
+        """Takes note of a loop over the data.
+
+        Args:
+            num_epochs: up to which it goes, as all loops count from the session's first one; None: without end.
+            num_done: epochs that are done.
+
+        Raises:
+            ValueError: on all ranks, if a loop before went as far, so that this one would do nothing.
+            RuntimeError: as :meth:`check_open`.
+        """
+        self.check_open()
+        if num_epochs is not None:
+            if num_epochs <= self._end_of_loops and num_done >= num_epochs - 1e-9:
+                raise ValueError(
+                    f"num_epochs {num_epochs:g} counts from the session's beginning, and {num_done:g} are done: give "
+                    f"num_epochs=epoch + 1 in a loop over epochs, or all of them to one loop over the batches"
+                )
+            self._end_of_loops = num_epochs
 
     def check_open(self) -> None:
         """Raises RuntimeError if the session is closed, or as :meth:`check_left` does."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hvd_adaptive.comm.protocols import Collectives, agree, agree_equal
@@ -27,6 +28,11 @@ def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         TypeError: for an optimizer that is none.
         ValueError: for a parameter without values, complex parameters, none to train, or an optimizer over others.
     """
+    if lazy := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)]:
+        raise ValueError(
+            f"{len(lazy)} parameters or buffers of lazy modules have no shape yet, the first is {lazy[0]}: run one forward pass "
+            "before the optimizer and the session are made"
+        )
     check_kinds(model)
     _check_optimizer(model, optimizer)
     if empty := [name for name, p in model.named_parameters() if p.is_meta]:

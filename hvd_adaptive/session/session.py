@@ -152,12 +152,12 @@ class Session:
 
         Args:
             dataset: the same map-style data set on every rank: ``get_batch(rows) -> (x, y)``, or indexing and ``collate``.
-            num_epochs: passes over the data, may be fractional, up to the end of a round; None: until :meth:`stop`.
+            num_epochs: passes over the data since the session began: 5 after 2 gives 3 more. Or a fraction; None: until `stop`.
             work: cost of each sample, int64, shape (len(dataset),), for ``work="nonzeros"``.
             collate: as in torch's DataLoader; what it returns is (x, y) if it is a tuple of two, else x alone.
 
         Raises:
-            TypeError, ValueError: for a data set that cannot be shared this way.
+            TypeError, ValueError: for a data set that cannot be shared this way, or if all these passes were made before.
             AgreedError: on all ranks, if their data sets differ in length.
             RuntimeError: if ranks' models stop being equal after a merge, or all ranks' parameters are not finite.
         """
@@ -173,7 +173,7 @@ class Session:
         if (work is not None) != (self.config.work == "nonzeros"):
             given = "None" if work is None else "an array"
             raise ValueError(f"batches(work=...) goes with config.work='nonzeros', got work={given} with {self.config.work!r}")
-        self._handed_out.check_open()
+        self._handed_out.begin_loop(num_epochs, self._progress(len(source)))
         agree_equal(self.transport, {"number of samples": len(source)}, "Give every rank the same data.")
         self._state.check_dataset(len(source))
         self._data = source.description

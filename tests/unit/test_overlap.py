@@ -177,7 +177,7 @@ def test_a_rank_that_is_not_finite_starts_again(caplog: pytest.LogCaptureFixture
 
 
 def test_memory_is_one_copy_more() -> None:
-    session = LocalWorld(1).run(lambda t: train(t, Config(overlap_merge=True)))[0]["session"]
+    session = LocalWorld(1).run(lambda t: train(t, Config(overlap_merge=True, outer_step="nesterov")))[0]["session"]
     strategy = session._strategy
     held = [t for g in strategy.flat_model.parameter_groups for t in (g.weights, g.delta)]
     held += [*strategy.merge.outer.velocity.values(), *(piece.ahead for piece in strategy.merge.overlap._pieces)]

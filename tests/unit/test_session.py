@@ -613,6 +613,99 @@ def test_complex_buffers_keep_both_parts_over_merges(strategy: str) -> None:
         assert seen.real > 0 and abs(seen.imag - 2 * seen.real) < 1e-6 * seen.real
 
 
+def test_lazy_modules_are_told_to_run_first() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    with pytest.raises(ValueError, match=r"lazy modules have no shape yet, the first is 0\.weight: run one forward pass"):
+        Session(model, torch.optim.SGD(model.parameters(), lr=0.1), Config())
+
+
+def test_lbfgs_forgets_what_it_knew_of_another_model() -> None:
+    def run(transport: LocalTransport) -> list[int]:
+        torch.manual_seed(0)
+        model = make_model()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+        session = Session(model, optimizer, Config(batch_size=25, mega_batch=200), transport=transport)
+        iterations: list[int] = []
+        session.records.append(lambda record: iterations.append(sum(s.get("n_iter", 0) for s in optimizer.state.values())))
+        for batch in session.batches(DATA):
+            with session.step(batch):
+
+                def closure(batch: Any = batch) -> Any:
+                    session.optimizer.zero_grad()
+                    loss = nn.functional.cross_entropy(model(batch.x), batch.y)
+                    loss.backward()
+                    return loss
+
+                session.optimizer.step(closure)
+        session.close()
+        return iterations
+
+    for iterations in LocalWorld(2).run(run):
+        assert iterations and not any(iterations)
+
+
+def test_a_loop_over_epochs_that_would_do_nothing_is_an_error() -> None:
+    model = make_model()
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), Config(batch_size=50))
+
+    def samples(num_epochs: float) -> int:
+        total = 0
+        for batch in session.batches(DATA, num_epochs=num_epochs):
+            with session.step(batch):
+                pass
+            total += len(batch.rows)
+        return total
+
+    assert [samples(epoch + 1) for epoch in range(3)] == [len(DATA)] * 3
+    with pytest.raises(ValueError, match=r"num_epochs 3 counts from the session's beginning, and 3 are done: .*epoch \+ 1"):
+        samples(3)
+    # As after a resume: there is a loop for each epoch, and the first ones are done.
+    session._handed_out._end_of_loops = 0.0
+    assert [samples(epoch + 1) for epoch in range(4)] == [0, 0, 0, len(DATA)]
+    session.close()
+
+
+def test_a_buffer_of_infinities_is_no_divergence() -> None:
+    """Such as a causal mask. One that becomes NaN on a rank is."""
+    mask = nn.Transformer.generate_square_subsequent_mask(4)
+
+    def run(transport: LocalTransport) -> nn.Module:
+        model = make_model()
+        model.register_buffer("mask", mask.clone(), persistent=False)
+        model.register_buffer("seen", torch.zeros(1))
+
+        def count(session: Session, batch: Any) -> None:
+            model.seen += 1
+
+        train(transport, Config(batch_size=50, mega_batch=100), model=model, on_batch=count)
+        return model
+
+    for model in LocalWorld(2).run(run):
+        assert torch.equal(model.mask, mask) and 0 < float(model.seen) < torch.inf
+
+
+@pytest.mark.parametrize("options", [{}, {"merges_per_round": 2}, {"merge_fragments": 2}, {"overlap_merge": True}])
+def test_tensors_that_a_step_replaces_are_merged(options: dict[str, Any]) -> None:
+    """``p.data = ...`` and ``self.buffer = ...`` put other memory in the place of what was there."""
+
+    def run(transport: LocalTransport) -> nn.Module:
+        model = make_model()
+        model.register_buffer("mean", torch.zeros(1))
+
+        def replace(session: Session, batch: Any) -> None:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clamp(-2, 2)
+            model.mean = 0.9 * model.mean + 0.1 * session.rank
+
+        train(transport, Config(batch_size=10, mega_batch=100, hash_interval=1, **options), model=model, on_batch=replace)
+        return model
+
+    first, second = LocalWorld(2).run(run)
+    assert 0 < float(first.mean) < 1
+    for one, other in zip([*first.parameters(), *first.buffers()], [*second.parameters(), *second.buffers()], strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_closed_session_gives_nothing_more_and_closes_once(world_size: int) -> None:
     def body(transport: LocalTransport) -> None:
