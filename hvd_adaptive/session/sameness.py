@@ -139,6 +139,11 @@ def _what_differs(model: nn.Module, transport: Collectives, *, buffers: bool) ->
         expected = first.setdefault(shard, others)
         names |= {name: None for name, a, b in zip(tensors, expected, others, strict=True) if a != b}
     listed = ", ".join([*names][:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    if names and all(tensors[name].is_leaf and not tensors[name].requires_grad and name not in of_buffers for name in names):
+        return (
+            f" in frozen parameters ({listed}), which merges leave alone: update such a copy of the model in session.records, "
+            "after the merge, when all ranks hold the same model."
+        )
     if names and all(name in of_buffers for name in names):
         return (
             f" in buffers ({listed}). A pass in training mode outside session.step moves BatchNorm's statistics, each rank's by "

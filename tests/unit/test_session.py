@@ -644,6 +644,20 @@ def test_lbfgs_forgets_what_it_knew_of_another_model() -> None:
         assert iterations and not any(iterations)
 
 
+def test_a_frozen_copy_that_steps_move_is_named_with_a_way_out() -> None:
+    def run(transport: LocalTransport) -> None:
+        model = make_model()
+        model[0].copy = nn.Parameter(torch.ones(2), requires_grad=False)
+
+        def follow(session: Session, batch: Any) -> None:
+            model[0].copy.data.mul_(0.9 + 0.01 * transport.rank)
+
+        train(transport, Config(batch_size=50, mega_batch=100, hash_interval=1), model=model, on_batch=follow)
+
+    with pytest.raises(AgreedError, match=r"in frozen parameters \(0.copy\), .* in session.records, after the merge"):
+        LocalWorld(2).run(run)
+
+
 def test_a_loop_over_epochs_that_would_do_nothing_is_an_error() -> None:
     model = make_model()
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), Config(batch_size=50))
