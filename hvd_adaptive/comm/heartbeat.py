@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 _TURN_S = 0.5
 _LAST_TURN_S = 5.0
 _LEAVE_POLL_S = 0.02
+# How long a rank that ends in failure waits for each of its own threads.
+_ABANDON_S = 2.0
 # So long after a rank of rank 0's host has ended, while others wait, that ends the job. A launcher that sees it says more of it.
 _ENDED_S = 2.0
 _OVER = "over"
@@ -98,6 +100,7 @@ class Heartbeat:
         self._cut_s: float | None = None
         self._leaving = threading.Event()
         self._over = threading.Event()
+        self._is_abandoned = False
         self._lifeline: socket.socket | None = None
         self._threads: list[threading.Thread] = []
 
@@ -162,13 +165,28 @@ class Heartbeat:
         if not self._threads or os.getpid() != self._pid:
             return
         self._state = _State("left", self._state.what, self._awake_s)
+        self._end_threads()
+
+    def abandon(self) -> None:
+        """Ends this rank's threads, for a rank that ends in failure. It says nothing to other ranks, nor waits for them.
+
+        Else a thread that comes back from the store, which is C++, while the interpreter ends would end the process by SIGABRT.
+        One that hangs there is left after some seconds. Repeated calls, and calls in a forked child, do nothing.
+        """
+        if not self._threads or os.getpid() != self._pid:
+            return
+        self._is_abandoned = True
+        self._over.set()
+        self._end_threads(_ABANDON_S)
+
+    def _end_threads(self, limit_s: float | None = None) -> None:
         self._leaving.set()
         if self._lifeline is not None:
             # Wakes the thread that sleeps on it.
             with contextlib.suppress(OSError):
                 self._lifeline.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join()
+            thread.join(limit_s)
         self._threads.clear()
         if self._lifeline is not None:
             self._lifeline.close()
@@ -179,15 +197,15 @@ class Heartbeat:
     def _talk(self, store: TCPStore) -> None:
         keys = [self._key(rank) for rank in self._watched]
         try:
-            while True:
+            while not self._is_abandoned:
                 leaving = self._leaving.is_set()
                 self._beat(store)
                 all_left = self._look(store, keys)
                 if leaving and (all_left if self._rank == 0 else self._is_over(store)):
+                    if self._rank == 0:
+                        store.set(_OVER, self._side.seal.close(_OVER, b""))  # type: ignore[arg-type]
                     break
                 self._sleep()
-            if self._rank == 0:
-                store.set(_OVER, self._side.seal.close(_OVER, b""))  # type: ignore[arg-type]
         except (DistError, ConnectionError):
             self._cut_s = self._awake_s
             return

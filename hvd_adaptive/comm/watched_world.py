@@ -129,3 +129,8 @@ class WatchedWorld:
             self._has_left = True
             self.heartbeat.leave()
             self.side.close()
+
+    def abandon(self) -> None:
+        """Ends the heartbeat of a rank that ends in failure, which waits for no other."""
+        self._has_left = True
+        self.heartbeat.abandon()

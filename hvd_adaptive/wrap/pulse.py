@@ -33,7 +33,7 @@ class Pulse:
         self._comm = comm
         self._limit_s = limit_s
         self._running = ExitStack()
-        self._is_started = False
+        self._is_started = self._is_failed = False
         self._pid = os.getpid()
         self.side: SideChannel | None = None
 
@@ -62,14 +62,20 @@ class Pulse:
             return
         world.start()
         self.side = world.side
-        self._running.callback(world.leave)
+        self._running.callback(self._end, world)
         self._running.enter_context(long_task(world, "the script"))
 
     def stop(self) -> None:
-        """Ends when all ranks have come here. COLLECTIVE. Does nothing in a forked child."""
+        """Ends when all ranks have come here, COLLECTIVE; at once on a rank that has failed. Does nothing in a forked child."""
         if os.getpid() == self._pid:
             self._running.close()
 
     def abandon(self) -> None:
-        """Forgets to stop: this rank ends in failure, and shall not wait for the others."""
-        self._running.pop_all()
+        """Takes note that this rank ends in failure, and shall not wait for the others. It beats until `stop`."""
+        self._is_failed = True
+
+    def _end(self, world: WatchedWorld) -> None:
+        if self._is_failed:
+            world.abandon()
+        else:
+            world.leave()

@@ -53,7 +53,7 @@ def test_a_dry_run_reports_and_ends(run_job: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "num_ranks", "said"),
     [
-        ("adasum", 2, "intercepted: DistributedOptimizer (SGD, op=Adasum)"),
+        ("adasum", 2, "not intercepted: DistributedOptimizer (SGD, op=Adasum)"),
         ("manual", 2, "no optimizer that is intercepted steps on its batches"),
         ("plain", 1, "there is one rank"),
     ],
@@ -131,6 +131,12 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(run_job: Any) 
 def test_a_rank_that_leaves_early_ends_the_job(run_job: Any) -> None:
     job = run_job([*RUN, "-np", "2", str(SCRIPTS / "failing.py"), "exit"], timeout=200)
     assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
+
+
+def test_a_script_that_fails_ends_with_its_own_code(run_job: Any) -> None:
+    # Ranks that are forks of the zygote would not take their interpreter apart.
+    job = run_job([*RUN, "-np", "2", str(SCRIPTS / "failing.py"), "code"], timeout=200, forked=False)
+    assert job.returncode == 3 and "terminate called" not in job.stderr and not job.leftover, job.describe()
 
 
 def test_a_frozen_rank_is_named(run_job: Any, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Does what its argument says, after a few steps."""
 
+import contextlib
+import datetime
 import os
 import pathlib
 import sys
@@ -10,6 +12,18 @@ import torch
 
 if sys.argv[1] == "never":
     sys.exit(0)
+if sys.argv[1] == "code":
+    # The heartbeat's thread is in the store, which is C++, nearly all the time, and would come back while the interpreter ends.
+    from hvd_adaptive.comm.heartbeat import Heartbeat
+
+    beat = Heartbeat._beat
+
+    def slow_beat(self, store):
+        beat(self, store)
+        with contextlib.suppress(torch.distributed.DistStoreError):
+            store.wait(["never"], datetime.timedelta(seconds=0.3))
+
+    Heartbeat._beat, Heartbeat._sleep = slow_beat, lambda self: None
 hvd.init()
 model = torch.nn.Linear(4, 2)
 optimizer = hvd.DistributedOptimizer(
@@ -24,6 +38,8 @@ for step in range(100_000):
         raise KeyError("on purpose")
     if step == 5 and hvd.rank() == 1 and sys.argv[1] == "exit":
         sys.exit(0)
+    if step == 5 and sys.argv[1] == "code":
+        sys.exit(3)
     if step == 5 and hvd.rank() == 1 and sys.argv[1] == "freeze":
         pathlib.Path(sys.argv[2]).write_text(str(os.getpid()))
     time.sleep(0.01)
