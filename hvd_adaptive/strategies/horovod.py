@@ -15,6 +15,7 @@ from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
+from hvd_adaptive.engine.flat_model import check_trainable
 from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.strategies.synchronous import FixedWorkStrategy, SynchronousClock
@@ -33,6 +34,7 @@ class HorovodStrategy(FixedWorkStrategy):
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
         super().__init__(model, config, transport)
+        self._trainable = [p.requires_grad for p in model.parameters()]
         transport.broadcast_([*(p.detach() for p in model.parameters()), *model.buffers()])
         self.optimizer = transport.distributed_optimizer(optimizer, model)
         self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
@@ -64,7 +66,12 @@ class HorovodStrategy(FixedWorkStrategy):
             yield batch
 
     def end_round(self, stats: RoundStats) -> tuple[Gathered, Array, int]:
-        """Gathers the statistics. COLLECTIVE. Waiting is the time in Horovod's synchronize, the exchange included."""
+        """Gathers the statistics. COLLECTIVE. Waiting is the time in Horovod's synchronize, the exchange included.
+
+        Raises:
+            RuntimeError: if a parameter was frozen or unfrozen since construction.
+        """
+        check_trainable(self._model, self._trainable)
         payload_bytes = self._clock.payload_bytes
         self._clock.end_round(stats)
         gathered = stats.gather(self._transport.allgather_stats)

@@ -365,9 +365,11 @@ def test_layers_that_change_parameters_in_forward_are_refused_over_several_ranks
         LocalWorld(2).run(run)
 
 
-def test_freezing_during_a_session_is_refused() -> None:
+@pytest.mark.parametrize("strategy", ["sync", "horovod"])
+def test_freezing_during_a_session_is_refused(strategy: str) -> None:
     model = make_model()
-    session = make_session(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    config = Config(strategy=strategy, batch_size=8)
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=LocalTransport())
     with pytest.raises(RuntimeError, match="added, removed, frozen or unfrozen"):  # noqa: PT012
         for batch in session.batches(TensorDataset(X, Y)):
             model[0].bias.requires_grad_(False)
