@@ -91,11 +91,16 @@ class Policy:
             ValueError: naming the pattern and some of the names.
         """
         for rule in self.rules:
-            if _CONDITION.match(rule.condition + "=") or any(rule.matches(tensor) for tensor in tensors):
+            if not _is_of_names(rule) or any(rule.matches(tensor) for tensor in tensors):
                 continue
             names = [tensor.name for tensor in tensors]
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             raise ValueError(f"policy: no tensor's name matches {rule.condition!r}; the names are {shown}")
+
+    def part_for(self, tensors: Sequence[TensorInfo]) -> Policy:
+        """Returns the policy without patterns of names that are none of these tensors'. Their codecs are the same."""
+        rules = (r for r in self.rules if not _is_of_names(r) or any(r.matches(tensor) for tensor in tensors))
+        return Policy(self.default, tuple(rules))
 
 
 def parse_policy(text: str) -> Policy:
@@ -116,6 +121,10 @@ def _rule(text: str, rule: str) -> Rule:
     if not condition.strip() or not codec.strip():
         raise ValueError(f"policy {text!r}: a rule is CONDITION=CODEC, got {rule!r}")
     return Rule("".join(condition.split()), parse_codec(codec))
+
+
+def _is_of_names(rule: Rule) -> bool:
+    return not _CONDITION.match(rule.condition + "=")
 
 
 def _exemptions() -> tuple[Rule, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.compress.kernels.dispatch import all_finite
@@ -46,7 +47,8 @@ class GradientExchange:
     under a gradient scaler (AMP) they are of the scale that made them so.
 
     Args:
-        named_parameters: name and parameter; those without ``requires_grad`` are left out, and a tied one counts once.
+        named_parameters: name and parameter; a tied one counts once. Those without ``requires_grad`` are left out, but for
+            ``with_frozen``.
         options: policy, reducer, error feedback and seed.
         transport: the world.
         backward_passes: micro-batches whose gradients add up before they are exchanged.
@@ -55,6 +57,7 @@ class GradientExchange:
             overlapped.
         bucket_elements: gradients in a bucket, about; a larger one has a bucket of its own.
         name: of the exchanges; another one for each object whose exchanges may be under way at the same time.
+        with_frozen: exchange parameters without ``requires_grad``, too, as they may be trained later. Until then they get zeros.
 
     Attributes:
         payload_bytes: encoded bytes of this rank's gradients so far.
@@ -75,11 +78,12 @@ class GradientExchange:
         auto_bits: int = 0,
         bucket_elements: int = BUCKET_ELEMENTS,
         name: str = "gradients",
+        with_frozen: bool = False,
     ) -> None:
         self._name = name
         seen: dict[int, Slot] = {}
         for parameter_name, parameter in named_parameters:
-            if parameter.requires_grad and id(parameter) not in seen:
+            if (parameter.requires_grad or with_frozen) and id(parameter) not in seen:
                 info = TensorInfo(parameter_name, tuple(parameter.shape))
                 seen[id(parameter)] = Slot(info, parameter, backward_passes)
         self._slots = list(seen.values())
@@ -104,10 +108,12 @@ class GradientExchange:
         self._is_finite: bool | None = None
         self._handles = []
         if transport.world_size > 1:
-            self._handles = [
-                slot.parameter.register_post_accumulate_grad_hook(functools.partial(self._accumulated, slot))
-                for slot in self._slots
-            ]
+            self._handles = [self._hook(slot) for slot in self._slots]
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of this rank's gradients in a step, were they not encoded; sparse ones count as dense."""
+        return sum(slot.parameter.nbytes for slot in self._slots)
 
     @property
     def is_exact(self) -> bool:
@@ -204,6 +210,13 @@ class GradientExchange:
     def _num_passes(self) -> int:
         """Backward passes of a step."""
         return self._backward_passes * self._repeats
+
+    def _hook(self, slot: Slot) -> RemovableHandle:
+        # A frozen parameter takes no hook, but keeps one.
+        parameter, is_trained = slot.parameter, slot.parameter.requires_grad
+        handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(functools.partial(self._accumulated, slot))
+        parameter.requires_grad_(is_trained)
+        return handle
 
     @torch.no_grad()
     def _accumulated(self, slot: Slot, _: Tensor) -> None:

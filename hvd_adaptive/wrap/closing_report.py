@@ -63,6 +63,7 @@ class Report:
     more: Callable[[], list[str]] = list
     _world_size: int = 1
     _optimizers: list[str] = field(default_factory=list)
+    _left_alone: list[str] = field(default_factory=list)
     _notes: list[str] = field(default_factory=list)
     _conditions: dict[str, None] = field(default_factory=dict)
     _averaged: dict[str, None] = field(default_factory=dict)
@@ -84,16 +85,11 @@ class Report:
 
     def optimizer(self, optimizer: Any) -> None:
         """The script has wrapped an optimizer."""
-        op = {0: "Average", 1: "Sum", 2: "Adasum"}.get(int(optimizer.op), str(optimizer.op))
-        passes = optimizer.backward_passes_per_step
-        self._optimizers.append(
-            f"DistributedOptimizer ({type(optimizer).__name__}, op={op}"
-            + (f", backward_passes_per_step={passes})" if passes > 1 else ")")
-        )
+        self._optimizers.append(describe_optimizer(optimizer))
 
-    def wrapped(self, text: str) -> None:
+    def left_alone(self, optimizer: str) -> None:
         """The script has wrapped an optimizer that is not intercepted."""
-        self._optimizers.append(text)
+        self._left_alone.append(optimizer)
 
     def averaged(self, what: str, *, in_pass: bool = True) -> None:
         """The script exchanges something of its own while ranks have unequal shares, or after a pass in which they had."""
@@ -110,6 +106,7 @@ class Report:
         """Returns the report, line by line."""
         lines = ["compatibility report"]
         lines += [f"  intercepted: {text}" for text in dict.fromkeys(self._optimizers)]
+        lines += [f"  not intercepted: {text}" for text in dict.fromkeys(self._left_alone)]
         lines += [f"  note: {text}" for text in self._notes]
         if any(loader.num_steps and (loader.num_shared or not loader.reasons) for loader in self.loaders):
             lines += [f"  note: {text}" for text in self._conditions]
@@ -133,7 +130,7 @@ class Report:
                 lines.append(f"    {count}; {total} steps in all{shared if num_shared else ''}")
         if any(loader.num_shared for loader in self.loaders):
             lines += self._figures()
-        if not self._optimizers:
+        if not self._optimizers and not self._left_alone:
             lines.append("  not intercepted: the script wrapped no optimizer in hvd.DistributedOptimizer")
         return lines
 
@@ -223,6 +220,14 @@ class Report:
                 f"shares{now}{of_wall}"
             )
         return lines
+
+
+def describe_optimizer(optimizer: Any) -> str:
+    """Returns what the report calls an optimizer that the script has wrapped."""
+    op = {0: "Average", 1: "Sum", 2: "Adasum"}.get(int(optimizer.op), str(optimizer.op))
+    passes = optimizer.backward_passes_per_step
+    more = f", backward_passes_per_step={passes}" if passes > 1 else ""
+    return f"DistributedOptimizer ({type(optimizer).__name__}, op={op}{more})"
 
 
 def _why(loader: Loader, reason: Reason) -> str:

@@ -7,6 +7,7 @@ loader that ends together on all ranks, and before ``eval()`` and ``state_dict()
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hvd_adaptive.comm.protocols import Collectives
+from hvd_adaptive.exchange.known_names import KnownNames
 from hvd_adaptive.wrap.loaders import Handed, IndexStream
 from hvd_adaptive.wrap.meeting import Meetings
 from hvd_adaptive.wrap.merging import MergeLog, Merger
-from hvd_adaptive.wrap.run_options import RunConfig
+from hvd_adaptive.wrap.run_options import BadOptions, RunConfig
 
 _OWNER = "_hvd_adaptive_local"
 
@@ -52,6 +54,7 @@ class LocalSteps:
         self._config = config
         self._make_world = make_world
         self._note = note
+        self._names = KnownNames()
         # In the order of the script, as merges follow each other.
         self._optimizers: list[weakref.ref[Any]] = []
         # Modules that the script calls, in its order (True), and their parts. Weakly: it may build another model.
@@ -77,6 +80,7 @@ class LocalSteps:
         named = [(names[p], p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         # On the optimizer, not beside it: what it holds leads back to the optimizer, which must stay free to go.
         setattr(optimizer, _OWNER, _Owner(named))
+        self._names.add(named)
         self._optimizers.append(weakref.ref(optimizer))
         if self._finder is None:
             self._finder = register_module_forward_pre_hook(self._find_root)
@@ -99,6 +103,9 @@ class LocalSteps:
 
         Returns:
             False if this optimizer does not step locally, from now on.
+
+        Raises:
+            BadOptions: on all ranks, at the first step, for a pattern of ``compression`` that is no parameter's.
         """
         owner: _Owner = getattr(optimizer, _OWNER)
         if owner.merger is None and not self._start(optimizer, owner, refused):
@@ -106,7 +113,9 @@ class LocalSteps:
         assert owner.merger is not None
         self.goes_on()
         self._num_steps += 1
-        owner.merger.stream = stream
+        if stream is not None or owner.merger.stream is None or not owner.merger.stream.is_open:
+            # Else a synchronize without batches of its own, as of a GAN's critic: it is of the same pass.
+            owner.merger.stream = stream
         samples = sum(handed.global_samples for handed in batches)
         owner.merger.begin_step(
             num_samples=sum(handed.num_samples for handed in batches),
@@ -216,9 +225,12 @@ class LocalSteps:
         called = [module for module, is_called in self._modules.items() if is_called]
         roots = [module for module in called if any(id(p) in ids for p in module.parameters())]
         try:
-            self._run(
-                lambda: setattr(owner, "merger", Merger(optimizer, owner.named, roots, self._config, self._make_world()))
-            )
+            compression = self._names.policy_for(self._config.compression, owner.named)
+        except ValueError as error:
+            raise BadOptions(str(error)) from None
+        config = dataclasses.replace(self._config, compression=compression)
+        try:
+            self._run(lambda: setattr(owner, "merger", Merger(optimizer, owner.named, roots, config, self._make_world())))
         except ValueError as error:
             # Every rank has the same model and so the same error.
             owner.is_plain = True

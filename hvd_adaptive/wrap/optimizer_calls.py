@@ -30,6 +30,9 @@ class Listener(Protocol):
     def registered(self, optimizer: Any, parameters: list[Tensor]) -> None:
         """The script has wrapped an optimizer."""
 
+    def passes_set(self, optimizer: Any) -> None:
+        """The script has changed an optimizer's ``backward_passes_per_step``."""
+
     def accumulated(self, optimizer: Any) -> bool:
         """A gradient of an optimizer's has been added up; returns whether Horovod shall leave it alone."""
 
@@ -143,6 +146,7 @@ def _count_other_steps(listener: Listener, adasum: Any) -> None:
 
 def _intercept_optimizer(listener: Listener, cls: Any, all_ranks: Any) -> None:
     construct, make_hook, synchronize, step = cls.__init__, cls._make_hook, cls.synchronize, cls.step
+    set_passes = cls.set_backward_passes_per_step
 
     @functools.wraps(construct)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
@@ -151,6 +155,11 @@ def _intercept_optimizer(listener: Listener, cls: Any, all_ranks: Any) -> None:
             listener.refuse(Reason.PROCESS_SET)
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         listener.registered(self, parameters)
+
+    @functools.wraps(set_passes)
+    def set_backward_passes_per_step(self: Any, passes: int) -> None:
+        set_passes(self, passes)
+        listener.passes_set(self)
 
     @functools.wraps(make_hook)
     def _make_hook(self: Any, parameter: Any) -> Callable[..., None]:
@@ -185,4 +194,4 @@ def _intercept_optimizer(listener: Listener, cls: Any, all_ranks: Any) -> None:
         super(self.__class__, self).zero_grad(set_to_none=set_to_none)
 
     cls.__init__, cls._make_hook, cls.synchronize, cls.step = __init__, _make_hook, synchronize_, step_
-    cls.zero_grad = zero_grad
+    cls.set_backward_passes_per_step, cls.zero_grad = set_backward_passes_per_step, zero_grad

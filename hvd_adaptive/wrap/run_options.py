@@ -12,6 +12,10 @@ from hvd_adaptive.validation import check_positive, check_types_and_choices, opt
 _LOCAL = ("local",)
 
 
+class BadOptions(SystemExit):
+    """The options do not fit the number of ranks, or the model; the exit code is what is wrong."""
+
+
 def _as_in_train(
     name: str, *, default: Any = None, text: str = "", choices: tuple[str, ...] = (), strategy: tuple[str, ...] = _LOCAL
 ) -> Any:
@@ -115,6 +119,12 @@ class RunConfig:
         self.merging()
         if self.shares is not None:
             parse_shares(self.shares)
+
+    @property
+    def merges_alone(self) -> bool:
+        """Whether local steps differ from plain ones on one rank, too: if its merges change its model."""
+        rules = self.merging()
+        return rules.outer_step not in (None, "none") or rules.encodes
 
     def merging(self) -> Config:
         """Returns the rules by which models are merged and values are encoded, as ``train`` has them.

@@ -73,6 +73,18 @@ class Shares:
         for loader in self._report.loaders:
             loader.fractions = None
 
+    def tell_unencoded(self, optimizer: str) -> None:
+        """Says in the report that an optimizer stays Horovod's own, if the options ask for encoded exchanges.
+
+        Args:
+            optimizer: what the report calls it.
+        """
+        if not self.config.merging().encodes or self._world_size == 1:
+            return
+        reasons = sorted(self.reasons, key=lambda reason: reason.bit)
+        because = f": {'; '.join(reason.value for reason in reasons)}" if reasons else ", as its steps are not local"
+        self._report.note(f"compression {self.config.compression!r} is not used by {optimizer}{because}")
+
     def count(self, *, is_local: bool) -> bool:
         """Counts a step; returns whether an exchange is due in it."""
         self._num_steps += 1

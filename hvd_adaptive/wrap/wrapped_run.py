@@ -16,27 +16,24 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hvd_adaptive.comm.script_world import ScriptWorld
-from hvd_adaptive.wrap.closing_report import Report
+from hvd_adaptive.wrap.closing_report import Report, describe_optimizer
 from hvd_adaptive.wrap.compiled_modules import MicroBatches
 from hvd_adaptive.wrap.encoded import EncodedGradients
 from hvd_adaptive.wrap.follow import Follower
+from hvd_adaptive.wrap.left_out import tell_of_left_out
 from hvd_adaptive.wrap.loaders import IndexStream, Loader
 from hvd_adaptive.wrap.local_steps import LocalSteps
 from hvd_adaptive.wrap.long_waits import LongWaits, equal_shares
 from hvd_adaptive.wrap.meeting import Meetings, Store
 from hvd_adaptive.wrap.meter import Meter
 from hvd_adaptive.wrap.reasons import Reason
-from hvd_adaptive.wrap.run_options import RunConfig
+from hvd_adaptive.wrap.run_options import BadOptions, RunConfig
 from hvd_adaptive.wrap.share_exchange import Shares
 from hvd_adaptive.wrap.share_weights import GradientWeights
 from hvd_adaptive.wrap.stopwatch import Emulation, Stopwatch, Stretch
 
 # How long a rank stands where other ranks may come, too; one that is only slow comes within a step.
 _PATIENCE_S = 60.0
-
-
-class BadOptions(SystemExit):
-    """The options do not fit the number of ranks; the exit code is what is wrong."""
 
 
 class Engine:
@@ -138,7 +135,8 @@ class Engine:
 
     def wrapped(self, text: str) -> None:
         """The script has wrapped an optimizer of a kind that is not intercepted."""
-        self.report.wrapped(text)
+        self.report.left_alone(text)
+        self._shares.tell_unencoded(text)
 
     def stepped_alone(self) -> None:
         """An optimizer has stepped that is not intercepted."""
@@ -176,15 +174,21 @@ class Engine:
 
         self.report.optimizer(optimizer)
         self._follower.trains(parameters)
-        if self.config.strategy == "local":
-            if self._merges_change_something() and not self._shares.reasons:
+        if self._shares.reasons:
+            self._shares.tell_unencoded(describe_optimizer(optimizer))
+        elif self.config.strategy == "local":
+            if self.world_size > 1 or self.config.merges_alone:
                 self._local.registered(optimizer)
-        elif self.config.merging().encodes and self.world_size > 1 and not self._shares.reasons:
+        elif self.config.merging().encodes and self.world_size > 1:
             self._encoded.registered(optimizer)
         # Of a sum over ranks the rank's own gradient is one part.
         local_weight = float(self.world_size) if optimizer.op == hvd.Sum else 1.0
         if self.world_size > 1:
             self._weights.registered(optimizer, parameters, local_weight=local_weight)
+
+    def passes_set(self, optimizer: Any) -> None:
+        """The script has changed an optimizer's ``backward_passes_per_step``."""
+        self._encoded.passes_set(optimizer)
 
     def accumulated(self, optimizer: Any) -> bool:
         """A gradient of an optimizer's has been added up; returns whether Horovod shall leave it alone."""
@@ -210,6 +214,8 @@ class Engine:
         stretches = [] if untimed or stretch is None else [part for part in (self._tail, stretch) if part is not None]
         if local:
             local = self._local.begin_step(optimizer, stream, batches, refused=bool(self._shares.reasons))
+            if not local:
+                self._shares.tell_unencoded(describe_optimizer(optimizer))
         exchange = self._shares.count(is_local=local)
         finish = None
         if stream is not None or self._fed_by is None or not self._fed_by.is_open:
@@ -226,6 +232,7 @@ class Engine:
             with self._watch.waiting():
                 action()
         self._meter.waited(self._watch.waiting_s - before_s)
+        tell_of_left_out(optimizer, self.report.note, speaks=self.rank == 0)
         if not untimed:
             self._meter.ends()
         if stream is not None:
@@ -358,16 +365,12 @@ class Engine:
         return ScriptWorld(hvd, self._watch.waiting)
 
     def _exchange_encoded(self, optimizer: Any) -> bool:
-        import horovod.torch as hvd
-
         if not self._encoded.exchanges(optimizer):
             return False
-        return self._encoded.synchronize(optimizer, refused=bool(self._shares.reasons), average=optimizer.op == hvd.Average)
-
-    def _merges_change_something(self) -> bool:
-        """Whether local steps are any different: not on one rank whose merges would not change its model."""
-        rules = self.config.merging()
-        return self.world_size > 1 or rules.outer_step not in (None, "none") or rules.encodes
+        if self._encoded.synchronize(optimizer, refused=bool(self._shares.reasons)):
+            return True
+        self._shares.tell_unencoded(describe_optimizer(optimizer))
+        return False
 
     def _weigh(self, optimizer: Any, local_weight: float) -> float:
         weight = self._follower.backward()

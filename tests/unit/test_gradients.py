@@ -317,6 +317,34 @@ def test_buckets_are_on_their_way_before_backward_ends(monkeypatch: pytest.Monke
     assert counts[0] == 0 and counts[1] >= 2 and counts[2] >= 2
 
 
+def test_parameters_that_are_frozen_for_a_while() -> None:
+    """Zeros while they are frozen, the sum over ranks as soon as they are not."""
+
+    def body(transport: LocalTransport) -> list[list[Tensor]]:
+        model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+        model[0].requires_grad_(False)
+        exchange = GradientExchange(model.named_parameters(), options_for("none"), transport, with_frozen=True)
+        assert not model[0].weight.requires_grad
+        found = []
+        for step, is_trained in enumerate((False, True, True, False)):
+            model.zero_grad()
+            model[0].requires_grad_(is_trained)
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + transport.rank))
+            loss = model(x).square().mean()
+            own = torch.autograd.grad(loss, [model[0].weight], retain_graph=True)[0] if is_trained else torch.zeros(40, 40)
+            loss.backward()
+            exchange.synchronize()
+            assert model[0].weight.grad is not None
+            found.append([own, model[0].weight.grad.clone()])
+        return found
+
+    for (own, total), (other, same) in zip(*LocalWorld(2).run(body), strict=True):
+        assert torch.equal(total, same) and torch.allclose(total, own + other)
+
+
 def test_average_sum_and_views_with_and_without_set_to_none() -> None:
     def body(transport: LocalTransport) -> list[Tensor]:
         results = []

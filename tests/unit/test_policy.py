@@ -55,6 +55,14 @@ def test_a_name_that_no_tensor_has_is_refused() -> None:
         parse_policy("maxmin:4; layer.*=fp16").check(MODEL)
 
 
+def test_patterns_for_another_model_change_no_codec() -> None:
+    policy = parse_policy("maxmin:4; other.*=fp16; layers.*=maxmin:2; size>9=none")
+    part = policy.part_for(MODEL)
+    part.check(MODEL)
+    assert part == parse_policy("maxmin:4; layers.*=maxmin:2; size>9=none")
+    assert [part.codec(tensor) for tensor in MODEL] == [policy.codec(tensor) for tensor in MODEL]
+
+
 def layers() -> list[torch.Tensor]:
     """Layers whose values differ in scale and tail, as those of a model do."""
     generator = torch.Generator().manual_seed(0)
