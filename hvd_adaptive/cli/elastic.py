@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_adaptive.cli.arguments import NUM_RANKS, without_options
 from hvd_adaptive.cli.option_sources import run_path
-from hvd_adaptive.cluster.elastic_jobs import ScriptJob, TrainJob
+from hvd_adaptive.cluster.elastic_jobs import ScriptJob, TrainJob, job_name
 from hvd_adaptive.cluster.supervisor import Elastic, Supervisor
 from hvd_adaptive.combinations import check_elastic, check_elastic_script
 from hvd_adaptive.config import Config
+from hvd_adaptive.state.folder_owner import FolderOwner
 from hvd_adaptive.xmc.train_config import TrainConfig
 
 _ONLY_ELASTIC = ("min_np", "max_np", "host_discovery_script", "elastic_timeout")
@@ -61,7 +63,14 @@ def supervise_script(options: argparse.Namespace, arguments: Sequence[str]) -> i
     first = len(arguments) - len(options.arguments) - 1
     argv = without_options(arguments[1:first], (*_OPTIONS, "--commit-dir"), flags=("--elastic",))
     folder = None if options.commit_dir is None else Path(options.commit_dir).absolute()
-    return Supervisor(limits, lambda memory: ScriptJob(argv, arguments[first:], folder, memory)).run()
+
+    def make_job(memory: Path) -> ScriptJob:
+        if folder is None:
+            return ScriptJob(argv, arguments[first:], None, memory)
+        owner = FolderOwner(folder, socket.gethostname(), job=job_name(memory))
+        return ScriptJob(argv, arguments[first:], folder, memory, owner.other)
+
+    return Supervisor(limits, make_job).run()
 
 
 def _limits(options: argparse.Namespace) -> Elastic:

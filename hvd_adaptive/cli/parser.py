@@ -122,6 +122,7 @@ def _add_run(commands: Any, launch: argparse.ArgumentParser) -> None:
         help="folder for the commits of hvd.elastic, on storage that all hosts share; give it again to continue a job that did "
         "not finish (default: memory while all ranks are on this host, else a new folder in the working directory)",
     )
+    elastic.add_argument("--job", help=argparse.SUPPRESS)
     add_options(run, fields_of(RunConfig), RUN, RUN_MORE)
     run.add_argument("-m", dest="module", action="store_true", help="the script is a module, as for python -m")
     run.add_argument("script", help="the script; what follows it is the script's own")

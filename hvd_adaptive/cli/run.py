@@ -102,7 +102,8 @@ def run(options: argparse.Namespace, config: RunConfig) -> int:
     def launched() -> Any:
         from hvd_adaptive.wrap.launched import Launched
 
-        return Launched(options.launch, options.memory_dir and Path(options.memory_dir), Path(options.commit_dir))
+        memory = options.memory_dir and Path(options.memory_dir)
+        return Launched(options.launch, memory, Path(options.commit_dir), options.job)
 
     make_launched = None if options.launch is None else launched
     return _script_module().run_script(

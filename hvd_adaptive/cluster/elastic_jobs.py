@@ -7,13 +7,13 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from hvd_adaptive.cluster.hosts import Hosts
-from hvd_adaptive.cluster.last_checkpoint import COMMIT, describe_newest, newest_checkpoint, number_of
+from hvd_adaptive.cluster.last_checkpoint import COMMIT, OWNER, describe_newest, newest_checkpoint, number_of
 from hvd_adaptive.exit_codes import EXIT_PREEMPTED
 
 RECORDS = "restarts.jsonl"
@@ -177,6 +177,15 @@ class TrainJob:
         return found
 
 
+def job_name(memory: Path) -> str:
+    """Returns what a job is called in all its launches.
+
+    Args:
+        memory: its supervisor's folder in memory, which no other has.
+    """
+    return memory.name
+
+
 class ScriptJob:
     """``run``: a script that starts from its beginning each time, or, with hvd.elastic, from its newest commit.
 
@@ -186,17 +195,28 @@ class ScriptJob:
         commit_dir: the folder for commits, on storage that all hosts share; None: memory, as long as all ranks are on this
             host, else a new one in the working directory.
         memory: the supervisor's folder in memory.
+        other: says which other job has the folder for commits, if one has.
     """
 
     stops_at = "commit"
     no_progress = "ended without progress (a commit; without hvd.elastic a minute of optimizer steps and no error of the script)"
 
-    def __init__(self, options: Sequence[str], script: Sequence[str], commit_dir: Path | None, memory: Path) -> None:
+    def __init__(
+        self,
+        options: Sequence[str],
+        script: Sequence[str],
+        commit_dir: Path | None,
+        memory: Path,
+        other: Callable[[], str | None] = lambda: None,
+    ) -> None:
         self._options = list(options)
         self._script = list(script)
         self._is_chosen = commit_dir is not None
         self._directory = commit_dir or Path.cwd() / f"hvd-adaptive-commits-{secrets.token_hex(4)}"
         self._memory = memory
+        self._other = other
+        # A folder of one's own is nobody else's.
+        self._has_folder = not self._is_chosen
         self._commits = (memory, self._directory)
         self.records = self._directory / RECORDS if self._is_chosen else None
         self._events: dict[str, dict[str, Any]] = {}
@@ -210,6 +230,13 @@ class ScriptJob:
         return number_of(newest) if newest else 0
 
     def arguments(self, number: int, *, local: bool) -> list[str]:
+        """See :class:`Job`.
+
+        Raises:
+            RuntimeError: another job has taken the folder for commits over.
+        """
+        if lost := self._lost_to():
+            raise RuntimeError(lost)
         self._events = {}
         in_memory = local and not self._is_chosen
         if not in_memory:
@@ -217,6 +244,7 @@ class ScriptJob:
             self._move_out_of_memory()
         where = ["--launch", str(number), "--commit-dir", str(self._directory)]
         where += ["--memory-dir", str(self._memory)] if in_memory else []
+        where += ["--job", job_name(self._memory)] if self._is_chosen else []
         return ["run", *where, *self._options, *self._script]
 
     def hear(self, line: str) -> bool:
@@ -227,6 +255,7 @@ class ScriptJob:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             event = json.loads(text)
             self._events[event["event"]] = event
+            self._has_folder |= event["event"] == "has folder"
         return True
 
     def beginning(self, launch: Launch) -> Beginning | None:
@@ -259,21 +288,32 @@ class ScriptJob:
         return f"the last commit is {newest}"
 
     def close(self, *, finished: bool) -> str:
+        if self._lost_to():
+            return ""
         if finished:
-            for folder in self._commits:
+            # Where the script has not begun to commit, what is there may be another job's.
+            for folder in self._commits if self._has_folder else ():
                 for path in folder.glob("*commit-*"):
                     shutil.rmtree(path, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                # Not where there is something else in it, as restarts.jsonl in one that a person chose.
-                self._directory.rmdir()
+            self._remove_folder()
             return ""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._move_out_of_memory()
         if newest_checkpoint(self._directory, kind=COMMIT) is None:
-            with contextlib.suppress(OSError):
-                self._directory.rmdir()
+            self._remove_folder()
             return ""
         return f"the same command with --commit-dir {self._directory} goes on from its commit {self.num_done()}"
+
+    def _lost_to(self) -> str | None:
+        """Which other job has taken over the folder that was this one's."""
+        return self._other() if self._has_folder else None
+
+    def _remove_folder(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._has_folder:
+                (self._directory / OWNER).unlink(missing_ok=True)
+            # Not where there is something else in it, as restarts.jsonl in one that a person chose.
+            self._directory.rmdir()
 
     def _move_out_of_memory(self) -> None:
         """Hosts that do not share this one's memory shall find the newest commit."""

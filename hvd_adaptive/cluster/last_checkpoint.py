@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 
 ROUND, COMMIT = "round", "commit"
+# Says in a folder which job writes there (hvd_adaptive.state.folder_owner).
+OWNER = ".owner"
 
 
 def directory_name(number: int, kind: str = ROUND) -> str:

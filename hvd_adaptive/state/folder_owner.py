@@ -9,7 +9,7 @@ import time
 import uuid
 from pathlib import Path
 
-_NAME = ".owner"
+from hvd_adaptive.cluster.last_checkpoint import OWNER
 
 
 class FolderLostError(RuntimeError):
@@ -22,20 +22,26 @@ class FolderOwner:
     Args:
         folder: of a run, or of checkpoints; nothing is written there before :meth:`take`.
         host: this host's name, for the other job's message.
+        job: the same for all launches of a job, which then are no others to each other; None: this process is the job.
     """
 
-    def __init__(self, folder: Path, host: str) -> None:
-        self._path = folder / _NAME
+    def __init__(self, folder: Path, host: str, *, job: str | None = None) -> None:
+        self._path = folder / OWNER
+        self._job = job or uuid.uuid4().hex
         self._text = json.dumps(
-            {"job": uuid.uuid4().hex, "host": host, "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            {"job": self._job, "host": host, "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         )
         self._has_taken = False
 
-    def take(self) -> None:
-        """Takes the folder over, at the first call; where the disk was full, at the first that finds room."""
+    def take(self) -> bool:
+        """Takes the folder over, at the first call; where the disk was full, at the first that finds room.
+
+        Returns:
+            Whether that is done.
+        """
         if self._has_taken:
-            return
-        part = self._path.with_name(f"{_NAME}.{os.getpid()}")
+            return True
+        part = self._path.with_name(f"{OWNER}.{os.getpid()}")
         # On a full disk whatever else is written says so.
         with contextlib.suppress(OSError):
             try:
@@ -44,18 +50,20 @@ class FolderOwner:
                 self._has_taken = True
             finally:
                 part.unlink(missing_ok=True)
+        return self._has_taken
 
     def lost_to(self) -> str | None:
         """Returns which other job has taken the folder over since, as a sentence; None: no one."""
-        if not self._has_taken:
-            return None
+        return self.other() if self._has_taken else None
+
+    def other(self) -> str | None:
+        """Returns which other job has the folder, whether this one ever had it or not; None: no one."""
         try:
-            text = self._path.read_text()
-            found = json.loads(text)
+            found = json.loads(self._path.read_text())
             other = f"process {found['process']} on {found['host']}, since {found['since']}"
+            if found["job"] == self._job:
+                return None
         except (OSError, ValueError, KeyError, TypeError):
-            return None
-        if text == self._text:
             return None
         folder = self._path.parent
         return f"another job writes in {folder} ({other}): this one saves nothing more; give each job a folder of its own"

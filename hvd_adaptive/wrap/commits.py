@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from hvd_adaptive.comm.script_world import ScriptWorld
 from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_PREEMPTED
 from hvd_adaptive.session.supervised import lack_of_room, num_bytes
 from hvd_adaptive.state.checkpoint import RefusedError, prune, read_commit, remove_parts, write_commit
+from hvd_adaptive.state.folder_owner import FolderLostError, FolderOwner
 from hvd_adaptive.state.nested import flatten_state
 from hvd_adaptive.state.preemption import PREEMPTION
 from hvd_adaptive.state.shared_folder import check_shared_folder
@@ -81,6 +83,8 @@ class Commits:
     def __init__(self, launched: Launched, hvd: Any) -> None:
         self._launched = launched
         self._hvd = hvd
+        # A folder that nobody chose no other job has.
+        self._owner = FolderOwner(launched.folder, socket.gethostname(), job=launched.job) if launched.job else None
         self._world: ScriptWorld
         self._state: Any = None
         self._number = 0
@@ -139,6 +143,7 @@ class Commits:
             except ValueError as reason:
                 error = f"commit {path} cannot be gone on from: {reason}. Remove it, or name another folder with --commit-dir"
         self._agree(error)
+        self._take_folder()
         if path is not None:
             self._number = self._launched.commit = number_of(path)
             if rank == 0 and self._launched.launch == 1:
@@ -159,8 +164,16 @@ class Commits:
         except AgreedError as error:
             raise SystemExit(refuse(error, speaks=launched.rank == 0)) from error
         if launched.rank == 0:
-            remove_parts(launched.folder)
             _say(f"commits go to {launched.folder}")
+
+    def _take_folder(self) -> None:
+        """Makes the folder this job's, on rank 0. Not before: a job that is refused leaves it as it was."""
+        launched = self._launched
+        if launched.memory is not None or launched.rank != 0:
+            return
+        if self._owner is not None and self._owner.take():
+            launched.say("has folder")
+        remove_parts(launched.folder)
 
     def _find(self) -> tuple[Path | None, Any, str | None]:
         """The newest commit that can be read with what it holds, and an error if there are only others."""
@@ -192,6 +205,8 @@ class Commits:
         except TypeError as error:
             # The others are past the place where all could agree to leave.
             end_job(f"hvd-adaptive: error: {error}. {_NO_PICKLE}", _abort, code=EXIT_BAD_INPUT)
+        except FolderLostError as error:
+            end_job(f"hvd-adaptive: error: {error}", _abort, code=EXIT_BAD_INPUT)
         except OSError as error:
             if not self._is_failing:
                 log.error(
@@ -205,6 +220,8 @@ class Commits:
 
     def _write(self, skeleton: Any) -> None:
         folder, memory = self._place(num_bytes(self._tensors)), self._launched.memory
+        if self._owner is not None:
+            self._owner.hold()
         write_commit(folder, self._number, skeleton, self._tensors, world_size=self._hvd.size())
         # Of memory only the newest is kept, of a disk two: one may be damaged.
         prune(self._launched.folder, 2, COMMIT)

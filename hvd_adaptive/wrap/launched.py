@@ -23,16 +23,18 @@ class Launched:
         launch: which start of the job this is, from 1.
         memory: the supervisor's folder in memory; None where commits are not to go there.
         folder: the folder for commits elsewhere.
+        job: the supervisor's name for the job where people chose that folder, which another job may have, too; else None.
 
     Attributes:
         rank: this rank, as soon as it is known.
         commit: the commit that this launch goes on from; 0 for none.
     """
 
-    def __init__(self, launch: int, memory: Path | None, folder: Path) -> None:
+    def __init__(self, launch: int, memory: Path | None, folder: Path, job: str | None = None) -> None:
         self.launch = launch
         self.memory = memory
         self.folder = folder
+        self.job = job
         self.rank = 0
         self.commit = 0
         self._supervised = Supervised(launch, memory)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from hvd_adaptive.cluster.elastic_jobs import EVENT, Launch, ScriptJob
+from hvd_adaptive.cluster.elastic_jobs import EVENT, Launch, ScriptJob, job_name
 from hvd_adaptive.cluster.last_checkpoint import COMMIT, directory_name, newest_checkpoint, number_of
 from hvd_adaptive.cluster.output import Lines
+from hvd_adaptive.state.folder_owner import FolderOwner
 
 
 def commit_name(number: int) -> str:
@@ -96,12 +97,37 @@ def test_a_script_with_commits_gets_on_by_new_ones(folders: tuple[Path, Path]) -
     job.hear(event("stopped"))
     assert job.was_stopped(75) and not job.was_stopped(1)
     # In a folder that was chosen, so not to memory, wherever the ranks are.
-    where = ["run", "--launch", "7", "--commit-dir", str(disk)]
+    where = ["run", "--launch", "7", "--commit-dir", str(disk), "--job", job_name(memory)]
     assert job.arguments(7, local=True) == [*where, "--interval", "5", "x.py", "--elastic"]
     assert f"--commit-dir {disk} goes on from its commit 5" in job.close(finished=False)
     (disk / (".part-1-" + commit_name(6))).mkdir()
     (disk / "restarts.jsonl").touch()
+    job.hear(event("has folder"))
     assert job.close(finished=True) == "" and [path.name for path in disk.iterdir()] == ["restarts.jsonl"]
+
+
+def test_a_folder_that_another_job_has_taken_over_is_left_to_it(folders: tuple[Path, Path]) -> None:
+    memory, disk = folders
+
+    def owner(job: str) -> FolderOwner:
+        return FolderOwner(disk, "a", job=job)
+
+    mine = ScriptJob([], ["x.py"], disk, memory, owner(job_name(memory)).other)
+    (disk / commit_name(1)).mkdir()
+    owner("earlier").take()
+    # Until it has committed, what an earlier job has left is no loss; nor is it this one's to remove.
+    assert mine.arguments(1, local=True) and mine.close(finished=True) == "" and len(list(disk.iterdir())) == 2
+    for _ in range(2):
+        # Each launch takes it anew.
+        owner(job_name(memory)).take()
+        mine.hear(event("has folder"))
+        assert mine.arguments(2, local=True)
+    owner("later").take()
+    with pytest.raises(RuntimeError, match=f"another job writes in {disk}"):
+        mine.arguments(3, local=True)
+    assert mine.close(finished=True) == mine.close(finished=False) == "" and len(list(disk.iterdir())) == 2
+    owner(job_name(memory)).take()
+    assert mine.close(finished=True) == "" and not disk.exists()
 
 
 def test_commits_in_memory_go_where_other_hosts_find_them(

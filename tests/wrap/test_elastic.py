@@ -207,3 +207,30 @@ def test_what_cannot_be_stored_is_named(run_job: Any, job: Job, num_ranks: int, 
     job.hosts(num_ranks)
     done = run(run_job, job, "--max-np", "2", SCRIPTS / "elastic.py", job.folder, what)
     assert done.returncode == 2 and done.stderr.count("error: ") == 1 and message in done.stderr, done.describe()
+
+
+def test_of_two_jobs_with_one_folder_the_later_one_keeps_it(run_job: Any, job: Job) -> None:
+    (job.folder / "later").mkdir()
+    folder, later, ends = job.folder / "kept", Job(job.folder / "later"), []
+    for each in (job, later):
+        each.hosts(1)
+
+    def until_the_other_ends() -> None:
+        later.wait_for_commits(1, 1)
+        # At its next commit.
+        later.wait_for(lambda: job.child is not None and job.child.poll() is not None)
+        (later.folder / "finish").touch()
+
+    def begin_the_other() -> None:
+        job.wait_for_commits(1, 2)
+        ends.append(run(run_job, later, *options, later.folder, during=until_the_other_ends))
+
+    options = ["--max-np", "1", "--commit-dir", folder, SCRIPTS / "elastic.py"]
+    first = run(run_job, job, *options, job.folder, during=begin_the_other)
+    assert first.returncode == 2 and first.stderr.count("error: ") == 1, first.describe()
+    assert f"hvd-adaptive: error: another job writes in {folder} (process " in first.stderr, first.describe()
+    assert "launch 2" not in first.stderr and not (job.folder / "launch-2-rank-0").exists(), first.describe()
+    # It goes on from what was there, to its end, with every sample counted once an epoch.
+    assert ends[0].returncode == 0 and "goes on from commit " in ends[0].stderr, ends[0].describe()
+    uses = torch.load(later.folder / "model.pt")["model"]["uses"]
+    assert torch.equal(uses, torch.full((96,), -8.0, dtype=torch.float64)) and not folder.exists(), ends[0].describe()
