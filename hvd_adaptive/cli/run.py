@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvd_adaptive.cli.early_checks import check_compression_early
 from hvd_adaptive.cli.fields import fields_of
 from hvd_adaptive.cli.option_sources import (
     read_environment,
@@ -59,6 +60,7 @@ def run_config(
         config = RunConfig(**typed({**variables, **from_file, **given}, fields))
         if config.slowdown is not None:
             parse_slowdown(config.slowdown)
+        check_compression_early(config.merging(), environment)
     num_ranks = getattr(options, "num_ranks", None) or read_launcher(environment).world_size
     if num_ranks is not None:
         check_shares(config.shares, num_ranks)

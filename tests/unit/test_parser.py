@@ -33,6 +33,28 @@ def test_mistyped_arguments(arguments: list[str], message: str, capsys: pytest.C
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "-np", "2", "--compression", "maxmin:9"], "compression: codec 'maxmin:9': maxmin: bits must be in [1, 8]"),
+        (["train", "--elastic", "--max-np", "2", "--compression", "topk:0"], "fraction must be in (0, 1], got 0.0"),
+        (["calibrate", "-np", "2", "--compression", "powersgd:0"], "rank must be >= 1, got 0"),
+        (["run", "-np", "2", "--compression", "maxmin:4;size<9=x", __file__], "compression: unknown codec 'x'"),
+        (["run", "-np", "2", __file__], "(compression is from variable HVD_ADAPTIVE_COMPRESSION)"),
+        (["calibrate", "-np", "2", "--compression", "topk:0.01", "--data", "/nowhere/x"], "/nowhere/x"),
+    ],
+)
+def test_what_ranks_would_find_is_found_before_they_start(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvd_adaptive.cli.main.relaunch", None)
+    monkeypatch.setattr("hvd_adaptive.cli.elastic.Supervisor", None)
+    monkeypatch.setenv("HVD_ADAPTIVE_COMPRESSION", "foo")
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("hvd-adaptive: error: ") and message in said and said.count("\n") == 1
+
+
 def test_one_of_many_ranks_speaks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
