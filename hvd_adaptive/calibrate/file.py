@@ -209,7 +209,17 @@ def read_table(values: Any, where: str) -> Calibration:
     for rank, one in enumerate(found.ranks):
         if not len(one.batch_size) == len(one.step_work) == len(one.step_s) > 0:
             raise ValueError(f"{name}.ranks[{rank}]: batch_size, step_work and step_s must have one entry a measured size")
+        _check_positive(one, f"{name}.ranks[{rank}]", "per_work_s", "together", "slowdown")
+    _check_positive(found, name, "num_samples", "work_per_sample", "model_bytes")
+    _check_positive(found.link, f"{name}.link", "num_hosts")
     return found
+
+
+def _check_positive(table: Any, name: str, *entries: str) -> None:
+    """Raises ValueError for an entry of 0, by which speeds or sizes would be divided."""
+    for entry in entries:
+        if (value := getattr(table, entry)) <= 0:
+            raise ValueError(f"{name}.{entry} must be > 0, got {value}")
 
 
 def _build(cls: type[Table], values: Any, name: str) -> Table:

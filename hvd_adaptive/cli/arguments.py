@@ -7,6 +7,7 @@ import difflib
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -118,3 +119,27 @@ def without_options(arguments: Sequence[str], names: Sequence[str], flags: Seque
         elif argument not in flags and not argument.startswith(tuple(f"{name}=" for name in names)):
             kept.append(argument)
     return kept
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Tries whether a file can be written, before the work whose result it shall hold; leaves it as it was.
+
+    Args:
+        option: that names it.
+        path: the file.
+
+    Raises:
+        ValueError: if it cannot.
+    """
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: is a folder; name a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option} {path}: {path.parent} is not there")
+    is_new = not path.exists()
+    try:
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option} {path}: cannot be written: {error.strerror}") from None
+    if is_new:
+        path.unlink()

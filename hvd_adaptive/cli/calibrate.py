@@ -13,6 +13,7 @@ from hvd_adaptive.calibrate.calibrator import Calibrator
 from hvd_adaptive.calibrate.choices import table
 from hvd_adaptive.calibrate.file import Calibration, write_file
 from hvd_adaptive.calibrate.recommend import Recommendation
+from hvd_adaptive.cli.arguments import check_writable
 from hvd_adaptive.cli.train import check_memory, open_data, use_device
 from hvd_adaptive.cluster.host import free_memory_bytes
 from hvd_adaptive.comm.protocols import AgreedError, Transport, agree_equal, attempt
@@ -55,7 +56,7 @@ def calibrate(
     path = Path(out)
     check_memory(train, data, device, transport)
     # Before minutes of measuring.
-    attempt(transport, lambda: _check_writable(path) if transport.rank == 0 else None)
+    attempt(transport, lambda: check_writable("--out", path) if transport.rank == 0 else None)
     free = free_memory_bytes()
     calibrator = attempt(
         transport,
@@ -92,21 +93,6 @@ def calibrate(
     if transport.rank == 0:
         print(describe(chosen, found, path))
     transport.close()
-
-
-def _check_writable(path: Path) -> None:
-    if path.is_dir():
-        raise ValueError(f"--out {path}: is a folder; name a file")
-    if not path.parent.is_dir():
-        raise ValueError(f"--out {path}: {path.parent} is not there")
-    is_new = not path.exists()
-    try:
-        with path.open("ab"):
-            pass
-    except OSError as error:
-        raise ValueError(f"--out {path}: cannot be written: {error.strerror}") from None
-    if is_new:
-        path.unlink()
 
 
 def describe(chosen: Recommendation, found: Calibration, path: Path) -> str:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvd_adaptive.calibrate.file import LOCAL_ONLY, TABLE, options_of, read_table
-from hvd_adaptive.cli.arguments import Parser
+from hvd_adaptive.cli.arguments import Parser, check_writable
 from hvd_adaptive.cli.fields import add_options, fields_of
 from hvd_adaptive.cli.option_groups import SIMULATE, SIMULATE_MORE
 from hvd_adaptive.cli.option_sources import read_config_file, told_sources, typed, unknown_name
 from hvd_adaptive.config import Config
+from hvd_adaptive.report.style import pictures
 from hvd_adaptive.simulate.scenario_options import SHARED_OPTIONS, ClusterConfig, SweepConfig
 from hvd_adaptive.xmc.train_config import TrainConfig
 
@@ -41,7 +42,13 @@ def run_simulation(options: argparse.Namespace) -> None:
         ValueError: for options that are wrong or do not go together.
         RuntimeError: if matplotlib is missing.
     """
+    if options.png:
+        # Before a minute of simulating.
+        check_writable("--png", Path(options.png))
+        with pictures():
+            pass
     # Only now: codecs load torch.
+    from hvd_adaptive.simulate.measured_cluster import without_effect
     from hvd_adaptive.simulate.sweep import sweep
 
     fields = simulated_fields()
@@ -70,6 +77,11 @@ def run_simulation(options: argparse.Namespace) -> None:
         values = typed({**measured, **from_file, **given}, fields)
         sweep_config = SweepConfig(**{name: values[name] for name in values if name in SweepConfig.__dataclass_fields__})
         cluster_config = ClusterConfig(**{name: values[name] for name in values if name in ClusterConfig.__dataclass_fields__})
+        if calibration is not None:
+            for name, why in without_effect(calibration, cluster_config).items():
+                if name in from_file or name in given:
+                    what = f"{name} {values[name]} would have no effect"
+                    raise ValueError(f"{what} with --calibration {options.calibration}, {why}: leave one out")
     shared = {name: value for name, value in values.items() if name in SHARED_OPTIONS}
     outcomes = []
     for outcome in sweep(sweep_config, cluster_config, shared, calibration, of_local):

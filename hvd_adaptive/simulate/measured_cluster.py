@@ -10,6 +10,30 @@ import numpy as np
 from hvd_adaptive.calibrate.file import Calibration, RankCalibration, SynchronousCalibration
 from hvd_adaptive.simulate.cluster import Array, Cluster, Measured, described_cluster
 from hvd_adaptive.simulate.scenario_options import ClusterConfig
+from hvd_adaptive.simulate.units import parse_ranks
+
+# What a measured cluster never has from the description.
+_MEASURED = ("speeds", "samples_per_s", "step_overhead", "jitter", "model_mb", "exchange_overhead", "merge_gbs")
+
+
+def without_effect(calibration: Calibration, described: ClusterConfig) -> dict[str, str]:
+    """Returns the options of the description that change nothing in :func:`measured_cluster`, and why.
+
+    Args:
+        calibration: what was measured.
+        described: the numbers of ranks.
+    """
+    why = dict.fromkeys(_MEASURED, "which measured it")
+    if _has_link(calibration):
+        count, is_one_host = len(calibration.ranks), calibration.link.num_hosts == 1
+        why |= dict.fromkeys(("ranks_per_host", "host_link" if is_one_host else "link"), "which measured it")
+        if is_one_host and max(parse_ranks(described.ranks)) <= count:
+            why |= dict.fromkeys(("link", "latency"), f"whose {count} ranks are on one host")
+    return why
+
+
+def _has_link(calibration: Calibration) -> bool:
+    return len(calibration.ranks) > 1 and calibration.link.per_byte_s > 0
 
 
 def measured_cluster(
@@ -38,7 +62,7 @@ def measured_cluster(
         fixed_s, per_sample_s = fixed_s * shorter + added_s, per_sample_s * shorter
     base = described_cluster(described, world_size)
     links, overhead_s = base.links, link.latency_s
-    if count > 1 and link.per_byte_s > 0:
+    if _has_link(calibration):
         bandwidth = 2 * (count - 1) / count / link.per_byte_s
         links = dataclasses.replace(
             links,

@@ -34,6 +34,7 @@ from hvd_adaptive.calibrate.recommend import (
     recommend_mega_batch,
 )
 from hvd_adaptive.calibrate.rounds import Rounds
+from hvd_adaptive.cli.arguments import check_writable
 from hvd_adaptive.cli.calibrate_options import check_calibrate
 from hvd_adaptive.cli.option_sources import build_configs, predicted_speed, read_config_file, with_config_file
 from hvd_adaptive.cli.run import run_config
@@ -215,6 +216,9 @@ def test_toml_of_nested_tables() -> None:
         (lambda t: t["ranks"][1].pop("host"), r"calibration.ranks\[1\].host is missing"),
         (lambda t: t["ranks"][0].update(fixed_s="fast"), r"ranks\[0\].fixed_s must be a number >= 0, got 'fast'"),
         (lambda t: t["ranks"][0].update(fixed_s=float("nan")), "must be a number >= 0, got nan"),
+        (lambda t: t["ranks"][1].update(per_work_s=0), r"calibration.ranks\[1\].per_work_s must be > 0, got 0.0"),
+        (lambda t: t.update(model_bytes=0), "calibration.model_bytes must be > 0, got 0"),
+        (lambda t: t["link"].update(num_hosts=0), "calibration.link.num_hosts must be > 0, got 0"),
         (lambda t: t["ranks"][0].update(step_s=[]), r"ranks\[0\]: batch_size, step_work and step_s must have one entry"),
         (lambda t: t["link"].update(speed=1), "link.speed is unknown"),
         (lambda t: t.update(merge=[]), r"merge must be a table, got \[\]"),
@@ -422,12 +426,10 @@ def test_fragments_are_tried_where_they_are_predicted_to_pay_and_taken_where_the
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path) -> None:
-    from hvd_adaptive.cli.calibrate import _check_writable
-
     with pytest.raises(ValueError, match=r"--out /proc/x.toml: cannot be written: No such file"):
-        _check_writable(Path("/proc/x.toml"))
+        check_writable("--out", Path("/proc/x.toml"))
     old = tmp_path / "old.toml"
     old.write_text("seed = 1\n")
-    _check_writable(old)
-    _check_writable(tmp_path / "new.toml")
+    check_writable("--out", old)
+    check_writable("--out", tmp_path / "new.toml")
     assert [path.name for path in tmp_path.iterdir()] == ["old.toml"] and old.read_text() == "seed = 1\n"

@@ -515,7 +515,8 @@ def test_options_come_from_files_and_the_command_line_wins(tmp_path: Path, capsy
         (["--link", "fast"], "link must be a number and one of"),
         (["--ranks", "2", "--slowdown", "1,2,3"], "slowdown must have one factor a rank: 2 ranks, got 3"),
         (["--config", "missing.toml"], "--config missing.toml: cannot be read"),
-        (["--ranks", "2", "--png", "/nowhere/s.png"], "--png /nowhere/s.png: cannot be written"),
+        (["--ranks", "2", "--png", "/nowhere/s.png"], "--png /nowhere/s.png: /nowhere is not there"),
+        (["--ranks", "65536", "--rounds", "9999", "--png", "/proc/s.png"], "--png /proc/s.png: cannot be written: "),
         (["--calibration", "cluster.json"], "--calibration cluster.json: has no table 'calibration'; write one with"),
     ],
 )
@@ -526,6 +527,29 @@ def test_errors_are_one_line(
     Path("cluster.json").write_text('{"batch_size": 16}')
     assert main(["simulate", "--strategies", "local", "--rounds", "2", "--settle", "0", *arguments]) == 2
     assert f"hvd-adaptive: error: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "in_file", "message"),
+    [
+        (["--speeds", "1,2"], "", "speeds 1,2 would have no effect with --calibration c.json, which measured it: leave one out"),
+        (["--samples-per-s", "9"], "", "samples_per_s 9.0 would have no effect with --calibration c.json, which measured it"),
+        (["--ranks", "2..8", "--host-link", "1GB/s"], "", "host_link 1GB/s would have no effect with --calibration c.json"),
+        (["--link", "1gbit"], "", "link 1gbit would have no effect with --calibration c.json, whose 2 ranks are on one host"),
+        ([], "model_mb = 9\n", "which measured it: leave one out (model_mb is from --config c.toml)"),
+        (["--ranks", "4", "--slowdown", "1,1,2,2", "--link", "1gbit", "--latency", "1ms", "--drift", "0.1"], "", ""),
+    ],
+)
+def test_a_description_of_what_was_measured_is_refused(
+    options: list[str], in_file: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("c.json").write_text(json.dumps(MEASURED))
+    Path("c.toml").write_text(in_file)
+    command = ["simulate", "--calibration", "c.json", "--config", "c.toml", "--strategies", "local"]
+    assert main([*command, "--rounds", "2", "--settle", "0", *options]) == (2 if message else 0)
+    assert message in capsys.readouterr().err
 
 
 def test_an_unknown_name_in_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
