@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import horovod.torch as hvd
 import pretended_cuda
 import pytest
 import torch
@@ -338,7 +339,8 @@ def test_a_wrapped_scripts_encoded_gradients_wait_once() -> None:
             torch.manual_seed(0)
             work = Dense()
             work.optimizer._parameter_names = {p: name for name, p in work.model.named_parameters()}
-            work.optimizer.backward_passes_per_step = 1
+            work.optimizer.backward_passes_per_step, work.optimizer.op = 1, hvd.Average
+            work.optimizer._requires_update = set(work.model.parameters())
             encoded = EncodedGradients(RunConfig(compression="maxmin:4"), lambda: transport)  # type: ignore[arg-type, return-value]
             encoded.registered(work.optimizer)
             x, y = (column.to("cuda") for column in work.data.tensors)
@@ -347,7 +349,7 @@ def test_a_wrapped_scripts_encoded_gradients_wait_once() -> None:
                 log.phase = "step" if step else "start"
                 work.optimizer.zero_grad()
                 work.loss(x, y).backward()
-                encoded.synchronize(work.optimizer, refused=False, average=True)
+                encoded.synchronize(work.optimizer, refused=False)
                 work.optimizer.step()
                 log.num_steps += step > 0
             log.phase = "end"
