@@ -114,7 +114,7 @@ class FlatModel:
             row_range.touched.clear()
 
     def rebind(self) -> None:
-        """Takes the model's tensors anew: a loop may have put others in their place, as by ``p.data = p.data.clamp(...)``.
+        """Takes the trainable parameters anew: a loop may have put others in their place, as by ``p.data = p.data.clamp(...)``.
 
         Raises:
             RuntimeError: if there are other ones than at construction, or of other shapes.
@@ -125,7 +125,6 @@ class FlatModel:
         tensors = by_dtype([local(p) for p in parameters])
         replace([group.tensors for group in self.parameter_groups], list(tensors.values()))
         self._watch(parameters)
-        self.buffers.rebind()
 
     def follow(self) -> bool:
         """As :meth:`rebind`, if a parameter has other memory than at the last one; returns whether one has. Quick."""

@@ -67,7 +67,7 @@ def with_defaults(
     divide a gradient by its usual size, so their steps do not grow with the batch's.
 
     Dense Adam and its kin on several ranks get the cautious outer step. Others get none: it makes steps several times as long, so
-    SGD would diverge at its best rates, and adaptive optimizers take as long steps on rare rows as on others.
+    SGD may diverge at its best rates, and adaptive optimizers take as long steps on rare rows as on others.
 
     Args:
         config: the rules.

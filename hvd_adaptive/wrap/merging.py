@@ -204,6 +204,7 @@ class Merger:
     def loaded(self) -> None:
         """Takes note that the script has loaded weights into the model: they are where this rank's steps start from."""
         self._flat.rebind()
+        self._flat.buffers.rebind()
         if self._engine.rule is not None:
             self._engine.rule.restart()
         for group in self._flat.groups:
@@ -218,7 +219,6 @@ class Merger:
             RuntimeError: on all ranks, if no rank's parameters are finite, or the ranks' global models differ.
         """
         begin = time.perf_counter()
-        self._flat.rebind()
         this, num_timed = self._round, self._timed[0]
         this.batch_size = max(this.num_samples / max(self.num_calls, 1), 1e-9)
         self._engine.measure_(this)
