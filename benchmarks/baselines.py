@@ -133,7 +133,7 @@ def record(
     tuned: dict[str, dict[str, dict[float, float]]],
     rows: dict[str, str],
     results: dict[str, list[Result]],
-) -> str:
+) -> list[str]:
     how = {
         "emulated": f"1:1:2:4, emulated, --slowdown {SLOWDOWN}",
         "equal": "equal",
@@ -192,7 +192,7 @@ def record(
             middle([x["merge_share"] for x in s], ".1%"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 if __name__ == "__main__":

@@ -167,19 +167,24 @@ class Heartbeat:
         self._state = _State("left", self._state.what, self._awake_s)
         self._end_threads()
 
-    def abandon(self) -> None:
-        """Ends this rank's threads, for a rank that ends in failure. It says nothing to other ranks, nor waits for them.
+    def abandon(self) -> bool:
+        """Says that this rank ends, and ends its threads, for a rank that ends in failure and waits for no other. Ranks that have
+        left do not wait for it; those that wait elsewhere end the job.
 
         Else a thread that comes back from the store, which is C++, while the interpreter ends would end the process by SIGABRT.
         One that hangs there is left after some seconds. Repeated calls, and calls in a forked child, do nothing.
+
+        Returns:
+            Whether the threads have ended.
         """
         if not self._threads or os.getpid() != self._pid:
-            return
+            return False
+        self._state = _State("left", self._state.what, self._awake_s)
         self._is_abandoned = True
         self._over.set()
-        self._end_threads(_ABANDON_S)
+        return self._end_threads(_ABANDON_S)
 
-    def _end_threads(self, limit_s: float | None = None) -> None:
+    def _end_threads(self, limit_s: float | None = None) -> bool:
         self._leaving.set()
         if self._lifeline is not None:
             # Wakes the thread that sleeps on it.
@@ -187,9 +192,11 @@ class Heartbeat:
                 self._lifeline.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(limit_s)
+        have_ended = not any(thread.is_alive() for thread in self._threads)
         self._threads.clear()
         if self._lifeline is not None:
             self._lifeline.close()
+        return have_ended
 
     def _key(self, rank: int) -> str:
         return f"beat/{rank}"
@@ -197,11 +204,12 @@ class Heartbeat:
     def _talk(self, store: TCPStore) -> None:
         keys = [self._key(rank) for rank in self._watched]
         try:
-            while not self._is_abandoned:
-                leaving = self._leaving.is_set()
+            while True:
+                # Before the beat, which says so.
+                leaving, is_last = self._leaving.is_set(), self._is_abandoned
                 self._beat(store)
                 all_left = self._look(store, keys)
-                if leaving and (all_left if self._rank == 0 else self._is_over(store)):
+                if is_last or (leaving and (all_left if self._rank == 0 else self._is_over(store))):
                     if self._rank == 0:
                         store.set(_OVER, self._side.seal.close(_OVER, b""))  # type: ignore[arg-type]
                     break

@@ -117,8 +117,12 @@ class Hall:
             for old in forget:
                 self._arrivals.delete_key(old)
 
-    def close(self, limit_s: float) -> None:
+    def close(self, limit_s: float, *, waits: bool = True) -> None:
         """Ends the connections. The rank that serves waits for the others; repeated calls do nothing.
+
+        Args:
+            limit_s: for how many seconds.
+            waits: else it serves until its process ends.
 
         Raises:
             RuntimeError: on that rank, if one of them does not end within so many seconds.
@@ -128,6 +132,8 @@ class Hall:
             if last:
                 self._arrivals.set("all closed", "")
             elif self._server is not None:
+                if not waits:
+                    return
                 try:
                     self._arrivals.wait(["all closed"], timedelta(seconds=limit_s))
                 except DistStoreError as error:

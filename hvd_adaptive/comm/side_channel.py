@@ -193,10 +193,13 @@ class SideChannel:
             )
         return time.monotonic() - begin
 
-    def close(self) -> None:
+    def close(self, *, waits: bool = True) -> None:
         """Ends the channel in good order. COLLECTIVE, but only rank 0, which holds the store, waits.
 
         Repeated calls do nothing. Stop heartbeats first.
+
+        Args:
+            waits: else rank 0 holds the store until its process ends.
 
         Raises:
             RuntimeError: on rank 0, if a rank did not close within the stall limit.
@@ -207,7 +210,7 @@ class SideChannel:
         if self._alone is not None:
             return
         for hall in self._halls:
-            hall.close(self._stall_limit_s)
+            hall.close(self._stall_limit_s, waits=waits)
         # A peer whose rank 0 is gone has nothing left to say goodbye to.
         with contextlib.suppress(DistError):
             last = self._arrivals.add("closed", 1) == self.world_size
@@ -215,6 +218,8 @@ class SideChannel:
                 self._arrivals.set("all closed", "")
         del self._claims
         if self._server is not None and not last:
+            if not waits:
+                return
             try:
                 self._arrivals.wait(["all closed"], timedelta(seconds=self._stall_limit_s))
             except DistStoreError as error:

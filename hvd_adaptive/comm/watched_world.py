@@ -131,6 +131,8 @@ class WatchedWorld:
             self.side.close()
 
     def abandon(self) -> None:
-        """Ends the heartbeat of a rank that ends in failure, which waits for no other."""
+        """Ends the heartbeat and the side channel of a rank that ends in failure, which waits for no other."""
         self._has_left = True
-        self.heartbeat.abandon()
+        # Else the store does not answer.
+        if self.heartbeat.abandon():
+            self.side.close(waits=False)

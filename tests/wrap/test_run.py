@@ -139,6 +139,13 @@ def test_a_script_that_fails_ends_with_its_own_code(run_job: Any) -> None:
     assert job.returncode == 3 and "terminate called" not in job.stderr and not job.leftover, job.describe()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_that_ends_with_a_code_when_all_have_trained_ends_the_job(rank: int, run_job: Any) -> None:
+    job = run_job([*RUN, "-np", "2", str(SCRIPTS / "failing.py"), "one code", str(rank)], timeout=200, forked=False)
+    assert job.returncode == 3 and not job.timed_out and not job.leftover, job.describe()
+    assert "heartbeat" not in job.stderr, job.describe()
+
+
 def test_a_frozen_rank_is_named(run_job: Any, tmp_path: Path) -> None:
     ready = tmp_path / "pid"
 

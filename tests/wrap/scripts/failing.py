@@ -40,6 +40,8 @@ for step in range(100_000):
         sys.exit(0)
     if step == 5 and sys.argv[1] == "code":
         sys.exit(3)
+    if step == 5 and sys.argv[1] == "one code":
+        sys.exit(3 if hvd.rank() == int(sys.argv[2]) else 0)
     if step == 5 and hvd.rank() == 1 and sys.argv[1] == "freeze":
         pathlib.Path(sys.argv[2]).write_text(str(os.getpid()))
     time.sleep(0.01)
