@@ -42,6 +42,7 @@ from hvd_adaptive.session.handed_out import HandedOut
 from hvd_adaptive.session.island_mesh import join
 from hvd_adaptive.session.loader import loader
 from hvd_adaptive.session.sameness import agree_on_start, check_same_model
+from hvd_adaptive.session.schedules import Schedules, schedule
 from hvd_adaptive.session.session_state import SessionState, Stateful
 from hvd_adaptive.session.straggler_report import StragglerReport
 from hvd_adaptive.session.strategy_names import make_strategy
@@ -90,8 +91,7 @@ class Session:
         self.model = model
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.ledger = Ledger()
-        self.round = self.preempted = 0
-        self.train_s, self.num_samples = 0.0, 0
+        self.round = self.preempted = self.num_samples = 0
         self.records: list[Callable[[RoundRecord], None]] = []
         self.before_gather: list[Callable[[RoundStats], None]] = []
         self.preemption = PREEMPTION
@@ -108,14 +108,14 @@ class Session:
             threads = self.transport.allgather_object((self.device.type, torch.get_num_threads()))
             carried = {"backend": self.transport.backend, "ranks' devices and threads": threads}
             self.identity = run_identity(self.config, {**trained, **carried})
-        recording = self.config.replay
-        self._replay = Replay(recording, self.identity, self.transport) if recording is not None else None
+        self._replay = None if self.config.replay is None else Replay(self.config.replay, self.identity, self.transport)
         self._data, self._lr = "", LearningRateMultiplier(self.optimizer)
         self._state = SessionState(self, self._strategy, self._lr)
+        self._schedules = Schedules(self.optimizer, rank=self.rank, steps_alone=self.config.strategy == "local")
         self._stragglers = StragglerReport(self.transport, self.device, self.config.straggler_limit)
         self._times = DeviceTimes(device_clock(self.device))
         self._stats, self._handed_out = RoundStats(), HandedOut(self.rank, self.config.strategy, self.world_size)
-        self._stop, self._round_start = False, 0.0
+        self._stop, self.train_s, self._round_start = False, 0.0, 0.0
         self._check_hash()
 
     @property
@@ -164,7 +164,7 @@ class Session:
         source = BatchSource(dataset, self.device, collate, self._times, micro_batch_size=self.config.micro_batch_size)
         return self._batches_from(source, num_epochs=num_epochs, work=work)
 
-    loader = loader
+    loader, schedule = loader, schedule
 
     def _batches_from(
         self, source: BatchSource, *, num_epochs: float | None, work: NDArray[np.int64] | None = None
@@ -188,21 +188,21 @@ class Session:
                 mega_batch=capped_mega_batch(self.config, self._strategy.mega_batch, len(source), self.world_size),
                 unit=self._strategy.round_unit,
             )
-            recorded = None
-            if self._replay is not None:
-                recorded = self._replay.next_round(self.round, self._data)
-                if recorded is None:
-                    break
+            recorded = None if self._replay is None else self._replay.next_round(self.round, self._data)
+            if recorded is not None:
                 size = recorded.num_samples
+            elif self._replay is not None:
+                break
             rows, rest = np.split(order[self.ledger.cursor :], [size])
             source.following = (rest, None if work is None else work[rest])
-            progress = self._progress(len(source))
-            schedule = lr_schedule(progress, warmup_epochs=self.config.warmup_epochs, decay=self.config.lr_decay)
+            progress, config = self._progress(len(source)), self.config
+            factor = lr_schedule(progress, warmup_epochs=config.warmup_epochs, decay=config.lr_decay)
             self._begin_round(len(source), recorded)
             part = None if work is None else work[rows]
             for batch in self._strategy.round_batches(rows, work=part, source=source, round_id=self.round, stats=self._stats):
-                self._lr.value = schedule * self._strategy.lr_multiplier(batch)
+                self._lr.value = factor * self._strategy.lr_multiplier(batch)
                 batch.num_samples_before = self.ledger.epoch * len(source) + self.ledger.cursor + batch._place
+                self._schedules.reach(batch.num_samples_before / len(source))
                 with self._handed_out.give(batch, self._stats, self.round):
                     yield batch
                 if self.preemption.signal_number:
@@ -359,6 +359,7 @@ class Session:
         stats.train_s = self.train_s + time.perf_counter() - self._round_start
         self._strategy.take_foreign_seconds()
         gathered, weight, stats.payload_bytes = self._strategy.end_round(stats)
+        self._schedules.end_round(gathered["num_steps"])
         self.ledger = self.ledger.advance(num_samples, dataset_size)
         self.num_samples += num_samples
         model_hash = None

@@ -1,0 +1,158 @@
+"""Torch's schedulers in a session, whose ranks make different numbers of steps: they follow the samples of all ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from hvd_adaptive.algorithm.statistics import Array
+from hvd_adaptive.session.session_state import Stateful
+
+log = logging.getLogger(__name__)
+
+# Ranks' numbers of steps by which a scheduler may differ: by the part, once the fastest has made so many.
+_UNEQUAL, _LEAST_STEPS = 1.1, 20
+# torch marks the step of an optimizer that has a scheduler by one of these, by its version.
+_MARKS = ("_wrapped_by_lr_sched", "_with_counter")
+
+
+class Followed:
+    """A scheduler that follows the training's samples.
+
+    Args:
+        scheduler: of torch.
+        steps_per_epoch: its steps in a pass over the data.
+    """
+
+    def __init__(self, scheduler: LRScheduler, steps_per_epoch: float) -> None:
+        self._scheduler = scheduler
+        self._steps_per_epoch = steps_per_epoch
+        self._num_steps = 0
+
+    @property
+    def last_epoch(self) -> int | None:
+        """The scheduler's own number of its steps; None for a chain, which has none."""
+        return getattr(self._scheduler, "last_epoch", None)
+
+    def reach(self, epochs: float) -> None:
+        """Steps the scheduler up to a place in the training, in epochs."""
+        # A number of steps that was rounded down by a product.
+        due = math.floor(epochs * self._steps_per_epoch + 1e-6)
+        while self._num_steps < due:
+            self._num_steps += 1
+            self._scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the scheduler's state, and its number of steps."""
+        return {"num_steps": self._num_steps, "scheduler": self._scheduler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a state."""
+        self._num_steps = state["num_steps"]
+        self._scheduler.load_state_dict(state["scheduler"])
+
+
+class Schedules:
+    """The schedulers of one rank.
+
+    Args:
+        optimizer: whose learning rate they set.
+        rank: this rank.
+        steps_alone: ranks step by themselves, each as often as it can.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, rank: int, steps_alone: bool) -> None:
+        self._optimizer = optimizer
+        self._followed: list[Followed] = []
+        self._watches = steps_alone and rank == 0
+        # What was set when the last batch of the round was given: steps of the schedulers, and the learning rate.
+        self._seen: tuple[list[int | None], float | None] | None = None
+        self._num_batches = self._num_moves = 0
+        self._num_steps: Array | None = None
+
+    def add(self, followed: Followed) -> int:
+        """Adds a scheduler; returns its number."""
+        self._followed.append(followed)
+        return len(self._followed)
+
+    def reach(self, epochs: float) -> None:
+        """Steps the schedulers up to a place in the training, in epochs of all ranks. Before each batch.
+
+        Raises:
+            RuntimeError: if somebody else has stepped one.
+        """
+        if self._seen is not None:
+            steps, rate = self._seen
+            if [followed.last_epoch for followed in self._followed] != steps:
+                raise RuntimeError(
+                    "session.schedule steps this scheduler, and so does something else: take scheduler.step() out of the loop"
+                )
+            self._num_batches += 1
+            self._num_moves += rate is not None and rate != self._rate()
+        for followed in self._followed:
+            followed.reach(epochs)
+        self._seen = [followed.last_epoch for followed in self._followed], self._rate()
+
+    def end_round(self, num_steps: Array) -> None:
+        """Warns of a scheduler that is stepped once a batch, where ranks make different numbers of steps.
+
+        Args:
+            num_steps: of each rank in the round, shape (world_size,).
+        """
+        self._seen = None
+        self._num_steps = num_steps + (0 if self._num_steps is None else self._num_steps)
+        has_scheduler = any(hasattr(self._optimizer.step, mark) for mark in _MARKS)
+        follows_steps = has_scheduler and self._num_moves > 0.5 * self._num_batches
+        least, most = float(self._num_steps.min()), float(self._num_steps.max())
+        if self._watches and follows_steps and most > max(_LEAST_STEPS, _UNEQUAL * least):
+            self._watches = False
+            log.warning(
+                "a scheduler is stepped after each batch, but ranks make different numbers of steps (%s so far): the fast ones "
+                "come to the end of the schedule early. Take scheduler.step() out of the loop, and call "
+                "session.schedule(scheduler, steps_per_epoch=...) before it",
+                ", ".join(f"{n:.0f}" for n in np.asarray(self._num_steps)),
+            )
+
+    def _rate(self) -> float | None:
+        rate = self._optimizer.param_groups[0]["lr"]
+        # Reading it would wait for a GPU.
+        return None if isinstance(rate, Tensor) else float(rate)
+
+
+class Scheduling(Protocol):
+    """A session, as far as schedules need it; see :class:`hvd_adaptive.Session`."""
+
+    _schedules: Schedules
+
+    def register_state(self, name: str, value: Stateful) -> None:
+        """Makes an object part of the checkpoints."""
+
+
+def schedule(self: Scheduling, scheduler: LRScheduler, *, steps_per_epoch: float) -> None:
+    """Has a scheduler of torch follow the samples of all ranks, as ranks make different numbers of steps. Do not call its
+    ``step`` yourself. It becomes part of checkpoints: call this before any is loaded.
+
+    Args:
+        scheduler: as for plain training, over the session's optimizer: one that counts steps, or epochs.
+        steps_per_epoch: its steps in a pass over the data: the number of global batches, or 1 if it counts epochs.
+
+    Raises:
+        TypeError: for a ReduceLROnPlateau, which follows a metric. ValueError: for a number that is not > 0.
+    """
+    if not isinstance(scheduler, LRScheduler):
+        raise TypeError(f"schedule: scheduler must be one of torch.optim.lr_scheduler, got {type(scheduler).__name__}")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise TypeError(
+            "schedule: a ReduceLROnPlateau follows a metric, not steps: call its step(metric), with the same metric on every "
+            "rank, from a function in session.records"
+        )
+    if not steps_per_epoch > 0:
+        raise ValueError(f"schedule: steps_per_epoch must be > 0, got {steps_per_epoch}")
+    followed = Followed(scheduler, steps_per_epoch)
+    self.register_state(f"schedule {self._schedules.add(followed)}", followed)

@@ -1,0 +1,140 @@
+"""Session.schedule: torch's schedulers follow the samples of all ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import TensorDataset
+
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
+from hvd_adaptive.config import Config
+from hvd_adaptive.session.session import Session
+
+NUM_SAMPLES, EPOCHS, STEPS_PER_EPOCH = 480, 3, 30
+_generator = torch.Generator().manual_seed(0)
+X = torch.randn(NUM_SAMPLES, 6, generator=_generator)
+DATA = TensorDataset(X, X.sum(1))
+
+SCHEDULERS: dict[str, Any] = {
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, EPOCHS * STEPS_PER_EPOCH),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=EPOCHS * STEPS_PER_EPOCH),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "sequence": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, total_iters=10), lr_scheduler.CosineAnnealingLR(o, 80)], milestones=[10]
+    ),
+    "chain": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o, total_iters=10), lr_scheduler.ExponentialLR(o, 0.95)]
+    ),
+}  # fmt: skip
+
+
+def rates_of(name: str) -> list[float]:
+    """The learning rate after each number of steps, in plain training."""
+    optimizer = torch.optim.SGD(nn.Linear(6, 1).parameters(), lr=0.05)
+    scheduler, rates = SCHEDULERS[name](optimizer), []
+    for step in range(EPOCHS * STEPS_PER_EPOCH):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if step < EPOCHS * STEPS_PER_EPOCH - 1:
+            scheduler.step()
+    return rates
+
+
+def train(
+    transport: LocalTransport, config: Config, *, name: str, schedule: bool = True, state: Any = None, until: int = EPOCHS
+) -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 1)
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.05), config, transport=transport)
+    scheduler = SCHEDULERS[name](session.optimizer)
+    if schedule:
+        session.schedule(scheduler, steps_per_epoch=STEPS_PER_EPOCH)
+    if state is not None:
+        session.load_state_dict(state)
+    seen = []
+    for batch in session.batches(DATA, num_epochs=until):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            nn.functional.mse_loss(model(batch.x)[:, 0], batch.y).backward()
+            session.optimizer.step()
+            seen.append((batch.num_samples_before, session.optimizer.param_groups[0]["lr"]))
+        if not schedule:
+            scheduler.step()
+    state = session.state_dict()
+    session.close()
+    return seen, state
+
+
+@pytest.mark.parametrize("strategy", ["local", "sync"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_rates_are_those_of_plain_training_at_the_same_sample(name: str, strategy: str) -> None:
+    expected = rates_of(name)
+    local = {"mega_batch": 100, "lr_rule": "none"} if strategy == "local" else {}
+    config = Config(strategy=strategy, batch_size=8, slowdown="1,3", **local)
+    results = LocalWorld(2).run(lambda t: train(t, config, name=name))
+    for seen, _ in results:
+        assert len(seen) > 20
+        reached = 0
+        for before, rate in seen:
+            # A rank's places may go back a little; its schedule does not.
+            reached = max(reached, math.floor(before * STEPS_PER_EPOCH / NUM_SAMPLES))
+            assert rate == pytest.approx(expected[reached], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_resumed_run_goes_on_in_its_schedule(name: str) -> None:
+    config, expected = Config(batch_size=8, mega_batch=100, lr_rule="none"), rates_of(name)
+    states = [state for _, state in LocalWorld(2).run(lambda t: train(t, config, name=name, until=1))]
+    for world_size in (2, 3):
+        results = LocalWorld(world_size).run(lambda t: train(t, config, name=name, state=states[t.rank % 2]))
+        for seen, _ in results:
+            before, rate = seen[-1]
+            assert before > 2 * NUM_SAMPLES
+            assert rate == pytest.approx(expected[math.floor(before * STEPS_PER_EPOCH / NUM_SAMPLES)], rel=1e-6)
+
+
+def test_a_scheduler_that_is_stepped_by_hand_as_well_is_an_error() -> None:
+    def run(transport: LocalTransport) -> None:
+        model = nn.Linear(6, 1)
+        session = Session(model, torch.optim.SGD(model.parameters(), lr=0.05), Config(batch_size=8), transport=transport)
+        scheduler = SCHEDULERS["cosine"](session.optimizer)
+        session.schedule(scheduler, steps_per_epoch=STEPS_PER_EPOCH)
+        for batch in session.batches(DATA):
+            with session.step(batch):
+                nn.functional.mse_loss(model(batch.x)[:, 0], batch.y).backward()
+                session.optimizer.step()
+            scheduler.step()
+
+    with pytest.raises(RuntimeError, match=r"take scheduler.step\(\) out of the loop"):
+        LocalWorld(1).run(run)
+
+
+def test_what_cannot_be_followed_is_refused() -> None:
+    def run(transport: LocalTransport) -> None:
+        model = nn.Linear(6, 1)
+        session = Session(model, torch.optim.SGD(model.parameters(), lr=0.05), Config(), transport=transport)
+        with pytest.raises(TypeError, match=r"follows a metric, not steps: call its step\(metric\)"):
+            session.schedule(lr_scheduler.ReduceLROnPlateau(session.optimizer), steps_per_epoch=1)
+        with pytest.raises(TypeError, match=r"must be one of torch\.optim\.lr_scheduler, got function"):
+            session.schedule(lambda: None, steps_per_epoch=1)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="steps_per_epoch must be > 0, got 0"):
+            session.schedule(SCHEDULERS["cosine"](session.optimizer), steps_per_epoch=0)
+
+    LocalWorld(1).run(run)
+
+
+@pytest.mark.parametrize(("name", "slowdown", "warns"), [("cosine", "1,3", True), ("cosine", None, False)])
+def test_steps_by_hand_on_unequal_ranks_are_told_of(
+    name: str, slowdown: str | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    dispatch = "dynamic" if slowdown else "equal"
+    config = Config(batch_size=8, mega_batch=100, slowdown=slowdown, dispatch=dispatch)
+    with caplog.at_level(logging.WARNING):
+        LocalWorld(2).run(lambda t: train(t, config, name=name, schedule=False))
+    assert ("a scheduler is stepped after each batch" in caplog.text) == warns
