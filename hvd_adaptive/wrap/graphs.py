@@ -1,7 +1,7 @@
 """What a loss is made of, read off autograd's graph at each backward: cheap enough for every step.
 
 The first batches are followed function by function; a script may compute another loss later (hard examples after a warm-up,
-labels that are ignored). Its graph then begins with other nodes than those that were seen.
+labels that are ignored). Its graph then begins with other nodes than those that were seen, or with other options of theirs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Heads:
                 continue
             known.add(node)
             name = node.name()
-            names.append(name)
+            names.append(name + _options(node))
             if not learn and name.startswith("NllLoss"):
                 self._count_ignored(node)
             if node not in ends:
@@ -81,6 +81,13 @@ class Heads:
             # Of a loader at whose steps no exchange comes, nobody else would ask.
             if len(self._targets) == _MOST_TARGETS:
                 self._compare()
+
+
+def _options(node: Any) -> str:
+    """Returns what makes another loss of a node of the same name: how it is reduced, and whether classes have weights."""
+    options = str(getattr(node, "_saved_reduction", ""))
+    is_weighted = node.name().startswith("NllLoss") and getattr(node, "_saved_weight", None) is not None
+    return f"{options} by class" if is_weighted else options
 
 
 def intercept_backward(looks: Callable[[Sequence[Tensor]], None]) -> None:
