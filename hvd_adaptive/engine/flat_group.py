@@ -24,7 +24,7 @@ class FlatGroup:
         name: names the exchange, the same on every rank.
         tensors: the model's own tensors, in the model's order, each once.
         weights: the flat global model, fp64 for fp64 tensors, else fp32, shape (num_elements,); on the device, or in host memory.
-        delta: same shape and dtype, on the device.
+        delta: same shape and dtype, on the device; of buffers in fp64.
         row_ranges: the sparse parameters among ``tensors``, by position there.
         infos: names and shapes of parameters.
         positions: of parameters, where each tensor stands among the model's trainable ones.

@@ -246,9 +246,10 @@ class SyncStrategy(FixedWorkStrategy):
         self._check_round(gathered)
         shares = self.batch_sizes / self.round_unit
         finite = gathered["finite"] > 0
-        weights = np.where(finite, shares, 0.0)
-        if finite.any():
-            weights /= weights.sum()
+        if not finite.any():
+            self._buffers.undo_()
+        weights = np.where(finite, shares, 0.0) if finite.any() else shares
+        weights = weights / weights.sum()
         self._buffers.start_(float(weights[self._transport.rank]))
         self._buffers.finish_()
         if self._compressed is not None:

@@ -1,0 +1,125 @@
+"""What becomes of a model's buffers at merges, over simulated ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
+from hvd_adaptive.config import Config
+from hvd_adaptive.engine.flat_buffers import FlatBuffers
+from hvd_adaptive.session.session import Session
+
+INF = float("inf")
+X = torch.randn(240, 6, generator=torch.Generator().manual_seed(0))
+DATA = torch.utils.data.TensorDataset(X, (X.sum(dim=1) > 0).long())
+KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+class Observed(nn.Module):
+    """Has the range of its inputs in buffers, as observers of quantization do, and values that its forward pass sets."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(6, 2)
+        self.register_buffer("least", torch.tensor(INF, dtype=dtype))
+        self.register_buffer("greatest", torch.tensor(-INF, dtype=dtype))
+        self.register_buffer("set", torch.tensor(1e4, dtype=dtype))
+        self.register_buffer("mask", torch.ones(4, dtype=dtype))
+        self.register_buffer("never", torch.tensor([-INF, torch.nan, 1.0], dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.least.copy_(torch.minimum(self.least, x.min()))
+        self.greatest.copy_(torch.maximum(self.greatest, x.max()))
+        self.set.fill_(0.0123)
+        self.mask[:2] = 0
+        return self.inner(x)
+
+
+def train(transport: LocalTransport, model: nn.Module, **options: Any) -> nn.Module:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = Config(batch_size=10, mega_batch=80, hash_interval=1, **options)
+    session = Session(model, optimizer, config, transport=transport)
+    for batch in session.batches(DATA):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+            session.optimizer.step()
+    session.close()
+    return model
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (1, {}), (2, {}), (3, {"merge_weights": "samples"}), (1, {"strategy": "sync"}), (2, {"overlap_merge": True}),
+        (2, {"logical_ranks": 3}), (1, {"strategy": "sma"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_that_ranks_share_are_kept(world_size: int, options: dict[str, Any], dtype: torch.dtype) -> None:
+    for model in LocalWorld(world_size).run(lambda t: train(t, Observed(dtype), **options)):
+        assert -5 < float(model.least) < 0 < float(model.greatest) < 5
+        if dtype != torch.float64 or "logical_ranks" not in options:
+            assert torch.equal(model.set, torch.full_like(model.set, 0.0123))
+        assert model.mask.tolist() == [0, 0, 1, 1]
+        assert torch.equal(model.never.isnan(), torch.tensor([False, True, False]))
+        assert model.never[::2].tolist() == [-INF, 1]
+
+
+def merge(values: list[list[float]], weights: list[float], *, start: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Merges one buffer of ranks, each of which holds other values; returns the ranks' results."""
+
+    def run(transport: LocalTransport) -> torch.Tensor:
+        model = nn.Module()
+        model.register_buffer("b", torch.full((len(values[0]),), start, dtype=dtype))
+        buffers = FlatBuffers(model, transport)
+        model.b.copy_(torch.tensor(values[transport.rank]))
+        buffers.compute_delta()
+        buffers.start_(weights[transport.rank])
+        buffers.finish_()
+        return model.b
+
+    return LocalWorld(len(values)).run(run)
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("start", [0.0, 1e4, INF, torch.nan])
+def test_a_merged_buffer_does_not_depend_on_what_it_was(dtype: torch.dtype, start: float) -> None:
+    weights = [1 / 3, 1 / 3, 1 / 7, 1 - 2 / 3 - 1 / 7]
+    values = [[0.1, -3.7, 0.0, 1.0 + rank] for rank in range(4)]
+    expected = sum(weight * (1.0 + rank) for rank, weight in enumerate(weights))
+    for merged in merge(values, weights, start=start, dtype=dtype):
+        assert torch.equal(merged[:3], torch.tensor(values[0][:3]).to(dtype))
+        assert float(merged[3]) == pytest.approx(expected, rel=1e-2 if dtype.itemsize == 2 else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_a_rank_that_is_left_out_spoils_nothing(dtype: torch.dtype) -> None:
+    for merged in merge([[torch.nan, INF], [0.1, 7.0], [0.1, 7.0]], [0.0, 0.3, 0.7], start=2.0, dtype=dtype):
+        assert torch.equal(merged, torch.tensor([0.1, 7.0]).to(dtype))
+
+
+@pytest.mark.parametrize("strategy", ["local", "sync"])
+def test_a_buffer_that_becomes_infinite_on_all_ranks(strategy: str) -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 2)
+            self.register_buffer("mean", torch.tensor([0.1, -INF]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mean[0] = INF
+            return self.inner(x)
+
+    if strategy == "local":
+        with pytest.raises(RuntimeError, match="diverged"):
+            train(LocalTransport(), Broken())
+    else:
+        # As steps with gradients that are not finite are left out, so is this.
+        assert train(LocalTransport(), Broken(), strategy="sync").mean.tolist() == [pytest.approx(0.1), -INF]
