@@ -26,6 +26,9 @@ from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.sampling import OneOrder, Union, checksum, find_union, take_share
 from hvd_adaptive.wrap.share_rules import Controller
 
+# Batches of which a pass is asked at once how long they are on the ranks; it remembers some more.
+_MOST_LOOKED_AT = 1000
+
 
 @dataclass(frozen=True)
 class Handed:
@@ -152,6 +155,7 @@ class IndexStream:
         self._queue: deque[tuple[Handed, Any]] = deque()
         self._last_own: Any = None
         self._again: deque[Any] = deque()
+        self._looked_at = 0
 
     @property
     def is_open(self) -> bool:
@@ -206,6 +210,16 @@ class IndexStream:
             return None
         lists = self._union.batch(self.num_delivered - 1)
         return checksum(lists) if lists[self._rank] == list(self._last_own) else None
+
+    def is_uneven(self) -> bool:
+        """Whether the ranks' own batches were not equally long, in those that came since this was last asked.
+
+        The last batch of a pass may be so, as of a sampler that does not fill up what is left: its shares are equal.
+        """
+        first, self._looked_at = max(self._looked_at, self.num_delivered - _MOST_LOOKED_AT), max(self.num_delivered - 1, 0)
+        if self._union is None:
+            return False
+        return any(len({len(part) for part in self._union.batch(n)}) > 1 for n in range(first, self._looked_at))
 
     def _share(self, own: list[Any], handed: Handed) -> tuple[list[Any], Handed]:
         assert self._union is not None

@@ -60,8 +60,9 @@ class Meter:
         """
         self._window.num_steps += 1
         if batches is not None:
-            self._window.num_samples += sum(handed.num_samples for handed in batches)
-            self._window.global_samples += sum(handed.global_samples for handed in batches)
+            # Equal shares are the script's own batches, which need not be equally long.
+            self._window.num_samples += sum(handed.num_samples for handed in batches if handed.is_unequal)
+            self._window.global_samples += sum(handed.global_samples for handed in batches if handed.is_unequal)
         if stretches:
             self._pending.append(_Step(stretches, batches, tell))
         self._collect()

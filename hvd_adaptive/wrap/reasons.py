@@ -26,6 +26,10 @@ class Reason(enum.Enum):
         "the ranks do not draw from one order of one dataset (other lengths, seeds or epochs, or random numbers of their "
         "own), so their batches cannot be pooled"
     )
+    UNEVEN = (
+        "its sampler gives the ranks batches of different lengths, so that a sample of a short one counts more; pooled, all would "
+        "count alike"
+    )
     DATASET = (
         "its data set differs between ranks (split by rank, or at random without a seed), so a sample's number means another "
         "sample on another rank"

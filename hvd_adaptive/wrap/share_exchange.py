@@ -121,6 +121,8 @@ class Shares:
                 loader.reasons.add(Reason.WEIGHTED_LOSS)
             if Reason.KEPT not in loader.reasons and loader.looks.are_kept():
                 loader.reasons.add(Reason.KEPT)
+            if stream.is_uneven():
+                loader.reasons.add(Reason.UNEVEN)
             reasons |= loader.reasons | (set() if loader.is_traced else {Reason.NO_FORWARD})
             window.num_delivered, window.num_handed = stream.num_delivered, stream.num_handed
             window.dataset = loader.fingerprint()

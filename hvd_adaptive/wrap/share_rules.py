@@ -25,7 +25,10 @@ _SURE_GAIN = 0.3
 
 @dataclass
 class Window(Statistics):
-    """One rank's numbers since the last exchange; ``present`` is 0 for one that has called hvd.join()."""
+    """One rank's numbers since the last exchange; ``present`` is 0 for one that has called hvd.join().
+
+    ``num_samples`` and ``global_samples`` are of batches with unequal shares.
+    """
 
     present: int = 1
     reasons: int = 0

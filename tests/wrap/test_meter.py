@@ -32,7 +32,7 @@ def on_gpu(begin: float, end: float) -> Stretch:
     return Stretch(0.001, 0.0, (Event(begin), Event(end)))
 
 
-BATCH = [Handed(3, 8, 0.75)]
+BATCH = [Handed(3, 8, 0.75, is_unequal=True)]
 
 
 def test_a_gpus_steps_are_timed_once_it_is_through_with_them() -> None:
@@ -64,3 +64,11 @@ def test_steps_of_several_optimizers_on_one_batch_are_one() -> None:
     assert window.compute_s == pytest.approx(2.0) and window.compute_sq == pytest.approx(5 * 0.4**2)
     meter.step([], [Stretch(0.3, 0.0, None)])
     assert meter.take().compute_s == 0.0
+
+
+def test_the_scripts_own_batches_need_not_be_equally_long() -> None:
+    meter = Meter()
+    meter.step([Handed(7, 14, 1.0)], [])
+    meter.step(BATCH, [])
+    window = meter.take()
+    assert (window.num_steps, window.num_samples, window.global_samples) == (2, 3, 8)

@@ -24,6 +24,7 @@ SHARED = [
     "own_batches.py",
     "own_batches.py --sparse --num-workers 1",
     "own_batches.py --sparse --sparse-as-dense",
+    "own_batches.py --unpadded",
     "gan.py",
     "odd.py own_mean",
     "odd.py eval_inside",
@@ -58,6 +59,7 @@ PLAIN = {
     "odd.py class_weights": Reason.WEIGHTED_LOSS,
     "odd.py hidden": Reason.OTHER_INPUT,
     "odd.py fixed": Reason.OTHER_INPUT,
+    "own_batches.py --by-length": Reason.UNEVEN,
 }
 
 
@@ -124,6 +126,7 @@ def test_local_steps_that_are_merged_at_once_are_the_scripts_own(num_ranks: int)
         "accumulate.py --momentum 0",
         "own_batches.py --sparse",
         # Shares stay equal, so momentum meets as its mean as well.
+        "own_batches.py --by-length",
         "imagenet.py --batches-per-allreduce 2",
         "odd.py pairs",
         "synthetic.py --same-data",

@@ -13,6 +13,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--num-workers", type=int, default=0)
 parser.add_argument("--sparse", action="store_true")
 parser.add_argument("--sparse-as-dense", action="store_true")
+parser.add_argument("--by-length", action="store_true", help="batches of so many tokens, dealt out to the ranks")
+parser.add_argument("--unpadded", action="store_true", help="some ranks have one sample less")
 args = parser.parse_args()
 
 
@@ -32,9 +34,47 @@ class SortedBatches:
         return -(-len(self.sampler) // self.batch_size)
 
 
+class Dealt:
+    """Batches of at most 60 tokens, of which each rank takes its turn."""
+
+    def __init__(self, num_samples):
+        self.num_replicas, self.rank = hvd.size(), hvd.rank()
+        self.lengths = [3 + i % 9 for i in range(num_samples)]
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.randperm(len(self.lengths), generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        batches = [[]]
+        for i in order:
+            if (len(batches[-1]) + 1) * max(self.lengths[j] for j in [*batches[-1], i]) > 60:
+                batches.append([])
+            batches[-1].append(i)
+        whole = len(batches) // self.num_replicas * self.num_replicas
+        return iter(batches[self.rank : whole : self.num_replicas])
+
+
+class Unpadded:
+    """Every N-th sample, none twice."""
+
+    def __init__(self, num_samples):
+        self.num_samples, self.num_replicas, self.rank = num_samples, hvd.size(), hvd.rank()
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        return iter(order[self.rank :: self.num_replicas])
+
+    def __len__(self):
+        return len(range(self.rank, self.num_samples, self.num_replicas))
+
+
 class Bags(torch.utils.data.Dataset):
     def __init__(self):
-        self.inner = make_data(240)
+        self.inner = make_data(239 if args.unpadded else 240)
 
     def __len__(self):
         return len(self.inner)
@@ -47,10 +87,15 @@ class Bags(torch.utils.data.Dataset):
 hvd.init()
 torch.manual_seed(3)
 dataset = Bags()
-sampler = DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())
+if args.by_length:
+    sampler = Dealt(len(dataset))
+elif args.unpadded:
+    sampler = Unpadded(len(dataset))
+else:
+    sampler = DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())
 loader = DataLoader(
     dataset,
-    batch_sampler=SortedBatches(sampler, 8),
+    batch_sampler=sampler if args.by_length else SortedBatches(sampler, 8),
     num_workers=args.num_workers,
     persistent_workers=args.num_workers > 0,
 )
