@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -77,6 +78,14 @@ def host_bytes(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
             yield _arrived(*before)
     if copied is not None:
         yield _arrived(*copied)
+
+
+def memory_of(part: Tensor) -> ctypes.Array[Any]:
+    """Returns the memory of a contiguous tensor of bytes on the CPU, valid as long as the tensor is.
+
+    Unlike ``tensor.numpy()`` this does not forbid that the memory be resized later, as PyTorch's observers do to buffers.
+    """
+    return (ctypes.c_ubyte * part.numel()).from_address(part.data_ptr())
 
 
 def _arrived(part: Tensor, event: Any) -> Tensor:

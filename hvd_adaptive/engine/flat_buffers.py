@@ -9,7 +9,16 @@ from torch import Tensor, nn
 
 from hvd_adaptive.comm.protocols import Collectives, Pending
 from hvd_adaptive.compress.kernels.dispatch import all_finite
-from hvd_adaptive.engine.flat_group import FlatGroup, by_dtype, load_, make_groups, replace, scale_
+from hvd_adaptive.engine.flat_group import (
+    FlatGroup,
+    by_dtype,
+    check_same_kinds,
+    kinds,
+    load_,
+    make_groups,
+    replace,
+    scale_,
+)
 
 _LOWEST, _HIGHEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 
@@ -40,6 +49,7 @@ class FlatBuffers:
     def __init__(self, model: nn.Module, transport: Collectives) -> None:
         self._model = model
         self._transport = transport
+        self._kinds = kinds(model.named_buffers())
         floats, self.integers = split_buffers(model)
         self.groups = make_groups("buffers", floats)
         for group in self.groups:
@@ -53,8 +63,9 @@ class FlatBuffers:
         """Takes the model's buffers anew: a forward pass may have put others in their place, as ``self.mean = ...`` does.
 
         Raises:
-            RuntimeError: if there are other ones than at construction, or of other shapes.
+            RuntimeError: if there are other ones than at construction, or of other shapes; see :func:`check_same_kinds`.
         """
+        check_same_kinds("buffer", self._kinds, kinds(self._model.named_buffers()))
         floats, integers = split_buffers(self._model)
         replace([*(group.tensors for group in self.groups), self.integers], [*by_dtype(floats).values(), integers])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,14 +121,41 @@ def by_dtype(tensors: list[Tensor]) -> dict[torch.dtype, list[Tensor]]:
     return {dtype: members for dtype, members in found.items() if members}
 
 
-def replace(held: list[list[Tensor]], found: list[list[Tensor]]) -> None:
-    """Replaces a model's tensors by those that it has now.
+def kinds(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Returns shape and kind of tensors by name, as far as merges must know them."""
+    wide = (torch.float64, torch.complex128)
+    return {
+        name: (t.shape, "fp64" if t.dtype in wide else "float" if t.is_floating_point() or t.is_complex() else "integer")
+        for name, t in named
+    }
+
+
+def check_same_kinds(what: str, before: Mapping[str, tuple[Any, str]], now: Mapping[str, tuple[Any, str]]) -> None:
+    """Checks that a model's tensors are those that it had when merges began.
+
+    Args:
+        what: what each is.
+        before: their :func:`kinds` then.
+        now: as they are.
 
     Raises:
-        RuntimeError: if there are other ones, or of other shapes.
+        RuntimeError: naming the first one that is not, and what to do.
     """
-    if [[t.shape for t in tensors] for tensors in found] != [[t.shape for t in tensors] for tensors in held]:
-        raise RuntimeError("the model has other parameters or buffers, or of another shape or dtype, than when merges began")
+    if before == now:
+        return
+    name = next((name for name in [*before, *now] if before.get(name) != now.get(name)), "")
+    was, became = (
+        f"a tensor ({found[name][1]}) of shape {tuple(found[name][0])}" if name in found else "not there"
+        for found in (before, now)
+    )
+    raise RuntimeError(
+        f"{what} {name} of the model was {was} when merges began, and is {became} now: run a forward pass in training mode "
+        "before the session is made if the first one sets its shape; after a later change close the session and make a new one"
+    )
+
+
+def replace(held: list[list[Tensor]], found: list[list[Tensor]]) -> None:
+    """Replaces a model's tensors by those that it has now, which are of the same :func:`kinds`."""
     for tensors, others in zip(held, found, strict=True):
         tensors[:] = others
 

@@ -20,12 +20,14 @@ from hvd_adaptive.comm.island_world import ShardWorld
 from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.compress.kernels.dispatch import sum_of_squares
 from hvd_adaptive.compress.policy import TensorInfo
-from hvd_adaptive.engine.device_copies import host_bytes
+from hvd_adaptive.engine.device_copies import host_bytes, memory_of
 from hvd_adaptive.engine.flat_buffers import FlatBuffers
 from hvd_adaptive.engine.flat_group import (
     FlatGroup,
     by_dtype,
+    check_same_kinds,
     fill_deltas,
+    kinds,
     load_,
     make_groups,
     replace,
@@ -76,6 +78,7 @@ class FlatModel:
         check_kinds(model)
         whole: Any = transport.whole if isinstance(transport, ShardWorld) else transport
         reshard(model)
+        self._kinds = kinds(model.named_parameters())
         parameters = list(model.parameters())
         self._trainable = [p.requires_grad for p in parameters]
         trainable = [local(p) for p in parameters if p.requires_grad]
@@ -117,10 +120,11 @@ class FlatModel:
         """Takes the trainable parameters anew: a loop may have put others in their place, as by ``p.data = p.data.clamp(...)``.
 
         Raises:
-            RuntimeError: if there are other ones than at construction, or of other shapes.
+            RuntimeError: if there are other ones than at construction, or of other shapes; see :func:`check_same_kinds`.
         """
         check_trainable(self._model, self._trainable)
         reshard(self._model)
+        check_same_kinds("parameter", self._kinds, kinds(self._model.named_parameters()))
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         tensors = by_dtype([local(p) for p in parameters])
         replace([group.tensors for group in self.parameter_groups], list(tensors.values()))
@@ -304,7 +308,7 @@ def model_hash(model: nn.Module, *, buffers: bool = True) -> str:
     reshard(model)
     tensors = (*model.parameters(), *(model.buffers() if buffers else ()))
     for part in host_bytes([local(tensor) for tensor in tensors]):
-        digest.update(part.numpy().data)
+        digest.update(memory_of(part))
     return digest.hexdigest()
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from hvd_adaptive.comm.protocols import Collectives, agree, agree_equal
 from hvd_adaptive.config import Config
-from hvd_adaptive.engine.device_copies import host_bytes
+from hvd_adaptive.engine.device_copies import host_bytes, memory_of
 from hvd_adaptive.engine.flat_model import check_kinds, model_hash
 from hvd_adaptive.engine.shards import describe_type, local, shard_number
 
@@ -130,7 +130,7 @@ def _what_differs(model: nn.Module, transport: Collectives, *, buffers: bool) ->
     of_buffers = dict(model.named_buffers()) if buffers else {}
     tensors = {**dict(model.named_parameters()), **of_buffers}
     checksums = [
-        functools.reduce(lambda before, part: zlib.crc32(part.numpy().data, before), host_bytes([local(tensor)]), 0)
+        functools.reduce(lambda before, part: zlib.crc32(memory_of(part), before), host_bytes([local(tensor)]), 0)
         for tensor in tensors.values()
     ]
     first: dict[int, list[int]] = {}
@@ -147,7 +147,8 @@ def _what_differs(model: nn.Module, transport: Collectives, *, buffers: bool) ->
     if names and all(name in of_buffers for name in names):
         return (
             f" in buffers ({listed}). A pass in training mode outside session.step moves BatchNorm's statistics, each rank's by "
-            "its own samples: evaluate between model.eval() and model.train()."
+            "its own samples: evaluate between model.eval() and model.train(). Observers of quantization also need "
+            "disable_observer."
         )
     return (
         f" ({listed}); was a parameter changed outside session.step, in forward, or by an optimizer that the session does not "

@@ -123,3 +123,43 @@ def test_a_buffer_that_becomes_infinite_on_all_ranks(strategy: str) -> None:
     else:
         # As steps with gradients that are not finite are left out, so is this.
         assert train(LocalTransport(), Broken(), strategy="sync").mean.tolist() == [pytest.approx(0.1), -INF]
+
+
+@pytest.mark.parametrize("strategy", ["local", "sync"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_buffer_that_gets_another_shape_is_named(strategy: str, in_place: bool) -> None:
+    """Such as the ranges of channels, which an observer makes in its first pass."""
+
+    class Growing(Observed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if in_place:
+                self.mask.resize_(5)
+            else:
+                self.mask = torch.ones(5)
+            return super().forward(x)
+
+    said = r"buffer mask of the model was a tensor \(float\) of shape \(4,\) when merges began, and is .* \(5,\) now: run a"
+    with pytest.raises(RuntimeError, match=said):
+        train(LocalTransport(), Growing(), strategy=strategy)
+
+
+def test_a_parameter_that_gets_another_shape_is_named() -> None:
+    class Growing(Observed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.inner.bias.data = self.inner.bias.data[:1]
+            return super().forward(x)
+
+    with pytest.raises(RuntimeError, match=r"parameter inner.bias of the model was .* \(2,\) .* is .* \(1,\) now"):
+        train(LocalTransport(), Growing())
+
+
+@pytest.mark.parametrize("strategy", ["local", "sync"])
+def test_the_memory_of_buffers_may_be_resized_as_observers_do(strategy: str) -> None:
+    class Resizing(Observed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mask.resize_(0)
+            self.mask.resize_(4).fill_(1.0)
+            return super().forward(x)
+
+    for model in LocalWorld(2 if strategy == "local" else 1).run(lambda t: train(t, Resizing(), strategy=strategy)):
+        assert model.mask.tolist() == [0, 0, 1, 1]
