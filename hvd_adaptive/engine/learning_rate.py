@@ -11,11 +11,12 @@ class LearningRateMultiplier:
     """Multiplies every group's ``lr`` for the length of each step and puts the old value back after it.
 
     Args:
-        optimizer: any torch optimizer; hooks are registered on it.
+        optimizer: any torch optimizer; hooks are registered on it. One that finds its steps itself, with no ``lr`` or None, goes
+            with factors of 1 only.
 
     Attributes:
         value: the factor on the learning rate of the step that is under way, else of the next one.
-        applied_lr: the first group's learning rate in the last step, 0 before any.
+        applied_lr: the first group's learning rate in the last step, 0 before any, or where it has none.
         num_begun: steps that have begun, finished or not.
     """
 
@@ -46,13 +47,21 @@ class LearningRateMultiplier:
         self.num_begun += 1
         # A wrapping optimizer (Horovod's) runs the hooks again for the step inside its own.
         if self._saved is None:
-            self._saved = [group["lr"] for group in optimizer.param_groups]
+            self._saved = [group.get("lr") for group in optimizer.param_groups]
             self._apply(self._saved)
 
     def _apply(self, rates: list[Any]) -> None:
         for group, lr in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = lr * self._value
-        self.applied_lr = float(self._optimizer.param_groups[0]["lr"])
+            if lr is not None:
+                group["lr"] = lr * self._value
+            elif self._value != 1:
+                self.restore()
+                raise ValueError(
+                    f"{type(self._optimizer).__name__} has no learning rate ('lr') that could be multiplied by "
+                    f"{self._value:.3g}, as lr_rule, warmup_epochs or lr_decay demand: leave these out of the configuration, or give "
+                    "the optimizer a learning rate"
+                )
+        self.applied_lr = float(self._optimizer.param_groups[0].get("lr") or 0.0)
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         self.restore()
@@ -61,7 +70,8 @@ class LearningRateMultiplier:
         """Puts the learning rates back, also after a step that raised."""
         if self._saved is not None:
             for group, lr in zip(self._optimizer.param_groups, self._saved, strict=True):
-                group["lr"] = lr
+                if lr is not None:
+                    group["lr"] = lr
             self._saved = None
 
     def remove(self) -> None:

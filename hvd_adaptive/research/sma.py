@@ -137,4 +137,4 @@ class SmaStrategy(FixedWorkStrategy):
         return OuterStep("momentum", momentum=self._config.momentum_of_merges)
 
     def _learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        return float(self.optimizer.param_groups[0].get("lr") or 0.0)

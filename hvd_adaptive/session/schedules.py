@@ -120,9 +120,9 @@ class Schedules:
             )
 
     def _rate(self) -> float | None:
-        rate = self._optimizer.param_groups[0]["lr"]
+        rate = self._optimizer.param_groups[0].get("lr")
         # Reading it would wait for a GPU.
-        return None if isinstance(rate, Tensor) else float(rate)
+        return None if rate is None or isinstance(rate, Tensor) else float(rate)
 
 
 class Scheduling(Protocol):

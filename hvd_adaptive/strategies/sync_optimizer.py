@@ -112,7 +112,7 @@ class SyncOptimizer(Optimizer):
 
     def _refuse_others(self, own: Optimizer, *_: Any) -> None:
         # With a rate of 0 torch.distributed.checkpoint has an optimizer make its state.
-        if not self._is_stepping and any(group["lr"] for group in own.param_groups):
+        if not self._is_stepping and any(group.get("lr", 1) != 0 for group in own.param_groups):
             raise RuntimeError(
                 "a step of the optimizer that Session was given exchanges no gradients with strategy 'sync': call "
                 "session.optimizer.step(), and give schedulers and a GradScaler session.optimizer as well"

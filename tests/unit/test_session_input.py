@@ -1,0 +1,63 @@
+"""What a Session is given: optimizers of other kinds, and errors for what it cannot take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
+from hvd_adaptive.config import Config
+from hvd_adaptive.session.session import Session
+
+X = torch.randn(240, 6, generator=torch.Generator().manual_seed(0))
+DATA = torch.utils.data.TensorDataset(X, (X.sum(dim=1) > 0).long())
+
+
+def train(model: nn.Module, optimizer: Any, config: Config, transport: LocalTransport | None = None) -> Session:
+    session = Session(model, optimizer, config, transport=transport or LocalTransport())
+    for batch in session.batches(DATA):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+            session.optimizer.step()
+    session.close()
+    return session
+
+
+class NoRate(torch.optim.Optimizer):
+    """Finds its steps itself, as transformers' Adafactor does with lr=None."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-0.1)
+
+
+@pytest.mark.parametrize("defaults", [{"lr": None}, {}], ids=str)
+@pytest.mark.parametrize("strategy", ["local", "sync", "horovod", "sma"])
+def test_an_optimizer_without_a_learning_rate(strategy: str, defaults: dict[str, Any]) -> None:
+    def run(transport: LocalTransport) -> None:
+        model = nn.Linear(6, 2)
+        before = model.weight.clone()
+        optimizer = NoRate(model.parameters(), defaults)
+        train(model, optimizer, Config(batch_size=16, mega_batch=80, strategy=strategy), transport)
+        assert not torch.equal(model.weight, before)
+        assert optimizer.param_groups[0].get("lr", "none") == defaults.get("lr", "none")
+
+    LocalWorld(2 if strategy == "local" else 1).run(run)
+
+
+@pytest.mark.parametrize("defaults", [{"lr": None}, {}], ids=str)
+@pytest.mark.parametrize("options", [{"warmup_epochs": 1}, {"lr_decay": 0.1}, {"lr_rule": "linear", "reference_batch_size": 64}])
+def test_a_learning_rate_that_is_none_is_not_multiplied(options: dict[str, Any], defaults: dict[str, Any]) -> None:
+    model = nn.Linear(6, 2)
+    groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}]
+    said = r"NoRate has no learning rate \('lr'\) that could be multiplied by .*, as lr_rule, warmup_epochs or lr_decay demand"
+    optimizer = NoRate(groups, defaults)
+    with pytest.raises(ValueError, match=said):
+        train(model, optimizer, Config(batch_size=16, **options))
+    assert optimizer.param_groups[0]["lr"] == 0.5
