@@ -1,7 +1,7 @@
 """Numbers taken over a batch's data, without gradients, and what a script makes of its samples by them.
 
 ``adv = (adv - adv.mean()) / adv.std()`` makes each row depend on all others. Of another share it gives other rows, so the loss is
-no longer a mean over samples, each by itself.
+no longer a mean over samples, each by itself. So do rows of other samples in a fixed order: ``0.7 * x + 0.3 * x.flip(0)``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from hvd_adaptive.wrap import losses
 from hvd_adaptive.wrap.losses import Kind
+from hvd_adaptive.wrap.orders import reorders
 from hvd_adaptive.wrap.reasons import Reason
 
 # Where the argument stands that says which dimensions a function works along, and those without it (None: all of them).
-# Functions that only take rows from elsewhere (flip, gather) are not among these: each row still is one of the batch's.
+# Functions that only take rows from elsewhere (flip, gather) are not among these: see orders.py.
 _ALONG: dict[str, tuple[int, Any]] = {
     "sum": (1, None), "mean": (1, None), "nansum": (1, None), "nanmean": (1, None), "std": (1, None), "var": (1, None),
     "std_mean": (1, None), "var_mean": (1, None), "max": (1, None), "min": (1, None), "amax": (1, None), "amin": (1, None),
@@ -53,6 +54,7 @@ def kinds_of_data(
     is_along = any(tensor is source and kind in (Kind.ROWS, Kind.OTHER, Kind.RAGGED) for tensor, kind in made) and (
         _works_along_samples(func, name, args, kwargs, source, num_samples)
     )
+    is_moved = reorders(func, args, kwargs, [tensor for tensor, _ in made], num_samples)
     kinds = []
     for number, result in enumerate(results):
         has_rows = losses.rows_dim(result, num_samples) is not None
@@ -62,7 +64,7 @@ def kinds_of_data(
             is_ragged = all(kind is Kind.RAGGED or losses.rows_dim(tensor, num_samples) is None for tensor, kind in given)
             is_data = not any(kind in (Kind.REDUCED, Kind.MEAN, Kind.SUM) for _, kind in given)
             kinds.append(Kind.RAGGED if is_ragged and is_data and not is_along else Kind.REDUCED)
-        elif is_along and _is_of_all(name, number, result):
+        elif is_moved or (is_along and _is_of_all(name, number, result)):
             kinds.append(Kind.OTHER)
         else:
             kinds.append(Kind.OTHER if _takes_statistic(name, given, result, num_samples) else Kind.ROWS)
@@ -122,8 +124,8 @@ def _takes_statistic(name: str, given: Sequence[tuple[Tensor, Kind]], result: Te
 
 
 def findings_of_argument(tensor: Tensor, kind: Kind) -> set[Reason]:
-    """Returns what an argument of a forward shows; of whole numbers, such as an order, it is not known what for."""
+    """Returns what an argument of a forward shows; of one whole number a sample, such as an order, it is not known what for."""
     if kind is Kind.CUT:
         return {Reason.SUB_BATCHES}
-    is_of_all = kind is Kind.OTHER and not tensor.requires_grad and (tensor.is_floating_point() or tensor.dtype == torch.bool)
-    return {Reason.MIXED} if is_of_all else set()
+    is_data = tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.dim() > 1
+    return {Reason.MIXED} if kind is Kind.OTHER and is_data and not tensor.requires_grad else set()

@@ -16,6 +16,15 @@ from hvd_adaptive.wrap.reasons import Reason
 SIZES = [(6, 6), (6, 12), (6, 5)]
 
 
+class Model(nn.Module):
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(num_features, 4)
+
+    def forward(self, x: Tensor, more: Tensor | float = 0.0) -> Any:
+        return self.layer(x + more)
+
+
 def each(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y, reduction="none")
 
@@ -48,6 +57,37 @@ def hard(model: Any, x: Tensor, y: Tensor, r: Tensor) -> Tensor:
     return (losses * (losses.detach() > losses.detach().mean())).mean()
 
 
+def backwards(model: Any, x: Tensor, y: Tensor, r: Tensor) -> Tensor:
+    order = torch.arange(x.size(0) - 1, -1, -1)
+    return F.cross_entropy(model(0.6 * x + 0.4 * x[order]), y)
+
+
+def half(model: Any, x: Tensor, y: Tensor, r: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, :2] = x.flip(0)[:, :2]
+    return F.cross_entropy(model(x), y)
+
+
+def written_over(model: Any, x: Tensor, y: Tensor, r: Tensor) -> Tensor:
+    x = x.clone()
+    x[:3] = x[3:6].clone()
+    return F.cross_entropy(model(x), y)
+
+
+OF_OTHERS = {
+    "mixed up in a fixed order": lambda m, x, y, r: F.mse_loss(m(0.7 * x + 0.3 * x.flip(0))[:, 0], 0.7 * r + 0.3 * r.flip(0)),
+    "labels": lambda m, x, y, r: 0.7 * F.cross_entropy(m(x), y) + 0.3 * F.cross_entropy(m(x), y.flip(0)),
+    "triplets": lambda m, x, y, r: F.triplet_margin_loss(m(x), m(x + 0.1), m(torch.roll(x, 1, 0))),
+    "by name": lambda m, x, y, r: F.mse_loss(m(x), m(torch.roll(x, shifts=1, dims=0)).detach()),
+    "words": lambda m, x, y, r: F.mse_loss(m(x), m(x.mul(9).long().flip(0).float())),
+    "places": lambda m, x, y, r: m((x > 0).long().flip(0), 0.1 * x).mean(),
+    "backwards": backwards,
+    "turned around": lambda m, x, y, r: F.cross_entropy(m(x + x.index_select(0, (torch.arange(len(x)) + 3) % len(x))), y),
+    "swapped": lambda m, x, y, r: F.mse_loss(m(x)[:, 0], r.gather(0, torch.arange(len(x)) ^ 1)),
+    "a list": lambda m, x, y, r: F.cross_entropy(m(x + x[[*range(1, len(x)), 0]]), y),
+    "half": half,
+    "written over": written_over,
+}
 OVER_BATCH = {
     "advantages": lambda m, x, y, r: ((r - r.mean()) / (r.std() + 1e-8) * each(m, x, y)).mean(),
     "baseline": lambda m, x, y, r: -((r - r.mean()) * each(m, x, y)).mean(),
@@ -89,6 +129,20 @@ def adversarial(model: Any, x: Tensor, y: Tensor, r: Tensor) -> Tensor:
     return F.cross_entropy(model(x.detach() + 0.01 * gradient.sign()), y)
 
 
+def mixed_up(model: Any, x: Tensor, y: Tensor, r: Tensor) -> Tensor:
+    """In a random order, which is a random augmentation."""
+    order = torch.randperm(x.size(0))
+    return F.mse_loss(model(0.7 * x + 0.3 * x[order])[:, 0], 0.7 * r + 0.3 * r[order])
+
+
+def each_written(model: Any, x: Tensor, y: Tensor, r: Tensor) -> Tensor:
+    x = x.clone()
+    x[:] = x * 2
+    for number in range(x.size(0)):
+        x[number] = x[number] / 2
+    return F.cross_entropy(model(x), y)
+
+
 EACH_BY_ITSELF = {
     "a row's own mean": lambda m, x, y, r: F.cross_entropy(m((x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)), y),
     "a row's own softmax": lambda m, x, y, r: F.cross_entropy(m(x.softmax(1)), x[:, :4].argmax(1)),
@@ -101,7 +155,10 @@ EACH_BY_ITSELF = {
     "weights of samples": lambda m, x, y, r: (r * each(m, x, y)).mean(),
     "clamped": lambda m, x, y, r: F.mse_loss(m(x)[:, 0], r.clamp(0.2, 0.8).log()),
     "larger of two": lambda m, x, y, r: F.mse_loss(m(x)[:, 0], torch.max(r, x[:, 0])),
-    "mixed up": lambda m, x, y, r: F.mse_loss(m(0.7 * x + 0.3 * x.flip(0))[:, 0], 0.7 * r + 0.3 * r.flip(0)),
+    "mixed up": mixed_up,
+    "mirrored": lambda m, x, y, r: F.cross_entropy(m(x.flip(1) + x.roll(1, dims=1) + torch.flip(x, dims=[-1])), y),
+    "each written": each_written,
+    "a table backwards": lambda m, x, y, r: F.mse_loss(m(x)[:, 0], torch.arange(4.0).flip(0)[y]),
     "logged": lambda m, x, y, r: ((r - r.mean()) / r.std(), each(m, x, y).mean())[1],
     "by length": by_length,
     "implied": implied,
@@ -111,7 +168,7 @@ EACH_BY_ITSELF = {
 
 def findings(loss_of: Any, num_samples: int, num_features: int) -> set[Reason]:
     torch.manual_seed(0)
-    model, tracer = nn.Sequential(nn.Linear(num_features, 4)), Tracer()
+    model, tracer = Model(num_features), Tracer()
     tracer.train(list(model.parameters()))
     x, y, r = torch.randn(num_samples, num_features), torch.arange(num_samples) % 4, torch.rand(num_samples) + 0.1
     tracer.begin([x, y, r], num_samples)
@@ -126,6 +183,14 @@ def findings(loss_of: Any, num_samples: int, num_features: int) -> set[Reason]:
 @pytest.mark.parametrize("name", OVER_BATCH)
 def test_data_that_depends_on_the_whole_batch(name: str, num_samples: int, num_features: int) -> None:
     assert findings(OVER_BATCH[name], num_samples, num_features) == {Reason.MIXED}
+
+
+@pytest.mark.parametrize(("num_samples", "num_features"), [*SIZES, (12, 5)])
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_rows_of_other_samples_in_a_fixed_order(name: str, num_samples: int, num_features: int) -> None:
+    # An order of few samples by an index may be a random one until it comes again.
+    found = [findings(OF_OTHERS[name], num_samples, num_features) for _ in range(2)]
+    assert found[1] and found[1] <= {Reason.MIXED, Reason.SUB_BATCHES}
 
 
 @pytest.mark.filterwarnings("ignore:Implicit dimension")

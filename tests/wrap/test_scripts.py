@@ -57,6 +57,7 @@ PLAIN = {
     "odd.py pairs": Reason.INTERLEAVED,
     "odd.py sum": Reason.SUM_LOSS,
     "odd.py class_weights": Reason.WEIGHTED_LOSS,
+    "odd.py mixup": Reason.MIXED,
     "odd.py hidden": Reason.OTHER_INPUT,
     "odd.py fixed": Reason.OTHER_INPUT,
     "own_batches.py --by-length": Reason.UNEVEN,
