@@ -58,8 +58,8 @@ class LearningRateMultiplier:
                 self.restore()
                 raise ValueError(
                     f"{type(self._optimizer).__name__} has no learning rate ('lr') that could be multiplied by "
-                    f"{self._value:.3g}, as lr_rule, warmup_epochs or lr_decay demand: leave these out of the configuration, or give "
-                    "the optimizer a learning rate"
+                    f"{self._value:.3g}, as lr_rule, warmup_epochs or lr_decay demand: leave these out of the configuration, or "
+                    "give the optimizer a learning rate"
                 )
         self.applied_lr = float(self._optimizer.param_groups[0].get("lr") or 0.0)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from hvd_adaptive import __version__
 from hvd_adaptive.cluster.last_checkpoint import COMMIT, ROUND, directory_name, find_checkpoints
 from hvd_adaptive.state.disk import sync_directory, sync_file
-from hvd_adaptive.state.nested import unflatten_state
+from hvd_adaptive.state.nested import DTYPES, unflatten_state
 from hvd_adaptive.state.tensor_file import open_tensors
 from hvd_adaptive.validation import parse_json
 
@@ -43,19 +43,6 @@ _RUN_FIELDS: dict[str, type] = {
     **dict.fromkeys(("round", "epoch", "cursor", "world_size"), int), "model": list, "data": dict, "options": dict
 }  # fmt: skip
 _COMMIT_FIELDS: dict[str, type] = {"commit": int, "world_size": int}
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    **{
-        getattr(torch, name): code
-        # Not every torch that is supported has them.
-        for name, code in (
-            ("uint16", "U16"), ("uint32", "U32"), ("uint64", "U64"),
-            ("float8_e4m3fn", "F8_E4M3"), ("float8_e5m2", "F8_E5M2"),
-        )
-        if hasattr(torch, name)
-    },
-}  # fmt: skip
 
 
 class RefusedError(ValueError):
@@ -98,11 +85,11 @@ def write_state(path: Path, skeleton: Any, tensors: dict[str, Tensor]) -> Writte
     header: dict[str, Any] = {"__metadata__": {"state": json.dumps(skeleton, allow_nan=False)}}
     end = 0
     for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             raise TypeError(f"state {name} cannot be saved: safetensors has no dtype {tensor.dtype}")
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }

@@ -14,6 +14,20 @@ import torch
 from torch import Tensor
 
 _KIND = "$"
+# What safetensors calls the dtypes that it knows.
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    **{
+        getattr(torch, name): code
+        # Not every torch that is supported has them.
+        for name, code in (
+            ("uint16", "U16"), ("uint32", "U32"), ("uint64", "U64"),
+            ("float8_e4m3fn", "F8_E4M3"), ("float8_e5m2", "F8_E5M2"),
+        )
+        if hasattr(torch, name)
+    },
+}  # fmt: skip
 
 
 def flatten_state(
@@ -23,7 +37,7 @@ def flatten_state(
 
     Args:
         state: dicts (keys: str, int, float, bool, None), lists, tuples, str, int, float, bool, None, NumPy arrays and
-            scalars, dense tensors on any device.
+            scalars, dense tensors on any device, complex ones too.
         reuse: the tensors of an earlier call that nobody needs any more, which are overwritten where they fit: the system
             takes longer to find new memory than to copy into it.
         copy: False to get tensors that hold nothing yet, to be given as ``reuse`` later.
@@ -72,7 +86,10 @@ def flatten_state(
             native = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")
             return {_KIND: "array", "name": keep(torch.from_numpy(native), where)}
         if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
-            return {_KIND: "tensor", "name": keep(value, where)}
+            real = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value
+            if real.dtype not in DTYPES:
+                raise TypeError(f"state {where[1:]} cannot be saved: safetensors has no dtype {real.dtype}")
+            return {_KIND: "complex" if value.is_complex() else "tensor", "name": keep(real, where)}
         raise TypeError(
             f"state {where[1:]} cannot be saved, got {type(value).__name__}: use numbers, strings, None, "
             "lists, tuples, dicts, NumPy arrays of numbers and dense tensors"
@@ -103,12 +120,12 @@ def unflatten_state(skeleton: Any, tensors: dict[str, Tensor]) -> Any:
             }
         if kind == "tuple":
             return tuple(unflatten_state(item, tensors) for item in skeleton["items"])
-        if kind in ("tensor", "array"):
+        if kind in ("tensor", "array", "complex"):
             tensor = tensors[skeleton["name"]]
-            return tensor if kind == "tensor" else tensor.numpy()
+            return tensor if kind == "tensor" else tensor.numpy() if kind == "array" else torch.view_as_complex(tensor)
     except KeyError as error:
         raise ValueError(f"state names {error.args[0]!r}, which is not there") from None
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"state holds a {_KIND!r} of kind {kind!r} that is none: {error}") from None
     raise ValueError(f"state holds a {_KIND!r} of unknown kind {kind!r}")
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
+from hvd_adaptive.session.checkpointer import Checkpointer
 from hvd_adaptive.session.session import Session
 
 X = torch.randn(240, 6, generator=torch.Generator().manual_seed(0))
@@ -61,3 +62,34 @@ def test_a_learning_rate_that_is_none_is_not_multiplied(options: dict[str, Any],
     with pytest.raises(ValueError, match=said):
         train(model, optimizer, Config(batch_size=16, **options))
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("strategy", ["local", "horovod"])
+def test_complex_tensors_are_part_of_checkpoints(strategy: str, tmp_path: Any) -> None:
+    class Own:
+        def __init__(self) -> None:
+            self.phase = torch.tensor([1j, 2.0])
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"phase": self.phase}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.phase = state["phase"]
+
+    def run(value: complex) -> tuple[nn.Module, Own]:
+        model, own = nn.Linear(6, 2), Own()
+        model.register_buffer("table", torch.full((2,), value))
+        own.phase *= value
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = Session(model, optimizer, Config(batch_size=16, strategy=strategy), transport=LocalTransport())
+        session.register_state("own", own)
+        checkpointer = Checkpointer(session, tmp_path)
+        if value == 1j:
+            assert checkpointer.save()
+        else:
+            checkpointer.resume()
+        session.close()
+        return model, own
+
+    (first, mine), (second, other) = run(1j), run(2j)
+    assert torch.equal(first.table, second.table) and torch.equal(mine.phase, other.phase)

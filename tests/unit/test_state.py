@@ -28,7 +28,7 @@ def make_state(generator: random.Random, depth: int = 0) -> Any:
         return generator.choice([0.1, -0.0, 5e-324, math.inf, -math.inf, math.nan, 1e300])
     if kind in (2, 3):
         shape = [generator.randrange(4) for _ in range(generator.randrange(4))]
-        tensor = torch.randint(0, 2, shape).to(generator.choice(DTYPES))
+        tensor = torch.randint(0, 2, shape).to(generator.choice([*DTYPES, torch.complex64, torch.complex128]))
         return tensor.t() if tensor.dim() == 2 else tensor
     if kind in (4, 5):
         dtype = generator.choice(["<f8", ">f4", "u4", "i2", "?", "f2"])
@@ -139,6 +139,18 @@ def test_memory_for_a_state_can_be_found_before() -> None:
 def test_what_cannot_be_saved_is_named(value: Any, kind: str) -> None:
     with pytest.raises(TypeError, match=rf"state scheduler\.0\.x cannot be saved, got {kind}: use numbers"):
         flatten_state({"scheduler": [{"x": value}]})
+
+
+def test_tensors_of_a_dtype_that_files_have_not_are_named() -> None:
+    with pytest.raises(TypeError, match=r"state a\.0 cannot be saved: safetensors has no dtype torch\.float8_e4m3fnuz"):
+        flatten_state({"a": [torch.zeros(2).to(torch.float8_e4m3fnuz)]}, copy=False)
+
+
+def test_complex_tensors_come_back_also_conjugated(tmp_path: Path) -> None:
+    value = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    checkpoint.write_state(tmp_path / "x", *flatten_state({"a": value, "b": torch.tensor(2j)}))
+    found = checkpoint.read_state(tmp_path / "x")
+    assert torch.equal(found["a"], value.resolve_conj()) and found["b"].item() == 2j
 
 
 def test_random_states_repeat_and_new_ranks_differ(tmp_path: Path) -> None:
