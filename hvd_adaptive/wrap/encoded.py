@@ -68,12 +68,12 @@ class EncodedGradients:
         if owner is not None and owner.exchange is not None:
             owner.exchange.set_backward_passes_per_step(optimizer.backward_passes_per_step)
 
-    def synchronize(self, optimizer: Any, *, refused: bool) -> bool:
+    def synchronize(self, optimizer: Any, *, refused: Callable[[], bool]) -> bool:
         """Waits until the gradients are those of all ranks. COLLECTIVE.
 
         Args:
             optimizer: whose gradients.
-            refused: something of the script forbids it.
+            refused: at the first step, whether something of the script forbids it. COLLECTIVE.
 
         Returns:
             False if Horovod exchanges this optimizer's gradients, from now on.
@@ -84,7 +84,7 @@ class EncodedGradients:
         """
         owner: _Owner = getattr(optimizer, _EXCHANGE)
         if owner.exchange is None:
-            if refused:
+            if refused():
                 delattr(optimizer, _EXCHANGE)
                 return False
             owner.exchange = self._begin(optimizer)

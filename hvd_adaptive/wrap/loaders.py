@@ -108,6 +108,30 @@ class Loader:
         return self._fingerprint
 
 
+class KnownLoaders:
+    """The loaders that the script has taken batches from; it may make one anew in each epoch.
+
+    Args:
+        told: all of them, in order, for the report.
+    """
+
+    def __init__(self, told: list[Loader]) -> None:
+        self._told = told
+        self._known: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
+
+    def of(self, loader: DataLoader[Any]) -> Loader:
+        """Returns what is known of a loader. Of one in place of another the speeds are, its use is looked at again."""
+        known = self._known.get(loader)
+        if known is None:
+            known = self._known[loader] = Loader(loader, len(self._told) + 1)
+            gone = [other for other in self._told if other.is_gone and other.kind == known.kind]
+            before = [other for other in gone if other.num_steps]
+            known.controller = before[-1].controller if before else None
+            known.is_successor = bool(gone)
+            self._told.append(known)
+        return known
+
+
 class IndexStream:
     """One pass: hands out this rank's lists of indices, and remembers them until their batches are delivered.
 

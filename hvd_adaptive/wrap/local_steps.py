@@ -91,7 +91,7 @@ class LocalSteps:
         return owner is not None and not owner.is_plain
 
     def begin_step(
-        self, optimizer: Any, stream: IndexStream | None, batches: list[Handed], *, refused: bool
+        self, optimizer: Any, stream: IndexStream | None, batches: list[Handed], *, refused: Callable[[], bool]
     ) -> bool:
         """Counts a step that is about to be taken. COLLECTIVE for an optimizer's first one.
 
@@ -99,7 +99,7 @@ class LocalSteps:
             optimizer: whose step it is.
             stream: the pass whose batches led to it, if any.
             batches: those.
-            refused: something of the script forbids local steps.
+            refused: at the first step, whether something of the script forbids local steps. COLLECTIVE.
 
         Returns:
             False if this optimizer does not step locally, from now on.
@@ -108,7 +108,7 @@ class LocalSteps:
             BadOptions: on all ranks, at the first step, for a pattern of ``compression`` that is no parameter's.
         """
         owner: _Owner = getattr(optimizer, _OWNER)
-        if owner.merger is None and not self._start(optimizer, owner, refused):
+        if owner.merger is None and not self._start(optimizer, owner, refused()):
             return False
         assert owner.merger is not None
         self.goes_on()

@@ -10,7 +10,7 @@ class Reason(enum.Enum):
 
     ADASUM = "op=Adasum combines the ranks' updates by their geometry, which has no weights; the script runs as it is"
     ELASTIC = "hvd.elastic runs the script with a number of ranks that changes; the script runs as it is"
-    PROCESS_SET = "the optimizer reduces over a process set, not over all ranks"
+    PROCESS_SET = "an optimizer reduces over a process set, not over all ranks"
     SYNC_BATCH_NORM = "SyncBatchNorm mixes the ranks' gradients before they can be weighted"
     NO_LOADER = "no DataLoader gave the batches of these steps: there is nothing whose share could change"
     JOIN = "the script calls hvd.join(), for ranks whose numbers of batches may differ"
@@ -27,8 +27,8 @@ class Reason(enum.Enum):
         "own), so their batches cannot be pooled"
     )
     UNEVEN = (
-        "its sampler gives the ranks batches of different lengths, so that a sample of a short one counts more; pooled, all would "
-        "count alike"
+        "its sampler gives the ranks batches of different lengths, so that a sample of a short one counts more; pooled, all "
+        "would count alike"
     )
     DATASET = (
         "its data set differs between ranks (split by rank, or at random without a seed), so a sample's number means another "

@@ -99,7 +99,8 @@ class Shares:
             DryRunOver: if the dry run is over.
         """
         self._num_alone += 1
-        if self.config.dry_run and self._num_alone >= _TRIAL:
+        # Where all ranks come to counted steps as well, those end it, at one step on all ranks.
+        if self.config.dry_run and self._num_alone >= _TRIAL and not self._num_steps:
             raise DryRunOver(0)
 
     def begin(self, stream: IndexStream | None, window: Window, rates: int) -> Callable[[], None]:

@@ -6,7 +6,6 @@ All that ranks tell each other goes within synchronize, where Horovod needs ever
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,11 +20,12 @@ from hvd_adaptive.wrap.compiled_modules import MicroBatches
 from hvd_adaptive.wrap.encoded import EncodedGradients
 from hvd_adaptive.wrap.follow import Follower
 from hvd_adaptive.wrap.left_out import tell_of_left_out
-from hvd_adaptive.wrap.loaders import IndexStream, Loader
+from hvd_adaptive.wrap.loaders import IndexStream, KnownLoaders
 from hvd_adaptive.wrap.local_steps import LocalSteps
 from hvd_adaptive.wrap.long_waits import LongWaits, equal_shares
 from hvd_adaptive.wrap.meeting import Meetings, Store
 from hvd_adaptive.wrap.meter import Meter
+from hvd_adaptive.wrap.process_sets import Refusal, is_over_set
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.run_options import BadOptions, RunConfig
 from hvd_adaptive.wrap.share_exchange import Shares
@@ -71,7 +71,8 @@ class Engine:
         self.find_store: Callable[[], Store | None] = lambda: None
         self._make_emulation = make_emulation
         self._shares = Shares(config, self.report)
-        self._loaders: weakref.WeakKeyDictionary[Any, Loader] = weakref.WeakKeyDictionary()
+        self._refusal = Refusal(self._shares.reasons, self.refuse, lambda: self.world_size)
+        self._loaders = KnownLoaders(self.report.loaders)
         self._weights = GradientWeights(self._weigh)
         self._meter = Meter()
         self._watch = Stopwatch(clock)
@@ -174,7 +175,7 @@ class Engine:
 
         self.report.optimizer(optimizer)
         self._follower.trains(parameters)
-        if self._shares.reasons:
+        if self._refusal.is_known or is_over_set(optimizer):
             self._shares.tell_unencoded(describe_optimizer(optimizer))
         elif self.config.strategy == "local":
             if self.world_size > 1 or self.config.merges_alone:
@@ -213,10 +214,11 @@ class Engine:
         # A step that began with the start of workers, or before it was known to be one, says nothing of speed.
         stretches = [] if untimed or stretch is None else [part for part in (self._tail, stretch) if part is not None]
         if local:
-            local = self._local.begin_step(optimizer, stream, batches, refused=bool(self._shares.reasons))
+            local = self._local.begin_step(optimizer, stream, batches, refused=self._refusal.agree)
             if not local:
                 self._shares.tell_unencoded(describe_optimizer(optimizer))
-        exchange = self._shares.count(is_local=local)
+        of_set = is_over_set(optimizer)
+        exchange = not of_set and self._shares.count(is_local=local)
         finish = None
         if stream is not None or self._fed_by is None or not self._fed_by.is_open:
             # Else a synchronize without gradients of its own, as of a GAN's other optimizer: it is of the same pass.
@@ -244,6 +246,10 @@ class Engine:
         if finish is not None:
             finish()
         self._watch.start()
+        if of_set:
+            if stream is not None:
+                stream.loader.reasons.add(Reason.PROCESS_SET)
+            self._shares.count_alone()
         return by_horovod
 
     def stepped(self, optimizer: Any) -> None:
@@ -302,16 +308,8 @@ class Engine:
         """Begins a pass of a loader."""
         if not self.report.is_started or self.world_size == 1:
             return None
-        known = self._loaders.get(loader)
-        if known is None:
-            known = self._loaders[loader] = Loader(loader, len(self.report.loaders) + 1)
-            # A script may make its loader anew in each epoch. The speeds are then known, its use is looked at again.
-            before = [other for other in self.report.loaders if other.is_gone and other.kind == known.kind and other.num_steps]
-            known.controller = before[-1].controller if before else None
-            known.is_successor = any(other.is_gone and other.kind == known.kind for other in self.report.loaders)
-            self.report.loaders.append(known)
         stream = IndexStream(
-            known,
+            self._loaders.of(loader),
             index_sampler,
             world_size=self.world_size,
             rank=self.rank,
@@ -367,7 +365,7 @@ class Engine:
     def _exchange_encoded(self, optimizer: Any) -> bool:
         if not self._encoded.exchanges(optimizer):
             return False
-        if self._encoded.synchronize(optimizer, refused=bool(self._shares.reasons)):
+        if self._encoded.synchronize(optimizer, refused=self._refusal.agree):
             return True
         self._shares.tell_unencoded(describe_optimizer(optimizer))
         return False

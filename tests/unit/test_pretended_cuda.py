@@ -349,7 +349,7 @@ def test_a_wrapped_scripts_encoded_gradients_wait_once() -> None:
                 log.phase = "step" if step else "start"
                 work.optimizer.zero_grad()
                 work.loss(x, y).backward()
-                encoded.synchronize(work.optimizer, refused=False)
+                encoded.synchronize(work.optimizer, refused=lambda: False)
                 work.optimizer.step()
                 log.num_steps += step > 0
             log.phase = "end"

@@ -97,7 +97,7 @@ def test_local_steps_hold_no_model_and_look_at_forwards_only_until_each_optimize
     assert [type(module) for module, is_called in steps._modules.items() if is_called] == [nn.Sequential, nn.Linear]
     for left, optimizer in enumerate(reversed(optimizers), -1):
         assert len(torch_module._global_forward_pre_hooks) == num_hooks + 1, left
-        assert not steps.begin_step(optimizer, None, [], refused=True)
+        assert not steps.begin_step(optimizer, None, [], refused=lambda: True)
     assert len(torch_module._global_forward_pre_hooks) == num_hooks
     del model, called, optimizer, optimizers
     gc.collect()
