@@ -71,6 +71,14 @@ def check_positive(config: Any, *names: str) -> None:
             raise ValueError(f"{name} must be > 0, got {value}")
 
 
+def check_count(name: str, value: Any, *, least: int, unit: str) -> None:
+    """Raises TypeError for a value that is no whole number, and ValueError for one below ``least``."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be a whole number of {unit}, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be >= {least} {unit}, got {value}")
+
+
 def check_not_negative(config: Any, *names: str) -> None:
     """Raises ValueError if one of these fields is < 0."""
     for name in names:

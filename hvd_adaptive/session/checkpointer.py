@@ -30,6 +30,7 @@ from hvd_adaptive.state.disk import sync_directory
 from hvd_adaptive.state.folder_owner import FolderLostError, FolderOwner
 from hvd_adaptive.state.nested import flatten_state
 from hvd_adaptive.state.shared_folder import check_shared_folder
+from hvd_adaptive.validation import check_count
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class Checkpointer:
         counts: what became of the checkpoints; complete on rank 0.
 
     Raises:
-        ValueError: for an interval or a number that is out of range.
+        TypeError, ValueError: for an interval or a number that is not whole, or out of range.
         AgreedError: on all ranks, if one cannot write in the folder, or does not see rank 0's files there.
     """
 
@@ -98,10 +99,8 @@ class Checkpointer:
         background: bool = True,
         owner: FolderOwner | None = None,
     ) -> None:
-        if interval is not None and interval < 0:
-            raise ValueError(f"interval must be >= 0 rounds, got {interval}")
-        if keep < 1:
-            raise ValueError(f"keep must be >= 1 checkpoint, got {keep}")
+        check_count("interval", 0 if interval is None else interval, least=0, unit="rounds")
+        check_count("keep", keep, least=1, unit="checkpoint")
         self.counts = Counts()
         self._session = session
         self.folder = Path(folder)

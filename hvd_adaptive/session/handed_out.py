@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Real
+
+from torch import Tensor
 
 from hvd_adaptive.engine.batches import Batch, Rows
 from hvd_adaptive.engine.records import RoundStats
@@ -66,11 +69,14 @@ class HandedOut:
             num_done: epochs that are done.
 
         Raises:
+            TypeError: for a number of epochs that is none.
             ValueError: on all ranks, if a loop before went as far, so that this one would do nothing.
             RuntimeError: as :meth:`check_open`.
         """
         self.check_open()
         if num_epochs is not None:
+            if not isinstance(num_epochs, (Real, Tensor)) or num_epochs != num_epochs:
+                raise TypeError(f"num_epochs must be a number, or None for a loop until session.stop(), got {num_epochs!r}")
             if num_epochs <= self._end_of_loops and num_done >= num_epochs - 1e-9:
                 raise ValueError(
                     f"num_epochs {num_epochs:g} counts from the session's beginning, and {num_done:g} are done: give "
@@ -100,8 +106,13 @@ class HandedOut:
         """Takes note that the loop computes a batch; it may do so later than the next one, and more than once.
 
         Raises:
-            RuntimeError: if the session is closed.
+            TypeError: for what is no batch. RuntimeError: if the session is closed.
         """
+        if not isinstance(batch, Batch):
+            raise TypeError(
+                f"session.step takes a batch as session.batches yields it, got {type(batch).__name__}: write "
+                "`with session.step(batch):`, not batch.x"
+            )
         if self.is_closed:
             self.check_open()
         self._waiting.pop(batch.number, None)

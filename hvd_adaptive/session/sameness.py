@@ -48,6 +48,29 @@ def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
+def checked_config(model: Any, optimizer: Any, config: Any) -> Config:
+    """Checks the types of what a session is given; returns its configuration, the default one for None.
+
+    Raises:
+        TypeError: naming what was got.
+    """
+    order = "Session takes (model, optimizer, config), in this order"
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {_described(model)}: {order}")
+    if isinstance(optimizer, nn.Module):
+        raise TypeError(f"optimizer must be a torch optimizer, got {_described(optimizer)}: {order}")
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(
+            f"config must be a hvd_adaptive.Config, got {_described(config)}: give its options by name, as in "
+            "hvd_adaptive.Config(batch_size=64)"
+        )
+    return config or Config()
+
+
+def _described(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__}"
+
+
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
     groups = getattr(optimizer, "param_groups", None)
     if not isinstance(groups, list):

@@ -41,7 +41,7 @@ from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.session.handed_out import HandedOut
 from hvd_adaptive.session.island_mesh import join
 from hvd_adaptive.session.loader import loader
-from hvd_adaptive.session.sameness import agree_on_start, check_same_model
+from hvd_adaptive.session.sameness import agree_on_start, check_same_model, checked_config
 from hvd_adaptive.session.schedules import Schedules, schedule
 from hvd_adaptive.session.session_state import SessionState, Stateful
 from hvd_adaptive.session.straggler_report import StragglerReport
@@ -86,7 +86,7 @@ class Session:
         *,
         transport: Transport | None = None,
     ) -> None:
-        self.config = config or Config()
+        self.config = checked_config(model, optimizer, config)
         self.transport = transport or join(self.config)
         self.model = model
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -93,3 +94,33 @@ def test_complex_tensors_are_part_of_checkpoints(strategy: str, tmp_path: Any) -
 
     (first, mine), (second, other) = run(1j), run(2j)
     assert torch.equal(first.table, second.table) and torch.equal(mine.phase, other.phase)
+
+
+def test_what_a_session_cannot_take_is_named(tmp_path: Any) -> None:
+    model = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    make: Any = lambda *given: Session(*given, transport=LocalTransport())  # noqa: E731
+    order = r"Session takes \(model, optimizer, config\), in this order"
+    for given, said in (
+        ((optimizer, model), f"model must be a torch.nn.Module, got SGD: {order}"),
+        ((model, nn.Linear(2, 2)), f"optimizer must be a torch optimizer, got Linear: {order}"),
+        ((nn.Linear, optimizer), f"model must be a torch.nn.Module, got the class Linear: {order}"),
+        ((model, optimizer, {}), r"config must be a hvd_adaptive.Config, got dict: .* hvd_adaptive.Config\(batch_size=64\)"),
+        ((model, optimizer, Config), "config must be a hvd_adaptive.Config, got the class Config: "),
+    ):
+        with pytest.raises(TypeError, match=said):
+            make(*given)
+    session = make(model, optimizer, Config())
+    for epochs in ("3", [3], float("nan")):
+        with pytest.raises(TypeError, match=r"num_epochs must be a number, or None for a loop until session.stop\(\), got"):
+            next(session.batches(DATA, num_epochs=epochs))
+    batch = next(session.batches(DATA, num_epochs=np.float32(1)))
+    with pytest.raises(TypeError, match=r"takes a batch as session.batches yields it, got Tensor: .*, not batch.x"):
+        session.step(batch.x).__enter__()
+    for options, error, said in (
+        ({"interval": 1.5}, TypeError, "interval must be a whole number of rounds, got 1.5"),
+        ({"interval": -1}, ValueError, "interval must be >= 0 rounds, got -1"),
+        ({"keep": 0}, ValueError, "keep must be >= 1 checkpoint, got 0"),
+    ):
+        with pytest.raises(error, match=said):
+            Checkpointer(session, tmp_path, **options)
