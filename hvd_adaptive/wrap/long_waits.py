@@ -50,10 +50,21 @@ class LongWaits:
 
     @contextmanager
     def of(self, what: object) -> Iterator[None]:
-        """A wait for other ranks, in a collective of that name."""
+        """A wait for other ranks, in a collective of that name.
+
+        Raises:
+            RuntimeError: as within; where unequal shares may be the cause, it says so.
+        """
         self._wait = what, time.monotonic()
         try:
             yield
+        except RuntimeError as error:
+            if "Mismatched" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{error} [hvd_adaptive: in {what}. The ranks' shares of a batch are unequal; if this is as long as the "
+                f"batch, run the script with {equal_shares(self._num_ranks)}]"
+            ) from None
         finally:
             self._wait = None
 

@@ -18,6 +18,7 @@ from hvd_adaptive.cluster.binding import read_launcher, starts_alone
 from hvd_adaptive.cluster.output import refuse
 from hvd_adaptive.exit_codes import EXIT_PREEMPTED
 from hvd_adaptive.wrap.compilers import intercept_compile
+from hvd_adaptive.wrap.gradient_hooks import intercept_gradient_hooks
 from hvd_adaptive.wrap.graphs import intercept_backward
 from hvd_adaptive.wrap.loaders import intercept_loaders
 from hvd_adaptive.wrap.modules import intercept_modules
@@ -107,6 +108,8 @@ def intercept(
     atexit.register(engine.over)
     intercept_loaders(engine)
     intercept_backward(engine.losses)
+    if config.strategy == "sync":
+        intercept_gradient_hooks(engine.gradient_changed, engine.is_tracing)
     micro = engine.micro_batches
     intercept_compile(engine.unwatched, engine.compiled, None if micro is None else micro.call)
     if config.strategy == "local":

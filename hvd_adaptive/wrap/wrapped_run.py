@@ -22,7 +22,7 @@ from hvd_adaptive.wrap.follow import Follower
 from hvd_adaptive.wrap.left_out import tell_of_left_out
 from hvd_adaptive.wrap.loaders import IndexStream, KnownLoaders
 from hvd_adaptive.wrap.local_steps import LocalSteps
-from hvd_adaptive.wrap.long_waits import LongWaits, equal_shares
+from hvd_adaptive.wrap.long_waits import LongWaits
 from hvd_adaptive.wrap.meeting import Meetings, Store
 from hvd_adaptive.wrap.meter import Meter
 from hvd_adaptive.wrap.process_sets import Refusal, is_over_set
@@ -164,6 +164,15 @@ class Engine:
         """The script is about to call backward on tensors."""
         if self.world_size > 1:
             self._follower.losses(tensors)
+
+    def gradient_changed(self) -> None:
+        """The script has changed a gradient within backward, before Horovod has averaged it."""
+        if self.world_size > 1:
+            self._follower.refuse(Reason.CLIPPED)
+
+    def is_tracing(self) -> bool:
+        """Whether a batch is followed."""
+        return self._follower.is_tracing
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Returns a context within which the script is not watched."""
@@ -347,15 +356,7 @@ class Engine:
         if not self._weights.are_needed:
             return action()
         with self._waits.of(what):
-            try:
-                return action()
-            except RuntimeError as error:
-                if "Mismatched" not in str(error):
-                    raise
-                raise RuntimeError(
-                    f"{error} [hvd_adaptive: in {what}. The ranks' shares of a batch are unequal; if this is as long as the "
-                    f"batch, run the script with {equal_shares(self.world_size)}]"
-                ) from None
+            return action()
 
     def _make_world(self) -> ScriptWorld:
         import horovod.torch as hvd

@@ -10,7 +10,7 @@ from hvd_adaptive.wrap.reasons import Reason
 SHARED = [
     "own_hidden", "loss_inside", "rows_inside", "pos_weight", "label_smoothing", "global_length", "penalty",
     "validate_often", "synchronize", "two_optimizers", "dictionary", "turns", "accumulate", "adversarial",
-    "scale_early", "evaluate_on_it", "late_optimizers",
+    "scale_early", "evaluate_on_it", "late_optimizers", "hook_looks", "hook_looks_late",
 ]  # fmt: skip
 EQUAL = {
     "fixed_view": Reason.FIXED_SIZE,
@@ -29,6 +29,10 @@ EQUAL = {
     "rate_by_size": Reason.SIZE_DECIDES,
     "rate_by_len": Reason.SIZE_DECIDES,
     "clip_early": Reason.CLIPPED,
+    "hook_clips": Reason.CLIPPED,
+    "hook_clips_in_place": Reason.CLIPPED,
+    "hook_clips_late": Reason.CLIPPED,
+    "hook_of_module": Reason.CLIPPED,
     "damaged": Reason.DROPPED,
 }
 

@@ -187,6 +187,29 @@ other_sampler = DistributedSampler(other, num_replicas=hvd.size(), rank=hvd.rank
 other_loader = DataLoader(other, batch_size=BATCH, sampler=other_sampler)
 validation = make_data(40, 1)
 model = MODELS.get(mode, Net)().double()
+
+
+def look(gradient):
+    """As for a log."""
+    norms.append(float(gradient.norm()))
+
+
+def clip_in_place(gradient):
+    gradient.data.clamp_(-0.01, 0.01)
+
+
+HOOKS = {
+    "hook_looks": lambda p: p.register_hook(look),
+    "hook_looks_late": lambda p: p.register_post_accumulate_grad_hook(lambda p: look(p.grad)),
+    "hook_clips": lambda p: p.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01)),
+    "hook_clips_in_place": lambda p: p.register_hook(clip_in_place),
+    "hook_clips_late": lambda p: p.register_post_accumulate_grad_hook(lambda p: clip_in_place(p.grad)),
+}
+norms = []
+for parameter in model.parameters():
+    HOOKS.get(mode, lambda p: None)(parameter)
+if mode == "hook_of_module":
+    model.fc2.register_full_backward_hook(lambda module, given, _: tuple(gradient.clamp(-0.01, 0.01) for gradient in given))
 parts = [model.fc1, model.fc2] if mode in ("two_optimizers", "late_optimizers") else [model]
 
 
