@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -23,13 +23,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_adaptive.wrap import batch_statistics, inside, losses, sizes
 from hvd_adaptive.wrap.compilers import is_reading
-from hvd_adaptive.wrap.decisions import decides_by_length, divides_by_length
+from hvd_adaptive.wrap.decisions import decides_by_length
 from hvd_adaptive.wrap.forward_hook import ForwardHook
 from hvd_adaptive.wrap.losses import Kind
 from hvd_adaptive.wrap.own_gradients import OwnGradients
 from hvd_adaptive.wrap.picks import goes_through_batch, number_of_pick
 from hvd_adaptive.wrap.rates import sets_rate_by_size
 from hvd_adaptive.wrap.reasons import Reason
+from hvd_adaptive.wrap.tape import Tape
 from hvd_adaptive.wrap.tensors import tensors_in
 
 _SHAPES = {Tensor.size, Tensor.shape.__get__}  # type: ignore[attr-defined]
@@ -84,6 +85,7 @@ class Tracer(TorchFunctionMode):
         self._depth = 0
         self._own_reduction = self._mean_seen = False
         self._hooks: list[Any] = []
+        self._tape = Tape()
 
     def train(self, parameters: list[Tensor]) -> None:
         """Adds parameters that an optimizer trains: modules that own some are of interest."""
@@ -98,6 +100,7 @@ class Tracer(TorchFunctionMode):
         self._size_asked = self._length_asked = self._own_reduction = self._mean_seen = False
         self._num_samples = num_samples
         self._guarded(lambda: self._keep(Kind.ROWS, *tensors_in([batch])))
+        self._guarded(lambda: self._tape.begin(tensors_in([batch]), num_samples))
         self._watching = True
         self._go_on()
 
@@ -112,6 +115,7 @@ class Tracer(TorchFunctionMode):
         self._beside.clear()
         self._means.clear()
         self._memory.clear()
+        self._tape.begin((), 0)
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -135,6 +139,10 @@ class Tracer(TorchFunctionMode):
             # Before it runs, as a script may change or free the loss by it.
             self._guarded(lambda: self._judge(args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
+        if self._watching and torch._C._current_graph_task_id() == -1:
+            within, asked = self.root is not None, self._length_asked
+            with suppress(Exception), torch._C.DisableTorchFunction():
+                self._tape.record(func, args, kwargs or {}, result, is_inside=within, as_long=self._as_long, length_asked=asked)
         if not self._is_followed():
             if self._watching and self.root is not None and torch.is_grad_enabled():
                 self._guarded(lambda: self._look_inside(func, args, kwargs or {}, result))
@@ -199,6 +207,7 @@ class Tracer(TorchFunctionMode):
             else:
                 kind = Kind.OTHER if losses.rows_dim(tensor, self._num_samples) is None else Kind.ROWS
             self._keep(kind, tensor)
+        self._tape.gives(tensors_in([result]))
 
     def _look_at_arguments(self, arguments: Any, places: set[Place]) -> None:
         found = False
@@ -279,8 +288,8 @@ class Tracer(TorchFunctionMode):
             others = [(tensor, other) for tensor, other in made if not tensor.requires_grad]
             kind = losses.kind_of_loss(func, args, kwargs, [*of_loss, *others], self._num_samples)
             kind = Kind.CUT if cut and kind is Kind.ROWS else kind
-            if kind is Kind.SUM and self._is_mean_by_length(func, args):
-                kind = Kind.MEAN
+            if kind is Kind.SUM and inside.divides_by_len(func, args, self._num_samples, self._holds_samples):
+                kind = Kind.MEAN if self._kind(args[0]) is Kind.SUM else kind
             if self._are_from_inside(given):
                 kind = Kind.OTHER
         # An assignment to places of a tensor has no result.
@@ -301,6 +310,8 @@ class Tracer(TorchFunctionMode):
             reason = Reason.UNKNOWN_LOSS if kind is None else losses.REASONS.get(kind)
             if reason is not None:
                 self.findings.add(reason)
+            elif not self.findings and self._tape.tells_other(tensor):
+                self.findings.add(Reason.MIXED)
 
     def _size_of_batch(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
         tensor = args[0] if args else None
@@ -308,13 +319,8 @@ class Tracer(TorchFunctionMode):
         if known is None or known[1] is not Kind.ROWS:
             return result
         if func in _COUNTS:
-            return sizes.as_size(result)
-        place = losses.rows_dim(known[0], self._num_samples)
-        if isinstance(result, tuple):
-            return torch.Size([sizes.as_size(size) if dim == place else size for dim, size in enumerate(result)])
-        asked = args[1] if len(args) > 1 else None
-        is_place = isinstance(asked, int) and known[0].dim() and asked % known[0].dim() == place
-        return sizes.as_size(result) if is_place else result
+            return sizes.as_size(result, self._num_samples)
+        return sizes.along(losses.rows_dim(known[0], self._num_samples), args, result)
 
     def _look_at_size(self, func: Any, tensor: Tensor) -> None:
         """The script asks for a tensor's size: looks in its source for what follows from that."""
@@ -324,15 +330,6 @@ class Tracer(TorchFunctionMode):
         decides = func is Tensor.__len__ and decides_by_length(frame, tensor)
         if decides or sets_rate_by_size(frame.f_code.co_filename, frame.f_lineno):
             self.findings.add(Reason.SIZE_DECIDES)
-
-    def _is_mean_by_length(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Whether a sum over samples is divided by ``len(x)``, which Python makes a plain integer of."""
-        if losses.plain_name(func) not in ("div", "true_divide") or len(args) < 2 or type(args[1]) is not int:
-            return False
-        if args[1] != self._num_samples or self._kind(args[0]) is not Kind.SUM:
-            return False
-        frame = sizes.calling_frame()
-        return frame is not None and divides_by_length(frame, self._holds_samples)
 
     def _holds_samples(self, value: Any) -> bool:
         return isinstance(value, Tensor) and self._kind(value) is Kind.ROWS and losses.rows_dim(value, self._num_samples) == 0

@@ -6,7 +6,7 @@ So a forward is not followed from tensor to tensor; what is looked at are calls 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any
 
@@ -143,6 +143,14 @@ def divides_by_number(func: Any, args: tuple[Any, ...], frame: FrameType) -> boo
     return sizes.is_size(args[1]) or divides_by_length(frame, lambda value: isinstance(value, Tensor) and value.dim() > 0)
 
 
+def divides_by_len(func: Any, args: tuple[Any, ...], num_samples: int, holds_samples: Callable[[Any], bool]) -> bool:
+    """Whether something is divided by ``len(x)`` outside of a forward, which Python makes a plain integer of."""
+    if losses.plain_name(func) not in ("div", "true_divide") or len(args) < 2 or type(args[1]) is not int:
+        return False
+    frame = sizes.calling_frame() if args[1] == num_samples else None
+    return frame is not None and divides_by_length(frame, holds_samples)
+
+
 def holds_samples(value: Any, num_samples: int) -> bool:
     """Whether a value may hold a row for each sample."""
     if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
@@ -155,8 +163,6 @@ def sizes_of(args: tuple[Any, ...], result: Any, num_samples: int) -> Any:
     with torch._C.DisableTorchFunction():
         tensor = args[0] if args else None
         if not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter) or num_samples not in tensor.shape:
-            return result
-        if sizes.own_frame() is None:
             return result
         shape = list(tensor.shape)
     first = shape.index(num_samples)

@@ -40,9 +40,11 @@ class Size(int):
 
     Attributes:
         is_count: made by adding and multiplying alone, so at least 1 whatever the rank's share.
+        of: what it would be for a batch of another size.
     """
 
     is_count = True
+    of: Callable[[int], int]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return int, (int(self),)
@@ -102,6 +104,7 @@ def _arithmetic(name: str, *, is_count: bool) -> Callable[..., Any]:
             return result
         size = Size(result)
         size.is_count = is_count and self.is_count and getattr(other, "is_count", True)
+        size.of = lambda count: compute(self.of(count), other.of(count) if isinstance(other, Size) else other)
         return size
 
     return method
@@ -157,6 +160,18 @@ def is_size(value: Any) -> bool:
     return isinstance(value, Size)
 
 
-def as_size(value: Any) -> Any:
-    """Returns an integer as a batch's size."""
-    return Size(operator.index(value))
+def as_size(value: Any, num_samples: int | None = None) -> Any:
+    """Returns an integer as a batch's size, or as what it is of a batch of so many samples."""
+    size = Size(operator.index(value))
+    number, whole = int(size), int(num_samples or size)
+    size.of = lambda count: number * count // max(whole, 1)
+    return size
+
+
+def along(place: int | None, args: tuple[Any, ...], result: Any) -> Any:
+    """Returns what a question for a tensor's size has given, with the size along one dimension as a batch's."""
+    if isinstance(result, tuple):
+        return torch.Size([as_size(size) if dim == place else size for dim, size in enumerate(result)])
+    asked = args[1] if len(args) > 1 else None
+    is_place = isinstance(asked, int) and args[0].dim() and asked % args[0].dim() == place
+    return as_size(result) if is_place else result

@@ -1,0 +1,339 @@
+"""What a script makes of a batch, computed again on two parts of some samples: is its loss a mean over samples, each by itself?
+
+The functions on the way from the batch to the loss are kept, without what they gave. With some of the rows in the batch's place,
+and their number in the place of the batch's size, they give the loss that a rank with that share would have. Losses of pairs,
+means that are divided twice and a root of a mean show by their numbers here, whatever functions they are made of.
+
+It is computed on the CPU: there, a function that gets what it cannot take raises an error, and a GPU's process would end.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hvd_adaptive.wrap.losses import plain_name, rows_dim
+from hvd_adaptive.wrap.sizes import is_size
+
+# What these gave is taken for rows of the batch, as they would give others the next time.
+_RANDOM = {
+    "rand_like", "randn_like", "randint_like", "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial",
+    "poisson", "uniform", "random", "exponential", "geometric", "cauchy", "log_normal", "gumbel_softmax",
+}  # fmt: skip
+_DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout"}
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+# With what has no numbers of its own, or would need the graph.
+_WITHOUT = {"requires_grad", "retain_grad", "register_hook", "backward", "pin_memory", "share_memory"}
+# How far apart the loss and its parts' mean may be, relative to them: some functions compute in single precision.
+_CLOSE = 1e-5
+# Samples that are computed again, how many of them are the first part, and calls and seconds for that.
+_MOST_SAMPLES, _FIRST = 8, 1 / 3
+_MOST_CALLS, _MOST_S = 50_000, 3.0
+# Numbers of weights and the like that are copied for that.
+_MOST_NUMBERS = 200_000_000
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")}
+
+
+class Unclear(Exception):
+    """It cannot be computed again."""
+
+
+class _Slot(NamedTuple):
+    """Stands for a tensor that is made of the batch."""
+
+    number: int
+
+
+class _Call(NamedTuple):
+    """A function's call.
+
+    Attributes:
+        func: the function.
+        args: its arguments, with slots.
+        kwargs: and by their names.
+        slots: of the tensors that it gave, or wrote to.
+        is_after: it came after a forward, and not within one.
+    """
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    slots: list[int]
+    is_after: bool
+
+
+class Tape:
+    """The functions of one batch."""
+
+    def __init__(self) -> None:
+        self.begin((), 0)
+
+    def begin(self, batch: Iterable[Tensor], num_samples: int) -> None:
+        """Forgets all, and begins with a batch's tensors."""
+        self._num_samples = num_samples
+        self._slots: Any = WeakTensorKeyDictionary()
+        self._num_slots = 0
+        self._calls: list[_Call] = []
+        # By slot: tensors whose rows are the batch's, and what was there when the loss began: what forwards have given, and data.
+        self._rows: dict[int, Tensor] = {}
+        self._given: dict[int, Tensor] = {}
+        # By id: others, as they are computed with.
+        self._constants: dict[int, Tensor] = {}
+        self._is_whole, self._is_after = num_samples > 1, False
+        for tensor in batch:
+            self._add_rows(tensor)
+
+    def record(
+        self, func: Any, args: Any, kwargs: Any, result: Any, *, is_inside: bool, as_long: Collection[int], length_asked: bool
+    ) -> None:
+        """Takes note of a call.
+
+        Args:
+            func: the function, with its arguments and its result.
+            is_inside: it is within a forward.
+            as_long: ids of tensors that have a row for each sample, too.
+            length_asked: the script has asked for the batch's length in a way that gives a plain number.
+        """
+        name = plain_name(func)
+        if not self._is_whole or name in _WITHOUT:
+            return
+        # A call that raises below is missing.
+        self._is_whole = False
+        for tensor in _tensors((args, kwargs)):
+            if tensor not in self._slots and id(tensor) in as_long:
+                self._add_rows(tensor)
+        is_made = any(tensor in self._slots for tensor in _tensors((args, kwargs)))
+        results = list(_tensors(result)) if func is not Tensor.__setitem__ else [args[0]]
+        if name in _RANDOM:
+            for tensor in results if is_made or self._num_samples in getattr(result, "shape", ()) else ():
+                self._add_rows(tensor)
+        elif results and (is_made or any(self._is_size(value, length_asked) for value in _leaves((args, kwargs)))):
+            packed, names = _map(lambda value: self._pack(value, length_asked), (args, kwargs))
+            slots = [self._slot(tensor) for tensor in results]
+            self._calls.append(_Call(func, packed, names, slots, self._is_after and not is_inside))
+            if not self._is_after and not is_inside:
+                self._given |= dict(zip(slots, results, strict=True))
+        self._is_whole = name != "grad" and len(self._calls) < _MOST_CALLS
+
+    def gives(self, tensors: Iterable[Tensor]) -> None:
+        """Takes note of what a forward gives."""
+        self._is_after = True
+        for tensor in tensors:
+            if tensor in self._slots:
+                self._given[self._slots[tensor]] = tensor
+
+    @torch.no_grad()
+    def tells_other(self, loss: Tensor) -> bool:
+        """Whether a loss is something else than a mean over samples, each by itself, as far as it can be computed again."""
+        if not self._is_whole or loss.numel() != 1 or loss not in self._slots:
+            return False
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            # Which the script has had already.
+            warnings.simplefilter("ignore")
+            differs = any(self._differs(self._slots[loss], from_batch=from_batch) for from_batch in (True, False))
+        self._constants.clear()
+        return differs
+
+    def _differs(self, slot: int, *, from_batch: bool) -> bool:
+        """Whether a loss of some samples is not the mean of those of two parts of them, for the batch's numbers and for others,
+        as a loss may be a mean for some numbers only.
+
+        Args:
+            slot: the loss's.
+            from_batch: all is computed again; else what came after the first forward.
+        """
+        count, end = min(self._num_samples, _MOST_SAMPLES), time.monotonic() + _MOST_S
+        cut = max(1, int(count * _FIRST))
+        compute = functools.partial(self._replay, slot, from_batch=from_batch, end=end)
+        try:
+            whole = compute(0, count)
+            # What is random would be taken for a difference.
+            is_same = abs(compute(0, count) - whole) <= _CLOSE / 100 * abs(whole)
+            for changed in (False, True) if is_same else ():
+                whole, first, rest = (compute(*part, changed=changed) for part in ((0, count), (0, cut), (cut, count)))
+                mean, scale = (cut * first + (count - cut) * rest) / count, max(abs(whole), abs(first), abs(rest))
+                # A part may have nothing to divide by, which the whole has.
+                if abs(mean - whole) > _CLOSE * scale or (math.isfinite(whole) and not changed and not math.isfinite(scale)):
+                    return True
+        except Exception:
+            # A function has the batch's size by a way of its own, or the numbers are none for it.
+            return False
+        return False
+
+    def _replay(
+        self, wanted: int, start: int, stop: int, *, from_batch: bool, end: float, changed: bool = False
+    ) -> float:
+        """Returns the loss of the samples from one to before another; for what else is given see `_differs`.
+
+        Raises:
+            Unclear: if that cannot be, or not in time. And whatever the functions raise.
+        """
+        calls = [call for call in self._calls if from_batch or call.is_after]
+        last = {slot: number for number, call in enumerate(calls) for slot in _slots(call)}
+        leaves = self._rows if from_batch else self._rows | self._given
+        if not from_batch and any(len(tensor) > self._num_samples for tensor in self._given.values() if tensor.dim()):
+            # Several rows of a sample may stand together, or all first ones before the second ones.
+            raise Unclear
+        values = {slot: self._part(tensor, start, stop, changed) for slot, tensor in leaves.items() if slot in last}
+
+        def unpack(value: Any) -> Any:
+            if isinstance(value, _Slot):
+                if value.number not in values:
+                    raise Unclear
+                return values[value.number]
+            if isinstance(value, _Number):
+                return value.of(stop - start)
+            return self._constant(value)
+
+        for number, call in enumerate(calls):
+            args, kwargs = _map(unpack, (call.args, call.kwargs))
+            if _writes(call.func, kwargs) and isinstance(call.args[0], Tensor):
+                # The script's own tensor stays as it is.
+                args = (args[0].clone(), *args[1:])
+            result = _call(call.func, args, kwargs)
+            results = list(_tensors(result)) if call.func is not Tensor.__setitem__ else [args[0]]
+            if len(results) != len(call.slots) or time.monotonic() > end:
+                raise Unclear
+            values |= {slot: _wide(tensor) for slot, tensor in zip(call.slots, results, strict=True)}
+            for slot in _slots(call):
+                if last[slot] == number and slot != wanted:
+                    values.pop(slot, None)
+        if wanted not in values or values[wanted].numel() != 1:
+            raise Unclear
+        return float(values[wanted])
+
+    def _constant(self, value: Any) -> Any:
+        """Returns an argument that is not made of the batch, as it is computed with."""
+        if isinstance(value, Tensor):
+            if id(value) not in self._constants:
+                if sum(tensor.numel() for tensor in self._constants.values()) + value.numel() > _MOST_NUMBERS:
+                    raise Unclear
+                self._constants[id(value)] = _wide(value.detach())
+            return self._constants[id(value)]
+        if isinstance(value, torch.dtype):
+            return torch.float64 if value.is_floating_point else value
+        is_device = isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] == "cuda")
+        return "cpu" if is_device else value
+
+    def _part(self, tensor: Tensor, start: int, stop: int, changed: bool) -> Tensor:
+        """Returns a copy of some samples' rows."""
+        dim = rows_dim(tensor, self._num_samples)
+        if dim is None:
+            return _wide(tensor.detach()).clone()
+        rows = tensor.shape[dim] // self._num_samples
+        most = min(self._num_samples, _MOST_SAMPLES) * rows
+        part = _wide(tensor.detach().narrow(dim, 0, most)).clone()
+        if changed and part.is_floating_point():
+            # The same ones for each part.
+            generator = torch.Generator().manual_seed(0)
+            noise = torch.randn(part.shape, generator=generator, dtype=part.dtype)
+            part = 10 * part + 3 * part.std().nan_to_num(1.0) * noise
+        return part.narrow(dim, start * rows, (stop - start) * rows).clone()
+
+    def _add_rows(self, tensor: Tensor) -> None:
+        if tensor.layout == torch.strided:
+            self._rows[self._slot(tensor)] = tensor
+
+    def _slot(self, tensor: Tensor) -> int:
+        number: int | None = self._slots.get(tensor)
+        if number is None:
+            number = self._slots[tensor] = self._num_slots
+            self._num_slots += 1
+        return number
+
+    def _is_size(self, value: Any, length_asked: bool) -> bool:
+        return is_size(value) or (length_asked and type(value) is int and value == self._num_samples)
+
+    def _pack(self, value: Any, length_asked: bool) -> Any:
+        if isinstance(value, Tensor):
+            return _Slot(self._slots[value]) if value in self._slots else value
+        if not self._is_size(value, length_asked):
+            return value
+        return _Number(value.of if is_size(value) else int)
+
+
+class _Number(NamedTuple):
+    """Stands for a number that is made of the batch's size.
+
+    Attributes:
+        of: what it is for a batch of another size.
+    """
+
+    of: Callable[[int], int]
+
+
+def _call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls a function as in evaluation: what layers draw at random or take of the whole batch has reports of its own."""
+    name = plain_name(func)
+    if name in _DROPOUT or name == "cuda":
+        return args[0]
+    if name in _RECURRENT:
+        # The part that is dropped between layers.
+        return func(*(0.0 if type(value) is float else value for value in args), **kwargs)
+    try:
+        names = inspect.signature(func).parameters
+    except (TypeError, ValueError):
+        names = {}  # type: ignore[assignment]
+    if "training" in names or name == "scaled_dot_product_attention":
+        if name == "scaled_dot_product_attention":
+            return func(*args[:4], **(kwargs | {"dropout_p": 0.0}))
+        bound = inspect.signature(func).bind(*args, **kwargs)
+        bound.apply_defaults()
+        bound.arguments["training"] = False
+        if func is F.batch_norm and bound.arguments["running_mean"] is None:
+            return args[0]
+        return func(*bound.args, **bound.kwargs)
+    return func(*args, **kwargs)
+
+
+def _writes(func: Any, kwargs: Any) -> bool:
+    """Whether a function writes to its first argument."""
+    name = str(getattr(func, "__name__", ""))
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+    return in_place or name == "__setitem__" or kwargs.get("inplace") is True
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Returns a tensor on the CPU, in double precision."""
+    return tensor.to("cpu", torch.float64) if tensor.is_floating_point() else tensor.cpu()
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """Returns arguments with each leaf replaced."""
+    if isinstance(value, (_Slot, _Number)):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(function, item) for item in value))
+    if isinstance(value, (list, tuple)):
+        items = [_map(function, item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, dict):
+        return {key: _map(function, item) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_map(function, item) for item in (value.start, value.stop, value.step)))
+    return function(value)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    found: list[Any] = []
+    _map(found.append, value)
+    return iter(found)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor))
+
+
+def _slots(call: _Call) -> Iterator[int]:
+    yield from call.slots
+    yield from (leaf.number for leaf in _leaves((call.args, call.kwargs)) if isinstance(leaf, _Slot))
