@@ -92,6 +92,9 @@ class Islands:
         parts = [values[self.of_rank == island] for island in range(len(self.sizes))]
         if name in _ADD_UP:
             return np.array([part.sum() for part in parts])
+        if name == "base":
+            # Of an island whose ranks have changed different parameters it is none.
+            return np.array([part[0] if (part == part[0]).all() else -1.0 for part in parts])
         return np.array([part.min() if name == "finite" else part.max() for part in parts])
 
 

@@ -115,6 +115,7 @@ class FlatModel:
         self.row_ranges = [r for g in self.parameter_groups for r in g.row_ranges.values()]
         for row_range in self.row_ranges:
             row_range.touched.clear()
+        self.mark()
 
     def rebind(self) -> None:
         """Takes the trainable parameters anew: a loop may have put others in their place, as by ``p.data = p.data.clamp(...)``.
@@ -136,6 +137,17 @@ class FlatModel:
         if is_other:
             self.rebind()
         return is_other
+
+    def mark(self) -> None:
+        """Takes note that the parameters are as a merge leaves them."""
+        self._left = [(p.data_ptr(), p._version) for p in self._watched]
+
+    def was_written(self) -> bool:
+        """Returns whether a parameter was written to since :meth:`mark`, as far as PyTorch counts it; False for a sharded model,
+        whose parameters come and go. Quick."""
+        if any(is_sharded(p) for p in self._model.parameters()):
+            return False
+        return self._left != [(p.data_ptr(), p._version) for p in self._watched]
 
     def _watch(self, parameters: list[nn.Parameter]) -> None:
         # A sharded one's memory is another one while a pass has it whole.
@@ -236,6 +248,7 @@ class FlatModel:
                 load_(group, range(len(group.tensors)))
         for part in self.row_ranges:
             part.touched.clear()
+        self.mark()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the global model: flat weights by name of their group, buffers, frozen parameters."""
@@ -267,6 +280,7 @@ class FlatModel:
             load_(group, range(len(group.tensors)))
         for part in self.row_ranges:
             part.touched.clear()
+        self.mark()
 
     @torch.no_grad()
     def load_(self, values: Iterable[Tensor]) -> None:

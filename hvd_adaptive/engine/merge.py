@@ -28,6 +28,7 @@ from hvd_adaptive.algorithm.statistics import Array, Gathered, Statistics
 from hvd_adaptive.comm.protocols import AgreedError, Collectives, is_one_host
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine import optimizer_state
+from hvd_adaptive.engine.base_watch import BaseWatch
 from hvd_adaptive.engine.flat_model import FlatModel
 from hvd_adaptive.engine.merge_rule import make_merge_rule
 from hvd_adaptive.engine.overlap import OverlappedMerge
@@ -54,6 +55,7 @@ class MergeStats(Statistics):
         state_checksum: of the structure of the optimizer's state, where ranks average it; 0: empty, or not looked at.
         delta_norm: L2 norm of the rank's progress; 0 where nothing needs it.
         outlier: 1 if that is much larger than usual, so that it is left out.
+        base: checksum of the parameters that the loop changed between the last round and this one; 0: none.
     """
 
     batch_size: float = 0.0
@@ -64,6 +66,7 @@ class MergeStats(Statistics):
     state_checksum: float = 0.0
     delta_norm: float = 0.0
     outlier: float = 0.0
+    base: float = 0.0
 
 
 class Merge:
@@ -131,6 +134,9 @@ class Merge:
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
         self.overlap = OverlappedMerge(flat, self.outer, transport, config, self._forget) if config.overlaps_merges else None
         self._history = NormHistory(config.outlier_limit) if config.outlier_limit and config.merge_fragments == 1 else None
+        # Of who begins rounds: between two of them the model is the global one.
+        self._base: BaseWatch | None = None
+        self._within_round = False
         self._beside_steps: OverlappedMerge | None = None
         if config.merges_beside_steps:
             # Already now, so that memory that is too small is found at the start.
@@ -153,9 +159,26 @@ class Merge:
         return dataclasses.replace(config, compression=codec)
 
     def begin_round(self, merges: int) -> None:
-        """Sets how often the whole model is merged in the round that begins, the same on every rank."""
+        """Sets how often the whole model is merged in the round that begins, the same on every rank. What the loop has changed in
+        the parameters since the last round becomes the global model, if all ranks have made the same change."""
         if self._beside_steps is not None:
             self.overlap = self._beside_steps if merges > 1 else None
+        if self._base is None:
+            self._base = BaseWatch(self.flat_model, self.outer)
+        self._adopt()
+        self._within_round = True
+
+    def _adopt(self) -> None:
+        if self._base is None or self._within_round:
+            return
+        if self.overlap is None or self.overlap is self._beside_steps:
+            self._base.adopt_()
+        elif self._base.find():
+            # What is on the way goes to the old model.
+            raise RuntimeError(
+                "parameters were changed between two rounds, as by model.load_state_dict in session.records, which does not go "
+                "with overlap_merge and merge_fragments: their sums are still on the way then. Leave these out, or change nothing"
+            )
 
     @property
     def _weighs_when_sent(self) -> bool:
@@ -174,6 +197,7 @@ class Merge:
         """
         finite = self.flat_model.compute_delta(verify=verify) if self.overlap is None else self.overlap.is_finite()
         stats.finite = float(finite)
+        stats.base = 0.0 if self._base is None else float(self._base.checksum)
         if finite and self.config.measures_deltas and not self._weighs_when_sent:
             stats.delta_norm = self.flat_model.delta_norm() if self.overlap is None else self.overlap.progress_norm()
         if self._history is not None and stats.delta_norm and stats.num_updates:
@@ -213,6 +237,14 @@ class Merge:
         start = time.perf_counter()
         flat, rank = self.flat_model, self._transport.rank
         convex = weights / weights.sum()
+        if self._base is not None and not self._base.settle_(gathered["base"], who=self.who):
+            if self.overlap is not None:
+                # Merges beside steps have moved other models on each rank. Every rank has the same statistics.
+                raise AgreedError(
+                    "ranks changed parameters between two rounds, and not all alike: change them alike on all ranks, in "
+                    "session.records, or within session.step"
+                )
+            flat.compute_delta(verify=True)
         compressed, everyone = flat.compressed, present is None or bool(present.all())
         if not everyone:
             flat.compressed = None
@@ -232,6 +264,7 @@ class Merge:
             self.num_rows = self.rows.num_rows
             self.rows.observe(time.perf_counter() - start, flat.payload_bytes)
         self._merge_state(gathered, own_buffers, everyone=everyone)
+        self._within_round = False
         finite = gathered["finite"] > 0
         if self.who is not None:
             warn_of_broken(finite if present is None else finite | ~present, self.who)
@@ -254,6 +287,7 @@ class Merge:
     def state_dict(self) -> dict[str, Any]:
         """Returns the global model, the outer step's velocity and what an overlapped merge has on the way (``shared``), and this
         rank's optimizer state, progress and residuals (``own``). COLLECTIVE."""
+        self._adopt()
         flat, overlap = self.flat_model, {"shared": None, "own": None}
         # Merges beside steps leave nothing on the way.
         if self.overlap is not None and self.overlap is not self._beside_steps:

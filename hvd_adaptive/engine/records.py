@@ -13,7 +13,7 @@ from hvd_adaptive.engine.claims import Claim
 from hvd_adaptive.engine.merge import MergeStats
 
 # Statistics that are of no use in a file.
-_NOT_RECORDED = ("loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy", "preempted", "state_checksum")
+_NOT_RECORDED = ("loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy", "preempted", "state_checksum", "base")
 
 
 @dataclass(slots=True)
