@@ -110,12 +110,13 @@ class RoundControl:
 
     @property
     def takes_whole_batches(self) -> bool:
-        """Whether ranks claim whole batches only. Ranks that are alike end a round of a few steps together, without smaller ones
-        at its end. Each of these costs a step, and blurs BatchNorm's statistics."""
+        """Whether ranks claim whole batches only, where the length of a round is not set. Ranks that are alike end it together
+        without smaller ones at its end. Each of these costs a step, which takes a GPU about as long as a whole one, and blurs
+        BatchNorm's statistics."""
         config = self._config
         plain = config.dispatch == "dynamic" and config.size_rule == "fixed" and config.work == "samples"
         plain = plain and config.island is None and config.logical_ranks is None and not config.repeatable
-        return self._short_rounds and plain and are_alike(self._update_shares)
+        return plain and (self._short_rounds or config.mega_batch is None) and are_alike(self._update_shares)
 
     @property
     def mega_batch(self) -> int:
@@ -186,10 +187,10 @@ class RoundControl:
     def after_round(self, record: CompletedRound, dataset_size: int) -> None:
         """Sets the next mega-batch from a round whose merge is over."""
         config, part = self._config, 1.0
+        num_updates = record.stats["num_updates"]
+        # Ranks that are alike differ from round to round.
+        self._update_shares += (num_updates / max(1e-9, num_updates.sum()) - self._update_shares) / _REMEMBERED_ROUNDS
         if self._short_rounds:
-            num_updates = record.stats["num_updates"]
-            # Ranks that are alike differ from round to round.
-            self._update_shares += (num_updates / max(1e-9, num_updates.sum()) - self._update_shares) / _REMEMBERED_ROUNDS
             self._num_updates += float(num_updates.max())
             if self._chooses_merges:
                 self._choose_merges()

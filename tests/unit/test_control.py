@@ -485,7 +485,8 @@ def test_ranks_that_are_alike_take_whole_batches_in_short_rounds(monkeypatch: py
 @pytest.mark.parametrize(
     ("options", "short_rounds", "updates", "whole"),
     [
-        ({}, True, [5, 5], True), ({}, True, [4.5, 5.5], True), ({}, True, [2, 8], False), ({}, False, [5, 5], False),
+        ({}, True, [5, 5], True), ({}, True, [4.5, 5.5], True), ({}, True, [2, 8], False), ({}, False, [5, 5], True),
+        ({}, False, [2, 8], False), ({"mega_batch": 80}, False, [5, 5], False),
         ({"dispatch": "equal"}, True, [5, 5], False), ({"work": "nonzeros"}, True, [5, 5], False),
         ({"record": True}, True, [5, 5], False), ({"island": "2"}, True, [5, 5], False),
     ],
@@ -618,7 +619,7 @@ def test_a_first_batch_that_takes_long_makes_rounds_longer() -> None:
     def mega_batch(first_batch_s: float) -> int:
         control = RoundControl(Config(batch_size=8, mega_batch=80, merge_period="auto", merge_share=0.1), 2, speaks=False)
         for number in range(1, 8):
-            seconds = {"merge_s": 0.01, "control_s": 0.0, "first_batch_s": first_batch_s}
+            seconds = {"merge_s": 0.01, "control_s": 0.0, "first_batch_s": first_batch_s, "num_updates": 5}
             # Each round has 80 samples of a hundredth of a second.
             stats = {name: np.full(2, value) for name, value in seconds.items()}
             done = SimpleNamespace(train_s=number * (0.81 + first_batch_s), num_samples=number * 80, stats=stats)
