@@ -36,9 +36,9 @@ _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _WITHOUT = {"requires_grad", "retain_grad", "register_hook", "backward", "pin_memory", "share_memory"}
 # How far apart the loss and its parts' mean may be, relative to them: some functions compute in single precision.
 _CLOSE = 1e-5
-# Samples that are computed again, how many of them are the first part, and calls and seconds for that.
+# Samples that are computed again, how many of them are the first part, and calls and seconds of a batch for that.
 _MOST_SAMPLES, _FIRST = 8, 1 / 3
-_MOST_CALLS, _MOST_S = 50_000, 3.0
+_MOST_CALLS, _MOST_S = 50_000, 5.0
 # Numbers of weights and the like that are copied for that.
 _MOST_NUMBERS = 200_000_000
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")}
@@ -90,6 +90,7 @@ class Tape:
         # By id: others, as they are computed with.
         self._constants: dict[int, Tensor] = {}
         self._is_whole, self._is_after = num_samples > 1, False
+        self._left_s = _MOST_S
         for tensor in batch:
             self._add_rows(tensor)
 
@@ -137,11 +138,13 @@ class Tape:
         """Whether a loss is something else than a mean over samples, each by itself, as far as it can be computed again."""
         if not self._is_whole or loss.numel() != 1 or loss not in self._slots:
             return False
+        start = time.monotonic()
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             # Which the script has had already.
             warnings.simplefilter("ignore")
             differs = any(self._differs(self._slots[loss], from_batch=from_batch) for from_batch in (True, False))
         self._constants.clear()
+        self._left_s -= time.monotonic() - start
         return differs
 
     def _differs(self, slot: int, *, from_batch: bool) -> bool:
@@ -152,7 +155,7 @@ class Tape:
             slot: the loss's.
             from_batch: all is computed again; else what came after the first forward.
         """
-        count, end = min(self._num_samples, _MOST_SAMPLES), time.monotonic() + _MOST_S
+        count, end = min(self._num_samples, _MOST_SAMPLES), time.monotonic() + self._left_s / 2
         cut = max(1, int(count * _FIRST))
         compute = functools.partial(self._replay, slot, from_batch=from_batch, end=end)
         try:
