@@ -6,6 +6,7 @@ validation loop may come between any of them.
 
 from __future__ import annotations
 
+import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_adaptive.wrap.compilers import is_reading
-from hvd_adaptive.wrap.forward_hook import ForwardHook
+from hvd_adaptive.wrap.forward_hook import watch_forwards
 from hvd_adaptive.wrap.forwards import Place, Tracer
 from hvd_adaptive.wrap.loaders import Handed, IndexStream, Loader
 from hvd_adaptive.wrap.reasons import Reason
@@ -24,6 +24,8 @@ from hvd_adaptive.wrap.tensors import tensors_in
 
 # Batches of a loader that are followed all of their way from loader to backward, and how many are tried for that.
 _ENOUGH_TRACES, _MOST_TRACES = 2, 10
+# What following a batch again in a later pass may cost: so many seconds, or that part of the time since the last one.
+_CHEAP_S, _CHEAP = 0.1, 0.05
 
 
 class Follower:
@@ -38,6 +40,7 @@ class Follower:
         weight: the factor on the gradients of the present backward.
         stream: the pass whose batch the last backward was of; None before the first, or if there is none.
         was_traced: a batch was traced since the last step, which makes the step slow.
+        has_followed: a batch was followed again since the last step, and shares were unequal before; alike on all ranks.
         results: the graph's nodes of what compiled modules have given for the present batch.
     """
 
@@ -46,7 +49,7 @@ class Follower:
     ) -> None:
         self.weight = 1.0
         self.stream: IndexStream | None = None
-        self.was_traced = False
+        self.was_traced = self.has_followed = False
         self.results: set[Any] = set()
         self._stepped_last: Callable[[], Any] = lambda: None
         self._describe = describe
@@ -61,6 +64,8 @@ class Follower:
         self._used: list[tuple[IndexStream, Handed]] = []
         self._tracer = Tracer()
         self._traced: IndexStream | None = None
+        # When the last batch was followed; this thread's seconds at its beginning, and those that it took.
+        self._traced_at_s = self._begun_s = self._cost_s = 0.0
         # Optimizers that have stepped on the traced batch.
         self._stepped: set[int] = set()
         self._mismatch: str | None = None
@@ -96,15 +101,27 @@ class Follower:
         stream.delivered_at = self._event
         self._is_backward, self._mismatch = False, None
         if stream.current.is_unequal and self._unwatch is None:
-            self._unwatch = _watch_forwards(self._check_forward, self.evaluated)
+            self._unwatch = watch_forwards(self._check_forward, self.evaluated)
         self._lengths = {n for tensor in tensors_in([batch]) for n in tensor.shape} if stream.weight_differs else set()
         loader = stream.loader
         loader.looks.delivered(batch)
-        if not loader.is_traced and loader.num_traces < _MOST_TRACES and stream.current.num_samples:
-            loader.num_traces += 1
+        if self._is_to_follow(stream):
+            loader.num_traces += not loader.is_traced
             self._traced, self.was_traced = stream, True
             self._stepped.clear()
+            self._traced_at_s, self._begun_s = time.monotonic(), time.thread_time()
             self._tracer.begin(batch, stream.current.num_samples)
+
+    def _is_to_follow(self, stream: IndexStream) -> bool:
+        """Whether the batch that was just delivered is to be followed to its loss: an early one, or the first of a later pass."""
+        loader = stream.loader
+        if not stream.current.num_samples:
+            return False
+        if not loader.is_traced:
+            return loader.num_traces < _MOST_TRACES
+        # Each rank looks at its own time: what one of them finds counts for all.
+        is_cheap = self._cost_s <= max(_CHEAP_S, _CHEAP * (time.monotonic() - self._traced_at_s))
+        return is_cheap and stream.begins_followed and stream.num_delivered == 1 and not loader.reasons
 
     def _look_at_unused(self, stream: IndexStream) -> None:
         """Ends unequal shares where the script leaves out their batches, at the same batch on all ranks that leave it out.
@@ -145,6 +162,9 @@ class Follower:
 
         No batches where another optimizer has stepped on the same batch before.
         """
+        if self._traced is not None and self._traced is self.stream and self._traced.loader.is_traced and self._is_backward:
+            # Before the exchange in this step, so that shares are equal from the next batch on.
+            self._take_later(self._traced.loader)
         # Several optimizers may each take a step on a batch, but one that takes its second has seen it all.
         if self._traced is not None and id(optimizer) in self._stepped:
             self.finish_trace()
@@ -154,7 +174,7 @@ class Follower:
         stream = self.stream if self._has_gradients else None
         batches = [handed for used, handed in self._used if used is stream]
         self._used.clear()
-        self._has_gradients = self._tracer.gradients.are_here = False
+        self._has_gradients = self._tracer.gradients.are_here = self.has_followed = False
         self.was_traced = self._traced is not None
         return stream, batches
 
@@ -173,7 +193,7 @@ class Follower:
             return
         loader = found[-1].loader
         for tensor in tensors:
-            loader.heads.look(tensor, learn=self._traced is not None, ends=self.results)
+            loader.heads.look(tensor, learn=self._traced is not None and not loader.is_traced, ends=self.results)
         # One that comes later was not followed; whether shares were equal at its first step is for the report.
         if loader.heads.is_new and loader.is_traced:
             loader.reasons.add(Reason.OTHER_LOSS)
@@ -189,7 +209,7 @@ class Follower:
                 yield
         finally:
             if unwatch is not None:
-                self._unwatch = _watch_forwards(self._check_forward, self.evaluated)
+                self._unwatch = watch_forwards(self._check_forward, self.evaluated)
 
     # -- of compiled modules, in which nothing is watched
 
@@ -267,12 +287,15 @@ class Follower:
         if stream is None:
             return
         self._tracer.end()
+        self._cost_s = time.thread_time() - self._begun_s
         if self._stepped:
             self.was_traced = False
         if self.stream is not stream or not self._is_backward:
             return
         loader = stream.loader
-        if self._tracer.num_forwards:
+        if loader.is_traced:
+            self._take_later(loader)
+        elif self._tracer.num_forwards:
             loader.num_followed += 1
             loader.is_traced = loader.num_followed >= _ENOUGH_TRACES
             loader.reasons |= self._tracer.findings
@@ -283,6 +306,15 @@ class Follower:
                 self._look_at_layers(module, loader)
         elif loader.num_traces == _MOST_TRACES and not loader.reasons:
             loader.reasons.add(Reason.NO_FORWARD)
+
+    def _take_later(self, loader: Loader) -> None:
+        """Takes note of what a batch showed that was followed again in a later pass."""
+        if not self._tracer.num_forwards:
+            return
+        loader.reasons |= self._tracer.findings
+        if not self._tracer.num_backwards:
+            loader.reasons.add(Reason.UNKNOWN_LOSS)
+        loader.smallest_seen = max(loader.smallest_seen, self._tracer.least_samples)
 
     def _candidates(self) -> list[IndexStream]:
         """The passes that may feed the next backward, the latest last."""
@@ -320,6 +352,9 @@ class Follower:
             stream.loader.reasons.add(Reason.FETCHED_AHEAD)
         stream.num_unused = 0
         stream.num_shared += stream.current.is_unequal
+        if stream.begins_followed and stream.num_delivered == 1:
+            stream.loader.followed_at = stream.loader.num_steps
+            self.has_followed = stream.loader.fractions is not None
 
     def _look_at_layers(self, module: nn.Module, loader: Loader) -> None:
         for layer in module.modules():
@@ -358,27 +393,3 @@ class Follower:
     def _left_out(self, count: float, num_samples: int) -> bool:
         """Whether the batch that the loader gave had only so many of its samples."""
         return 0 < count < num_samples and count in self._lengths and num_samples not in self._lengths
-
-
-def _watch_forwards(
-    check: Callable[[nn.Module, Callable[[], list[Tensor]]], None], evaluates: Callable[[nn.Module], None]
-) -> Callable[[], None]:
-    """Has every forward looked at.
-
-    Args:
-        check: is called for each forward with gradients, with the module and what finds the tensors in its arguments.
-        evaluates: is called for each without, with the module.
-
-    Returns:
-        What ends it.
-    """
-
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        if is_reading() or torch._C._current_graph_task_id() != -1:
-            return
-        if not torch.is_grad_enabled():
-            evaluates(module)
-        else:
-            check(module, lambda: list(tensors_in([args, kwargs])))
-
-    return ForwardHook(after).remove

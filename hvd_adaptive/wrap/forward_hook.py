@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.nn.modules import module as modules
+
+from hvd_adaptive.wrap.compilers import is_reading
+from hvd_adaptive.wrap.tensors import tensors_in
 
 
 class ForwardHook:
@@ -24,3 +29,27 @@ class ForwardHook:
         self._handle.remove()
         # torch leaves this entry, and then warns of hooks at every call of a compiled module.
         modules._global_forward_hooks_with_kwargs.pop(self._handle.id, None)
+
+
+def watch_forwards(
+    check: Callable[[nn.Module, Callable[[], list[Tensor]]], None], evaluates: Callable[[nn.Module], None]
+) -> Callable[[], None]:
+    """Has every forward looked at.
+
+    Args:
+        check: is called for each forward with gradients, with the module and what finds the tensors in its arguments.
+        evaluates: is called for each without, with the module.
+
+    Returns:
+        What ends it.
+    """
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if is_reading() or torch._C._current_graph_task_id() != -1:
+            return
+        if not torch.is_grad_enabled():
+            evaluates(module)
+        else:
+            check(module, lambda: list(tensors_in([args, kwargs])))
+
+    return ForwardHook(after).remove

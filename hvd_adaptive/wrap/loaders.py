@@ -26,6 +26,10 @@ from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.sampling import OneOrder, Union, checksum, find_union, take_share
 from hvd_adaptive.wrap.share_rules import Controller
 
+# Steps after which a pass begins with a batch that is followed once more, as the script may have changed. To follow it takes the
+# time of a step or two more.
+_FOLLOWED_AFTER = 20
+
 # Batches of which a pass is asked at once how long they are on the ranks; it remembers some more.
 _MOST_LOOKED_AT = 1000
 
@@ -53,6 +57,7 @@ class Loader:
         reasons: why its shares stay equal; empty: nothing known against it.
         fractions: each rank's part of its global batches from the next pass on; None: as the script has it.
         smallest: fewest samples of a rank's share.
+        smallest_seen: what this rank has seen to be needed since the ranks agreed on that.
         num_steps: optimizer steps that its batches led to.
         num_shared: those of them with unequal shares.
         num_repeated: batches that the script left out and that came once more.
@@ -62,6 +67,7 @@ class Loader:
         is_traced: the way of a batch from loader to backward was seen.
         num_traces: batches that were followed for that.
         num_followed: those of them that were seen all the way.
+        followed_at: steps when a batch was last followed in a later pass.
         controller: what proposes its shares.
         looks: what its first batches show.
         ends_together: its passes are known to have as many batches on all ranks.
@@ -77,13 +83,13 @@ class Loader:
         self._loader = weakref.ref(loader)
         self._fingerprint: int | None = None
         self.fractions: tuple[float, ...] | None = None
-        self.smallest = 1
+        self.smallest = self.smallest_seen = 1
         self.num_steps = self.num_shared = self.num_repeated = 0
         self.num_losses = 0
         self.heads = Heads()
         self.is_successor = False
         self.is_traced = False
-        self.num_traces = self.num_followed = 0
+        self.num_traces = self.num_followed = self.followed_at = 0
         self.controller: Controller | None = None
         self.looks = FirstBatches()
         self.ends_together = False
@@ -146,6 +152,7 @@ class IndexStream:
         is_over: the pass has come to its end.
         num_unrelated: batches that were followed by one of another loader before backward.
         num_batches: batches of the whole pass; 0: not known.
+        begins_followed: its first batch is to be followed, and has the script's own size for that; alike on all ranks.
         num_shared: batches with unequal shares that led to a backward.
     """
 
@@ -163,6 +170,7 @@ class IndexStream:
         self.num_unrelated = 0
         self.num_batches = 0
         self.num_shared = 0
+        self.begins_followed = False
         if not loader.reasons & {Reason.ITERABLE, Reason.NO_BATCHING}:
             with contextlib.suppress(TypeError):
                 self.num_batches = len(index_sampler)
@@ -195,7 +203,11 @@ class IndexStream:
         return self
 
     def __next__(self) -> Any:
-        if self.num_handed == 0 and not self.loader.reasons:
+        if self.num_handed == 0:
+            # Steps that its batches led to are counted alike on all ranks, other than passes: one rank alone may evaluate.
+            self.begins_followed = self.loader.num_steps - self.loader.followed_at >= _FOLLOWED_AFTER
+        # A reason that this rank has found since the shares were agreed on counts from the next exchange on, as for the others.
+        if self.num_handed == 0 and (not self.loader.reasons or self.loader.fractions is not None):
             found = find_union(self._index_sampler, world_size=self._world_size, rank=self._rank)
             if isinstance(found, Reason):
                 self.loader.reasons.add(found)
@@ -207,7 +219,8 @@ class IndexStream:
         while self._changes and self.num_handed >= self._changes[0][0]:
             self._fractions = self._changes.popleft()[1]
         handed = Handed(len(indices), len(indices) * self._world_size, 1.0) if isinstance(indices, list) else None
-        if self._fractions is not None and handed is not None and self._union is not None:
+        is_own = self.begins_followed and self.num_handed == 0
+        if self._fractions is not None and handed is not None and self._union is not None and not is_own:
             indices, handed = self._share(indices, handed)
         self._queue.append((handed or Handed(0, 0, 1.0), own))
         self.num_handed += 1

@@ -128,7 +128,7 @@ class Shares:
             window.num_delivered, window.num_handed = stream.num_delivered, stream.num_handed
             window.dataset = loader.fingerprint()
             window.num_batches = stream.num_batches
-            window.smallest = loader.smallest
+            window.smallest = max(loader.smallest, loader.smallest_seen)
             window.checksum = stream.last_checksum() or 0
             proposal = self.controller(loader).proposal
         window.reasons, window.rates = mask(reasons), rates

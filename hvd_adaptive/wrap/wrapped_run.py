@@ -218,7 +218,7 @@ class Engine:
             return True
         self._settle()
         stretch = self._watch.stop()
-        untimed = self._untimed or self._follower.was_traced
+        untimed, has_followed = self._untimed or self._follower.was_traced, self._follower.has_followed
         stream, batches = self._follower.take_step(optimizer)
         # A step that began with the start of workers, or before it was known to be one, says nothing of speed.
         stretches = [] if untimed or stretch is None else [part for part in (self._tail, stretch) if part is not None]
@@ -227,7 +227,7 @@ class Engine:
             if not local:
                 self._shares.tell_unencoded(describe_optimizer(optimizer))
         of_set = is_over_set(optimizer)
-        exchange = not of_set and self._shares.count(is_local=local)
+        exchange = not of_set and (self._shares.count(is_local=local) or (has_followed and not local))
         finish = None
         if stream is not None or self._fed_by is None or not self._fed_by.is_open:
             # Else a synchronize without gradients of its own, as of a GAN's other optimizer: it is of the same pass.

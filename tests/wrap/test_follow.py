@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,6 +83,91 @@ def follower() -> Iterator[Follower]:
     follower = Follower(lambda module: [], lambda text: None)
     yield follower
     follower.finish_trace()
+
+
+LOSSES: dict[str, tuple[Any, set[Reason]]] = {
+    "the same": (lambda model, x: model(x).mean(), set()),
+    "of the whole batch": (lambda model, x: model(x - x.mean(0)).mean(), {Reason.MIXED}),
+    "a sum": (lambda model, x: model(x).sum(), {Reason.SUM_LOSS, Reason.OTHER_LOSS}),
+    "by number": (lambda model, x: (model(x).mean(), x[2].sum())[0], set()),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_later_pass_begins_with_a_batch_that_is_followed_again(follower: Follower, name: str) -> None:
+    loss_of, expected = LOSSES[name]
+    model, loader = nn.Linear(1, 1), make_loader()
+    follower.trains(list(model.parameters()))
+    known = Loader(loader, 1)
+
+    def step(iteration: Iteration, loss_of: Any, *, is_followed: bool) -> None:
+        next(iteration.stream)
+        batch = torch.ones(iteration.stream._queue[0][0].num_samples, 1)
+        follower.delivered(iteration.stream, batch)
+        assert follower.was_traced == is_followed
+        loss = loss_of(model, batch)
+        follower.losses([loss])
+        loss.backward()
+        follower.backward()
+        has_followed = follower.has_followed
+        follower.take_step()
+        known.num_steps += 1
+        assert has_followed == (is_followed and known.fractions is not None)
+
+    first = Iteration(follower, loader, known)
+    for number in range(4):
+        step(first, LOSSES["the same"][0], is_followed=number < 2)
+    follower.exhausted(first.stream)
+    assert known.is_traced and not known.reasons
+    known.fractions = (0.25, 0.75)
+    for num_steps, is_followed in ((4, False), (20, True), (30, False), (41, True)):
+        if known.reasons:
+            break
+        known.num_steps = num_steps
+        later = Iteration(follower, loader, known)
+        for number in range(3):
+            step(later, loss_of if num_steps >= 20 else LOSSES["the same"][0], is_followed=is_followed and number == 0)
+            # The followed one has the script's own size.
+            assert later.stream.current.is_unequal == (number > 0 or not is_followed)
+        follower.exhausted(later.stream)
+    assert known.reasons == expected and known.num_traces == known.num_followed == 2
+    # The ranks have not agreed on another one yet.
+    assert known.smallest == 1 and known.smallest_seen == (3 if name == "by number" else 1)
+
+
+def test_a_batch_is_not_followed_again_where_that_takes_long(follower: Follower) -> None:
+    loader = make_loader()
+    known = Loader(loader, 1)
+    known.is_traced, known.num_steps = True, 20
+    for cost_s, since_s, is_followed in ((0.05, 0.0, True), (2.0, 20.0, False), (2.0, 60.0, True)):
+        follower._cost_s, follower._traced_at_s = cost_s, time.monotonic() - since_s
+        iteration = Iteration(follower, loader, known)
+        iteration.next()
+        assert follower.is_tracing == is_followed
+        follower.exhausted(iteration.stream)
+
+
+def test_a_pass_without_gradients_is_not_judged(follower: Follower) -> None:
+    model, loader = nn.Linear(1, 1), make_loader()
+    follower.trains(list(model.parameters()))
+    known = Loader(loader, 1)
+    known.is_traced, known.num_steps = True, 20
+    iteration = Iteration(follower, loader, known)
+    for _ in range(3):
+        iteration.next()
+        with torch.no_grad():
+            model(torch.ones(6, 1)).sum()
+    follower.exhausted(iteration.stream)
+    assert not known.reasons and known.followed_at == 0
+
+
+def test_a_reason_of_one_rank_counts_from_the_next_exchange_on() -> None:
+    """Else the ranks would disagree on the shares of the pass that begins before it."""
+    ranks = streams()
+    for stream in ranks:
+        stream.loader.fractions = (0.25, 0.75)
+    ranks[0].loader.reasons.add(Reason.OTHER_LOSS)
+    assert [len(next(stream)) for stream in ranks] == [3, 9]
 
 
 def test_a_step_belongs_to_the_loader_of_its_backward(follower: Follower) -> None:

@@ -86,6 +86,17 @@ def test_another_loss_later_on_ends_unequal_shares_and_is_announced(num_ranks: i
 
 
 @pytest.mark.mpi(2, timeout=300)
+def test_a_pass_begins_with_a_batch_that_is_followed_again(num_ranks: int) -> None:
+    """By its graph the loss is what it was. With the interval of 25 the next exchange would come in the pass after."""
+    modes = ["late_scaled", "late_weights"]
+    results, _ = run_both([f"shapes.py {mode} --epochs 4" for mode in modes], num_ranks, interval=25)
+    for mode, (trained, fractions) in zip(modes, results, strict=True):
+        assert trained[-1].reasons == {Reason.MIXED} and not any(fractions), (mode, trained[-1].reasons)
+        # From the sixth batch of the first pass to the last one of the second.
+        assert 20 <= trained[-1].num_shared <= 26, (mode, trained[-1].num_shared)
+
+
+@pytest.mark.mpi(2, timeout=300)
 def test_what_is_not_foreseen_ends_with_equal_shares_or_says_what_helps(num_ranks: int) -> None:
     from horovod.common.exceptions import HorovodInternalError
 

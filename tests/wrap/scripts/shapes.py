@@ -85,7 +85,14 @@ def loss_of(x, y):
     if mode == "gather_gradient":
         z = hvd.allgather(F.normalize(forward(x), dim=1), name="features")
         return F.cross_entropy(z @ z.t(), torch.arange(len(z)))
+    if mode == "late_scaled" and num_steps >= 30:
+        x = (x - x.mean(0)) / x.std(0)
     out = forward(x)
+    if mode == "late_weights" and num_steps >= 30:
+        each = F.cross_entropy(out, y, reduction="none")
+        return (each * (each.detach() >= each.detach().median()).double()).mean()
+    if mode == "late_weights":
+        return (F.cross_entropy(out, y, reduction="none") * torch.ones_like(y).double()).mean()
     if mode == "clip":
         z = F.normalize(out, dim=1)
         return F.cross_entropy(z @ z.flip(1).t(), torch.arange(z.shape[0]))
