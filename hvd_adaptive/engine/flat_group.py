@@ -150,7 +150,8 @@ def check_same_kinds(what: str, before: Mapping[str, tuple[Any, str]], now: Mapp
     )
     raise RuntimeError(
         f"{what} {name} of the model was {was} when merges began, and is {became} now: run a forward pass in training mode "
-        "before the session is made if the first one sets its shape; after a later change close the session and make a new one"
+        "before the session (or hvd.DistributedOptimizer) is made, if the first one sets its shape; after a later change close "
+        "the session and make a new one"
     )
 
 

@@ -32,7 +32,7 @@ from hvd_adaptive.engine.base_watch import BaseWatch
 from hvd_adaptive.engine.flat_model import FlatModel
 from hvd_adaptive.engine.merge_rule import make_merge_rule
 from hvd_adaptive.engine.overlap import OverlappedMerge
-from hvd_adaptive.engine.rank_warnings import warn_of_broken, warn_of_outliers
+from hvd_adaptive.engine.rank_warnings import warn_of_broken, warn_of_copies, warn_of_outliers
 from hvd_adaptive.engine.row_merge import RowMerge
 from hvd_adaptive.engine.shards import local, local_state, sharded_state
 from hvd_adaptive.engine.touched_rows import mark_rows, sparse_parameters
@@ -131,6 +131,10 @@ class Merge:
                 config, transport, infos, devices=[flat.device], auto_bits=config.auto_bits, residuals_on_host=on_host
             )
         self.state_rule = optimizer_state.rule(config, optimizer)
+        # Averaged copies of the parameters are the merged ones, unless an outer step moves these farther.
+        averages = self.state_rule == "average" and self.outer.kind == "none"
+        merges = transport.world_size > 1 and config.logical_ranks is None
+        self._seeks_copies = merges and not averages and self.state_rule != "reset"
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
         self.overlap = OverlappedMerge(flat, self.outer, transport, config, self._forget) if config.overlaps_merges else None
         self._history = NormHistory(config.outlier_limit) if config.outlier_limit and config.merge_fragments == 1 else None
@@ -197,6 +201,10 @@ class Merge:
         """
         finite = self.flat_model.compute_delta(verify=verify) if self.overlap is None else self.overlap.is_finite()
         stats.finite = float(finite)
+        if self._seeks_copies and self._optimizer.state:
+            self._seeks_copies = False
+            if self.who is not None:
+                warn_of_copies(optimizer_state.copies_of_parameters(self._optimizer))
         stats.base = 0.0 if self._base is None else float(self._base.checksum)
         if finite and self.config.measures_deltas and not self._weighs_when_sent:
             stats.delta_norm = self.flat_model.delta_norm() if self.overlap is None else self.overlap.progress_norm()

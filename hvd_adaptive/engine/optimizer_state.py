@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam
+from torch.optim import ASGD, LBFGS, SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam
 
 from hvd_adaptive.combinations import goes_with_dual_averaging
 from hvd_adaptive.comm.protocols import AgreedError, Collectives
@@ -19,6 +19,9 @@ from hvd_adaptive.config import Config
 from hvd_adaptive.engine.dual_averaging import has_accumulators
 from hvd_adaptive.engine.optimizers import LazyMomentum, RowwiseAdagrad
 from hvd_adaptive.engine.shards import local, zeros
+
+# State that is no farther from the parameters than this part of their norm is a copy of them.
+_NEAR = 0.3
 
 
 def rule(config: Config, optimizer: Optimizer) -> str:
@@ -222,6 +225,29 @@ def _scale_(flat: Tensor, parts: list[Tensor], factors: list[float]) -> None:
     for part, factor in zip(flat.split([part.numel() for part in parts]), factors, strict=True):
         # Not part * 0: NaN times 0 is NaN.
         part.mul_(factor) if factor else part.zero_()
+
+
+@torch.no_grad()
+def copies_of_parameters(optimizer: Optimizer) -> list[str]:
+    """Returns the names of states that are about the parameters themselves, as fp32 master weights and Lookahead's slow ones: a
+    step that copies them back undoes merges. Reads parameters and state once; ASGD's average is none of these."""
+    if isinstance(optimizer, ASGD):
+        return []
+    pairs: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for parameter in _parameters(optimizer):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape and value.numel() > 1:
+                pairs[str(name)].append((local(parameter), local(value)))
+    return [name for name, found in pairs.items() if _are_near(found)]
+
+
+def _are_near(pairs: list[tuple[Tensor, Tensor]]) -> bool:
+    sums = []
+    for parameter, value in pairs:
+        own = parameter.float()
+        sums.append(torch.stack([(value.to(own.device, torch.float32) - own).square().sum(), own.square().sum()]))
+    distance, size = torch.stack(sums).double().sum(0).tolist()
+    return bool(distance < _NEAR**2 * size)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

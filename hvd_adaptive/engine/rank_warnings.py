@@ -1,4 +1,4 @@
-"""What is said of ranks whose progress a merge leaves out."""
+"""What is said of ranks whose progress a merge leaves out, and of optimizers that undo merges."""
 
 from __future__ import annotations
 
@@ -28,3 +28,14 @@ def warn_of_outliers(outliers: NDArray[np.bool_], what: str = "progress", *, who
             "model (outlier_limit). If this repeats, look at their data or lower the learning rate.",
             who, np.flatnonzero(outliers).tolist(), what,
         )  # fmt: skip
+
+
+def warn_of_copies(names: list[str]) -> None:
+    """Logs which states of an optimizer (``names``) are copies of the parameters, if any are."""
+    if names:
+        log.warning(
+            "the optimizer keeps a copy of the parameters in its state (%s). If its steps copy that back, as those with fp32 "
+            "master weights, Lookahead and schedule-free methods do, they undo merges: set optimizer_state 'average' and "
+            "outer_step 'none', or use strategy 'sync'.",
+            ", ".join(names),
+        )

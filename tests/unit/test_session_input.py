@@ -124,3 +124,66 @@ def test_what_a_session_cannot_take_is_named(tmp_path: Any) -> None:
     ):
         with pytest.raises(error, match=said):
             Checkpointer(session, tmp_path, **options)
+
+
+class Masters(torch.optim.SGD):
+    """Keeps parameters in its state, and copies them back; ``slow``: every second step, and half of the way, as Lookahead."""
+
+    slow = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                master = state.setdefault("master", p.detach().float().clone())
+                state["step"] = state.get("step", 0) + 1
+                if not self.slow:
+                    p.copy_(master.add_(p.grad, alpha=-group["lr"]))
+                    continue
+                p.add_(p.grad, alpha=-group["lr"])
+                if state["step"] % 2 == 0:
+                    p.copy_(master.lerp_(p, 0.5))
+
+
+class Slow(Masters):
+    slow = True
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "warns"),
+    [
+        (Masters, {}, True), (Slow, {}, True), (Slow, {"optimizer_state": "average", "outer_step": "nesterov"}, True),
+        (Masters, {"optimizer_state": "average"}, False), (Masters, {"optimizer_state": "reset"}, False),
+        *((kind, {}, False) for kind in (torch.optim.Adam, torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adadelta)),
+        (lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9), {}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_optimizers_with_copies_of_parameters_are_warned_of(
+    optimizer: Any, options: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(transport: LocalTransport) -> float:
+        model = nn.Linear(6, 8)
+        own = optimizer(model.parameters(), lr=0.05)
+        session = Session(model, own, Config(batch_size=10, mega_batch=60, **options), transport=transport)
+        moved = 0.0
+        for batch in session.batches(DATA, num_epochs=2):
+            with session.step(batch):
+                session.optimizer.zero_grad()
+                nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+                if session.round > 3:
+                    own.param_groups[0]["lr"] = 0.0
+                before = model.weight.detach().clone()
+                session.optimizer.step()
+                if session.round > 5:
+                    moved = max(moved, float((model.weight.detach() - before).abs().max()))
+        session.close()
+        return moved
+
+    moved = LocalWorld(2).run(run)
+    said = [r.message for r in caplog.records if "copy of the parameters" in r.message]
+    assert len(said) == warns and all("(master)" in message for message in said)
+    if isinstance(optimizer, type) and issubclass(optimizer, Masters):
+        # What the warning is about, and that its remedy is one.
+        assert (max(moved) > 1e-4) == warns
