@@ -12,20 +12,23 @@ _IS_TOLD = "_hvd_adaptive_left_out"
 _MOST_NAMES = 4
 
 
-def tell_of_left_out(optimizer: Any, note: Callable[[str], None], *, speaks: bool) -> None:
+def tell_of_left_out(optimizer: Any, note: Callable[[str], None], *, speaks: bool) -> bool:
     """Warns of such parameters, once for an optimizer: each rank moves them by its own gradients, as with plain Horovod.
 
     Args:
         optimizer: one that the script has wrapped.
         note: adds a line to the report.
         speaks: this rank writes the warning.
+
+    Returns:
+        Whether there are some, the first time.
     """
     exchanged = optimizer._requires_update
     if hasattr(optimizer, _IS_TOLD) or not exchanged:
-        return
+        return False
     found = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p not in exchanged]
     if not found:
-        return
+        return False
     setattr(optimizer, _IS_TOLD, True)
     names = [str(optimizer._parameter_names.get(p, tuple(p.shape))) for p in found]
     shown = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
@@ -37,3 +40,4 @@ def tell_of_left_out(optimizer: Any, note: Callable[[str], None], *, speaks: boo
     note(text)
     if speaks:
         log.warning("%s", text)
+    return True

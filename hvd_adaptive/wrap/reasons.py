@@ -76,6 +76,14 @@ class Reason(enum.Enum):
         "the script changes gradients before Horovod has averaged them (to clip them, it should call optimizer.synchronize() "
         "first): the result depends on the ranks' shares"
     )
+    OWN_GRADIENTS = (
+        "the script uses gradients of the rank's own batch before Horovod has averaged any: it moves the model by them, or takes "
+        "them by torch.autograd.grad"
+    )
+    UNEXCHANGED = (
+        "the script trains parameters whose gradients no wrapped optimizer exchanges: it reduces them by hand or not at all, "
+        "without the weights of unequal shares"
+    )
     NOT_FOLLOWED = "a batch could not be followed through the script"
 
     @property

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from hvd_adaptive.cluster.binding import read_launcher, starts_alone
@@ -23,7 +24,9 @@ from hvd_adaptive.wrap.graphs import intercept_backward
 from hvd_adaptive.wrap.loaders import intercept_loaders
 from hvd_adaptive.wrap.modules import intercept_modules
 from hvd_adaptive.wrap.optimizer_calls import intercept_horovod
+from hvd_adaptive.wrap.own_use import intercept_own_use
 from hvd_adaptive.wrap.pulse import Pulse
+from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.run_options import RunConfig
 from hvd_adaptive.wrap.share_exchange import DryRunOver
 from hvd_adaptive.wrap.shared_gpu import prepare_for_shared_gpus, watch_for_shared_gpus
@@ -109,9 +112,15 @@ def intercept(
     intercept_loaders(engine)
     intercept_backward(engine.losses)
     if config.strategy == "sync":
-        intercept_gradient_hooks(engine.gradient_changed, engine.is_tracing)
+        intercept_gradient_hooks(lambda: engine.refuse_batch(Reason.CLIPPED), lambda: engine.follower.is_tracing)
+        intercept_own_use(engine.own_use)
+
+    def compiled() -> None:
+        if torch.is_grad_enabled():
+            engine.refuse_batch(Reason.COMPILED)
+
     micro = engine.micro_batches
-    intercept_compile(engine.unwatched, engine.compiled, None if micro is None else micro.call)
+    intercept_compile(engine.unwatched, compiled, None if micro is None else micro.call)
     if config.strategy == "local":
         intercept_modules(engine)
     # Before the collectives are watched: who watches shall see the script's own tensors.

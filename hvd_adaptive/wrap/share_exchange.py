@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -18,6 +19,8 @@ from hvd_adaptive.wrap.share_rules import Controller, Window, judge, pack, unpac
 _FIRST_EXCHANGES = (4, 8, 12, 16)
 # Where a dry run begins to try unequal shares, if nothing speaks against them, and where it ends.
 _TRIAL, _TRIAL_OVER = 16, 28
+# How long a rank whose dry run is over waits for the others.
+_PATIENCE_S = 30.0
 # What a dry run tries where equal shares are best: each rank's part, from the first to the last.
 _TRIED = (1.0, 1.5)
 
@@ -28,6 +31,18 @@ _PADDED = "samples have other shapes from batch to batch, as where each batch is
 
 class DryRunOver(SystemExit):
     """Ends a dry run on all ranks at the same step."""
+
+
+def _wait_for_others() -> None:
+    """Waits until every rank is at the end of its dry run: one that ends takes Horovod from the others. COLLECTIVE.
+
+    Not for long, as another rank may wait for this one, or make fewer steps.
+    """
+    import horovod.torch as hvd
+
+    handle, end = hvd.allreduce_async(torch.zeros(1), name="hvd_adaptive.over", op=hvd.Sum), time.monotonic() + _PATIENCE_S
+    while not hvd.poll(handle) and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 class Shares:
@@ -101,6 +116,8 @@ class Shares:
         self._num_alone += 1
         # Where all ranks come to counted steps as well, those end it, at one step on all ranks.
         if self.config.dry_run and self._num_alone >= _TRIAL and not self._num_steps:
+            if self._world_size > 1:
+                _wait_for_others()
             raise DryRunOver(0)
 
     def begin(self, stream: IndexStream | None, window: Window, rates: int) -> Callable[[], None]:

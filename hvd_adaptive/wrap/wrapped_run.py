@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -25,6 +24,7 @@ from hvd_adaptive.wrap.local_steps import LocalSteps
 from hvd_adaptive.wrap.long_waits import LongWaits
 from hvd_adaptive.wrap.meeting import Meetings, Store
 from hvd_adaptive.wrap.meter import Meter
+from hvd_adaptive.wrap.own_use import OwnUse
 from hvd_adaptive.wrap.process_sets import Refusal, is_over_set
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.run_options import BadOptions, RunConfig
@@ -47,6 +47,8 @@ class Engine:
 
     Attributes:
         report: what is told at the end.
+        follower: follows the script's batches.
+        own_use: watches what the script does with gradients by itself.
         micro_batches: calls the script's compiled modules; None: they are called as the script does.
         on_start: called when Horovod has been initialized, on every rank.
         on_step: called after each step of a wrapped optimizer.
@@ -77,9 +79,10 @@ class Engine:
         self._meter = Meter()
         self._watch = Stopwatch(clock)
         is_sync = config.strategy == "sync"
-        self._follower = Follower(describe if is_sync else lambda module: [], self.report.condition, weighs=is_sync)
+        self.follower = Follower(describe if is_sync else lambda module: [], self.report.condition, weighs=is_sync)
+        self.own_use = OwnUse(self.refuse_batch if is_sync else lambda reason: None)
         size = config.micro_batch_size
-        self.micro_batches = None if size is None else MicroBatches(size, self._follower, self.report)
+        self.micro_batches = None if size is None else MicroBatches(size, self.follower, self.report)
         self._tail: Stretch | None = None
         self._untimed = True
         self._local = LocalSteps(config, make_world=self._make_world, note=self.report.note)
@@ -150,40 +153,34 @@ class Engine:
 
     def exchanged(self, what: str, tensors: list[Tensor]) -> None:
         """The script gives tensors to a collective."""
-        if self._follower.is_at_unequal_batch or self._follower.is_after_unequal_pass:
-            self.report.averaged(what, in_pass=self._follower.is_at_unequal_batch)
-        if self.world_size > 1 and any(self._follower.exchanges(tensor) for tensor in tensors):
-            self._follower.refuse(Reason.GATHERED)
+        if self.follower.is_at_unequal_batch or self.follower.is_after_unequal_pass:
+            self.report.averaged(what, in_pass=self.follower.is_at_unequal_batch)
+        self.own_use.exchanged(tensors)
+        if self.world_size > 1 and any(self.follower.exchanges(tensor) for tensor in tensors):
+            self.follower.refuse(Reason.GATHERED)
 
-    def compiled(self) -> None:
-        """The script calls what torch.compile has made."""
-        if self.world_size > 1 and torch.is_grad_enabled():
-            self._follower.refuse(Reason.COMPILED)
+    def refuse_batch(self, reason: Reason) -> None:
+        """Takes note of why the batch that the script is at must have equal shares."""
+        if self.world_size > 1:
+            self.follower.refuse(reason)
 
     def losses(self, tensors: Sequence[Tensor]) -> None:
         """The script is about to call backward on tensors."""
         if self.world_size > 1:
-            self._follower.losses(tensors)
-
-    def gradient_changed(self) -> None:
-        """The script has changed a gradient within backward, before Horovod has averaged it."""
-        if self.world_size > 1:
-            self._follower.refuse(Reason.CLIPPED)
-
-    def is_tracing(self) -> bool:
-        """Whether a batch is followed."""
-        return self._follower.is_tracing
+            self.follower.losses(tensors)
+            self.own_use.backward(tensors, num_samples=self.follower.num_samples, closely=self.follower.is_tracing)
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Returns a context within which the script is not watched."""
-        return self._follower.unwatched()
+        return self.follower.unwatched()
 
     def registered(self, optimizer: Any, parameters: list[Tensor]) -> None:
         """The script has wrapped an optimizer."""
         import horovod.torch as hvd
 
         self.report.optimizer(optimizer)
-        self._follower.trains(parameters)
+        self.follower.trains(parameters)
+        self.own_use.trains(parameters)
         if self._refusal.is_known or is_over_set(optimizer):
             self._shares.tell_unencoded(describe_optimizer(optimizer))
         elif self.config.strategy == "local":
@@ -202,7 +199,7 @@ class Engine:
 
     def accumulated(self, optimizer: Any) -> bool:
         """A gradient of an optimizer's has been added up; returns whether Horovod shall leave it alone."""
-        self._follower.backward()
+        self.follower.backward()
         return self._local.steps_alone(optimizer) or self._encoded.exchanges(optimizer)
 
     def synchronize(self, optimizer: Any, action: Callable[[], None]) -> bool:
@@ -217,9 +214,10 @@ class Engine:
             self._shares.count_alone()
             return True
         self._settle()
+        self.own_use.synchronized()
         stretch = self._watch.stop()
-        untimed, has_followed = self._untimed or self._follower.was_traced, self._follower.has_followed
-        stream, batches = self._follower.take_step(optimizer)
+        untimed, has_followed = self._untimed or self.follower.was_traced, self.follower.has_followed
+        stream, batches = self.follower.take_step(optimizer)
         # A step that began with the start of workers, or before it was known to be one, says nothing of speed.
         stretches = [] if untimed or stretch is None else [part for part in (self._tail, stretch) if part is not None]
         if local:
@@ -235,7 +233,7 @@ class Engine:
         if local:
             self._exchange_due = exchange
         elif exchange:
-            finish = self._shares.begin(self._fed_by, self._meter.take(), self._follower.rates)
+            finish = self._shares.begin(self._fed_by, self._meter.take(), self.follower.rates)
         before_s = self._watch.waiting_s
         by_horovod = not local and not self._exchange_encoded(optimizer)
         if by_horovod:
@@ -243,7 +241,8 @@ class Engine:
             with self._watch.waiting():
                 action()
         self._meter.waited(self._watch.waiting_s - before_s)
-        tell_of_left_out(optimizer, self.report.note, speaks=self.rank == 0)
+        if tell_of_left_out(optimizer, self.report.note, speaks=self.rank == 0):
+            self.refuse_batch(Reason.UNEXCHANGED)
         if not untimed:
             self._meter.ends()
         if stream is not None:
@@ -308,7 +307,7 @@ class Engine:
 
     def over(self) -> None:
         """The script has ended on this rank."""
-        self._follower.end()
+        self.follower.end()
         self._local.over()
 
     # -- of loaders
@@ -325,28 +324,29 @@ class Engine:
             upper=self.config.max_batch_size,
             unit=self.config.micro_batch_size or 1,
         )
-        self._follower.opened(stream)
+        self.follower.opened(stream)
         return stream
 
     def fetching(self, stream: IndexStream) -> None:
         """Begins what counts as computing for a step."""
         self._settle()
-        self._follower.finish_trace()
-        if stream.loader.num_steps and self._follower.is_between_steps:
+        self.own_use.settle()
+        self.follower.finish_trace()
+        if stream.loader.num_steps and self.follower.is_between_steps:
             self._watch.start()
             self._untimed = stream.num_delivered == 0
             self._meter.begins(counts=not self._untimed)
 
     def delivered(self, stream: IndexStream, batch: Any) -> None:
         """Takes note of the batch that the script has got."""
-        self._follower.delivered(stream, batch)
+        self.follower.delivered(stream, batch)
         if stream.weight_differs and not self._weights.are_needed:
             self._weights.need()
             self._waits.start(self.rank, self.world_size)
 
     def exhausted(self, stream: IndexStream) -> None:
         """Takes note that a pass is over."""
-        self._follower.exhausted(stream)
+        self.follower.exhausted(stream)
         self._watch.drop()
         self._settle(stream if stream.loader.ends_together else None)
 
@@ -372,7 +372,7 @@ class Engine:
         return False
 
     def _weigh(self, optimizer: Any, local_weight: float) -> float:
-        weight = self._follower.backward()
+        weight = self.follower.backward()
         return local_weight if self._local.steps_alone(optimizer) else weight
 
     def _settle(self, over: IndexStream | None = None) -> None:
@@ -390,7 +390,7 @@ class Engine:
         before_s = self._watch.waiting_s
         try:
             if self.world_size > 1:
-                self._shares.begin(self._fed_by, self._meter.take(), self._follower.rates)()
+                self._shares.begin(self._fed_by, self._meter.take(), self.follower.rates)()
             if merge:
                 local.merge(over)
         finally:
