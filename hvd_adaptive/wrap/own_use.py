@@ -7,6 +7,7 @@ own gradients before it computes those that Horovod averages, as sharpness-aware
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,8 +37,9 @@ class OwnUse:
 
     def __init__(self, refuse: Callable[[Reason], None]) -> None:
         self._refuse = refuse
-        # Parameters that wrapped optimizers train.
+        # Parameters that wrapped optimizers train; and a list of them, which is read several times as fast.
         self._exchanged = WeakTensorKeyDictionary()
+        self._references: list[weakref.ref[Tensor]] = []
         # Other leaves of a loss, and their norms before the step; None: the step has been looked at.
         self._others = WeakTensorKeyDictionary()
         # What is trained as it was when the first gradients since the last synchronize were computed.
@@ -47,6 +49,7 @@ class OwnUse:
         """Adds parameters that a wrapped optimizer trains."""
         for parameter in parameters:
             self._exchanged[parameter] = True
+        self._references = [weakref.ref(parameter) for parameter in self._exchanged]
         self._before = None
 
     def backward(self, losses: Sequence[Tensor], *, num_samples: int, closely: bool) -> None:
@@ -108,7 +111,8 @@ class OwnUse:
         # Within backward a part of a model runs again.
         if torch._C._current_graph_task_id() != -1:
             return
-        before, parameters = self._before, list(self._exchanged)
+        before = self._before
+        parameters = [parameter for reference in self._references if (parameter := reference()) is not None]
         now = _Model(
             num_tensors=len(parameters),
             version=sum(parameter._version for parameter in parameters),
