@@ -104,12 +104,13 @@ def find_fault(sightings: Sequence[Sighting], limit_s: float) -> Fault | None:
         return Fault(kind="silent", rank=worst.rank, for_s=worst.silent_s, beat=worst.beat)
     beats = [(s.rank, s.beat) for s in sightings if s.beat is not None]
     waits = [beat.phase_s for _, beat in beats if beat.phase == "waiting"]
-    left = [(rank, beat) for rank, beat in beats if beat.phase == "left"]
-    for rank, beat in left:
-        if min(beat.phase_s, max(waits, default=0.0)) >= LEFT_EARLY_S:
-            return Fault(kind="left early", rank=rank, for_s=beat.phase_s, beat=beat)
+    # One that ends in failure beats no more.
+    left = [(s.beat.phase_s + s.silent_s, s.rank, s.beat) for s in sightings if s.beat is not None and s.beat.phase == "left"]
+    for left_s, rank, beat in left:
+        if min(left_s, max(waits, default=0.0)) >= LEFT_EARLY_S:
+            return Fault(kind="left early", rank=rank, for_s=left_s, beat=beat)
     # Ranks that have left wait for the last one too, but that may still write a large model.
-    longest_wait_s = max([*waits, *(beat.phase_s / PATIENT_LIMITS for _, beat in left)], default=0.0)
+    longest_wait_s = max([*waits, *(left_s / PATIENT_LIMITS for left_s, *_ in left)], default=0.0)
     working = [(beat.phase_s, rank, beat) for rank, beat in beats if beat.phase == "working"]
     if working and longest_wait_s >= limit_s:
         idle_s, rank, beat = max(working, key=lambda item: item[0])

@@ -169,7 +169,7 @@ class Heartbeat:
 
     def abandon(self) -> bool:
         """Says that this rank ends, and ends its threads, for a rank that ends in failure and waits for no other. Ranks that have
-        left do not wait for it; those that wait elsewhere end the job.
+        left do not wait for it; where others wait elsewhere, it has left early.
 
         Else a thread that comes back from the store, which is C++, while the interpreter ends would end the process by SIGABRT.
         One that hangs there is left after some seconds. Repeated calls, and calls in a forked child, do nothing.

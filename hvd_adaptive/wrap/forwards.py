@@ -1,8 +1,9 @@
 """What a script does with a batch between loader and backward, watched for one batch, and its forwards' sizes from then on.
 
 Whether a batch of another size goes through a script as one forward and one mean loss cannot be known from the loader. So
-one early batch, while shares are still equal, is followed from torch function to torch function: which tensors are made of
-it, whether it is cut into pieces, what else goes into the forward, and which loss comes out; for its inside see inside.py.
+two early batches, while shares are still equal, and one of a later pass are followed from torch function to torch function:
+which tensors are made of them, whether they are cut into pieces, what else goes into the forward, and which loss comes out.
+For the forward's inside see inside.py, and tape.py for the loss computed again.
 Nothing of this may break a script, and who reads the script rather than run it (Dynamo, the jit's tracer) does not see it.
 """
 

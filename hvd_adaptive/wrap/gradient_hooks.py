@@ -5,6 +5,7 @@ A hook that only looks at gradients, for a log, does no harm. So each is watched
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 from hvd_adaptive.wrap.tensors import tensors_in
 
-_IS_WATCHED = "_hvd_adaptive_is_watched"
 _OWN = "hvd_adaptive."
 
 
@@ -39,36 +39,58 @@ def _around(
     @functools.wraps(register)
     def registers(self: Any, hook: Callable[..., Any], *args: Any, **options: Any) -> Any:
         # A mode of torch's functions calls this again, with what it was given.
-        if not (getattr(hook, _IS_WATCHED, False) or str(getattr(hook, "__module__", "")).startswith(_OWN)):
-            hook = _watched(hook, gradients, tell, looks_closely)
+        if not (isinstance(hook, _Watched) or str(getattr(hook, "__module__", "")).startswith(_OWN)):
+            hook = _Watched(hook, gradients, tell, looks_closely)
         return register(self, hook, *args, **options)
 
     setattr(owner, name, registers)
 
 
-def _watched(
-    hook: Callable[..., Any], gradients: Callable[[Any], Any], tell: Callable[[], None], looks_closely: Callable[[], bool]
-) -> Callable[..., Any]:
-    @functools.wraps(hook)
-    def watched(*args: Any) -> Any:
-        given = list(tensors_in(gradients(args)))
+class _Watched:
+    """A hook of the script, watched. A model that holds it can be saved and copied: without us, and with a hook of its own.
+
+    Args:
+        hook: the script's.
+        gradients: takes the gradients from its arguments.
+        tell: see :func:`intercept_gradient_hooks`.
+        looks_closely: see there.
+    """
+
+    def __init__(
+        self,
+        hook: Callable[..., Any],
+        gradients: Callable[[Any], Any],
+        tell: Callable[[], None],
+        looks_closely: Callable[[], bool],
+    ) -> None:
+        self._hook = hook
+        self._gradients = gradients
+        self._tell = tell
+        self._looks_closely = looks_closely
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (self._hook,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Watched:
+        return _Watched(copy.deepcopy(self._hook, memo), self._gradients, self._tell, self._looks_closely)
+
+    def __call__(self, *args: Any) -> Any:
+        given = list(tensors_in(self._gradients(args)))
         versions = [tensor._version for tensor in given]
-        values = [tensor.clone() for tensor in given if tensor.layout == torch.strided] if looks_closely() else []
-        result = hook(*args)
-        now = list(tensors_in(gradients(args)))
+        closely = self._looks_closely()
+        values = [tensor.clone() for tensor in given if tensor.layout == torch.strided] if closely else []
+        result = self._hook(*args)
+        now = list(tensors_in(self._gradients(args)))
         known = {id(tensor) for tensor in given}
         is_other = any(id(tensor) not in known for tensor in (*now, *tensors_in([result]))) or len(now) != len(given)
-        strided = [tensor for tensor in given if tensor.layout == torch.strided] if values else []
+        strided = [tensor for tensor in given if tensor.layout == torch.strided] if closely else []
         if (
             is_other
             or [tensor._version for tensor in given] != versions
             or any(_differ(before, after) for before, after in zip(values, strided, strict=True))
         ):
-            tell()
+            self._tell()
         return result
-
-    setattr(watched, _IS_WATCHED, True)
-    return watched
 
 
 @torch.no_grad()

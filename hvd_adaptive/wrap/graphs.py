@@ -7,7 +7,7 @@ labels that are ignored). Its graph then begins with other nodes than those that
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -100,8 +100,11 @@ def intercept_backward(looks: Callable[[Sequence[Tensor]], None]) -> None:
 
     @functools.wraps(own)
     def backward(tensors: Any, *args: Any, **options: Any) -> Any:
+        # It may be an iterator, or an edge of the graph, which is a tuple.
+        given = tuple(tensors) if isinstance(tensors, Iterator) else tensors
         if not is_reading():
-            looks([tensors] if isinstance(tensors, Tensor) else list(tensors))
-        return own(tensors, *args, **options)
+            found = [given] if isinstance(given, Tensor) else given
+            looks([tensor for tensor in found if isinstance(tensor, Tensor)])
+        return own(given, *args, **options)
 
     torch.autograd.backward = backward

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,13 +57,15 @@ class OwnUse:
 
         Args:
             losses: those.
-            num_samples: of the batch that they are of; leaves as long are its data, or made for it.
+            num_samples: of the batch that they are of.
             closely: a batch is followed.
         """
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if closely and len(self._exchanged):
                 for leaf in _leaves(losses):
-                    is_other = leaf not in self._exchanged and num_samples not in leaf.shape[:1]
+                    # Data of the batch, or made for it.
+                    is_data = num_samples in leaf.shape[:1] and not isinstance(leaf, torch.nn.Parameter)
+                    is_other = leaf not in self._exchanged and not is_data and leaf.layout == torch.strided
                     if is_other and self._others.get(leaf) is None:
                         self._others[leaf] = _norm(leaf)
             self._look_at_moves(closely=closely)
@@ -112,12 +114,13 @@ class OwnUse:
         if torch._C._current_graph_task_id() != -1:
             return
         before = self._before
+        is_close = closely or (before is not None and bool(before.norms))
         parameters = [parameter for reference in self._references if (parameter := reference()) is not None]
         now = _Model(
             num_tensors=len(parameters),
             version=sum(parameter._version for parameter in parameters),
             # A change of ``parameter.data`` shows nowhere else.
-            norms=[_norm(p) for p in parameters] if closely or (before is not None and before.norms) else [],
+            norms=[_norm(p) for p in parameters if p.layout == torch.strided] if is_close else [],
         )
         if before is None:
             self._before = now
@@ -134,11 +137,10 @@ def intercept_own_use(own_use: OwnUse) -> None:
 
     @functools.wraps(own)
     def grad(outputs: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        # It may be a generator.
-        given = tuple(inputs) if isinstance(inputs, Iterable) and not isinstance(inputs, Tensor) else inputs
+        given = tuple(inputs) if isinstance(inputs, Iterator) else inputs
         # Within backward it is a part of a model that runs again.
         if not is_reading() and torch._C._current_graph_task_id() == -1:
-            own_use.taken(given if isinstance(given, tuple) else (given,))
+            own_use.taken(given if isinstance(given, (list, tuple)) else (given,))
         return own(outputs, given, *args, **options)
 
     torch.autograd.grad = grad

@@ -32,15 +32,15 @@ _RANDOM = {
 }  # fmt: skip
 _DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout"}
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
-# With what has no numbers of its own, or would need the graph.
+# They have no numbers of their own.
 _WITHOUT = {"requires_grad", "retain_grad", "register_hook", "backward", "pin_memory", "share_memory"}
 # How far apart the loss and its parts' mean may be, relative to them: some functions compute in single precision.
 _CLOSE = 1e-5
 # Samples that are computed again, how many of them are the first part, and calls and seconds of a batch for that.
 _MOST_SAMPLES, _FIRST = 8, 1 / 3
 _MOST_CALLS, _MOST_S = 50_000, 5.0
-# Numbers of weights and the like that are copied for that.
-_MOST_NUMBERS = 200_000_000
+# Numbers of weights and the like that are copied for that, and of what is made of the samples.
+_MOST_CONSTANT, _MOST_MADE = 100_000_000, 30_000_000
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")}
 
 
@@ -124,7 +124,8 @@ class Tape:
             self._calls.append(_Call(func, packed, names, slots, self._is_after and not is_inside))
             if not self._is_after and not is_inside:
                 self._given |= dict(zip(slots, results, strict=True))
-        self._is_whole = name != "grad" and len(self._calls) < _MOST_CALLS
+        # It would need the graph, or writes to what the script has.
+        self._is_whole = name != "grad" and kwargs.get("out") is None and len(self._calls) < _MOST_CALLS
 
     def gives(self, tensors: Iterable[Tensor]) -> None:
         """Takes note of what a forward gives."""
@@ -201,13 +202,12 @@ class Tape:
         for number, call in enumerate(calls):
             args, kwargs = _map(unpack, (call.args, call.kwargs))
             if _writes(call.func, kwargs) and isinstance(call.args[0], Tensor):
-                # The script's own tensor stays as it is.
                 args = (args[0].clone(), *args[1:])
             result = _call(call.func, args, kwargs)
             results = list(_tensors(result)) if call.func is not Tensor.__setitem__ else [args[0]]
-            if len(results) != len(call.slots) or time.monotonic() > end:
-                raise Unclear
             values |= {slot: _wide(tensor) for slot, tensor in zip(call.slots, results, strict=True)}
+            if time.monotonic() > end or sum(tensor.numel() for tensor in values.values()) > _MOST_MADE:
+                raise Unclear
             for slot in _slots(call):
                 if last[slot] == number and slot != wanted:
                     values.pop(slot, None)
@@ -219,9 +219,10 @@ class Tape:
         """Returns an argument that is not made of the batch, as it is computed with."""
         if isinstance(value, Tensor):
             if id(value) not in self._constants:
-                if sum(tensor.numel() for tensor in self._constants.values()) + value.numel() > _MOST_NUMBERS:
+                if sum(tensor.numel() for tensor in self._constants.values()) + value.numel() > _MOST_CONSTANT:
                     raise Unclear
-                self._constants[id(value)] = _wide(value.detach())
+                # The script's own memory stays as it is.
+                self._constants[id(value)] = _wide(value.detach()).clone()
             return self._constants[id(value)]
         if isinstance(value, torch.dtype):
             return torch.float64 if value.is_floating_point else value
@@ -235,6 +236,8 @@ class Tape:
             return _wide(tensor.detach()).clone()
         rows = tensor.shape[dim] // self._num_samples
         most = min(self._num_samples, _MOST_SAMPLES) * rows
+        if tensor.numel() // tensor.shape[dim] * most > _MOST_MADE:
+            raise Unclear
         part = _wide(tensor.detach().narrow(dim, 0, most)).clone()
         if changed and part.is_floating_point():
             # The same ones for each part.
@@ -308,7 +311,7 @@ def _writes(func: Any, kwargs: Any) -> bool:
 
 def _wide(tensor: Tensor) -> Tensor:
     """Returns a tensor on the CPU, in double precision."""
-    return tensor.to("cpu", torch.float64) if tensor.is_floating_point() else tensor.cpu()
+    return tensor.cpu().double() if tensor.is_floating_point() else tensor.cpu()
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:

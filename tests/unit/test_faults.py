@@ -47,6 +47,8 @@ def test_a_beat_survives_the_wire():
         ([("left", 6), ("waiting", 4)], None),
         ([("left", 4), ("waiting", 6)], None),
         ([("working", 0), ("left", 6), ("waiting", 6)], ("left early", 1)),
+        ([("left", 0, 6), ("waiting", 6)], ("left early", 0)),
+        ([("left", 0, 4), ("waiting", 6)], None),
         ([("left", 99), ("left", 99)], None),
         ([("left", 99), ("working", 200)], None),
         ([("left", 101), ("working", 99)], None),

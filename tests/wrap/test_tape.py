@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -172,3 +173,17 @@ def test_nothing_of_the_scripts_own_is_changed() -> None:
     findings_of(model, loss_of)
     assert torch.equal(torch.get_rng_state(), random[0])
     assert all(torch.equal(old, new) for old, new in zip(before[0], seen[0], strict=True))
+
+
+def test_buffers_stay_as_they_are() -> None:
+    norm = nn.InstanceNorm1d(2, track_running_stats=True)
+    layers = nn.Sequential(nn.Unflatten(1, (2, 3)), norm, nn.Flatten(), nn.Linear(6, 5)).double()
+    alone = copy.deepcopy(layers)
+    assert findings_of(layers, lambda m, x, y, t: F.cross_entropy(m(x), y), x=X.double()) == set()
+    alone(X.double())
+    assert all(torch.equal(one, other) for one, other in zip(layers.buffers(), alone.buffers(), strict=True))
+
+
+def test_large_results_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvd_adaptive.wrap.tape._MOST_MADE", 100)
+    assert findings_of(Model(), PAIRS[0]) == set()
