@@ -31,6 +31,7 @@ class BaseWatch:
 
     Attributes:
         checksum: of the parameters that were changed since the last merge; 0: none were.
+        is_whole: every parameter was, and what codecs have lost of the way to the old model is still to be forgotten.
     """
 
     def __init__(self, flat_model: FlatModel, outer: OuterStep) -> None:
@@ -40,6 +41,7 @@ class BaseWatch:
         # What was before, by group and tensor: flat tensors and copies of them.
         self._before: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         self._num_warnings = 0
+        self.is_whole = False
 
     @torch.no_grad()
     def find(self) -> list[tuple[int, int]]:
@@ -57,7 +59,7 @@ class BaseWatch:
 
     @torch.no_grad()
     def adopt_(self) -> bool:
-        """Takes changed parameters into the global model; returns whether there are any. Between two rounds."""
+        """Takes changed elements into the global model; returns whether there are any. Between two rounds."""
         found = self.find()
         self._flat.mark()
         for number, index in found:
@@ -65,17 +67,31 @@ class BaseWatch:
             base, tensor = group.slices(group.weights)[index], group.tensors[index]
             velocity = self._outer.velocity_of(group.weights)
             flats = [base] if velocity is None else [base, group.slices(velocity)[index]]
-            before = self._before.setdefault((number, index), [(flat, flat.clone()) for flat in flats])
-            base.copy_(tensor)
+            self._before.setdefault((number, index), [(flat, flat.clone()) for flat in flats])
+            changed = (base.to(tensor.device, tensor.dtype) != tensor).to(base.device)
+            # Elements that nobody wrote keep what a half-precision parameter rounds. Of one that is replaced, some round alike.
+            if tensor.dtype != base.dtype and 2 * int(changed.sum()) >= changed.numel():
+                changed.fill_(True)
+            base.copy_(torch.where(changed, tensor.to(base.device, base.dtype), base))
             if velocity is not None:
-                flats[1].masked_fill_(base != before[0][1], 0.0)
+                flats[1].masked_fill_(changed, 0.0)
         if found:
             self.checksum = self._checksum()
-            if self._flat.compressed is not None:
-                self._flat.compressed.reset()
+            self.is_whole = len(self._before) == sum(len(group.tensors) for group in self._flat.parameter_groups)
             if self._flat.rule is not None:
                 self._flat.rule.restart()
         return bool(found)
+
+    def forget_residuals(self) -> None:
+        """Forgets what codecs have lost, if every parameter has changed. Where one has, such as by a constraint after each
+        merge, the others' way goes on."""
+        if self._flat.compressed is not None and self.is_whole:
+            self._flat.compressed.reset()
+        self.is_whole = False
+
+    def forget(self) -> None:
+        """Takes the global model as it is, such as one of a checkpoint."""
+        self._before, self.checksum, self.is_whole = {}, 0, False
 
     @torch.no_grad()
     def settle_(self, checksums: Array, *, who: str | None) -> bool:
@@ -86,7 +102,9 @@ class BaseWatch:
             who: what a warning calls them; None: there is none.
         """
         agreed = bool((checksums == checksums[0]).all() and checksums[0] >= 0)
-        if not agreed:
+        if agreed:
+            self.forget_residuals()
+        else:
             for pairs in self._before.values():
                 for flat, before in pairs:
                     flat.copy_(before)
@@ -97,7 +115,7 @@ class BaseWatch:
                     "these changes. Make them alike on all of them, in session.records, or within session.step.",
                     who, np.flatnonzero(checksums).tolist(),
                 )  # fmt: skip
-        self._before, self.checksum = {}, 0
+        self.forget()
         return agreed
 
     def _checksum(self) -> int:

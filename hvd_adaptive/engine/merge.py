@@ -170,6 +170,9 @@ class Merge:
         if self._base is None:
             self._base = BaseWatch(self.flat_model, self.outer)
         self._adopt()
+        if self.overlap is not None:
+            # Before the first of the merges, all of which end with an error if ranks have not made the same change.
+            self._base.forget_residuals()
         self._within_round = True
 
     def _adopt(self) -> None:
@@ -294,13 +297,17 @@ class Merge:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the global model, the outer step's velocity and what an overlapped merge has on the way (``shared``), and this
-        rank's optimizer state, progress and residuals (``own``). COLLECTIVE."""
+        rank's optimizer state, progress and residuals (``own``). COLLECTIVE. What the loop has changed since the last round is
+        in each rank's global model, whether all have made the same change or not."""
         self._adopt()
         flat, overlap = self.flat_model, {"shared": None, "own": None}
         # Merges beside steps leave nothing on the way.
         if self.overlap is not None and self.overlap is not self._beside_steps:
             overlap = self.overlap.state_dict()
         compressed = None if flat.compressed is None else flat.compressed.state_dict()
+        if compressed is not None and self._base is not None and self._base.is_whole:
+            # Of the way to another model.
+            compressed["exchange"] |= {"residuals": {}, "factors": {}}
         return {
             "shared": {"model": flat.state_dict(), "outer": self.outer.state_dict(), "overlap": overlap["shared"]},
             "own": {"optimizer": local_state(self._optimizer.state_dict()), "overlap": overlap["own"], "compressed": compressed}
@@ -310,6 +317,8 @@ class Merge:
     def load_shared(self, shared: dict[str, Any]) -> None:
         """Takes over a global model and the outer step's velocity."""
         self.flat_model.load_state_dict(shared["model"])
+        if self._base is not None:
+            self._base.forget()
         self.outer.load_state_dict(shared["outer"], device=self.flat_model.state_device)
         if shared["outer"] and self.outer.kind == "none" and self._transport.rank == 0:
             log.warning("the outer step's velocity in the checkpoint is dropped, as there is none now: set outer_step to keep it")

@@ -18,6 +18,7 @@ from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.base_watch import BaseWatch
 from hvd_adaptive.engine.flat_model import FlatModel
+from hvd_adaptive.engine.merge import Merge
 from hvd_adaptive.session.checkpointer import Checkpointer
 from hvd_adaptive.session.session import Session
 
@@ -159,6 +160,61 @@ def test_the_velocity_forgets_the_elements_that_changed(agreed: bool) -> None:
     if not agreed:
         assert torch.equal(group.weights, before) and (velocity == 1.0).all()
     assert watch.checksum == 0 and not watch.adopt_()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_elements_that_nobody_wrote_keep_what_their_parameter_rounds(dtype: torch.dtype) -> None:
+    model = nn.Linear(8, 8, bias=False).to(dtype)
+    flat, outer = FlatModel(model, LocalTransport()), OuterStep("nesterov", momentum=0.9)
+    watch, weights = BaseWatch(flat, outer), flat.parameter_groups[0].weights
+    with torch.no_grad():
+        # As merges leave it, between the values of the parameter's dtype.
+        weights.mul_(1 + torch.linspace(-1e-4, 1e-4, 64))
+        flat.restore_()
+        outer.velocity_of(weights).fill_(1.0)
+        before = weights.clone()
+        model.weight[2, 3] = 5.0
+    assert watch.adopt_()
+    assert (weights != before).nonzero().tolist() == [[19]] and float(weights[19]) == 5.0
+    assert (outer.velocity_of(weights) == 0.0).nonzero().tolist() == [[19]]
+
+
+@pytest.mark.parametrize(("changes_all", "agreed"), [(True, True), (False, True), (True, False)])
+def test_what_codecs_lost_is_forgotten_if_all_parameters_change_on_all_ranks(changes_all: bool, agreed: bool) -> None:
+    model = make_model()
+    config = Config(compression="maxmin:4", mega_batch=80, batch_size=10, **OUTER)
+    merge = Merge(model, torch.optim.SGD(model.parameters(), lr=0.1), config, LocalTransport())
+    forgotten: list[bool] = []
+    merge.flat_model.compressed.reset = lambda: forgotten.append(True)  # type: ignore[union-attr,method-assign]
+    merge.begin_round(1)
+    watch = merge._base
+    assert watch is not None
+    with torch.no_grad():
+        for parameter in list(model.parameters())[: None if changes_all else 1]:
+            parameter.add_(1.0)
+    assert watch.adopt_() and not forgotten
+    # Nor is it in a checkpoint of the changed model.
+    merge.flat_model.compressed._exchange._memory["one"] = torch.ones(1)  # type: ignore[union-attr]
+    assert ("one" in merge.state_dict()["own"]["compressed"]["exchange"]["factors"]) != changes_all
+    watch.settle_(np.array([watch.checksum, watch.checksum if agreed else 0], dtype=np.float64), who=None)
+    assert bool(forgotten) == (changes_all and agreed)
+
+
+def test_a_loaded_state_is_not_overwritten_by_what_was_before() -> None:
+    model = make_model()
+    config = Config(mega_batch=80, batch_size=10, **OUTER)
+    merge = Merge(model, torch.optim.SGD(model.parameters(), lr=0.1), config, LocalTransport())
+    merge.begin_round(1)
+    merge._within_round = False
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    state = copy.deepcopy(merge.state_dict())
+    watch, weights = merge._base, merge.flat_model.parameter_groups[0].weights
+    assert watch is not None and watch.checksum
+    state["shared"]["model"]["weights"]["parameters.float32"].fill_(7.0)
+    merge.load_shared(state["shared"])
+    assert watch.checksum == 0 and not watch.is_whole
+    assert not watch.settle_(np.array([0.0, 1.0]), who=None) and (weights == 7.0).all()
 
 
 def test_a_change_on_some_ranks_is_averaged_and_said(caplog: pytest.LogCaptureFixture) -> None:
