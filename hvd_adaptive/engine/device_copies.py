@@ -52,16 +52,16 @@ def record_stream(value: Any, stream: Any) -> None:
 
 
 def host_bytes(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields the bytes of tensors in host memory, one part after the other, each valid until the next is asked for.
+    """Yields the bytes of tensors, in host memory, one part after the other, each valid until the next is asked for.
 
-    Those of a GPU come through two pinned buffers, so that the caller works on one part while the next is copied.
+    Those of an NVIDIA or AMD GPU come through two pinned buffers, so that the caller works on one part while the next is copied.
 
     Args:
         tensors: on one device.
     """
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     if device is None:
-        yield from (_bytes(tensor) for tensor in tensors if tensor.numel())
+        yield from (_bytes(tensor).cpu() for tensor in tensors if tensor.numel())
         return
     size = min(_PART_BYTES, max(1, sum(tensor.nbytes for tensor in tensors)))
     buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -84,7 +84,12 @@ def memory_of(part: Tensor) -> ctypes.Array[Any]:
     """Returns the memory of a contiguous tensor of bytes on the CPU, valid as long as the tensor is.
 
     Unlike ``tensor.numpy()`` this does not forbid that the memory be resized later, as PyTorch's observers do to buffers.
+
+    Raises:
+        ValueError: for a tensor on another device.
     """
+    if part.device.type != "cpu":
+        raise ValueError(f"part must be on the CPU, got a tensor on {part.device}")
     return (ctypes.c_ubyte * part.numel()).from_address(part.data_ptr())
 
 

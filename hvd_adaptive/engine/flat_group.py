@@ -131,7 +131,7 @@ def kinds(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[tuple[int, ...
 
 
 def check_same_kinds(what: str, before: Mapping[str, tuple[Any, str]], now: Mapping[str, tuple[Any, str]]) -> None:
-    """Checks that a model's tensors are those that it had when merges began.
+    """Checks that a model's tensors are those that it had when merges began, in the same order.
 
     Args:
         what: what each is.
@@ -141,8 +141,14 @@ def check_same_kinds(what: str, before: Mapping[str, tuple[Any, str]], now: Mapp
     Raises:
         RuntimeError: naming the first one that is not, and what to do.
     """
-    if before == now:
+    if list(before.items()) == list(now.items()):
         return
+    if before == now:
+        name = next(name for name, other in zip(now, before, strict=True) if name != other)
+        raise RuntimeError(
+            f"{what}s of the model are in another order than when merges began, the first is {name}: do not delete and register "
+            "them anew, or close the session after that and make a new one"
+        )
     name = next((name for name in [*before, *now] if before.get(name) != now.get(name)), "")
     was, became = (
         f"a tensor ({found[name][1]}) of shape {tuple(found[name][0])}" if name in found else "not there"

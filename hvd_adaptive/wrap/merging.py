@@ -108,14 +108,19 @@ class Trained(nn.Module):
         """Yields them without their names."""
         return (parameter for _, parameter in self.named_parameters())
 
-    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        """Yields each buffer of the modules once."""
+    def named_buffers(self, *_: Any, **__: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yields each buffer of the modules once; with several modules their numbers are in the names."""
         seen: set[int] = set()
-        for root in self._roots():
-            for buffer in root.buffers():
+        roots = self._roots()
+        for number, root in enumerate(roots):
+            for name, buffer in root.named_buffers(str(number) if len(roots) > 1 else ""):
                 if id(buffer) not in seen and not buffer.is_sparse and buffer.numel():
                     seen.add(id(buffer))
-                    yield buffer
+                    yield name, buffer
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """Yields them without their names."""
+        return (buffer for _, buffer in self.named_buffers())
 
 
 class Merger:

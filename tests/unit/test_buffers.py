@@ -10,7 +10,9 @@ from torch import nn
 
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
+from hvd_adaptive.engine.device_copies import host_bytes, memory_of
 from hvd_adaptive.engine.flat_buffers import FlatBuffers
+from hvd_adaptive.engine.flat_model import FlatModel
 from hvd_adaptive.session.session import Session
 
 INF = float("inf")
@@ -151,6 +153,32 @@ def test_a_parameter_that_gets_another_shape_is_named() -> None:
 
     with pytest.raises(RuntimeError, match=r"parameter inner.bias of the model was .* \(2,\) .* is .* \(1,\) now"):
         train(LocalTransport(), Growing())
+
+
+def test_tensors_in_another_order_are_named() -> None:
+    """Merges would take them for each other, where they have as many elements."""
+    model = Observed()
+    flat = FlatModel(model, LocalTransport())
+    flat.rebind()
+    weight = model.inner.weight
+    del model.inner.weight
+    model.inner.weight = weight
+    with pytest.raises(RuntimeError, match=r"parameters of the model are in another order .* the first is inner\.bias: do not"):
+        flat.rebind()
+    least = model.least
+    del model.least
+    model.register_buffer("least", least)
+    with pytest.raises(RuntimeError, match=r"buffers of the model are in another order .* the first is greatest: do not"):
+        flat.buffers.rebind()
+
+
+def test_memory_is_read_on_the_cpu_alone() -> None:
+    tensor = torch.arange(3, dtype=torch.int32)
+    assert b"".join(bytes(memory_of(part)) for part in host_bytes([tensor])) == tensor.numpy().tobytes()
+    with pytest.raises(ValueError, match="must be on the CPU, got a tensor on meta"):
+        memory_of(torch.empty(3, dtype=torch.uint8, device="meta"))
+    with pytest.raises(NotImplementedError, match="meta"):
+        list(host_bytes([torch.empty(3, device="meta")]))
 
 
 @pytest.mark.parametrize("strategy", ["local", "sync"])

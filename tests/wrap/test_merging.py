@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hvd_adaptive.algorithm import round_control
 from hvd_adaptive.comm.protocols import AgreedError
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
-from hvd_adaptive.wrap.merging import Merger
+from hvd_adaptive.wrap.merging import Merger, Trained
 from hvd_adaptive.wrap.run_options import RunConfig
 
 SIZE = 3
@@ -80,6 +80,28 @@ def test_a_rank_that_is_not_finite_contributes_nothing_and_starts_again() -> Non
         return start - rank.weights()
 
     assert all(torch.allclose(moved, torch.full_like(moved, 0.1 * (1 + 3) / 2)) for moved in on_ranks(body))
+
+
+@pytest.mark.parametrize("change", ["resize", "register"])
+def test_a_buffer_that_changes_its_shape_or_comes_later_is_named(change: str) -> None:
+    def body(rank: Rank) -> None:
+        rank.step()
+        if change == "resize":
+            rank.model[1].running_mean.resize_(5)  # type: ignore[operator,union-attr]
+        else:
+            rank.model[0].register_buffer("late", torch.ones(2))
+        with pytest.raises(RuntimeError, match=r"buffer (1\.running_mean|0\.late) of the model was .* when merges began"):
+            rank.merger.merge()
+
+    on_ranks(body)
+
+
+def test_buffers_of_several_modules_are_each_there_once() -> None:
+    norm = nn.BatchNorm1d(3)
+    trained = Trained(list(norm.named_parameters()), [norm, nn.Sequential(norm, nn.BatchNorm1d(2))])
+    names = ["running_mean", "running_var", "num_batches_tracked"]
+    assert [name for name, _ in trained.named_buffers()] == [f"{place}.{name}" for place in ("0", "1.1") for name in names]
+    assert [id(b) for b in trained.buffers()] == [id(b) for _, b in trained.named_buffers()]
 
 
 def test_all_not_finite_is_an_error() -> None:
