@@ -40,7 +40,6 @@ class Follower:
         weight: the factor on the gradients of the present backward.
         stream: the pass whose batch the last backward was of; None before the first, or if there is none.
         was_traced: a batch was traced since the last step, which makes the step slow.
-        has_followed: a batch was followed again since the last step, and shares were unequal before; alike on all ranks.
         results: the graph's nodes of what compiled modules have given for the present batch.
     """
 
@@ -49,7 +48,7 @@ class Follower:
     ) -> None:
         self.weight = 1.0
         self.stream: IndexStream | None = None
-        self.was_traced = self.has_followed = False
+        self.was_traced = False
         self.results: set[Any] = set()
         self._stepped_last: Callable[[], Any] = lambda: None
         self._describe = describe
@@ -160,21 +159,18 @@ class Follower:
     def take_step(self, optimizer: Any = None) -> tuple[IndexStream | None, list[Handed]]:
         """An optimizer synchronizes; returns the pass that fed it since the last time, and its batches.
 
-        No batches where another optimizer has stepped on the same batch before.
+        No batches where another optimizer has stepped on the same batch before, or where the script left out its backward.
         """
-        if self._traced is not None and self._traced is self.stream and self._traced.loader.is_traced and self._is_backward:
-            # Before the exchange in this step, so that shares are equal from the next batch on.
-            self._take_later(self._traced.loader)
         # Several optimizers may each take a step on a batch, but one that takes its second has seen it all.
         if self._traced is not None and id(optimizer) in self._stepped:
             self.finish_trace()
         self._stepped.add(id(optimizer))
         if hasattr(optimizer, "param_groups"):
             self._stepped_last = weakref.ref(optimizer)
-        stream = self.stream if self._has_gradients else None
+        stream = self.stream if self._has_gradients else self._step_without_gradients()
         batches = [handed for used, handed in self._used if used is stream]
         self._used.clear()
-        self._has_gradients = self._tracer.gradients.are_here = self.has_followed = False
+        self._has_gradients = self._tracer.gradients.are_here = False
         self.was_traced = self._traced is not None
         return stream, batches
 
@@ -353,8 +349,17 @@ class Follower:
         stream.num_unused = 0
         stream.num_shared += stream.current.is_unequal
         if stream.begins_followed and stream.num_delivered == 1:
-            stream.loader.followed_at = stream.loader.num_steps
-            self.has_followed = stream.loader.fractions is not None
+            stream.loader.was_followed()
+
+    def _step_without_gradients(self) -> IndexStream | None:
+        """Returns the pass at whose batch a step has no backward, which other ranks may have: a loss that is not finite."""
+        found = next((stream for stream in reversed(self._candidates()) if stream.loader.num_steps), None)
+        if found is not None:
+            found.loader.reasons.add(Reason.FETCHED_AHEAD)
+            # The batch is used, so what this rank alone saw changes no shares before the next exchange.
+            found.num_unused = 0
+            found.num_shared += found.current.is_unequal
+        return found
 
     def _look_at_layers(self, module: nn.Module, loader: Loader) -> None:
         for layer in module.modules():

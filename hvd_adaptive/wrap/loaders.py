@@ -26,7 +26,7 @@ from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.sampling import OneOrder, Union, checksum, find_union, take_share
 from hvd_adaptive.wrap.share_rules import Controller
 
-# Steps after which a pass begins with a batch that is followed once more, as the script may have changed. To follow it takes the
+# Steps for each pass that begins with a batch that is followed once more, as the script may have changed. To follow it takes the
 # time of a step or two more.
 _FOLLOWED_AFTER = 20
 
@@ -67,7 +67,8 @@ class Loader:
         is_traced: the way of a batch from loader to backward was seen.
         num_traces: batches that were followed for that.
         num_followed: those of them that were seen all the way.
-        followed_at: steps when a batch was last followed in a later pass.
+        followed_from: steps after which a later pass is to begin with a followed batch, as this rank counts them.
+        begins_followed: the next passes begin with one; changes in exchanges only, as `fractions` does.
         controller: what proposes its shares.
         looks: what its first batches show.
         ends_together: its passes are known to have as many batches on all ranks.
@@ -89,7 +90,9 @@ class Loader:
         self.heads = Heads()
         self.is_successor = False
         self.is_traced = False
-        self.num_traces = self.num_followed = self.followed_at = 0
+        self.num_traces = self.num_followed = 0
+        self.followed_from = _FOLLOWED_AFTER
+        self.begins_followed = False
         self.controller: Controller | None = None
         self.looks = FirstBatches()
         self.ends_together = False
@@ -106,6 +109,10 @@ class Loader:
     def is_gone(self) -> bool:
         """Whether the script has let go of the loader."""
         return self._loader() is None
+
+    def was_followed(self) -> None:
+        """Takes note that a later pass has begun with a followed batch. Short passes may do so several times in an interval."""
+        self.followed_from = max(self.followed_from, self.num_steps) + _FOLLOWED_AFTER
 
     def fingerprint(self) -> int:
         """Returns a checksum of what its data set held when this was first asked for."""
@@ -204,8 +211,8 @@ class IndexStream:
 
     def __next__(self) -> Any:
         if self.num_handed == 0:
-            # Steps that its batches led to are counted alike on all ranks, other than passes: one rank alone may evaluate.
-            self.begins_followed = self.loader.num_steps - self.loader.followed_at >= _FOLLOWED_AFTER
+            # Not by this rank's own counts: it alone may evaluate, or leave out a backward.
+            self.begins_followed = self.loader.begins_followed
         # A reason that this rank has found since the shares were agreed on counts from the next exchange on, as for the others.
         if self.num_handed == 0 and (not self.loader.reasons or self.loader.fractions is not None):
             found = find_union(self._index_sampler, world_size=self._world_size, rank=self._rank)

@@ -130,7 +130,7 @@ class Shares:
         """
         import horovod.torch as hvd
 
-        reasons, proposal = set(self.reasons), np.zeros(self._world_size)
+        reasons, proposal, is_due = set(self.reasons), np.zeros(self._world_size), False
         if stream is None:
             reasons.add(Reason.NO_LOADER)
         else:
@@ -148,12 +148,17 @@ class Shares:
             window.smallest = max(loader.smallest, loader.smallest_seen)
             window.checksum = stream.last_checksum() or 0
             proposal = self.controller(loader).proposal
+            is_due = loader.num_steps >= loader.followed_from
         window.reasons, window.rates = mask(reasons), rates
-        vector = torch.from_numpy(pack(window, proposal, world_size=self._world_size, rank=self._rank))
-        handle = hvd.allreduce_async_(vector, name="hvd_adaptive.exchange", op=hvd.Sum)
+        # Behind it, how many ranks would follow the first batch of the next pass.
+        vector = np.append(pack(window, proposal, world_size=self._world_size, rank=self._rank), float(is_due))
+        handle = hvd.allreduce_async_(torch.from_numpy(vector), name="hvd_adaptive.exchange", op=hvd.Sum)
 
         def finish() -> None:
-            gathered, agreed = unpack(hvd.synchronize(handle).numpy(), world_size=self._world_size)
+            summed = hvd.synchronize(handle).numpy()
+            gathered, agreed = unpack(summed[:-1], world_size=self._world_size)
+            if stream is not None:
+                stream.loader.begins_followed = bool(summed[-1] == self._world_size)
             self._decide(stream, gathered, agreed)
 
         return finish
@@ -170,6 +175,10 @@ class Shares:
         if Reason.JOIN in reasons:
             self.reasons.add(Reason.JOIN)
             self._report.note(Reason.JOIN.value)
+        if reasons & {Reason.JOIN, Reason.NO_LOADER}:
+            # A rank that no loader fed does not know whose shares end on the others.
+            for loader in self._report.loaders:
+                loader.fractions = None
         if stream is None:
             # Once, it may be a script that makes its optimizers while it is at its first batch.
             if self._is_unfed or not self._report.loaders:

@@ -216,8 +216,11 @@ class Engine:
         self._settle()
         self.own_use.synchronized()
         stretch = self._watch.stop()
-        untimed, has_followed = self._untimed or self.follower.was_traced, self.follower.has_followed
+        untimed = self._untimed or self.follower.was_traced
         stream, batches = self.follower.take_step(optimizer)
+        if stream is not None:
+            stream.loader.num_steps += 1
+            stream.loader.num_shared += any(handed.is_unequal for handed in batches)
         # A step that began with the start of workers, or before it was known to be one, says nothing of speed.
         stretches = [] if untimed or stretch is None else [part for part in (self._tail, stretch) if part is not None]
         if local:
@@ -225,7 +228,7 @@ class Engine:
             if not local:
                 self._shares.tell_unencoded(describe_optimizer(optimizer))
         of_set = is_over_set(optimizer)
-        exchange = not of_set and (self._shares.count(is_local=local) or (has_followed and not local))
+        exchange = not of_set and self._shares.count(is_local=local)
         finish = None
         if stream is not None or self._fed_by is None or not self._fed_by.is_open:
             # Else a synchronize without gradients of its own, as of a GAN's other optimizer: it is of the same pass.
@@ -245,9 +248,6 @@ class Engine:
             self.refuse_batch(Reason.UNEXCHANGED)
         if not untimed:
             self._meter.ends()
-        if stream is not None:
-            stream.loader.num_steps += 1
-            stream.loader.num_shared += any(handed.is_unequal for handed in batches)
         tell = functools.partial(self._local.timed, optimizer) if local else None
         self._meter.step(None if stream is None else batches, stretches, tell)
         self._tail = None

@@ -109,10 +109,8 @@ def test_a_later_pass_begins_with_a_batch_that_is_followed_again(follower: Follo
         follower.losses([loss])
         loss.backward()
         follower.backward()
-        has_followed = follower.has_followed
         follower.take_step()
         known.num_steps += 1
-        assert has_followed == (is_followed and known.fractions is not None)
 
     first = Iteration(follower, loader, known)
     for number in range(4):
@@ -120,13 +118,13 @@ def test_a_later_pass_begins_with_a_batch_that_is_followed_again(follower: Follo
     follower.exhausted(first.stream)
     assert known.is_traced and not known.reasons
     known.fractions = (0.25, 0.75)
-    for num_steps, is_followed in ((4, False), (20, True), (30, False), (41, True)):
+    for is_followed in (False, True, False, True):
         if known.reasons:
             break
-        known.num_steps = num_steps
+        known.begins_followed = is_followed
         later = Iteration(follower, loader, known)
         for number in range(3):
-            step(later, loss_of if num_steps >= 20 else LOSSES["the same"][0], is_followed=is_followed and number == 0)
+            step(later, loss_of if is_followed else LOSSES["the same"][0], is_followed=is_followed and number == 0)
             # The followed one has the script's own size.
             assert later.stream.current.is_unequal == (number > 0 or not is_followed)
         follower.exhausted(later.stream)
@@ -138,7 +136,7 @@ def test_a_later_pass_begins_with_a_batch_that_is_followed_again(follower: Follo
 def test_a_batch_is_not_followed_again_where_that_takes_long(follower: Follower) -> None:
     loader = make_loader()
     known = Loader(loader, 1)
-    known.is_traced, known.num_steps = True, 20
+    known.is_traced = known.begins_followed = True
     for cost_s, since_s, is_followed in ((0.05, 0.0, True), (2.0, 20.0, False), (2.0, 60.0, True)):
         follower._cost_s, follower._traced_at_s = cost_s, time.monotonic() - since_s
         iteration = Iteration(follower, loader, known)
@@ -151,14 +149,63 @@ def test_a_pass_without_gradients_is_not_judged(follower: Follower) -> None:
     model, loader = nn.Linear(1, 1), make_loader()
     follower.trains(list(model.parameters()))
     known = Loader(loader, 1)
-    known.is_traced, known.num_steps = True, 20
+    known.is_traced = known.begins_followed = True
     iteration = Iteration(follower, loader, known)
     for _ in range(3):
         iteration.next()
         with torch.no_grad():
             model(torch.ones(6, 1)).sum()
     follower.exhausted(iteration.stream)
-    assert not known.reasons and known.followed_at == 0
+    assert not known.reasons and known.followed_from == 20
+
+
+def test_short_passes_are_followed_once_in_20_steps_all_in_all() -> None:
+    known = Loader(make_loader(), 1)
+    known.num_steps = 30
+    known.was_followed()
+    assert known.followed_from == 50
+    # Before the next exchange.
+    for _ in range(3):
+        known.num_steps += 5
+        known.was_followed()
+    assert known.followed_from == 110
+
+
+def test_what_one_rank_counts_does_not_decide_how_a_pass_begins() -> None:
+    ranks = streams()
+    for rank, stream in enumerate(ranks):
+        stream.loader.fractions = (0.25, 0.75)
+        stream.loader.num_steps = 20 - rank
+    assert [len(next(stream)) for stream in ranks] == [3, 9]
+    # As the ranks have agreed, in every pass until the next exchange: one rank alone may have begun to evaluate.
+    for stream in ranks:
+        stream.loader.begins_followed = True
+    for _ in range(2):
+        again = [make_stream(make_loader(rank), stream.loader, rank) for rank, stream in enumerate(ranks)]
+        assert [[len(next(stream)) for stream in again] for _ in range(2)] == [[6, 6], [3, 9]]
+
+
+def test_a_step_without_a_backward_belongs_to_the_batch_that_the_script_is_at(follower: Follower) -> None:
+    loader = make_loader()
+    known = Loader(loader, 1)
+    iteration = Iteration(follower, loader, known)
+    iteration.stream.change_fractions((0.25, 0.75), first=0)
+    iteration.next()
+    # Before any step was seen that its batches led to, it may be a loader for validation.
+    assert follower.take_step() == (None, []) and not known.reasons
+    follower.backward()
+    assert follower.take_step()[0] is iteration.stream
+    known.num_steps, known.fractions = 1, (0.25, 0.75)
+    follower.exhausted(iteration.stream)
+    later = Iteration(follower, loader, known)
+    later.next()
+    assert follower.take_step() == (later.stream, []) and known.reasons == {Reason.FETCHED_AHEAD}
+    # The other ranks go on with these shares until the next exchange, in which they learn of it.
+    for _ in range(2):
+        later.next()
+        assert later.stream.current.is_unequal and follower.backward() == 0.5
+        assert len(follower.take_step()[1]) == 1
+    assert known.fractions == (0.25, 0.75) and not known.num_repeated
 
 
 def test_a_reason_of_one_rank_counts_from_the_next_exchange_on() -> None:

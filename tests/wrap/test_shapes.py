@@ -87,13 +87,44 @@ def test_another_loss_later_on_ends_unequal_shares_and_is_announced(num_ranks: i
 
 @pytest.mark.mpi(2, timeout=300)
 def test_a_pass_begins_with_a_batch_that_is_followed_again(num_ranks: int) -> None:
-    """By its graph the loss is what it was. With the interval of 25 the next exchange would come in the pass after."""
-    modes = ["late_scaled", "late_weights"]
-    results, _ = run_both([f"shapes.py {mode} --epochs 4" for mode in modes], num_ranks, interval=25)
-    for mode, (trained, fractions) in zip(modes, results, strict=True):
-        assert trained[-1].reasons == {Reason.MIXED} and not any(fractions), (mode, trained[-1].reasons)
-        # From the sixth batch of the first pass to the last one of the second.
-        assert 20 <= trained[-1].num_shared <= 26, (mode, trained[-1].num_shared)
+    """By its graph the loss is what it was. The third pass, in which it changes, is the first one behind step 20."""
+    from hvd_adaptive.wrap.run_options import RunConfig
+    from hvd_adaptive.wrap.script import intercept, start_world
+
+    start_world()
+    engine = intercept(RunConfig(shares="1,3", interval=5))
+    for mode in ("late_scaled", "late_weights"):
+        run(f"shapes.py {mode} --epochs 4")
+        loader = engine.report.loaders[-1]
+        assert loader.reasons == {Reason.MIXED} and loader.fractions is None, (mode, loader.reasons)
+        # From the sixth batch to the exchange behind the followed one, which is equal itself.
+        assert 25 <= loader.num_shared <= 30, (mode, loader.num_shared)
+        lines = engine.report.lines()
+        assert any(f"{loader.num_shared} with others" in line for line in lines), lines
+
+
+@pytest.mark.mpi(2, timeout=300)
+@pytest.mark.parametrize("interval", [5, 2])
+def test_a_rank_that_steps_without_a_backward_where_a_pass_begins(interval: int, num_ranks: int) -> None:
+    """That batch has the script's own size, and the next exchange ends unequal shares; in the second case it is in that step."""
+    (((trained, fractions),), _) = run_both(["shapes.py no_backward --epochs 3"], num_ranks, interval=interval)
+    assert trained[-1].reasons == {Reason.FETCHED_AHEAD} and fractions == [None], trained[-1].reasons
+    assert trained[-1].num_steps == 75 and 15 <= trained[-1].num_shared <= 25, trained[-1].num_shared
+
+
+@pytest.mark.mpi(2, timeout=300)
+def test_a_rank_that_steps_without_a_backward_at_an_unequal_batch(num_ranks: int) -> None:
+    """In step 16, which has an exchange, or after it."""
+    from hvd_adaptive.wrap.run_options import RunConfig
+    from hvd_adaptive.wrap.script import intercept, start_world
+
+    start_world()
+    engine = intercept(RunConfig(shares="1,3", interval=5))
+    for step in (15, 16):
+        run(f"shapes.py no_backward --at {step}")
+        loader = engine.report.loaders[-1]
+        assert loader.reasons == {Reason.FETCHED_AHEAD} and loader.fractions is None, (step, loader.reasons)
+        assert loader.num_steps == 50 and loader.num_shared <= 17, (step, loader.num_shared)
 
 
 @pytest.mark.mpi(2, timeout=300)
