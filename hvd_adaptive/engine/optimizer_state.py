@@ -236,7 +236,8 @@ def copies_of_parameters(optimizer: Optimizer) -> list[str]:
     pairs: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for parameter in _parameters(optimizer):
         for name, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape and value.numel() > 1:
+            dense = isinstance(value, Tensor) and value.is_floating_point() and value.layout == parameter.layout == torch.strided
+            if dense and value.shape == parameter.shape and value.numel() > 1:
                 pairs[str(name)].append((local(parameter), local(value)))
     return [name for name, found in pairs.items() if _are_near(found)]
 
