@@ -69,4 +69,5 @@ def test_patience_ends_a_run_that_gets_no_better(train: Any, command: Any, share
     train("--no-calibration", "--batch-size", "16", "--optimizer", "sgd", "--lr", "1e-9", out="defaults")
     summary, rounds = read_run(shared_tmp_path / "defaults")
     scored = [r for r in rounds if r["eval"]]
-    assert len(scored) == 11 and summary["epochs"] == pytest.approx(2.75)
+    # Rounds end with whole batches where ranks are alike.
+    assert len(scored) == 11 and summary["epochs"] == pytest.approx(2.75, abs=0.05)

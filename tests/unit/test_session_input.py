@@ -158,7 +158,6 @@ class Slow(Masters):
         *((kind, {}, False) for kind in (torch.optim.Adam, torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adadelta)),
         (lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9), {}, False),
     ],
-    ids=str,
 )  # fmt: skip
 def test_optimizers_with_copies_of_parameters_are_warned_of(
     optimizer: Any, options: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
