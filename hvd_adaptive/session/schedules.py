@@ -76,10 +76,14 @@ class Schedules:
         self._num_batches = self._num_moves = 0
         self._num_steps: Array | None = None
 
-    def add(self, followed: Followed) -> int:
-        """Adds a scheduler; returns its number."""
-        self._followed.append(followed)
+    @property
+    def num_followed(self) -> int:
+        """How many there are."""
         return len(self._followed)
+
+    def add(self, followed: Followed) -> None:
+        """Adds a scheduler."""
+        self._followed.append(followed)
 
     def reach(self, epochs: float) -> None:
         """Steps the schedulers up to a place in the training, in epochs of all ranks. Before each batch.
@@ -155,4 +159,6 @@ def schedule(self: Scheduling, scheduler: LRScheduler, *, steps_per_epoch: float
     if not steps_per_epoch > 0:
         raise ValueError(f"schedule: steps_per_epoch must be > 0, got {steps_per_epoch}")
     followed = Followed(scheduler, steps_per_epoch)
-    self.register_state(f"schedule {self._schedules.add(followed)}", followed)
+    # First, as a state that cannot be saved is refused.
+    self.register_state(f"schedule {self._schedules.num_followed + 1}", followed)
+    self._schedules.add(followed)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_loop import take_steps
 from torch import nn
 
 from hvd_adaptive.algorithm.outer_step import OuterStep
@@ -277,12 +278,7 @@ def test_rows_of_sparse_parameters_that_a_loop_changes(alike: bool, mode: str) -
                 expected.append(model.weight.detach().clone())
 
         session.records.append(change)
-        for batch in session.batches(rows):
-            with session.step(batch):
-                session.optimizer.zero_grad()
-                nn.functional.cross_entropy(model(batch.x), batch.y).backward()
-                session.optimizer.step()
-        session.close()
+        take_steps(session, model, rows)
         return model.weight.detach()
 
     first, second = LocalWorld(2).run(run)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_loop import take_steps
 from torch import nn
 
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
@@ -46,12 +47,7 @@ def train(transport: LocalTransport, model: nn.Module, **options: Any) -> nn.Mod
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = Config(batch_size=10, mega_batch=80, hash_interval=1, **options)
     session = Session(model, optimizer, config, transport=transport)
-    for batch in session.batches(DATA):
-        with session.step(batch):
-            session.optimizer.zero_grad()
-            nn.functional.cross_entropy(model(batch.x), batch.y).backward()
-            session.optimizer.step()
-    session.close()
+    take_steps(session, model, DATA)
     return model
 
 

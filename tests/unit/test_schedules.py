@@ -125,6 +125,11 @@ def test_what_cannot_be_followed_is_refused() -> None:
             session.schedule(lambda: None, steps_per_epoch=1)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="steps_per_epoch must be > 0, got 0"):
             session.schedule(SCHEDULERS["cosine"](session.optimizer), steps_per_epoch=0)
+        scheduler = SCHEDULERS["cosine"](session.optimizer)
+        scheduler.of_its_own = object()
+        with pytest.raises(TypeError, match="register_state: "):
+            session.schedule(scheduler, steps_per_epoch=1)
+        assert session._schedules.num_followed == 0
 
     LocalWorld(1).run(run)
 

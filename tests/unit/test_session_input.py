@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_loop import take_steps
 from torch import nn
 
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
@@ -20,12 +21,7 @@ DATA = torch.utils.data.TensorDataset(X, (X.sum(dim=1) > 0).long())
 
 def train(model: nn.Module, optimizer: Any, config: Config, transport: LocalTransport | None = None) -> Session:
     session = Session(model, optimizer, config, transport=transport or LocalTransport())
-    for batch in session.batches(DATA):
-        with session.step(batch):
-            session.optimizer.zero_grad()
-            nn.functional.cross_entropy(model(batch.x), batch.y).backward()
-            session.optimizer.step()
-    session.close()
+    take_steps(session, model, DATA)
     return session
 
 
