@@ -10,9 +10,10 @@ import shlex
 import sys
 from pathlib import Path
 
+from hvd_adaptive import __version__
 from hvd_adaptive.doctor.machine import cpu_model
 
-_PACKAGES = {"NumPy": "numpy", "torch": "torch", "Horovod": "horovod", "hvd_adaptive": "hvd_adaptive"}
+_PACKAGES = {"NumPy": "numpy", "torch": "torch", "Horovod": "horovod"}
 
 
 def header(title: str, *notes: str) -> list[str]:
@@ -22,7 +23,9 @@ def header(title: str, *notes: str) -> list[str]:
         title: what was measured, on what.
         notes: lines about how, which go below.
     """
-    versions = ", ".join(f"{name} {importlib.metadata.version(package)}" for name, package in _PACKAGES.items())
+    packages = {name: importlib.metadata.version(package) for name, package in _PACKAGES.items()}
+    # Ranks on a borrowed machine import it from its folder.
+    versions = ", ".join(f"{name} {version}" for name, version in {**packages, "hvd_adaptive": __version__}.items())
     return [
         f"# {title}",
         "",

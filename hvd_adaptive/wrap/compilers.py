@@ -1,4 +1,4 @@
-"""torch.compile, intercepted in place: what it makes is called with nobody watching, and reported.
+"""torch.compile and CUDA graphs, intercepted in place: what they make is called with nobody watching, and reported.
 
 Dynamo reads the Python that it compiles, hooks and function modes included, and compiles again when they are gone.
 """
@@ -68,3 +68,43 @@ def intercept_compile(
         return compiled if compiled is model else seen(compiled, model)
 
     torch.compile = compile
+
+
+def intercept_graphs(unwatched: Callable[[], AbstractContextManager[None]], called: Callable[[], None]) -> None:
+    """Replaces ``torch.cuda.make_graphed_callables`` and ``torch.cuda.CUDAGraph.replay``: a graph has one batch size.
+
+    Args:
+        unwatched: nothing is watched within it.
+        called: is told of each call of what was captured.
+    """
+    graph_class: Any = torch.cuda.CUDAGraph
+    own, replay = torch.cuda.make_graphed_callables, graph_class.replay
+
+    def around(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def outside(*args: Any, **options: Any) -> Any:
+            called()
+            with unwatched():
+                return call(*args, **options)
+
+        return outside
+
+    def seen(graphed: Any) -> Any:
+        if isinstance(graphed, nn.Module):
+            graphed.forward = around(graphed.forward)
+            return graphed
+        return around(graphed)
+
+    @functools.wraps(own)
+    def make_graphed_callables(*args: Any, **options: Any) -> Any:
+        with unwatched():
+            made = own(*args, **options)
+        return tuple(map(seen, made)) if isinstance(made, tuple) else seen(made)
+
+    @functools.wraps(replay)
+    def replay_and_tell(graph: Any) -> Any:
+        called()
+        return replay(graph)
+
+    torch.cuda.make_graphed_callables = make_graphed_callables
+    graph_class.replay = replay_and_tell

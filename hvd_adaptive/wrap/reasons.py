@@ -61,6 +61,9 @@ class Reason(enum.Enum):
         "torch.compile: compiled code cannot be inspected, and would be compiled again for other batch sizes; for a compiled "
         "module that the script calls itself, --micro-batch-size M avoids both"
     )
+    GRAPHED = (
+        "CUDA graphs: what the script has captured (torch.cuda.make_graphed_callables, CUDAGraph.replay) has one batch size"
+    )
     MICRO_RESULT = (
         "the compiled module's result holds something that is neither a row for each sample nor one number, so it cannot be put "
         "together from micro-batches"

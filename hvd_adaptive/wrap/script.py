@@ -18,7 +18,7 @@ from torch import nn
 from hvd_adaptive.cluster.binding import read_launcher, starts_alone
 from hvd_adaptive.cluster.output import refuse
 from hvd_adaptive.exit_codes import EXIT_PREEMPTED
-from hvd_adaptive.wrap.compilers import intercept_compile
+from hvd_adaptive.wrap.compilers import intercept_compile, intercept_graphs
 from hvd_adaptive.wrap.gradient_hooks import intercept_gradient_hooks
 from hvd_adaptive.wrap.graphs import intercept_backward
 from hvd_adaptive.wrap.loaders import intercept_loaders
@@ -115,12 +115,13 @@ def intercept(
         intercept_gradient_hooks(lambda: engine.refuse_batch(Reason.CLIPPED), lambda: engine.follower.is_tracing)
         intercept_own_use(engine.own_use)
 
-    def compiled() -> None:
-        if torch.is_grad_enabled():
-            engine.refuse_batch(Reason.COMPILED)
+    def in_training(reason: Reason) -> Callable[[], None]:
+        return lambda: engine.refuse_batch(reason) if torch.is_grad_enabled() else None
 
     micro = engine.micro_batches
-    intercept_compile(engine.unwatched, compiled, None if micro is None else micro.call)
+    intercept_compile(engine.unwatched, in_training(Reason.COMPILED), None if micro is None else micro.call)
+    # Whoever takes graphs for autograd replays them without gradients, and inductor as well.
+    intercept_graphs(engine.unwatched, in_training(Reason.GRAPHED))
     if config.strategy == "local":
         intercept_modules(engine)
     # Before the collectives are watched: who watches shall see the script's own tensors.
