@@ -26,9 +26,9 @@ from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.sampling import OneOrder, Union, checksum, find_union, take_share
 from hvd_adaptive.wrap.share_rules import Controller
 
-# Steps for each pass that begins with a batch that is followed once more, as the script may have changed. To follow it takes the
-# time of a step or two more.
-_FOLLOWED_AFTER = 20
+# Steps before a pass that begins with a batch that is followed once more, as the script may have changed: twice as many each
+# time, up to the most. Its shares are equal, and to follow it takes time: together some steps' worth.
+_FOLLOWED_AFTER, _MOST_FOLLOWED_AFTER = 20, 320
 
 # Batches of which a pass is asked at once how long they are on the ranks; it remembers some more.
 _MOST_LOOKED_AT = 1000
@@ -91,7 +91,7 @@ class Loader:
         self.is_successor = False
         self.is_traced = False
         self.num_traces = self.num_followed = 0
-        self.followed_from = _FOLLOWED_AFTER
+        self.followed_from = self._followed_after = _FOLLOWED_AFTER
         self.begins_followed = False
         self.controller: Controller | None = None
         self.looks = FirstBatches()
@@ -112,7 +112,9 @@ class Loader:
 
     def was_followed(self) -> None:
         """Takes note that a later pass has begun with a followed batch. Short passes may do so several times in an interval."""
-        self.followed_from = max(self.followed_from, self.num_steps) + _FOLLOWED_AFTER
+        if self.num_steps >= self.followed_from:
+            self._followed_after = min(2 * self._followed_after, _MOST_FOLLOWED_AFTER)
+        self.followed_from = max(self.followed_from, self.num_steps) + self._followed_after
 
     def fingerprint(self) -> int:
         """Returns a checksum of what its data set held when this was first asked for."""

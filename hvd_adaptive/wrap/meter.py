@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -10,6 +11,9 @@ from typing import NamedTuple
 from hvd_adaptive.wrap.loaders import Handed
 from hvd_adaptive.wrap.share_rules import Window
 from hvd_adaptive.wrap.stopwatch import Stretch
+
+# A step counts as at most so many usual ones: a rank that was stopped, or a disk that stalled, says nothing of the shares.
+_MOST_USUAL = 4.0
 
 
 class _Step(NamedTuple):
@@ -33,6 +37,8 @@ class Meter:
         # Seconds of the last batch that counted, so far.
         self._last_s = 0.0
         self._began_s: float | None = None
+        # Of the steps since the last exchange, from asking for the batch to its gradients.
+        self._walls_s: list[float] = []
 
     def begins(self, *, counts: bool) -> None:
         """A step begins, by the script's asking for its batch."""
@@ -41,8 +47,7 @@ class Meter:
     def ends(self) -> None:
         """The step's gradients are there."""
         if self._began_s is not None:
-            self._window.wall_steps += 1
-            self._window.wall_s += time.perf_counter() - self._began_s
+            self._walls_s.append(time.perf_counter() - self._began_s)
             self._began_s = None
 
     def step(
@@ -75,6 +80,10 @@ class Meter:
         """Returns what was counted since the last call."""
         self._collect()
         window, self._window = self._window, Window()
+        walls_s, self._walls_s = self._walls_s, []
+        if walls_s:
+            most_s = _MOST_USUAL * statistics.median(walls_s)
+            window.wall_steps, window.wall_s = len(walls_s), sum(min(wall_s, most_s) for wall_s in walls_s)
         return window
 
     def _collect(self) -> None:

@@ -159,16 +159,22 @@ def test_a_pass_without_gradients_is_not_judged(follower: Follower) -> None:
     assert not known.reasons and known.followed_from == 20
 
 
-def test_short_passes_are_followed_once_in_20_steps_all_in_all() -> None:
+def test_passes_are_followed_more_and_more_seldom() -> None:
     known = Loader(make_loader(), 1)
     known.num_steps = 30
     known.was_followed()
-    assert known.followed_from == 50
-    # Before the next exchange.
+    assert known.followed_from == 70
+    # Short ones, before the next exchange.
     for _ in range(3):
         known.num_steps += 5
         known.was_followed()
-    assert known.followed_from == 110
+    assert known.followed_from == 190
+    steps = []
+    for _ in range(6):
+        known.num_steps = known.followed_from
+        known.was_followed()
+        steps.append(known.followed_from - known.num_steps)
+    assert steps == [80, 160, 320, 320, 320, 320]
 
 
 def test_what_one_rank_counts_does_not_decide_how_a_pass_begins() -> None:

@@ -72,3 +72,16 @@ def test_the_scripts_own_batches_need_not_be_equally_long() -> None:
     meter.step(BATCH, [])
     window = meter.take()
     assert (window.num_steps, window.num_samples, window.global_samples) == (2, 3, 8)
+
+
+def test_a_stalled_step_counts_as_a_few_usual_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("hvd_adaptive.wrap.meter.time.perf_counter", lambda: now[0])
+    meter = Meter()
+    for seconds in (0.5, 0.25, 40.0, 0.5, 0.5):
+        meter.begins(counts=True)
+        now[0] += seconds
+        meter.ends()
+    window = meter.take()
+    assert window.wall_steps == 5 and window.wall_s == pytest.approx(0.5 + 0.25 + 4 * 0.5 + 0.5 + 0.5)
+    assert meter.take().wall_steps == 0
