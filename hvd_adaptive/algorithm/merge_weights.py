@@ -21,7 +21,7 @@ ROW_RULES = ("dual-averaging", "fisher-rows")
 _RARE = 1.5
 DIVERGED = (
     "the parameters of ALL ranks hold NaN or Inf: the run has diverged. Lower the learning rate, warm it up for longer, or merge "
-    "more often (--mega-batch)."
+    "more often (a smaller mega_batch)."
 )
 
 

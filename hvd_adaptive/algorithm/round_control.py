@@ -178,7 +178,7 @@ class RoundControl:
         if lowered.any() and self.speaks:
             log.warning(
                 "batches did not fit into memory and were computed again in smaller parts; from now on ranks %s take at most %s "
-                "samples a batch. Set --max-batch-size %d to save the lost time.",
+                "samples a batch. Set max_batch_size to %d to save the lost time.",
                 np.flatnonzero(lowered).tolist(),
                 ", ".join(f"{ceiling:.0f}" for ceiling in ceilings[lowered]),
                 int(self.ceilings.min()),
@@ -212,7 +212,7 @@ class RoundControl:
             if self.speaks and not self._complained:
                 log.warning(
                     "merges take %.0f%% of the time, although a round has %d samples, as many as merge_period %r goes to "
-                    "(%d merges an epoch). Longer rounds need a larger --mega-batch; a faster link or a smaller model "
+                    "(%d merges an epoch). Longer rounds need a larger mega_batch; a faster link or a smaller model "
                     "makes merges shorter.",
                     100 * taken, self.mega_batch, config.merge_period, LEAST_MERGES_AN_EPOCH,
                 )  # fmt: skip

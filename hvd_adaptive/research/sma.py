@@ -86,7 +86,8 @@ class SmaStrategy(FixedWorkStrategy):
         finite = gathered["finite"] > 0
         if not finite.any():
             raise AgreedError(
-                "the parameters of ALL ranks hold NaN or Inf: the run has diverged. Lower --lr, or raise --warmup-epochs."
+                "the parameters of ALL ranks hold NaN or Inf: the run has diverged. Lower the learning rate, or "
+                "warm it up for longer."
             )
         alpha = self._config.sma_alpha if self._config.sma_alpha is not None else 1.0 / finite.sum()
         weight = np.where(finite, alpha, 0.0)

@@ -140,7 +140,7 @@ def load_newest_valid(
         if manifest is not None and (changed := identity.changed_options(manifest, may_change)):
             raise AgreedError(
                 f"{path} cannot be resumed with other options: {'; '.join(changed)}. Give them as they were, or start anew "
-                "without resume and with another --out."
+                "without resume and in another folder."
             )
         if manifest is not None:
             error = _load(path, manifest, session, like)
@@ -153,7 +153,7 @@ def load_newest_valid(
         if session.rank == 0:
             log.error("%s%s", refusals[-1], "; trying the next older one" if path != candidates[-1] else "")
     raise AgreedError(
-        "\n".join([*refusals, "no valid checkpoint is left: restore one, or start anew without resume and with another --out"])
+        "\n".join([*refusals, "no valid checkpoint is left: restore one, or start anew without resume and in another folder"])
     )
 
 

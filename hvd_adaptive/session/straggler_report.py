@@ -65,7 +65,7 @@ class StragglerReport:
                 log.warning(
                     "rank %d (%s, %s) is %.1f times slower than %s: it computed for %.3g s, waited for its data for %.3g s and "
                     "for other ranks for %.3g s lately. Look at that device's clock and at what else runs there; "
-                    "--straggler-limit 0 says no more of it.",
+                    "straggler_limit 0 says no more of it.",
                     rank, host, device, straggler.factor, straggler.against,
                     seconds["busy_s"], seconds["claim_s"], seconds["wait_s"],
                 )  # fmt: skip

@@ -307,12 +307,13 @@ class SyncStrategy(FixedWorkStrategy):
         # A round that was closed early is too short to tell.
         if skipped and skipped >= num_steps and self._frontier.end is None:
             raise AgreedError(
-                f"the gradients of all {num_steps} steps of a round held NaN or Inf: the run has diverged. Lower --lr, or raise "
-                "--warmup-epochs."
+                f"the gradients of all {num_steps} steps of a round held NaN or Inf: the run has diverged. Lower the "
+                "learning rate, or warm it up for longer."
             )
         if skipped and self._transport.rank == 0:
             log.warning(
-                "%d of %d steps were left out on all ranks, as their gradients held NaN or Inf. If this repeats, lower --lr.",
+                "%d of %d steps were left out on all ranks, as their gradients held NaN or Inf. If this repeats, lower the "
+                "learning rate.",
                 skipped,
                 num_steps,
             )

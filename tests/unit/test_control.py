@@ -120,7 +120,7 @@ def test_a_batch_that_does_not_fit_is_computed_in_parts_and_the_ceiling_is_kept(
     messages = [r.message for r in caplog.records if "did not fit into memory" in r.message]
     # Two where the rank's first batch was a short one, cut at the end of a round: the second half of it failed again.
     assert len(messages) in (1, 2)
-    found = re.search(rf"ranks \[{world_size - 1}\] take at most (\d+) samples .* Set --max-batch-size \1 ", messages[-1])
+    found = re.search(rf"ranks \[{world_size - 1}\] take at most (\d+) samples .* Set max_batch_size to \1 ", messages[-1])
     # Half of what failed last: 8, where the rank's first batch came in the first round, with the size that all begin with.
     assert found is not None and int(found[1]) == failed[-1] // 2 <= 10
     known = np.inf
