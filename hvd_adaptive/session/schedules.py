@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,6 +47,16 @@ class Followed:
         due = math.floor(epochs * self._steps_per_epoch + 1e-6)
         while self._num_steps < due:
             self._num_steps += 1
+            self._step()
+
+    def _step(self) -> None:
+        # Other ranks' samples may make the first step due before this rank's optimizer has made one, which is no mistake here.
+        # Only until then, as each change of the filters has Python show all other warnings anew.
+        if getattr(getattr(self._scheduler, "optimizer", None), "_opt_called", False):
+            self._scheduler.step()
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before", UserWarning)
             self._scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -80,6 +91,11 @@ class Schedules:
     def num_followed(self) -> int:
         """How many there are."""
         return len(self._followed)
+
+    @property
+    def in_round(self) -> bool:
+        """Whether the loop over the batches is within a round."""
+        return self._seen is not None
 
     def add(self, followed: Followed) -> None:
         """Adds a scheduler."""
@@ -140,7 +156,7 @@ class Scheduling(Protocol):
 
 def schedule(self: Scheduling, scheduler: LRScheduler, *, steps_per_epoch: float) -> None:
     """Has a scheduler of torch follow the samples of all ranks, as ranks make different numbers of steps. Do not call its
-    ``step`` yourself. It becomes part of checkpoints: call this before any is loaded.
+    ``step`` yourself. It becomes part of checkpoints: call this before any is loaded, and before the loop over the batches.
 
     Args:
         scheduler: as for plain training, over the session's optimizer: one that counts steps, or epochs.
@@ -148,7 +164,10 @@ def schedule(self: Scheduling, scheduler: LRScheduler, *, steps_per_epoch: float
 
     Raises:
         TypeError: for a ReduceLROnPlateau, which follows a metric. ValueError: for a number that is not > 0.
+        RuntimeError: within the loop over the batches.
     """
+    if self._schedules.in_round:
+        raise RuntimeError("session.schedule was called within the loop over the batches: call it once, before the loop")
     if not isinstance(scheduler, LRScheduler):
         raise TypeError(f"schedule: scheduler must be one of torch.optim.lr_scheduler, got {type(scheduler).__name__}")
     if isinstance(scheduler, ReduceLROnPlateau):

@@ -18,6 +18,7 @@ from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.flat_model import check_trainable
 from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.engine.strategy import OwnState
+from hvd_adaptive.strategies.sync_optimizer import detach
 from hvd_adaptive.strategies.synchronous import FixedWorkStrategy, SynchronousClock
 
 
@@ -36,7 +37,7 @@ class HorovodStrategy(FixedWorkStrategy):
         super().__init__(model, config, transport)
         self._trainable = [p.requires_grad for p in model.parameters()]
         transport.broadcast_([*(p.detach() for p in model.parameters()), *model.buffers()])
-        self.optimizer = transport.distributed_optimizer(optimizer, model)
+        self._own, self.optimizer = optimizer, transport.distributed_optimizer(optimizer, model)
         self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
         self._clock = SynchronousClock(
             self.optimizer,
@@ -77,6 +78,11 @@ class HorovodStrategy(FixedWorkStrategy):
         gathered = stats.gather(self._transport.allgather_stats)
         self._forget_round()
         return gathered, np.full(self._transport.world_size, 1.0 / self._transport.world_size), payload_bytes
+
+    def close(self) -> None:
+        """Ends Horovod's exchange, whose hooks are on the model."""
+        self._reduced.close()
+        detach(self.optimizer, self._own)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the model's parameters and rank 0's optimizer state (shared: the ranks' are equal), and this rank's

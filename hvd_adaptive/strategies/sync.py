@@ -119,6 +119,7 @@ class SyncStrategy(FixedWorkStrategy):
             emulates=config.slowdown is not None,
         )
         self._steps = SyncOptimizer(wrapped, exchanger)
+        self._own = optimizer
         self._guard = self._steps.guard(optimizer)
         self.optimizer: Optimizer = self._steps
         self.inexact = what_breaks_equality(model, loss_reduction=config.loss_reduction)
@@ -258,9 +259,10 @@ class SyncStrategy(FixedWorkStrategy):
         return gathered, shares, payload_bytes
 
     def close(self) -> None:
-        """Takes the hooks off the model."""
+        """Takes the hooks off the model and the optimizer."""
         self._weight.remove()
         self._guard.remove()
+        self._steps.close(self._own)
         if self._compressed is not None:
             self._compressed.remove()
 

@@ -66,6 +66,38 @@ class HorovodExchanger:
             self._wrapped.set_backward_passes_per_step(passes * self._repeats)
 
 
+class _Never(dict[Any, Any]):
+    """Backward passes until a gradient is exchanged, always many; or gradients under way, always none."""
+
+    def __init__(self, value: int | None) -> None:
+        self._value = value
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def __missing__(self, key: Any) -> Any:
+        return self._value
+
+
+def detach(wrapped: Any, own: Optimizer) -> None:
+    """Makes Horovod's DistributedOptimizer a plain one, and gives the script's own optimizer its state.
+
+    Horovod keeps no handles of its hooks: they go with the nodes of autograd that it holds, or do nothing where an old graph
+    holds one too.
+
+    Args:
+        wrapped: Horovod's; another is left as it is.
+        own: what it wraps.
+    """
+    if not hasattr(wrapped, "_allreduce_delay"):
+        return
+    wrapped._grad_accs.clear()
+    wrapped._allreduce_delay, wrapped._handles = _Never(_UNKNOWN), _Never(None)
+    wrapped.synchronize = lambda: None
+    # Horovod's copy has made the steps.
+    own.state.update(wrapped.state)
+
+
 def explain_passes(error: Exception) -> None:
     """Raises RuntimeError for Horovod's error about a gradient that was computed again after its exchange had begun."""
     if isinstance(error, AssertionError) and "backward_passes_per_step" in str(error):
@@ -98,7 +130,7 @@ class SyncOptimizer(Optimizer):
         self._opens_window = True
         self._synchronized = False
         self._num_passes = 0
-        self._is_stepping = self._has_stepped = False
+        self._is_stepping = self._has_stepped = self._is_closed = False
         self.step_due = True
         self.num_skipped = 0
 
@@ -122,6 +154,16 @@ class SyncOptimizer(Optimizer):
         if name == "_inner":
             raise AttributeError(name)
         return getattr(self._inner, name)
+
+    def close(self, own: Optimizer) -> None:
+        """Ends the exchange: from now on this is the script's own optimizer by another name.
+
+        Args:
+            own: it.
+        """
+        detach(self._inner, own)
+        self._inner, self._exchanger, self._is_closed = own, None, True
+        self._opens_window = self.step_due = True
 
     def begin(self, *, opens_window: bool, step_due: bool) -> None:
         """Begins a micro-batch.
@@ -168,6 +210,9 @@ class SyncOptimizer(Optimizer):
             ValueError: for a closure, which would compute gradients that no other rank waits for.
             RuntimeError: for a second step of the same batch, whose gradients are not exchanged.
         """
+        if self._is_closed:
+            self._inner.step(closure)
+            return
         if closure is not None:
             raise ValueError("step() takes no closure with strategy 'sync', got one: call backward() before step()")
         if not self.step_due:

@@ -166,6 +166,64 @@ def test_a_session_closes_once_and_then_gives_nothing(backend: str) -> None:
             use()
 
 
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize(
+    ("strategy", "name"), [("sync", "horovod"), ("sync", "torch"), ("horovod", "horovod"), ("local", "horovod")]
+)
+def test_a_closed_session_leaves_nothing_on_model_and_optimizer(strategy: str, name: str, use_backend: Any) -> None:
+    """Ranks go on by themselves, and then together again."""
+    backend = use_backend(name)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+    x, y = make_data().tensors
+    for _ in range(2):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.Adam(trained, lr=0.01)
+        # Shares that differ have a weight on each gradient.
+        options: dict[str, Any] = {"global_batch_size": 33} if strategy == "sync" else {}
+        config = Config(strategy=strategy, batch_size=16, mega_batch=200, backend=backend, **options)
+        session = Session(model, optimizer, config)
+        rank, before = session.rank, flat(model)
+        run(session, num_epochs=1)
+        assert not torch.equal(flat(model), before)
+        session.close()
+        # What Horovod's copy of the optimizer has learnt is the script's now.
+        assert len(optimizer.state) == len(trained)
+        # Not the same on each rank: nothing is exchanged.
+        for its in (optimizer, session.optimizer):
+            for _ in range(2):
+                its.zero_grad()
+                part = slice(100 * rank, 100 * rank + 50 + rank)
+                loss = nn.functional.cross_entropy(model(x[part]), y[part])
+                loss.backward()
+                own = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+                expected = torch.autograd.grad(nn.functional.cross_entropy(model(x[part]), y[part]), trained)
+                assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))
+                before = flat(model)
+                its.step()
+                assert not torch.equal(flat(model), before)
+        # The remedy for a model that was changed: its next session exchanges the rest.
+        model[0].weight.requires_grad_(False)
+        optimizer.zero_grad()
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("strategy", ["sync", "horovod"])
+def test_a_graph_from_within_a_session_may_outlive_it(strategy: str) -> None:
+    model = nn.Linear(6, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = Session(model, optimizer, Config(strategy=strategy, batch_size=16))
+    x, y = make_data().tensors
+    kept = nn.functional.cross_entropy(model(x), y)
+    session.close()
+    for _ in range(2):
+        session.optimizer.zero_grad()
+        kept.backward(retain_graph=True)
+    expected = nn.functional.cross_entropy(model(x), y)
+    for p, gradient in zip(model.parameters(), torch.autograd.grad(expected, [*model.parameters()]), strict=True):
+        assert p.grad is not None and torch.equal(p.grad, gradient)
+    session.optimizer.step()
+
+
 @pytest.fixture(params=["horovod", "torch"])
 def job_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Each backend in turn, for jobs that the test starts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
+from hvd_adaptive.session.schedules import Followed
 from hvd_adaptive.session.session import Session
 
 NUM_SAMPLES, EPOCHS, STEPS_PER_EPOCH = 480, 3, 30
@@ -113,6 +115,52 @@ def test_a_scheduler_that_is_stepped_by_hand_as_well_is_an_error() -> None:
 
     with pytest.raises(RuntimeError, match=r"take scheduler.step\(\) out of the loop"):
         LocalWorld(1).run(run)
+
+
+def test_a_schedule_within_the_loop_is_told_to_come_before_it() -> None:
+    def run(transport: LocalTransport) -> None:
+        model = nn.Linear(6, 1)
+        session = Session(model, torch.optim.SGD(model.parameters(), lr=0.05), Config(batch_size=8), transport=transport)
+        for batch in session.batches(DATA):
+            with session.step(batch):
+                nn.functional.mse_loss(model(batch.x)[:, 0], batch.y).backward()
+                session.optimizer.step()
+            if batch.number == 2:
+                with pytest.raises(RuntimeError, match="within the loop over the batches: call it once, before the loop"):
+                    session.schedule(SCHEDULERS["cosine"](session.optimizer), steps_per_epoch=STEPS_PER_EPOCH)
+        # Between two loops it may come.
+        session.schedule(SCHEDULERS["cosine"](session.optimizer), steps_per_epoch=STEPS_PER_EPOCH)
+
+    LocalWorld(1).run(run)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_steps_for_other_ranks_samples_give_no_warning(name: str) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(6, 1).parameters(), lr=0.05)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        followed = Followed(SCHEDULERS[name](optimizer), STEPS_PER_EPOCH)
+        # Others have made an epoch before this rank's first step.
+        followed.reach(1)
+        optimizer.step()
+        followed.reach(2)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(rates_of(name)[2 * STEPS_PER_EPOCH])
+
+
+def test_other_warnings_of_a_schedulers_step_are_shown() -> None:
+    def rate(step: int) -> float:
+        if step:
+            warnings.warn("of the script", UserWarning, stacklevel=1)
+        return 1.0
+
+    optimizer = torch.optim.SGD(nn.Linear(6, 1).parameters(), lr=0.05)
+    followed = Followed(lr_scheduler.LambdaLR(optimizer, rate), STEPS_PER_EPOCH)
+    with pytest.warns(UserWarning, match="of the script") as shown:
+        followed.reach(0.1)
+    assert {str(warning.message) for warning in shown} == {"of the script"}
+    by_hand = lr_scheduler.StepLR(optimizer, 1)
+    with pytest.warns(UserWarning, match="Detected call"):
+        by_hand.step()
 
 
 def test_what_cannot_be_followed_is_refused() -> None:
