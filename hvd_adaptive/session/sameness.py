@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.data import ConcatDataset, Subset
 
 from hvd_adaptive.comm.protocols import Collectives, agree, agree_equal
 from hvd_adaptive.config import Config
@@ -102,6 +103,41 @@ def agree_on_start(transport: Collectives, config: Config, model: nn.Module, opt
     options = {f"configuration {name}": value for name, value in dataclasses.asdict(config).items()}
     agree_equal(transport, {**options, **trained}, "Start every rank with the same options and the same model.")
     return trained
+
+
+def agree_on_data(transport: Collectives, dataset: Any) -> None:
+    """Compares the lengths of the ranks' data sets, and the rows of torch's subsets. COLLECTIVE. What a data set holds besides
+    may differ, as paths and caches do.
+
+    Raises:
+        AgreedError: on all ranks, if something differs.
+    """
+    values, remedy = {"number of samples": len(dataset)}, "Give every rank the same data"
+    rows = _checksum_of_rows(dataset, 0)
+    if rows:
+        values["checksum of the Subset's indices"] = rows
+        remedy += (
+            ": split it with one seed on all ranks, as by random_split(data, lengths, "
+            "generator=torch.Generator().manual_seed(0)), and not by rank: the session shares the samples out"
+        )
+    agree_equal(transport, values, f"{remedy}.")
+
+
+def _checksum_of_rows(dataset: Any, checksum: int) -> int:
+    """Returns a checksum of the indices of all subsets within a data set; 0 if there are none that are whole numbers."""
+    if isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            checksum = _checksum_of_rows(part, checksum)
+    if not isinstance(dataset, Subset):
+        return checksum
+    try:
+        rows = np.asarray(dataset.indices)
+    except Exception:
+        # A script's own kind of indices may raise anything.
+        return checksum
+    if rows.dtype.kind in "iu":
+        checksum = zlib.crc32(rows.astype(np.int64).tobytes(), checksum)
+    return _checksum_of_rows(dataset.dataset, checksum)
 
 
 def compare_models(model: nn.Module, transport: Collectives, *, buffers: bool) -> tuple[str, list[int]]:

@@ -26,7 +26,7 @@ from hvd_adaptive.algorithm.batch_sizes import lr_schedule
 from hvd_adaptive.algorithm.ledger import Ledger, epoch_order, round_size
 from hvd_adaptive.algorithm.merge_period import capped_mega_batch
 from hvd_adaptive.algorithm.slowdown import Slowdown
-from hvd_adaptive.comm.protocols import Transport, agree_equal
+from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.comm.shared_gpus import settle_shared_gpus
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource
@@ -41,7 +41,7 @@ from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.session.handed_out import HandedOut
 from hvd_adaptive.session.island_mesh import join
 from hvd_adaptive.session.loader import loader
-from hvd_adaptive.session.sameness import agree_on_start, check_same_model, checked_config
+from hvd_adaptive.session.sameness import agree_on_data, agree_on_start, check_same_model, checked_config
 from hvd_adaptive.session.schedules import Schedules, schedule
 from hvd_adaptive.session.session_state import SessionState, Stateful
 from hvd_adaptive.session.straggler_report import StragglerReport
@@ -158,7 +158,7 @@ class Session:
 
         Raises:
             TypeError, ValueError: for a data set that cannot be shared this way, or if all these passes were made before.
-            AgreedError: on all ranks, if their data sets differ in length.
+            AgreedError: on all ranks, if their data sets differ in length, or are other random splits of one.
             RuntimeError: if ranks' models stop being equal after a merge, or all ranks' parameters are not finite.
         """
         source = BatchSource(dataset, self.device, collate, self._times, micro_batch_size=self.config.micro_batch_size)
@@ -174,7 +174,7 @@ class Session:
             given = "None" if work is None else "an array"
             raise ValueError(f"batches(work=...) goes with config.work='nonzeros', got work={given} with {self.config.work!r}")
         self._handed_out.begin_loop(num_epochs, self._progress(len(source)))
-        agree_equal(self.transport, {"number of samples": len(source)}, "Give every rank the same data.")
+        agree_on_data(self.transport, source._dataset)
         self._state.check_dataset(len(source))
         self._data = source.description
         order_epoch = -1

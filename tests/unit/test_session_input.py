@@ -10,9 +10,11 @@ import torch
 from plain_loop import take_steps
 from torch import nn
 
+from hvd_adaptive.comm.protocols import AgreedError
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
 from hvd_adaptive.session.checkpointer import Checkpointer
+from hvd_adaptive.session.sameness import agree_on_data
 from hvd_adaptive.session.session import Session
 
 X = torch.randn(240, 6, generator=torch.Generator().manual_seed(0))
@@ -182,3 +184,38 @@ def test_optimizers_with_copies_of_parameters_are_warned_of(
     if isinstance(optimizer, type) and issubclass(optimizer, Masters):
         # What the warning is about, and that its remedy is one.
         assert (max(moved) > 1e-4) == warns
+
+
+@pytest.mark.parametrize("kind", ["batches", "loader", "nested", "concat"])
+def test_random_splits_with_a_seed_for_each_rank_are_refused(kind: str) -> None:
+    def parts(seed: int) -> Any:
+        part, rest = torch.utils.data.random_split(DATA, [200, 40], generator=torch.Generator().manual_seed(seed))
+        if kind == "nested":
+            return torch.utils.data.Subset(part, range(100))
+        return torch.utils.data.ConcatDataset([rest, part]) if kind == "concat" else part
+
+    def run(transport: LocalTransport, seed: int) -> int:
+        model = nn.Linear(6, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = Session(model, optimizer, Config(batch_size=16, mega_batch=80), transport=transport)
+        data = parts(seed)
+        # What else differs between ranks does not count.
+        data.root = f"/scratch/{transport.rank}"
+        num_samples = 0
+        for batch in session.loader(data) if kind == "loader" else session.batches(data):
+            with session.step(batch):
+                num_samples += batch.num_samples
+        return num_samples
+
+    said = "checksum of the Subset's indices is .* split it with one seed on all ranks"
+    with pytest.raises(AgreedError, match=said):
+        LocalWorld(2).run(lambda t: run(t, seed=t.rank))
+    assert sum(LocalWorld(2).run(lambda t: run(t, seed=7))) == len(parts(7))
+
+
+def test_subsets_with_indices_of_any_kind_are_taken() -> None:
+    rows = list(range(0, 240, 2))
+    for indices in ([range(0, 240, 2), rows], [np.array(rows), torch.tensor(rows)], [rows, np.array(rows, dtype=np.int32)]):
+        LocalWorld(2).run(lambda t, kinds=indices: agree_on_data(t, torch.utils.data.Subset(DATA, kinds[t.rank])))
+    named = torch.utils.data.Subset({"a": 1}, ["a"])  # type: ignore[type-var]
+    LocalWorld(2).run(lambda t: agree_on_data(t, named))
