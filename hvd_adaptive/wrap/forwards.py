@@ -86,7 +86,7 @@ class Tracer(TorchFunctionMode):
         self._depth = 0
         self._own_reduction = self._mean_seen = False
         self._hooks: list[Any] = []
-        self._tape = Tape()
+        self._tape = Tape(lambda tensor: self._kind(tensor) is Kind.SUM)
 
     def train(self, parameters: list[Tensor]) -> None:
         """Adds parameters that an optimizer trains: modules that own some are of interest."""
@@ -109,6 +109,8 @@ class Tracer(TorchFunctionMode):
         """Stops following; what was found stays."""
         if self._watching and self._own_reduction and not self._mean_seen:
             self.findings.add(Reason.NONE_LOSS)
+        if self._watching and self._tape.holds_state():
+            self.findings.add(Reason.HELD)
         self._watching = False
         self._pause()
         self._made.clear()
@@ -304,10 +306,10 @@ class Tracer(TorchFunctionMode):
 
     def _judge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Looks at what backward is called on."""
-        value = args[0] if args else kwargs.get("tensors", ())
-        for tensor in [value] if isinstance(value, Tensor) else list(value):
+        for tensor in tensors_in([args[0] if args else kwargs.get("tensors", ())]):
             self.num_backwards += 1
             kind = self._kind(tensor)
+            self._tape.ends_in(tensor)
             reason = Reason.UNKNOWN_LOSS if kind is None else losses.REASONS.get(kind)
             if reason is not None:
                 self.findings.add(reason)

@@ -19,7 +19,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hvd_adaptive.algorithm.shares import integer_shares
 from hvd_adaptive.wrap.decisions import leaves_out_samples
-from hvd_adaptive.wrap.fingerprint import fingerprint
+from hvd_adaptive.wrap.fingerprint import contents, fingerprint
 from hvd_adaptive.wrap.graphs import Heads
 from hvd_adaptive.wrap.kept_batches import FirstBatches
 from hvd_adaptive.wrap.reasons import Reason
@@ -83,6 +83,7 @@ class Loader:
         self.reasons: set[Reason] = set()
         self._loader = weakref.ref(loader)
         self._fingerprint: int | None = None
+        self._contents: int | None = None
         self.fractions: tuple[float, ...] | None = None
         self.smallest = self.smallest_seen = 1
         self.num_steps = self.num_shared = self.num_repeated = 0
@@ -112,15 +113,19 @@ class Loader:
 
     def was_followed(self) -> None:
         """Takes note that a later pass has begun with a followed batch. Short passes may do so several times in an interval."""
+        self._contents = None
         if self.num_steps >= self.followed_from:
             self._followed_after = min(2 * self._followed_after, _MOST_FOLLOWED_AFTER)
         self.followed_from = max(self.followed_from, self.num_steps) + self._followed_after
 
     def fingerprint(self) -> int:
-        """Returns a checksum of what its data set held when this was first asked for."""
+        """Returns a checksum of what its data set held when this was first asked for, and holds since a pass was followed."""
+        dataset = getattr(self._loader(), "dataset", None)
         if self._fingerprint is None:
-            self._fingerprint = fingerprint(getattr(self._loader(), "dataset", None))
-        return self._fingerprint
+            self._fingerprint = fingerprint(dataset)
+        if self._contents is None:
+            self._contents = contents(dataset)
+        return self._fingerprint ^ self._contents
 
 
 class KnownLoaders:

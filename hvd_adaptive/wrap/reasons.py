@@ -31,8 +31,8 @@ class Reason(enum.Enum):
         "would count alike"
     )
     DATASET = (
-        "its data set differs between ranks (split by rank, or at random without a seed), so a sample's number means another "
-        "sample on another rank"
+        "its data set differs between ranks (split by rank, or at random without a seed, or written to), so a sample's number "
+        "means another sample on another rank"
     )
     FETCHED_AHEAD = "the script fetches batches ahead of computing on them, skips some, or takes several for one backward"
     INTERLEAVED = "batches of several loaders go into one step"
@@ -73,6 +73,10 @@ class Reason(enum.Enum):
         "a forward makes or reshapes a tensor for the script's batch size, without asking how many samples there are"
     )
     KEPT = "the script keeps its batches, and may train on them again: the shares of other ranks then are not known"
+    HELD = (
+        "the script keeps values of the rank's own samples in a tensor, by their numbers or in a queue, and its loss uses that: "
+        "with other shares samples come to ranks that do not have theirs"
+    )
     RATES = "the ranks' learning rates differ: the script may set them on some ranks only, or by samples that a rank saw"
     DROPPED = "its collate_fn leaves out samples, so that a batch may hold fewer than its weight is for"
     CLIPPED = (

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hvd_adaptive.wrap.held_values import HeldValues
 from hvd_adaptive.wrap.losses import plain_name, rows_dim
 from hvd_adaptive.wrap.sizes import is_size
 
@@ -41,6 +42,7 @@ _MOST_SAMPLES, _FIRST = 8, 1 / 3
 _MOST_CALLS, _MOST_S = 50_000, 5.0
 # Numbers of weights and the like that are copied for that, and of what is made of the samples.
 _MOST_CONSTANT, _MOST_MADE = 100_000_000, 30_000_000
+_GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")}
 
 
@@ -73,9 +75,14 @@ class _Call(NamedTuple):
 
 
 class Tape:
-    """The functions of one batch."""
+    """The functions of one batch.
 
-    def __init__(self) -> None:
+    Args:
+        is_sum: whether a tensor is a sum over the batch's samples, or over parts of each.
+    """
+
+    def __init__(self, is_sum: Callable[[Tensor], bool] = lambda tensor: False) -> None:
+        self._is_sum = is_sum
         self.begin((), 0)
 
     def begin(self, batch: Iterable[Tensor], num_samples: int) -> None:
@@ -89,6 +96,11 @@ class Tape:
         self._given: dict[int, Tensor] = {}
         # By id: others, as they are computed with.
         self._constants: dict[int, Tensor] = {}
+        # Gradients of a mean over the batch, which grow as it gets smaller.
+        self._scaled: set[int] = set()
+        self._losses: list[int] = []
+        self._ends_in_sum = False
+        self._held = HeldValues()
         self._is_whole, self._is_after = num_samples > 1, False
         self._left_s = _MOST_S
         for tensor in batch:
@@ -115,6 +127,13 @@ class Tape:
                 self._add_rows(tensor)
         is_made = any(tensor in self._slots for tensor in _tensors((args, kwargs)))
         results = list(_tensors(result)) if func is not Tensor.__setitem__ else [args[0]]
+        if (name == "grad" or func == _GRADIENT) and self._take_gradients(func, args, kwargs, results):
+            self._is_whole = True
+            return
+        if not is_made:
+            self._held.made(results, of=_tensors((args, kwargs)))
+        elif args and isinstance(args[0], Tensor) and args[0] not in self._slots and _writes(func, kwargs):
+            self._held.written(args[0])
         if name in _RANDOM:
             for tensor in results if is_made or self._num_samples in getattr(result, "shape", ()) else ():
                 self._add_rows(tensor)
@@ -126,6 +145,38 @@ class Tape:
                 self._given |= dict(zip(slots, results, strict=True))
         # It would need the graph, or writes to what the script has.
         self._is_whole = name != "grad" and kwargs.get("out") is None and len(self._calls) < _MOST_CALLS
+
+    def _take_gradients(self, func: Any, args: Any, kwargs: Any, results: list[Tensor]) -> bool:
+        """Takes note of gradients with respect to samples; returns whether they are all of that kind."""
+        if func == _GRADIENT:
+            inputs, is_mean = [args[0]], not self._ends_in_sum
+        else:
+            outputs, inputs = (list(_tensors(part)) for part in (args + tuple(kwargs.values()))[:2])
+            is_mean = any(output.numel() == 1 and not self._is_sum(output) for output in outputs)
+        of_samples = [rows_dim(tensor, self._num_samples) == 0 and tensor in self._slots for tensor in inputs]
+        if not results or len(results) != len(inputs) or not all(of_samples):
+            return False
+        for tensor in results:
+            self._add_rows(tensor)
+            if is_mean:
+                self._scaled.add(self._slots[tensor])
+        return True
+
+    def ends_in(self, loss: Tensor) -> None:
+        """Takes note of a loss that backward is called on."""
+        self._ends_in_sum = self._is_sum(loss)
+        if loss in self._slots:
+            self._losses.append(self._slots[loss])
+
+    def holds_state(self) -> bool:
+        """Whether a loss was made of a tensor that was there before the batch, and the batch's values were written to that."""
+        wanted, used = set(self._losses), list[Tensor]()
+        for call in reversed(self._calls):
+            if not wanted.isdisjoint(call.slots):
+                leaves = list(_leaves((call.args, call.kwargs)))
+                wanted.update(leaf.number for leaf in leaves if isinstance(leaf, _Slot))
+                used.extend(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return self._held.are_in(used)
 
     def gives(self, tensors: Iterable[Tensor]) -> None:
         """Takes note of what a forward gives."""
@@ -189,6 +240,7 @@ class Tape:
             # Several rows of a sample may stand together, or all first ones before the second ones.
             raise Unclear
         values = {slot: self._part(tensor, start, stop, changed) for slot, tensor in leaves.items() if slot in last}
+        values |= {slot: values[slot] * (self._num_samples / (stop - start)) for slot in self._scaled & values.keys()}
 
         def unpack(value: Any) -> Any:
             if isinstance(value, _Slot):

@@ -15,8 +15,12 @@ EQUAL = {
     "sharpness": Reason.OWN_GRADIENTS,
     "fgm": Reason.OWN_GRADIENTS,
     "functional": Reason.OWN_GRADIENTS,
+    "by_gradient": Reason.MIXED,
+    "x_grad": Reason.MIXED,
+    "bank": Reason.HELD,
+    "queue": Reason.HELD,
 }
-SHARED = ["unused_head", "two_losses", "normalized", "perturbed"]
+SHARED = ["unused_head", "two_losses", "normalized", "perturbed", "of_sum", "counted"]
 
 
 @pytest.mark.mpi(2, timeout=300)

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from hvd_adaptive.algorithm.shares import integer_shares
-from hvd_adaptive.wrap.fingerprint import fingerprint
+from hvd_adaptive.wrap.fingerprint import contents, fingerprint
 from hvd_adaptive.wrap.reasons import Reason, mask, unmask
 from hvd_adaptive.wrap.sampling import checksum, find_union, take_share
 
@@ -159,3 +159,13 @@ def test_data_sets_are_told_apart_by_what_they_hold() -> None:
     splits = [random_split(TensorDataset(x), [900, 100])[0] for _ in range(2)]
     assert fingerprint(splits[0]) != fingerprint(splits[1])
     assert fingerprint(object()) == fingerprint(3) == 0
+
+
+def test_what_a_script_writes_into_its_data_set_changes_the_contents() -> None:
+    data = TensorDataset(torch.arange(20.0), torch.zeros(20))
+    part, before = Subset(data, range(10)), contents(data)
+    of_part = contents(part)
+    part.num_read = 3  # type: ignore[attr-defined]
+    assert contents(part) == of_part and contents(object()) == 0
+    data.tensors[1][7] = 1.0
+    assert contents(data) != before and contents(part) != of_part

@@ -104,7 +104,54 @@ def perturbed(x, y):
     optimizer.step()
 
 
+def by_size(x, y):
+    """Adversarial samples by gradients of a mean, which are smaller in a larger batch."""
+    x.requires_grad_()
+    if mode == "x_grad":
+        F.nll_loss(model(x), y).backward(inputs=[x])
+        gradient = x.grad
+    else:
+        (gradient,) = torch.autograd.grad(F.nll_loss(model(x), y), x)
+    F.nll_loss(model((x + 5 * gradient).detach()), y).backward()
+    optimizer.step()
+
+
+def of_sum(x, y):
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(F.nll_loss(model(x), y, reduction="sum"), x)
+    F.nll_loss(model((x + 5 * gradient).detach()), y).backward()
+    optimizer.step()
+
+
+bank, queue, counts = torch.zeros(10, 10).double(), torch.randn(10, 12).double(), torch.zeros(10, 10)
+
+
+def held(x, y):
+    """What a rank's own samples gave before: by number, or the last ones; or only counted."""
+    out = model(x)
+    loss = F.nll_loss(out, y)
+    if mode == "bank":
+        loss = loss + F.mse_loss(out, bank[y])
+    if mode == "queue":
+        loss = loss + 0.1 * (out @ queue.clone().detach()).square().mean()
+    loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        if mode == "bank":
+            bank[y] = out.detach()
+        if mode == "queue":
+            queue[:, : len(x)] = out.detach().t()
+        if mode == "counted":
+            counts[y, out.argmax(1)] += 1
+
+
 STEPS = {
+    "by_gradient": by_size,
+    "x_grad": by_size,
+    "of_sum": of_sum,
+    "bank": held,
+    "queue": held,
+    "counted": held,
     "sharpness": sharpness,
     "fgm": fgm,
     "functional": functional,
