@@ -2,21 +2,24 @@
 
 Merges are collective, so they happen where plain Horovod would have every rank, too: at a counted number of the optimizer's
 steps (``synchronize`` calls, which a rank makes even where its GradScaler leaves the step out), at the end of a pass of a
-loader that ends together on all ranks, and before ``eval()`` and ``state_dict()`` where all ranks meet.
+loader that ends together on all ranks, when all ranks have called ``hvd.join()``, and before ``eval()`` and ``state_dict()``
+where all ranks meet.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from hvd_adaptive.comm.protocols import Collectives
+from hvd_adaptive.comm.protocols import Collectives, Store
 from hvd_adaptive.exchange.known_names import KnownNames
 from hvd_adaptive.wrap.loaders import Handed, IndexStream
 from hvd_adaptive.wrap.meeting import Meetings
@@ -24,6 +27,8 @@ from hvd_adaptive.wrap.merging import MergeLog, Merger
 from hvd_adaptive.wrap.run_options import BadOptions, RunConfig
 
 _OWNER = "_hvd_adaptive_local"
+# How long a rank stands where other ranks may come, too; one that is only slow comes within a step.
+_PATIENCE_S = 60.0
 
 
 @dataclass
@@ -148,6 +153,27 @@ class LocalSteps:
         """Makes the merges that are due, and those of a pass that is over. COLLECTIVE."""
         self._merge([m for m in self._active() if m.is_due or (stream is not None and m.stream is stream and m.num_calls)])
 
+    def joining(self) -> None:
+        """This rank calls hvd.join()."""
+        if self._meetings is not None:
+            self._meetings.joining()
+
+    def joined(self) -> None:
+        """All ranks have called hvd.join(), after different numbers of steps and merges: merges, so that they count alike from
+        here and have one model. COLLECTIVE."""
+        # Those that were missed are not counted alike.
+        self._num_merges = 0
+        if not self._logs or not self._optimizers:
+            return
+        owners = [None if (optimizer := ref()) is None else getattr(optimizer, _OWNER) for ref in self._optimizers]
+        mergers = [None if owner is None else owner.merger for owner in owners]
+        # One that the script has dropped may be gone on some ranks only.
+        here = torch.tensor([float(merger is not None) for merger in mergers], dtype=torch.float64)
+        world = self._make_world()
+        self._run(lambda: world.allreduce_sum_(here, name="joined"))
+        everywhere = [m for m, count in zip(mergers, here.tolist(), strict=True) if m is not None and count == world.world_size]
+        self._merge(everywhere, have_joined=True)
+
     def goes_on(self) -> None:
         """The script goes on to a step, or to a wait for other ranks."""
         if self._meetings is not None and not self._merging:
@@ -182,9 +208,11 @@ class LocalSteps:
         self._merge(mergers)
         return True
 
-    def meet_through(self, meetings: Meetings | None) -> None:
-        """Sets how ranks find out whether all have come to the same point; None: they cannot."""
-        self._meetings = meetings
+    def meet_through(self, store: Store | None, world_size: int) -> None:
+        """Sets through what ranks find out whether all have come to the same point; None: they cannot, unless they could."""
+        if store is not None and self._meetings is None:
+            patience_s = min(_PATIENCE_S, self._config.stall_limit_s)
+            self._meetings = Meetings(store, world_size=world_size, patience_s=patience_s)
 
     def over(self) -> None:
         """The script has ended on this rank."""
@@ -237,6 +265,13 @@ class LocalSteps:
             self._note(f"no local steps: {error}; this optimizer averages gradients as in plain Horovod")
             self._stop_finding()
             return False
+        except RuntimeError as error:
+            if "not supported with Join" not in str(error):
+                raise
+            raise RuntimeError(
+                "a rank has called hvd.join() before this optimizer's first step, in which local steps need every rank: see to "
+                "it that each rank has a batch in the first epoch, or run the script with --strategy sync"
+            ) from None
         assert owner.merger is not None
         self._logs.append(owner.merger.log)
         self._stop_finding()
@@ -261,9 +296,9 @@ class LocalSteps:
     def _active(self) -> list[Merger]:
         return [owner.merger for owner in self._owners() if owner.merger is not None]
 
-    def _merge(self, mergers: list[Merger]) -> None:
+    def _merge(self, mergers: list[Merger], *, have_joined: bool = False) -> None:
         for merger in mergers:
-            self._run(merger.merge)
+            self._run(functools.partial(merger.merge, have_joined=have_joined))
             self._num_merges += 1
         if self._meetings is not None:
             self._meetings.merged(self._num_merges)

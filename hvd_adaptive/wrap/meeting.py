@@ -15,9 +15,11 @@ from hvd_adaptive.comm.protocols import Store
 _POLL_S = 0.5e-3
 # Positions since the last merge count in the low bits, so that ranks that count differently agree again after a merge.
 _MERGE_BITS = 32
+# Calls of hvd.join(), which each rank makes as often as the others, count above the merges, of which it misses some.
+_JOIN_BITS = 64
 _FARTHEST = "position.farthest"
 # Beyond all positions: a rank whose script is over.
-_OVER = 1 << 61
+_OVER = 1 << 128
 
 
 class Meetings:
@@ -44,6 +46,7 @@ class Meetings:
         self._patience_s = patience_s
         self._clock = clock
         self._position = 0
+        self._num_joins = 0
         self._asked_at = -1
         # The farthest position of any rank, as far as this rank knows.
         self._farthest = ""
@@ -56,9 +59,14 @@ class Meetings:
         """Takes note of a merge, after which all ranks are at the same point.
 
         Args:
-            num_merges: merges so far, the same on every rank.
+            num_merges: merges so far, or since the last hvd.join(); the same on every rank.
         """
-        self._move(max(self._position, num_merges << _MERGE_BITS))
+        self._move(max(self._position, (self._num_joins << _JOIN_BITS) + (num_merges << _MERGE_BITS)))
+
+    def joining(self) -> None:
+        """Takes note that this rank calls hvd.join(), beyond all points where the others may stand before theirs."""
+        self._num_joins += 1
+        self._move(self._num_joins << _JOIN_BITS)
 
     def over(self) -> None:
         """Takes note that this rank's script is over."""

@@ -45,6 +45,7 @@ class Round(MergeStats):
         checksum: of the global model after the merge before; 0: not looked at.
         generation: merges that this rank's global model has seen; fewer after hvd.join().
         period: steps to the next merge but one, as this rank proposes; 0: nothing yet.
+        steps_per_merge: steps to the next merge, as this rank knows.
         is_loaded: 1 if the script has loaded weights into the model.
     """
 
@@ -57,6 +58,7 @@ class Round(MergeStats):
     checksum: float = 0.0
     generation: float = 0.0
     period: float = 0.0
+    steps_per_merge: float = 0.0
     is_loaded: float = 0.0
 
 
@@ -217,8 +219,11 @@ class Merger:
                 base.copy_(tensor)
         self._round.is_loaded = 1.0
 
-    def merge(self) -> None:
+    def merge(self, *, have_joined: bool = False) -> None:
         """Merges the ranks' models. COLLECTIVE.
+
+        Args:
+            have_joined: all ranks have just called hvd.join(): one that has missed merges starts from the others' model.
 
         Raises:
             RuntimeError: on all ranks, if no rank's parameters are finite, or the ranks' global models differ.
@@ -228,24 +233,43 @@ class Merger:
         this.batch_size = max(this.num_samples / max(self.num_calls, 1), 1e-9)
         self._engine.measure_(this)
         this.num_calls, this.merge_s, this.checksum = self.num_calls, self._last_merge_s, self._checksum
-        this.generation, this.period = self._generation, self._proposal
+        this.generation, this.period, this.steps_per_merge = self._generation, self._proposal, self.log.steps_per_merge
         this.step_s = self._timed[1] * self.num_calls / num_timed if num_timed else 0.0
         delta_s = time.perf_counter() - begin
         gathered = self._gather(this)
         begin = time.perf_counter()
         # Of the ranks that have seen most merges, the first one's word counts; one that has joined has an empty row.
         root = int(np.argmax(np.where(gathered["present"] > 0, gathered["generation"], -1.0)))
-        self._agree_on_base(gathered, root)
+        counted = gathered
+        if have_joined and (stale := gathered["generation"] < gathered["generation"][root]).any():
+            # Steps from before the merges that were missed, towards a model that is no more.
+            gathered = {**gathered, **{name: np.where(stale, 0.0, gathered[name]) for name in ("num_updates", "is_loaded")}}
+            counted = {**gathered, "finite": np.where(stale, 0.0, gathered["finite"])}
+            self._agree_on_base(gathered, root)
+            if stale[self._world.rank]:
+                self._flat.restore_()
+                self._flat.compute_delta()
+        else:
+            self._agree_on_base(gathered, root)
         if gathered["num_updates"].sum():
-            self.log.weight = self._engine.weights(gathered)
+            self.log.weight = self._engine.weights(counted)
             self._engine.apply_(gathered, self.log.weight, present=gathered["present"] > 0)
+        elif have_joined:
+            # A rank that has missed merges has the others' floats by now, but not their counts of batches.
+            self._flat.buffers.undo_()
+            self._flat.buffers.start_(None)
+            self._flat.buffers.finish_()
         self._last_merge_s = delta_s + time.perf_counter() - begin
         self.log.merge_s += self._last_merge_s
         self.log.num_merges += 1
         self._generation = int(gathered["generation"][root]) + 1
-        self._set_period(gathered, root)
+        if have_joined:
+            # After different numbers of steps, which say nothing of a period.
+            self._proposal, self.log.steps_per_merge = (int(gathered[name][root]) for name in ("period", "steps_per_merge"))
+        else:
+            self._set_period(gathered, root)
         interval = self._config.hash_interval
-        self._checksum = self._global_checksum() if interval and self.log.num_merges % interval == 0 else 0
+        self._checksum = self._global_checksum() if interval and self._generation % interval == 0 else 0
         self._round, self._timed = Round(), [0, 0.0]
         self.num_calls, self.is_due = 0, False
 

@@ -6,13 +6,14 @@ All that ranks tell each other goes within synchronize, where Horovod needs ever
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from hvd_adaptive.comm.protocols import Store
 from hvd_adaptive.comm.script_world import ScriptWorld
 from hvd_adaptive.wrap.closing_report import Report, describe_optimizer
 from hvd_adaptive.wrap.compiled_modules import MicroBatches
@@ -22,7 +23,6 @@ from hvd_adaptive.wrap.left_out import tell_of_left_out
 from hvd_adaptive.wrap.loaders import IndexStream, KnownLoaders
 from hvd_adaptive.wrap.local_steps import LocalSteps
 from hvd_adaptive.wrap.long_waits import LongWaits
-from hvd_adaptive.wrap.meeting import Meetings, Store
 from hvd_adaptive.wrap.meter import Meter
 from hvd_adaptive.wrap.own_use import OwnUse
 from hvd_adaptive.wrap.process_sets import Refusal, is_over_set
@@ -31,9 +31,6 @@ from hvd_adaptive.wrap.run_options import BadOptions, RunConfig
 from hvd_adaptive.wrap.share_exchange import Shares
 from hvd_adaptive.wrap.share_weights import GradientWeights
 from hvd_adaptive.wrap.stopwatch import Emulation, Stopwatch, Stretch
-
-# How long a rank stands where other ranks may come, too; one that is only slow comes within a step.
-_PATIENCE_S = 60.0
 
 
 class Engine:
@@ -92,7 +89,6 @@ class Engine:
         # The pass that fed the last step.
         self._fed_by: IndexStream | None = None
         self._exchange_due = self._exchanging = False
-        self._meetings: Meetings | None = None
         self._waits = LongWaits()
 
     # -- of Horovod
@@ -114,10 +110,8 @@ class Engine:
         self._local.forget()
         for action in self.on_start:
             action()
-        store = self.find_store() if self.config.strategy == "local" and world_size > 1 else None
-        if store is not None and self._meetings is None:
-            self._meetings = Meetings(store, world_size=world_size, patience_s=min(_PATIENCE_S, self.config.stall_limit_s))
-        self._local.meet_through(self._meetings)
+        if self.config.strategy == "local" and world_size > 1:
+            self._local.meet_through(self.find_store(), world_size)
 
     def refuse(self, reason: Reason) -> None:
         """Takes note of something for which all shares must be equal."""
@@ -136,6 +130,8 @@ class Engine:
                 "Run the script without --compression, or with its own compression=hvd.Compression.fp16"
             )
         self.report.note(Reason.JOIN.value)
+        self._settle()
+        self._local.joining()
 
     def wrapped(self, text: str) -> None:
         """The script has wrapped an optimizer of a kind that is not intercepted."""
@@ -150,6 +146,8 @@ class Engine:
     def joined(self) -> None:
         """All ranks have joined, after different numbers of steps."""
         self._shares.meet()
+        with self._merging():
+            self._local.joined()
 
     def exchanged(self, what: str, tensors: list[Tensor]) -> None:
         """The script gives tensors to a collective."""
@@ -291,15 +289,9 @@ class Engine:
         """The script is about to validate or to save a model: merges it first, if all ranks are here."""
         if self._exchanging:
             return
-        mergers = self._local.looked_at(kind, module)
-        if not mergers:
-            return
-        self._exchanging = True
-        try:
-            with self._watch.waiting():
+        if mergers := self._local.looked_at(kind, module):
+            with self._merging():
                 self._local.merge_if_all_here(kind, mergers)
-        finally:
-            self._exchanging = False
 
     def loaded(self, module: nn.Module) -> None:
         """The script has loaded weights into a model."""
@@ -351,6 +343,15 @@ class Engine:
         self._settle(stream if stream.loader.ends_together else None)
 
     # -- inside
+
+    @contextmanager
+    def _merging(self) -> Iterator[None]:
+        self._exchanging = True
+        try:
+            with self._watch.waiting():
+                yield
+        finally:
+            self._exchanging = False
 
     def _wait(self, action: Callable[[], Any], what: object) -> Any:
         if not self._weights.are_needed:

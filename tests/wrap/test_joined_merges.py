@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 from hvd_adaptive.comm.script_world import ScriptWorld
 from hvd_adaptive.wrap.merging import Merger
 from hvd_adaptive.wrap.run_options import RunConfig
+
+SCRIPTS = Path(__file__).parent / "scripts"
 
 
 class Rank:
@@ -76,3 +80,52 @@ def test_a_broken_rank_beside_one_that_has_joined(num_ranks: int) -> None:
         weights = hvd.allgather(rank.weights()[None], name="weights")
         assert bool(weights.isfinite().all()) and all(torch.equal(weights[0], other) for other in weights[1:]), options
     hvd.shutdown()
+
+
+@pytest.mark.mpi(3, timeout=300)
+def test_a_rank_that_missed_merges_takes_over_the_others_model(num_ranks: int) -> None:
+    """Rank 0 joins with a step after the last merge that it saw; the others have a step or none after their last one."""
+    import horovod.torch as hvd
+
+    hvd.init()
+    for num_left in (0, 1):
+        for options in ({}, {"outer_step": "momentum", "outer_momentum": 0.5}, {"compression": "maxmin:8"}):
+            rank = Rank(hvd, **options)
+            rank.step()
+            rank.merger.merge()
+            rank.step()
+            if rank.rank:
+                rank.merger.merge()
+            base = rank.weights()
+            if rank.rank and num_left:
+                rank.step()
+            hvd.join()
+            rank.merger.merge(have_joined=True)
+            weights = hvd.allgather(rank.weights()[None], name="weights")
+            assert all(torch.equal(weights[0], other) for other in weights[1:]), (num_left, options)
+            if rank.rank and not num_left:
+                assert torch.equal(rank.weights(), base), options
+            elif rank.rank:
+                # Rank 0's step counts for nothing.
+                assert rank.merger.log.weight is not None and rank.merger.log.weight.tolist() == [0.0, 0.5, 0.5], options
+            assert len(set(hvd.allgather_object((rank.merger.num_calls, rank.merger.log.steps_per_merge)))) == 1, options
+            # Ranks whose models differ would be told of.
+            for _ in range(2):
+                rank.step()
+                rank.merger.merge()
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize(
+    "options", [["--mega-batch", "32"], ["--mega-batch", "48", "--merge-period", "auto", "--outer-step", "momentum"]]
+)
+def test_a_script_that_joins_in_each_epoch(options: list[str], run_job: Any) -> None:
+    """After each join the ranks count alike and have one model, and nobody waits for a rank that has joined."""
+    job = run_job(
+        [sys.executable, "-m", "hvd_adaptive", "run", "-np", "2", "--strategy", "local", "--hash-interval", "2", *options,
+         str(SCRIPTS / "joins.py")],
+        timeout=200,
+    )  # fmt: skip
+    assert job.returncode == 0, job.describe()
+    for rank in range(2):
+        assert f"rank {rank}: {[True] * 6}, stood alone 0 s" in job.stdout, job.describe()

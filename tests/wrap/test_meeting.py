@@ -83,6 +83,30 @@ def test_nobody_waits_for_a_rank_whose_script_is_over() -> None:
     assert run([everywhere, lambda meetings: [], slowly]) == [[False, False], [], [False, False]]
 
 
+def test_nobody_waits_for_a_rank_that_has_joined_and_all_meet_after_it() -> None:
+    """One rank misses two merges of the others, and they stand at a point meanwhile."""
+    have_joined = threading.Barrier(2)
+
+    def joins(meetings: Meetings, *, num_missed: int) -> list[bool]:
+        meetings.merged(1)
+        found = []
+        if num_missed:
+            for number in range(num_missed):
+                meetings.advance()
+                meetings.merged(2 + number)
+            meetings.advance()
+            found.append(meetings.all_here())
+        meetings.joining()
+        meetings.advance()
+        have_joined.wait(60)
+        meetings.merged(1)
+        meetings.advance()
+        return [*found, meetings.all_here()]
+
+    results = run([lambda meetings: joins(meetings, num_missed=2), lambda meetings: joins(meetings, num_missed=0)])
+    assert results == [[False, True], [True]]
+
+
 def test_a_rank_that_comes_too_late_finds_that_the_others_have_given_up() -> None:
     have_given_up = threading.Event()
 
