@@ -5,10 +5,15 @@ With unequal shares samples come to ranks that do not have theirs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from types import FrameType
 
 import torch
 from torch import Tensor
+
+# Who is on the way from a script's call to here.
+_WATCHERS = {__name__, *(f"hvd_adaptive.wrap.{name}" for name in ("tape", "forwards"))}
 
 
 class HeldValues:
@@ -23,13 +28,15 @@ class HeldValues:
 
     def written(self, tensor: Tensor) -> None:
         """Values of the batch, or places by them, are written to a tensor that is not made of the batch."""
-        if tensor.layout == torch.strided and not tensor.requires_grad:
+        if tensor.layout == torch.strided and not tensor.requires_grad and not _is_own_code():
             self._alive.append(tensor)
             self._written.add(_memory(tensor))
 
     def made(self, results: Iterable[Tensor], *, of: Iterable[Tensor]) -> None:
         """Tensors are made that are not of the batch."""
-        sources = {_memory(tensor) for tensor in of if tensor.layout == torch.strided}
+        given = [tensor for tensor in of if tensor.layout == torch.strided]
+        self._alive.extend(given)
+        sources = set(map(_memory, given))
         for tensor in results:
             if tensor.layout == torch.strided:
                 self._alive.append(tensor)
@@ -37,12 +44,25 @@ class HeldValues:
 
     def are_in(self, used: Iterable[Tensor]) -> bool:
         """Whether such a tensor, older than the batch, is among these or what they were made of."""
-        new = found = {_memory(tensor) for tensor in used if tensor.layout == torch.strided} if self._written else set()
+        # Parameters are moved by optimizers.
+        plain = [tensor for tensor in used if tensor.layout == torch.strided and not tensor.requires_grad]
+        new = found = set(map(_memory, plain)) if self._written else set()
         while new:
             new = {source for memory in new for source in self._sources.get(memory, ())} - found
             found = found | new
         # What was made in this batch, of no other tensor, holds nothing of an older one.
         return any(memory in found and self._sources.get(memory) != set() for memory in self._written)
+
+
+def _is_own_code() -> bool:
+    """Whether it is this package that calls a function of torch's, as within a merge."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name not in _WATCHERS and not name.startswith("torch."):
+            return name.startswith("hvd_adaptive.")
+        frame = frame.f_back
+    return False
 
 
 def _memory(tensor: Tensor) -> int:
