@@ -240,17 +240,15 @@ class Merger:
         begin = time.perf_counter()
         # Of the ranks that have seen most merges, the first one's word counts; one that has joined has an empty row.
         root = int(np.argmax(np.where(gathered["present"] > 0, gathered["generation"], -1.0)))
-        counted = gathered
-        if have_joined and (stale := gathered["generation"] < gathered["generation"][root]).any():
+        counted, stale = gathered, have_joined & (gathered["generation"] < gathered["generation"][root])
+        if stale.any():
             # Steps from before the merges that were missed, towards a model that is no more.
             gathered = {**gathered, **{name: np.where(stale, 0.0, gathered[name]) for name in ("num_updates", "is_loaded")}}
             counted = {**gathered, "finite": np.where(stale, 0.0, gathered["finite"])}
-            self._agree_on_base(gathered, root)
-            if stale[self._world.rank]:
-                self._flat.restore_()
-                self._flat.compute_delta()
-        else:
-            self._agree_on_base(gathered, root)
+        self._agree_on_base(gathered, root)
+        if stale[self._world.rank]:
+            self._flat.restore_()
+            self._flat.compute_delta()
         if gathered["num_updates"].sum():
             self.log.weight = self._engine.weights(counted)
             self._engine.apply_(gathered, self.log.weight, present=gathered["present"] > 0)

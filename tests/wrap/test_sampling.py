@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     DistributedSampler,
     RandomSampler,
     Subset,
@@ -21,6 +22,7 @@ from torch.utils.data import (
 
 from hvd_adaptive.algorithm.shares import integer_shares
 from hvd_adaptive.wrap.fingerprint import contents, fingerprint
+from hvd_adaptive.wrap.loaders import Loader
 from hvd_adaptive.wrap.reasons import Reason, mask, unmask
 from hvd_adaptive.wrap.sampling import checksum, find_union, take_share
 
@@ -159,6 +161,14 @@ def test_data_sets_are_told_apart_by_what_they_hold() -> None:
     splits = [random_split(TensorDataset(x), [900, 100])[0] for _ in range(2)]
     assert fingerprint(splits[0]) != fingerprint(splits[1])
     assert fingerprint(object()) == fingerprint(3) == 0
+
+
+def test_the_checksums_of_a_loaders_data_set_do_not_cancel_each_other() -> None:
+    found = set()
+    for last in range(3, 9):
+        loader = DataLoader(TensorDataset(torch.tensor([1.0, 2.0, float(last)])))
+        found.add(Loader(loader, 1).fingerprint())
+    assert len(found) == 6
 
 
 def test_what_a_script_writes_into_its_data_set_changes_the_contents() -> None:
