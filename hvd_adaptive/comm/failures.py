@@ -20,6 +20,8 @@ LEFT_EARLY_S = 5.0
 ENDED = ("", "Z", "X")
 # All ranks inside one collective may also be a large model on a slow link, so give that ten times as long.
 PATIENT_LIMITS = 10
+# In different ones they wait for ever; one that has just got the last bytes of the first may be in the next, so not at once.
+APART_LIMITS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class Beat:
         host: its host's name.
         pid: its process id on that host.
         space: where that id means this process, see `process_space`; empty where unknown.
+        place: the collective that it waits in; empty where it has no name, and where it does not wait.
     """
 
     count: int
@@ -43,6 +46,7 @@ class Beat:
     host: str
     pid: int
     space: str = ""
+    place: str = ""
 
     def encode(self) -> bytes:
         """Returns the beat as JSON."""
@@ -59,7 +63,8 @@ class Beat:
             return None
         values = parse_json(data)
         kinds: dict[str, Any] = {
-            "count": int, "phase": str, "phase_s": (int, float), "what": str, "host": str, "pid": int, "space": str
+            "count": int, "phase": str, "phase_s": (int, float), "what": str, "host": str, "pid": int, "space": str,
+            "place": str,
         }  # fmt: skip
         if not isinstance(values, dict) or values.keys() != kinds.keys():
             raise ValueError(f"not a heartbeat: {data[:200]!r}")
@@ -79,12 +84,17 @@ class Sighting:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One failed rank (of "deadlocked": the first of all), and for how many seconds it has been so."""
+    """One failed rank (of "deadlocked": the first of all), and for how many seconds it has been so.
+
+    Attributes:
+        apart: of "deadlocked": another rank, which waits in another collective; None if none is known to.
+    """
 
     kind: FaultKind
     rank: int
     for_s: float
     beat: Beat | None
+    apart: tuple[int, Beat] | None = None
 
 
 def find_fault(sightings: Sequence[Sighting], limit_s: float) -> Fault | None:
@@ -116,8 +126,12 @@ def find_fault(sightings: Sequence[Sighting], limit_s: float) -> Fault | None:
         idle_s, rank, beat = max(working, key=lambda item: item[0])
         if idle_s >= (limit_s if waits else PATIENT_LIMITS * limit_s):
             return Fault(kind="stuck", rank=rank, for_s=idle_s, beat=beat)
-    if len(waits) == len(sightings) and min(waits) >= PATIENT_LIMITS * limit_s:
-        return Fault(kind="deadlocked", rank=sightings[0].rank, for_s=min(waits), beat=beats[0][1])
+    if len(waits) == len(sightings):
+        named = [(rank, beat) for rank, beat in beats if beat.place]
+        apart = next(((rank, beat) for rank, beat in named if beat.place != named[0][1].place), None)
+        first = beats[0] if apart is None else named[0]
+        if min(waits) >= (PATIENT_LIMITS if apart is None else APART_LIMITS) * limit_s:
+            return Fault(kind="deadlocked", rank=first[0], for_s=min(waits), beat=first[1], apart=apart)
     return None
 
 
@@ -185,6 +199,13 @@ def describe(fault: Fault, *, reporter: int, host: str, limit_s: float, state: s
         text = (
             f"{where} left early: it ended {fault.for_s:.1f} s ago while others wait for it; look at its "
             "output for the reason: all ranks must take the same number of rounds and leave together"
+        )
+    elif fault.apart is not None and beat is not None:
+        other, there = fault.apart
+        text = (
+            f"all ranks are deadlocked: {where} has waited in {beat.place!r} for {fault.for_s:.1f} s or more, and rank {other} "
+            f"on {there.host} (pid {there.pid}) in {there.place!r}. Every rank must call the same collectives in the same order: "
+            f"look for one that only some ranks call, as under `if rank == 0`, or in a loop that one of them left; {stack}"
         )
     else:
         text = (

@@ -43,6 +43,7 @@ class _State(NamedTuple):
     phase: Phase
     what: str
     since_s: float
+    place: str = ""
 
 
 class Heartbeat:
@@ -135,20 +136,21 @@ class Heartbeat:
         self._state = _State("working", what or self._state.what, self._awake_s)
 
     @contextlib.contextmanager
-    def waiting(self, what: str = "") -> Iterator[None]:
+    def waiting(self, what: str = "", *, for_all: bool = True) -> Iterator[None]:
         """Marks a block in which this rank waits for others; leaving it is progress. May be nested.
 
         In other threads it does nothing: their waiting keeps the main thread from nothing.
 
         Args:
             what: what it waits for, in a few words; empty keeps the last words.
+            for_all: for all ranks. Else others may properly wait elsewhere meanwhile.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         outer = self._state
         if outer.phase != "waiting":
-            self._state = _State("waiting", what or outer.what, self._awake_s)
+            self._state = _State("waiting", what or outer.what, self._awake_s, what if for_all else "")
         try:
             yield
         finally:
@@ -220,7 +222,7 @@ class Heartbeat:
         self._over.set()
 
     def _beat(self, store: TCPStore) -> None:
-        phase, what, since_s = self._state
+        phase, what, since_s, place = self._state
         self._num_beats += 1
         beat = Beat(
             count=self._num_beats,
@@ -230,6 +232,7 @@ class Heartbeat:
             host=self._host,
             pid=self._pid,
             space=self._space,
+            place=place[:200],
         )
         key = self._key(self._rank)
         store.set(key, self._side.seal.close(key, beat.encode()))  # type: ignore[arg-type]

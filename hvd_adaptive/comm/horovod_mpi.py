@@ -169,7 +169,7 @@ class HorovodMpiTransport(WatchedWorld):
                     )
             if other == color:
                 mine = self._process_sets[members]
-        return HorovodCollectives(self._hvd, mine, self.waiting)
+        return HorovodCollectives(self._hvd, mine, self.waiting_in_group)
 
     def distributed_optimizer(
         self,

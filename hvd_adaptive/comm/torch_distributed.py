@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -150,7 +151,7 @@ class TorchTransport(WatchedWorld):
         group = dist.new_group(backend=self._backends, timeout=_FOREVER) if self._on_gpus else host_group
         self._gather = gather
         self._own_groups = [own for own in {host_group, group} if own is not dist.group.WORLD]
-        self._world = self._collectives(group)
+        self._world = self._collectives(group, self.waiting)
         self.start()
         atexit.register(self.leave)
 
@@ -158,8 +159,8 @@ class TorchTransport(WatchedWorld):
     def _backends(self) -> str:
         return "cpu:gloo,cuda:nccl" if self._on_gpus else "gloo"
 
-    def _collectives(self, group: Any) -> TorchCollectives:
-        return TorchCollectives(group, self._workers[-1], self.waiting, self._end_broken, on_gpus=self._on_gpus)
+    def _collectives(self, group: Any, waiting: Callable[[str], AbstractContextManager[None]]) -> TorchCollectives:
+        return TorchCollectives(group, self._workers[-1], waiting, self._end_broken, on_gpus=self._on_gpus)
 
     def describe(self) -> dict[str, Any]:
         """Returns, for people, the world's size and what carries its tensors."""
@@ -196,7 +197,7 @@ class TorchTransport(WatchedWorld):
         if not self._on_gpus:
             # What waits for another island must not hold up what is inside this one. NCCL's groups are to take turns.
             self._workers.append(_worker())
-        return self._collectives(mine)
+        return self._collectives(mine, self.waiting_in_group)
 
     def distributed_optimizer(
         self,

@@ -117,6 +117,10 @@ class WatchedWorld:
     def waiting(self, what: str = "") -> AbstractContextManager[None]:
         return self.heartbeat.waiting(what)
 
+    def waiting_in_group(self, what: str = "") -> AbstractContextManager[None]:
+        """As `waiting`, for some of the ranks only."""
+        return self.heartbeat.waiting(what, for_all=False)
+
     def progress(self, what: str = "") -> None:
         self.heartbeat.progress(what)
 

@@ -277,8 +277,7 @@ class Session:
                 from a callable in ``records``, and the run ends there.
         """
         self._stats.stop = 1.0
-        # Others may have asked before, and all ranks end then.
-        self._stop = self._stop or agreed
+        self._stop = self._stop or agreed  # Others may have asked before, and all ranks end then.
 
     def progress(self, what: str) -> None:
         """Tells the heartbeats that this rank gets on with ``what``, as text; for work of your own between batches that others
@@ -288,7 +287,8 @@ class Session:
     def gather(self, value: Any) -> list[Any]:
         """Returns every rank's value, of any kind that pickle knows, in rank order: to score a test set together. COLLECTIVE."""
         self._handed_out.check_open()
-        return self.transport.allgather_object(value)
+        with self.transport.waiting("session.gather"):
+            return self.transport.allgather_object(value)
 
     def register_state(self, name: str, value: Stateful, *, shared: bool = False) -> None:
         """Makes an object of your own part of the checkpoints: a scheduler, a moving average. Before any is loaded.

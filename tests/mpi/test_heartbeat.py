@@ -140,12 +140,13 @@ def test_a_rank_that_leaves_early(run_ranks, rank):
     assert_named(result, "left early", rank)
 
 
-def test_ranks_that_wait_for_each_other(run_ranks):
-    # Two limits and not ten, so that a longer one takes no longer.
+@pytest.mark.parametrize(("place", "where"), [("stage {rank}", "in 'stage 0' for"), ("stage", "waiting 'stage' for")])
+def test_ranks_that_wait_for_each_other(run_ranks, place, where):
+    # Two limits and not ten in one place, so that a longer one takes no longer.
     patience = "from hvd_adaptive.comm import failures; failures.PATIENT_LIMITS = 2"
-    behaviour = f"{patience}\nwith beat.waiting(f'stage {{rank}}'): comm.recv(source=1 - rank)"
+    behaviour = f"{patience}\nwith beat.waiting(f'{place}'): comm.recv(source=1 - rank)"
     result = run_ranks(behaviour, limit_s=5.0)
-    assert "all ranks are deadlocked" in result.stderr, result.describe()
+    assert "all ranks are deadlocked" in result.stderr and where in result.stderr, result.describe()
     assert result.returncode != 0
     assert not result.timed_out
 

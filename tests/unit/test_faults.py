@@ -61,6 +61,27 @@ def test_verdicts(ranks, verdict):
     assert judge(*ranks) == verdict
 
 
+@pytest.mark.parametrize(
+    ("places", "for_s", "verdict"),
+    [
+        (("gathering", "round", "round"), 21, (0, 1)),
+        (("", "gathering", "round"), 21, (1, 2)),
+        (("gathering", "round"), 19, None),
+        # Some of the ranks only, as in an island, or in the same collective: a large model on a slow link looks the same.
+        (("", "round"), 99, None),
+        (("round", "round"), 99, None),
+    ],
+)
+def test_ranks_that_wait_in_different_collectives(places, for_s, verdict):
+    beats = [dataclasses.replace(make_beat("waiting", for_s), place=place) for place in places]
+    fault = find_fault([Sighting(rank=rank, beat=beat, silent_s=0.0) for rank, beat in enumerate(beats)], 10.0)
+    assert (fault and (fault.kind, fault.rank, fault.apart[0])) == (verdict and ("deadlocked", *verdict))
+    if fault:
+        text = describe(fault, reporter=0, host="a", limit_s=10, state=None)
+        assert f"rank {verdict[0]} on node7 (pid 4242) has waited in 'gathering' for 21.0 s or more" in text
+        assert f"rank {verdict[1]} on node7 (pid 4242) in 'round'" in text
+
+
 def test_a_rank_that_never_beat():
     sightings = [Sighting(rank=0, beat=make_beat(), silent_s=0.0), Sighting(rank=1, beat=None, silent_s=10.0)]
     fault = find_fault(sightings, 10.0)
