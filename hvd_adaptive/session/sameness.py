@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import logging
 import zlib
 from typing import Any
 
@@ -13,13 +14,18 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from hvd_adaptive.comm.protocols import Collectives, agree, agree_equal
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.device_copies import host_bytes, memory_of
 from hvd_adaptive.engine.flat_model import check_kinds, model_hash
 from hvd_adaptive.engine.shards import describe_type, local, shard_number
+
+log = logging.getLogger(__name__)
+
+# Values of a data set's tensors that are compared, and the part of them that is equal where ranks hold the same.
+_NUM_PROBES, _ALIKE = 64, 0.9
 
 
 def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -106,8 +112,8 @@ def agree_on_start(transport: Collectives, config: Config, model: nn.Module, opt
 
 
 def agree_on_data(transport: Collectives, dataset: Any) -> None:
-    """Compares the lengths of the ranks' data sets, and the rows of torch's subsets. COLLECTIVE. What a data set holds besides
-    may differ, as paths and caches do.
+    """Compares the lengths of the ranks' data sets, the rows of torch's subsets, and some values of its tensors, other ones of
+    which are warned of. COLLECTIVE. What a data set holds besides may differ, as paths and caches do.
 
     Raises:
         AgreedError: on all ranks, if something differs.
@@ -121,6 +127,28 @@ def agree_on_data(transport: Collectives, dataset: Any) -> None:
             "generator=torch.Generator().manual_seed(0)), and not by rank: the session shares the samples out"
         )
     agree_equal(transport, values, f"{remedy}.")
+    own = _probes(dataset)
+    every = transport.allgather_array(np.array([*own, *[0.0] * (_NUM_PROBES - len(own))]))
+    # Rounding differs between hosts.
+    others = [rank for rank, row in enumerate(every) if np.isclose(row, every[0], rtol=1e-3, equal_nan=True).mean() < _ALIKE]
+    if others and transport.rank == 0:
+        log.warning(
+            "ranks %s hold other values in their tensors of samples than rank 0, so this trains some samples of each rank's data "
+            "and never the rest: give every rank the same data. Where they are made at random, call torch.manual_seed(0) first",
+            others,
+        )
+
+
+def _probes(dataset: Any) -> list[float]:
+    """Returns at most ``_NUM_PROBES`` values of the tensors of a TensorDataset, also within subsets, spread over each."""
+    if isinstance(dataset, Subset):
+        return _probes(dataset.dataset)
+    if not isinstance(dataset, TensorDataset) or not (tensors := [t for t in dataset.tensors if t.numel()]):
+        return []
+    most = max(1, _NUM_PROBES // len(tensors))
+    flats = [t.detach().reshape(-1) for t in tensors]
+    values = [flat[:: -(-flat.numel() // most)].real.double().tolist() for flat in flats]
+    return [value for part in values for value in part][:_NUM_PROBES]
 
 
 def _checksum_of_rows(dataset: Any, checksum: int) -> int:

@@ -219,3 +219,17 @@ def test_subsets_with_indices_of_any_kind_are_taken() -> None:
         LocalWorld(2).run(lambda t, kinds=indices: agree_on_data(t, torch.utils.data.Subset(DATA, kinds[t.rank])))
     named = torch.utils.data.Subset({"a": 1}, ["a"])  # type: ignore[type-var]
     LocalWorld(2).run(lambda t: agree_on_data(t, named))
+
+
+def test_tensors_with_other_values_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    def made_by(seed: int, factor: float = 1.0) -> torch.utils.data.Dataset[Any]:
+        x = torch.randn(100, 6, generator=torch.Generator().manual_seed(seed))
+        return torch.utils.data.Subset(torch.utils.data.TensorDataset(factor * x, torch.arange(100) % 2), range(50))
+
+    # Hosts round differently.
+    LocalWorld(3).run(lambda t: agree_on_data(t, made_by(1, 1 + 1e-6 * t.rank)))
+    assert not caplog.records
+    LocalWorld(3).run(lambda t: agree_on_data(t, made_by(t.rank // 2)))
+    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
+        "ranks [2] hold other values in their tensors of samples than rank 0"
+    ]
