@@ -18,7 +18,7 @@ from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.flat_model import check_trainable
 from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.engine.strategy import OwnState
-from hvd_adaptive.strategies.sync_optimizer import detach
+from hvd_adaptive.strategies.sync_optimizer import detach, start_state_
 from hvd_adaptive.strategies.synchronous import FixedWorkStrategy, SynchronousClock
 
 
@@ -38,6 +38,7 @@ class HorovodStrategy(FixedWorkStrategy):
         self._trainable = [p.requires_grad for p in model.parameters()]
         transport.broadcast_([*(p.detach() for p in model.parameters()), *model.buffers()])
         self._own, self.optimizer = optimizer, transport.distributed_optimizer(optimizer, model)
+        start_state_(self.optimizer, optimizer, transport)
         self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
         self._clock = SynchronousClock(
             self.optimizer,

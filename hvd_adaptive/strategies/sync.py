@@ -33,7 +33,7 @@ from hvd_adaptive.engine.touched_rows import sparse_parameters
 from hvd_adaptive.engine.weighted_gradient import GradientWeight
 from hvd_adaptive.exchange.gradients import GradientExchange
 from hvd_adaptive.strategies.exactness import check_forward, what_breaks_equality
-from hvd_adaptive.strategies.sync_optimizer import Exchanger, HorovodExchanger, SyncOptimizer
+from hvd_adaptive.strategies.sync_optimizer import Exchanger, HorovodExchanger, SyncOptimizer, start_state_
 from hvd_adaptive.strategies.synchronous import FixedWorkStrategy, SynchronousClock
 
 log = logging.getLogger(__name__)
@@ -104,6 +104,7 @@ class SyncStrategy(FixedWorkStrategy):
                 backward_passes=config.accumulation_steps,
                 auto_bits=config.auto_bits,
             )
+        start_state_(wrapped, optimizer, transport)
         # Steps that the shares do not know yet, and samples and seconds of those that are over.
         self._num_uncounted = 0
         self._measured: list[tuple[int, float]] = []

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.exchange.gradients import TOO_LATE, GradientExchange
 
@@ -77,6 +78,33 @@ class _Never(dict[Any, Any]):
 
     def __missing__(self, key: Any) -> Any:
         return self._value
+
+
+@torch.no_grad()
+def start_state_(wrapped: Any, own: Optimizer, transport: Collectives) -> None:
+    """Has an optimizer go on from the state that rank 0's own one holds, as the model is rank 0's. COLLECTIVE.
+
+    Args:
+        wrapped: Horovod's, which begins without a state; or ``own``.
+        own: what it wraps; other ranks' gets rank 0's state.
+        transport: the world.
+    """
+    parameters = [p for group in own.param_groups for p in group["params"]]
+    entries = {(n, name): value for n, p in enumerate(parameters) for name, value in own.state.get(p, {}).items()}
+    outline = {key: (v.shape, v.dtype, v.is_cpu) if isinstance(v, Tensor) else [v] for key, v in entries.items()}
+    first = transport.allgather_object(None if transport.rank else outline)[0]
+    if transport.rank:
+        own.state.clear()
+        for (number, name), spec in first.items():
+            parameter = parameters[number]
+            if isinstance(spec, tuple):
+                shape, dtype, on_host = spec
+                value = torch.empty(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+            else:
+                (value,) = spec
+            own.state[parameter][name] = entries[number, name] = value
+    transport.broadcast_([entries[key] for key, spec in first.items() if isinstance(spec, tuple)])
+    wrapped.state.update(own.state)
 
 
 def detach(wrapped: Any, own: Optimizer) -> None:

@@ -455,3 +455,29 @@ def test_the_baseline_takes_the_same_loop_and_exchanges_gradients_once(num_ranks
     expected = number * sum(p.nbytes for p in model.parameters() if p.requires_grad)
     assert sum(record.payload_bytes for record in records) == expected
     session.close()
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize(("strategy", "name"), [("sync", "horovod"), ("sync", "torch"), ("horovod", "horovod")])
+def test_a_second_session_goes_on_with_the_optimizers_state(strategy: str, name: str, use_backend: Any) -> None:
+    """Rank 0's, as the model is: ranks that have trained by themselves have states of their own."""
+    backend = use_backend(name)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for number in range(2):
+        session = Session(model, optimizer, Config(strategy=strategy, batch_size=10, backend=backend, hash_interval=1))
+        state = list(session.optimizer.state_dict()["state"].values())
+        assert [float(entries["step"]) for entries in state] == [13.0, 13.0] * number
+        moments = session.gather([entries[key] for entries in state for key in ("exp_avg", "exp_avg_sq")])
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(*moments, strict=True))
+        for batch in session.batches(TensorDataset(torch.ones(200, 6).double(), torch.zeros(200).long())):
+            with session.step(batch):
+                session.optimizer.zero_grad()
+                nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+                session.optimizer.step()
+        session.close()
+        for _ in range(3 if session.rank == 0 else 1):
+            optimizer.zero_grad()
+            (model(torch.ones(2, 6).double()) * (session.rank + 1)).sum().backward()
+            optimizer.step()
