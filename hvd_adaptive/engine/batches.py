@@ -66,6 +66,7 @@ class Batch:
     _parts: list[Batch] | None = None
     _weigh: Callable[[Batch], None] | None = None
     _num_handed: int = 0
+    _is_over: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -98,6 +99,7 @@ class Batch:
         Raises:
             RuntimeError: if the step did without some of them.
         """
+        self._is_over = True
         if self._parts is None:
             return
         if self._num_handed < len(self._parts):

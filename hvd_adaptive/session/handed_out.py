@@ -103,10 +103,10 @@ class HandedOut:
             )
 
     def begin(self, batch: Batch) -> None:
-        """Takes note that the loop computes a batch; it may do so later than the next one, and more than once.
+        """Takes note that the loop computes a batch; it may do so later than the next one.
 
         Raises:
-            TypeError: for what is no batch. RuntimeError: if the session is closed.
+            TypeError: for what is no batch. RuntimeError: if the session is closed, or the batch's step is over.
         """
         if not isinstance(batch, Batch):
             raise TypeError(
@@ -115,11 +115,18 @@ class HandedOut:
             )
         if self.is_closed:
             self.check_open()
+        if batch._is_over:
+            raise RuntimeError(
+                f"rank {self._rank}: the step of batch {batch.number} (rows {_shown(batch.rows)}) is over, got a second "
+                "session.step for it, and its samples would count twice: do all that you do with a batch within one "
+                "session.step. To add up gradients set micro_batch_size, or accumulation_steps with strategy 'sync'"
+            )
         self._waiting.pop(batch.number, None)
 
     def take_back(self, batch: Batch, stats: RoundStats) -> None:
         """Takes note that a batch's samples will come again."""
         stats.handed_samples -= batch.num_samples
+        batch._is_over = True
 
     def end_round(self, stats: RoundStats, round_number: int, *, num_updates: int) -> None:
         """Names what the loop has left out. Before the ranks meet: with steps that all make together they may not.

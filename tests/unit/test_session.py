@@ -476,7 +476,7 @@ def test_with_steps_that_all_make_together_it_is_named_at_once(caplog: pytest.Lo
     assert "the other ranks wait for its gradients" in caplog.text
 
 
-def test_batches_may_be_computed_later_and_more_than_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_batches_may_be_computed_later(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = make_model()
     session = Session(
@@ -486,7 +486,7 @@ def test_batches_may_be_computed_later_and_more_than_once(caplog: pytest.LogCapt
     for batch in session.batches(DATA, num_epochs=1):
         waiting.append(batch)
         if len(waiting) == 5:
-            for later in [*waiting, waiting[0]]:
+            for later in waiting:
                 with session.step(later):
                     session.optimizer.zero_grad()
                     nn.functional.cross_entropy(model(later.x), later.y).backward()
@@ -828,3 +828,18 @@ def test_the_outer_step_follows_the_optimizer_and_options_without_one_are_refuse
     assert of(2, adam, overlap_merge=True)[0] == of(2, adam, logical_ranks=4)[0] == "none"
     with pytest.raises(AgreedError, match=r"outer_momentum 0.5 needs outer_step momentum .* or cautious, got .* with Adagrad"):
         of(2, adagrad, outer_momentum=0.5)
+
+
+@pytest.mark.parametrize("strategy", ["local", "sync", "horovod"])
+def test_a_second_step_of_a_batch_is_refused(strategy: str) -> None:
+    session = Session(
+        model := make_model(), torch.optim.SGD(model.parameters(), lr=0.1), Config(strategy=strategy), transport=LocalTransport()
+    )
+    batch = next(session.batches(DATA))
+    # A step that failed may be made again.
+    with pytest.raises(OSError, match="no file"), session.step(batch):
+        raise OSError("no file")
+    with session.step(batch):
+        pass
+    with pytest.raises(RuntimeError, match=r"rank 0: the step of batch 1 \(rows .* is over"), session.step(batch):
+        pass
