@@ -41,6 +41,9 @@ from hvd_adaptive.exchange.compressed import CompressedSum
 
 log = logging.getLogger(__name__)
 
+# Rounds in a row in which a rank loses all its work to NaN or Inf, after which the job ends.
+_MOST_BROKEN = 10
+
 
 @dataclass(slots=True)
 class MergeStats(Statistics):
@@ -148,6 +151,7 @@ class Merge:
                 flat, self.outer, transport, config, self._forget, history=self._history, threaded=beside_steps
             )
         self.num_rows = 0
+        self._num_broken = np.zeros(1)
         self.who = "ranks" if transport.rank == 0 else None
 
     @staticmethod
@@ -244,8 +248,13 @@ class Merge:
             gathered: as for :meth:`weights`.
             weights: from there.
             present: False for a rank that has called hvd.join(), which takes part in plain sums only; None: all are here.
+
+        Raises:
+            AgreedError: on all ranks, if one's parameters were not finite in ten rounds in a row.
         """
         start = time.perf_counter()
+        finite = (gathered["finite"] > 0) | (False if present is None else ~present)
+        self._count_broken(finite, gathered["num_updates"] > 0)
         flat, rank = self.flat_model, self._transport.rank
         convex = weights / weights.sum()
         if self._base is not None and not self._base.settle_(gathered["base"], who=self.who):
@@ -276,10 +285,21 @@ class Merge:
             self.rows.observe(time.perf_counter() - start, flat.payload_bytes)
         self._merge_state(gathered, own_buffers, everyone=everyone)
         self._within_round = False
-        finite = gathered["finite"] > 0
         if self.who is not None:
-            warn_of_broken(finite if present is None else finite | ~present, self.who)
+            warn_of_broken(finite, self.who)
             warn_of_outliers((gathered["outlier"] > 0) & (weights == 0), who=self.who)
+
+    def _count_broken(self, finite: NDArray[np.bool_], works: NDArray[np.bool_]) -> None:
+        """Raises AgreedError if a rank has lost all its work for too long; rounds in which it had none do not count."""
+        before = self._num_broken if len(self._num_broken) == len(finite) else np.zeros(len(finite))
+        self._num_broken = np.where(finite & works, 0, before + ~finite)
+        if (self._num_broken >= _MOST_BROKEN).any():
+            what = "ranks" if self.config.island is None else "islands"
+            broken = np.flatnonzero(self._num_broken >= _MOST_BROKEN).tolist()
+            raise AgreedError(
+                f"{what} {broken} had NaN or Inf in their parameters in {_MOST_BROKEN} rounds in a row, so that nothing they "
+                "computed was merged: look at their data and devices, or lower the learning rate"
+            )
 
     def _merge_state(self, gathered: Gathered, weight: float, *, everyone: bool) -> None:
         averages = self.state_rule == "average" and everyone

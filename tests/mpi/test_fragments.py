@@ -160,3 +160,22 @@ def test_a_resume_with_fragments_on_the_way_has_the_same_bits(backend: str) -> N
     second = check_session(transport, stop_at=8, state=first["state"], **options)
     assert second["hash"] == whole["hash"] != first["hash"]
     transport.close()
+
+
+@pytest.mark.mpi(2, timeout=200)
+@pytest.mark.parametrize("options", [{}, {"merge_fragments": 2}, {"merges_per_round": 2}], ids=str)
+def test_a_rank_that_is_never_finite_ends_the_job_on_all(options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+    config = Config(batch_size=8, mega_batch=64, dispatch="equal", **options)
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    x = torch.randn(640, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with pytest.raises(AgreedError, match=r"^ranks \[1\] had NaN or Inf in their parameters in 10 rounds in a row"):  # noqa: PT012
+        for batch in session.batches(TensorDataset(x, (x.sum(dim=1) > 0).long()), num_epochs=3):
+            with session.step(batch):
+                session.optimizer.zero_grad()
+                # Rank 1 has one good round at first: what counts is in a row.
+                broken = session.rank == 1 and session.round != 3
+                (nn.functional.cross_entropy(model(batch.x), batch.y) * (float("nan") if broken else 1.0)).backward()
+                session.optimizer.step()
+    assert session.round == 13
+    session.transport.close()
