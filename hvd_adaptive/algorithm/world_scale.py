@@ -59,6 +59,17 @@ def scaled_config(config: Config, world_size: int) -> Config:
     return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
 
 
+def global_batch_size(config: Config, world_size: int) -> int:
+    """Returns the samples of a step over all ranks, with strategy ``sync`` or ``horovod``.
+
+    Args:
+        config: as the user gave it.
+        world_size: number of ranks, >= 1.
+    """
+    scaled = scaled_config(config, world_size)
+    return scaled.global_batch_size or scaled.batch_size * world_size
+
+
 def lr_factor(config: Config, world_size: int) -> float:
     """Returns the factor on the learning rate of ``sync`` and ``horovod``.
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hvd_adaptive.cluster.last_checkpoint import directory_name, newest_checkpoint, number_of
+from hvd_adaptive.cluster.last_checkpoint import directory_name, find_checkpoints, number_of
 from hvd_adaptive.comm.protocols import AgreedError, agree, long_task
 from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.session.resume import Identity, find_candidates, load_newest_valid, set_aside_newer
@@ -106,8 +106,7 @@ class Checkpointer:
         self.folder = Path(folder)
         # In the store. Ranks may reach one folder by several names, of any bytes.
         self._name = session.transport.allgather_object(secrets.token_hex(8))[0]
-        self._interval = interval
-        self._keep = keep
+        self._interval, self._keep = interval, keep
         self._identity = Identity.of(session, data=data or {}, options=options or {})
         self._may_change = may_change
         self._files = files
@@ -116,13 +115,11 @@ class Checkpointer:
         # Tensors of the last checkpoint by file and name, or of none yet, to be overwritten by the next.
         self._copies: dict[str, dict[str, Tensor]] = {}
         self._reserving: threading.Thread | None = None
-        self._attempt = 0
-        self._due_from = (0, 0.0)
-        self._newest: tuple[int, Path] | None = None
+        self._attempt, self._due_from = 0, (0, 0.0)
+        self._written: list[Path] = []
         self._failure = ""
         self._owner = owner or FolderOwner(self.folder, session.transport.host)
-        self._copy_s = self._write_s = 0.0
-        self._last_copy_s = self._last_write_s = 0.0
+        self._copy_s = self._write_s = self._last_copy_s = self._last_write_s = 0.0
         if interval != 0:
             remedy = "run directory on storage that all hosts share, or switch checkpoints off with an interval of 0"
             check_shared_folder(self.folder, session.transport, remedy)
@@ -170,8 +167,8 @@ class Checkpointer:
                 error = f"checkpoints newer than {path} cannot be set aside: {failure}"
         agree(session.transport, error)
         self._due_from = (session.round, session.train_s)
-        if session.rank == 0 and (newest := newest_checkpoint(self.folder)) is not None:
-            self._newest = (number_of(newest), newest)
+        if session.rank == 0:
+            self._written = find_checkpoints(self.folder)[::-1]
         return path
 
     def save(self) -> bool:
@@ -198,7 +195,7 @@ class Checkpointer:
             AgreedError: on all ranks, if the last round could not be saved.
         """
         self.wait()
-        newest = self._newest[0] if self._newest else 0
+        newest = number_of(self._newest) if self._newest else 0
         gather = self._session.gather
         if self._interval != 0 and gather(newest)[0] < self._session.round and not self.save():
             why, newest_now = gather((self._failure, self._describe_newest()))[0]
@@ -213,7 +210,12 @@ class Checkpointer:
     def _describe_newest(self) -> str:
         if self._session.rank:
             return f"the newest checkpoint is in {self.folder}"
-        return f"the newest checkpoint is {self._newest[1] if self._newest else 'none'}"
+        return f"the newest checkpoint is {self._newest or 'none'}"
+
+    @property
+    def _newest(self) -> Path | None:
+        """The newest one that nobody has removed; on rank 0."""
+        return next((path for path in reversed(self._written) if path.exists()), None)
 
     def _report(self, stats: RoundStats) -> None:
         if not self._attempt and self._session.rank == 0:
@@ -285,8 +287,6 @@ class Checkpointer:
         if not self._has_room(state):
             self._failure = "there is no room for it"
             return
-        if session.rank == 0:
-            self._owner.take()
         if self._reserving is not None:
             self._reserving.join()
         parts = []
@@ -296,8 +296,9 @@ class Checkpointer:
         part = checkpoint.part_of(self.folder / directory_name(session.round), self._attempt)
         added, error = [], None
         try:
-            part.mkdir(exist_ok=True)
+            part.mkdir(parents=True, exist_ok=True)  # Somebody may have removed the folder.
             if session.rank == 0:
+                self._owner.take()
                 for file in self._files():
                     checkpoint.add_file(part, file)
                     added.append(part / file.name)
@@ -387,11 +388,11 @@ class Checkpointer:
             checkpoint.remove(part)
             log.error(
                 "checkpoint of round %d was not written: %s. The run goes on; the newest checkpoint is %s.",
-                round_number, self._failure, self._newest[1] if self._newest else "none",
+                round_number, self._failure, self._newest or "none",
             )  # fmt: skip
         else:
             self.counts.written += 1
-            self._newest = (round_number, path)
+            self._written = [*self._written[-self._keep :], path]
             try:
                 checkpoint.prune(self.folder, self._keep)
             except OSError as failure:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvd_adaptive.algorithm.world_scale import global_batch_size
 from hvd_adaptive.cluster.last_checkpoint import find_checkpoints, number_of
 from hvd_adaptive.comm.protocols import AgreedError, Transport, agree_equal, long_task
 from hvd_adaptive.config import Config
@@ -148,6 +149,8 @@ def load_newest_valid(
                 digest, _ = compare_models(session.model, session.transport, buffers=session.config.strategy != "horovod")
                 remedy = f"Do all hosts see the same files in {path}?"
                 agree_equal(session.transport, {"model after the resume": digest}, remedy)
+                if session.rank == 0:
+                    _tell_of_batch(manifest, session)
                 return path, manifest
         refusals.append(f"checkpoint refused: {error}")
         if session.rank == 0:
@@ -155,6 +158,22 @@ def load_newest_valid(
     raise AgreedError(
         "\n".join([*refusals, "no valid checkpoint is left: restore one, or start anew without resume and in another folder"])
     )
+
+
+def _tell_of_batch(manifest: dict[str, Any], session: Session) -> None:
+    """Logs that the samples of a step have followed the number of ranks, where no option says that they may."""
+    config, num_then, num_now = session.config, manifest["world_size"], session.world_size
+    if config.strategy not in ("sync", "horovod") or config.reference_ranks is not None:
+        return
+    theirs = {name: manifest["options"].get(name, getattr(config, name)) for name in ("reference_ranks", "elastic_batch")}
+    then = global_batch_size(dataclasses.replace(config, **theirs), num_then)
+    now = global_batch_size(config, num_now)
+    if now != then:
+        log.warning(
+            "the global batch is %d samples with %d rank%s, and was %d with %d: the learning rate may not fit it. Set "
+            "reference_ranks=%d to keep it (elastic_batch says how).",
+            now, num_now, "s" * (num_now > 1), then, num_then, theirs["reference_ranks"] or num_then,
+        )  # fmt: skip
 
 
 def _choose(path: Path, transport: Transport, identity: Identity) -> tuple[dict[str, Any] | None, str | None]:

@@ -181,6 +181,9 @@ def commit(part: Path, final: Path, files: dict[str, Written], content: dict[str
     }
     manifest = part / MANIFEST
     try:
+        for name in files:
+            # Another host may have made a folder of its own, where a disk that all had shared is gone.
+            (part / name).stat()
         with manifest.open("x", encoding="utf-8") as file:
             json.dump({**body, "sha256": _digest(body)}, file, indent=1)
             sync_file(file)

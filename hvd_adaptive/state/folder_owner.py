@@ -34,12 +34,13 @@ class FolderOwner:
         self._has_taken = False
 
     def take(self) -> bool:
-        """Takes the folder over, at the first call; where the disk was full, at the first that finds room.
+        """Takes the folder over, at the first call; where the disk was full, at the first that finds room; again, where somebody
+        has removed it.
 
         Returns:
             Whether that is done.
         """
-        if self._has_taken:
+        if self._has_taken and self._path.exists():
             return True
         part = self._path.with_name(f"{OWNER}.{os.getpid()}")
         # On a full disk whatever else is written says so.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -19,7 +20,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hvd_adaptive import Checkpointer, Config, Session
+from hvd_adaptive.comm import connect
 from hvd_adaptive.comm.protocols import AgreedError
+from hvd_adaptive.comm.threads import LocalTransport
 from hvd_adaptive.state import checkpoint
 from hvd_adaptive.state.checkpoint import find_checkpoints
 from hvd_adaptive.xmc import run_directory
@@ -351,3 +354,60 @@ def test_what_cannot_be_resumed_is_left_as_it_was(train: Any, shared_tmp_path: P
         assert files() == before
     # The default, named.
     train(*OPTIONS, "--epochs", "1", "--resume", "auto", "--weight-decay", "0")
+
+
+@pytest.mark.mpi(2)
+def test_a_folder_that_is_removed_in_a_run_is_made_again(shared_tmp_path: Path) -> None:
+    folder = shared_tmp_path / "run" / "checkpoints"
+    model = nn.Linear(6, 2)
+    config = Config(batch_size=8, mega_batch=100)
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    checkpoints = Checkpointer(session, folder, interval=1)
+    told = []
+
+    def remove(record: Any) -> None:
+        checkpoints.wait()
+        if session.gather(session.round)[0] in (2, 4) and session.rank == 0:
+            shutil.rmtree(folder.parent)
+            told.append(checkpoints._describe_newest())
+        session.gather(None)
+
+    session.records.append(remove)
+    for batch in session.batches(TensorDataset(torch.ones(400, 6), torch.zeros(400).long()), num_epochs=1):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+            session.optimizer.step()
+    # The last one was removed after it was written.
+    counts = checkpoints.close()
+    assert (counts.written, counts.failed) == (5, 0) and session.round == 4
+    assert sorted(path.name for path in folder.iterdir()) == [".owner", "round-00000004"]
+    assert told == ["the newest checkpoint is none"] * 2 * (session.rank == 0)
+    session.close()
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("strategy", ["sync", "horovod"])
+def test_a_global_batch_that_a_resume_changes_is_told_with_what_keeps_it(
+    strategy: str, shared_tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport = connect(stall_limit_s=60, backend="horovod")
+
+    def resume(world: Any, **options: Any) -> int:
+        model = nn.Linear(6, 2)
+        config = Config(strategy=strategy, batch_size=8, **options)
+        session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=world)
+        checkpoints = Checkpointer(session, shared_tmp_path / "checkpoints", interval=1)
+        if checkpoints.resume() is None:
+            checkpoints.save()
+        return session._strategy.round_unit
+
+    if transport.rank == 0:
+        resume(LocalTransport())
+        assert "the global batch" not in caplog.text
+    transport.rendezvous("saved")
+    assert resume(transport, reference_ranks=1) == 8 and "the global batch" not in caplog.text
+    assert resume(transport) == 16
+    told = "the global batch is 16 samples with 2 ranks, and was 8 with 1: the learning rate may not fit it. Set reference_ranks=1"
+    assert caplog.text.count(told) == (transport.rank == 0)
+    transport.close()

@@ -644,7 +644,9 @@ def test_saving_on_demand(tmp_path: Path) -> None:
     assert checkpoints.save() and checkpoints.save()
     assert [path.name for path in checkpoint.find_checkpoints(tmp_path)] == ["round-00000000"]
     shutil.rmtree(tmp_path)
+    tmp_path.write_text("")
     assert not checkpoints.save() and checkpoints.counts.failed == 1
+    tmp_path.unlink()
     with pytest.raises(ValueError, match="interval must be >= 0"):
         Checkpointer(session, tmp_path, interval=-1)
     with pytest.raises(ValueError, match="keep must be >= 1"):
@@ -767,3 +769,12 @@ def test_the_first_checkpoint_finds_its_memory_after_the_first_round(tmp_path: P
     run(1, tmp_path, interval=3, num_epochs=2, on_round=look)
     # Called before the checkpointer's own callable: what it did after the first round is seen after the second.
     assert not places[0] and places[1] and places[1] == places[2] == places[3]
+
+
+def test_a_file_that_is_on_another_disk_makes_no_checkpoint(tmp_path: Path) -> None:
+    """As where a disk that all hosts had shared is gone, and each has made the folder on its own."""
+    part = tmp_path / ".part-1-round-00000001"
+    part.mkdir()
+    with pytest.raises(FileNotFoundError, match=r"rank-0001\.safetensors"):
+        checkpoint.commit(part, tmp_path / "round-00000001", {"rank-0001.safetensors": checkpoint.Written(1, "")}, {})
+    assert checkpoint.find_checkpoints(tmp_path) == []
