@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvd_adaptive.cli.early_checks import check_compression_early
 from hvd_adaptive.cli.fields import fields_of
 from hvd_adaptive.cli.option_sources import (
     read_environment,
@@ -60,7 +59,6 @@ def run_config(
         config = RunConfig(**typed({**variables, **from_file, **given}, fields))
         if config.slowdown is not None:
             parse_slowdown(config.slowdown)
-        check_compression_early(config.merging(), environment)
     num_ranks = getattr(options, "num_ranks", None) or read_launcher(environment).world_size
     if num_ranks is not None:
         check_shares(config.shares, num_ranks)
@@ -136,7 +134,7 @@ def make_engine(config: RunConfig, comm: Any) -> Any:
         comm=comm,
         make_emulation=None if slowdown is None else lambda size: Slowdown(slowdown, world_size=size),
         clock=time.perf_counter if slowdown is None else lambda: compute_seconds(torch.device("cpu")),
-        describe=lambda module: what_breaks_equality(module, loss_reduction="mean"),
+        describe=lambda module: what_breaks_equality(module, loss_reduction="mean", in_step=True),
     )
 
 

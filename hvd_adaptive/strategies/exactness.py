@@ -9,7 +9,7 @@ from hvd_adaptive.comm.protocols import AgreedError
 _LISTED = 3
 
 
-def what_breaks_equality(model: nn.Module, *, loss_reduction: str) -> list[str]:
+def what_breaks_equality(model: nn.Module, *, loss_reduction: str, in_step: bool = False) -> list[str]:
     """Returns one sentence a kind of layer that makes a step over N ranks differ from one rank's with the same global batch.
 
     Found by the layers' types: a functional dropout, a random augmentation or a loss with class weights is not seen.
@@ -17,10 +17,13 @@ def what_breaks_equality(model: nn.Module, *, loss_reduction: str) -> list[str]:
     Args:
         model: its layers are looked at as they are now.
         loss_reduction: ``mean`` or ``sum``.
+        in_step: the model trains, so a layer in evaluation mode is meant to be.
     """
     found: dict[str, list[str]] = {}
     for name, layer in model.named_modules():
-        kind = _kind(layer, loss_reduction)
+        # Without statistics of its own BatchNorm takes the batch's in any mode.
+        is_at_rest = in_step and not layer.training and getattr(layer, "running_mean", layer) is not None
+        kind = None if is_at_rest else _kind(layer, loss_reduction)
         if kind:
             found.setdefault(kind, []).append(name or type(layer).__name__)
     sentences = []

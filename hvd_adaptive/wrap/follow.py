@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from hvd_adaptive.wrap.forward_hook import watch_forwards
-from hvd_adaptive.wrap.forwards import Place, Tracer
+from hvd_adaptive.wrap.forwards import Tracer
 from hvd_adaptive.wrap.loaders import Handed, IndexStream, Loader
+from hvd_adaptive.wrap.places import Place
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.tensors import tensors_in
 
@@ -289,28 +290,18 @@ class Follower:
         if self.stream is not stream or not self._is_backward:
             return
         loader = stream.loader
-        if loader.is_traced:
-            self._take_later(loader)
-        elif self._tracer.num_forwards:
-            loader.num_followed += 1
-            loader.is_traced = loader.num_followed >= _ENOUGH_TRACES
+        if self._tracer.num_forwards:
+            if not loader.is_traced:
+                loader.num_followed += 1
+                loader.is_traced = loader.num_followed >= _ENOUGH_TRACES
             loader.reasons |= self._tracer.findings
-            loader.smallest = max(loader.smallest, self._tracer.least_samples)
+            loader.smallest_seen = max(loader.smallest_seen, self._tracer.least_samples)
             if not self._tracer.num_backwards:
                 loader.reasons.add(Reason.UNKNOWN_LOSS)
-            for module in self._tracer.places:
+            for module in self._tracer.called():
                 self._look_at_layers(module, loader)
-        elif loader.num_traces == _MOST_TRACES and not loader.reasons:
+        elif not loader.is_traced and loader.num_traces == _MOST_TRACES and not loader.reasons:
             loader.reasons.add(Reason.NO_FORWARD)
-
-    def _take_later(self, loader: Loader) -> None:
-        """Takes note of what a batch showed that was followed again in a later pass."""
-        if not self._tracer.num_forwards:
-            return
-        loader.reasons |= self._tracer.findings
-        if not self._tracer.num_backwards:
-            loader.reasons.add(Reason.UNKNOWN_LOSS)
-        loader.smallest_seen = max(loader.smallest_seen, self._tracer.least_samples)
 
     def _candidates(self) -> list[IndexStream]:
         """The passes that may feed the next backward, the latest last."""
@@ -365,7 +356,7 @@ class Follower:
         for layer in module.modules():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm):
                 # Normalizing one sample of a training batch is an error in torch.
-                loader.smallest = max(loader.smallest, 2)
+                loader.smallest_seen = max(loader.smallest_seen, 2)
                 if type(layer).__name__ == "SyncBatchNorm":
                     loader.reasons.add(Reason.SYNC_BATCH_NORM)
         for sentence in self._describe(module):
@@ -376,7 +367,7 @@ class Follower:
         # With equal shares the script may do what it likes.
         if not any(stream.weight_differs for stream in self._streams):
             return
-        places, candidates = self._tracer.places.get(module), self._candidates()
+        places, candidates = self._tracer.possible_places.get(module), self._candidates()
         if not places or not candidates:
             return
         tensors = find_tensors()

@@ -29,22 +29,11 @@ from hvd_adaptive.wrap.forward_hook import ForwardHook
 from hvd_adaptive.wrap.losses import Kind
 from hvd_adaptive.wrap.own_gradients import OwnGradients
 from hvd_adaptive.wrap.picks import goes_through_batch, number_of_pick
+from hvd_adaptive.wrap.places import Place, packed_in, places_of
 from hvd_adaptive.wrap.rates import sets_rate_by_size
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.tape import Tape
 from hvd_adaptive.wrap.tensors import tensors_in
-
-_SHAPES = {Tensor.size, Tensor.shape.__get__}  # type: ignore[attr-defined]
-_COUNTS = {Tensor.numel, Tensor.nelement}
-_SIZES = {*_SHAPES, *_COUNTS, Tensor.__len__}
-# Functions that are given a size, not data.
-_FACTORIES = {
-    torch.empty, torch.zeros, torch.ones, torch.full, torch.eye, torch.arange, torch.linspace, torch.range,
-    torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal,
-}  # fmt: skip
-
-# Where a forward's batch size stands: the number of the tensor among its arguments, the dimension, and samples a row.
-Place = tuple[int, int, int]
 
 
 class Tracer(TorchFunctionMode):
@@ -56,6 +45,7 @@ class Tracer(TorchFunctionMode):
         num_backwards: losses that backward was called on.
         places: the modules that own trained parameters and are called by the script itself, and where the batch size stands in
             their arguments.
+        possible_places: and all dimensions as long as the batch.
         least_samples: how many samples a batch must have for those that the script takes by their number.
         root: the module that the script itself has called, while its forward is under way.
         gradients: what watches for changes of gradients that Horovod has not averaged yet.
@@ -67,6 +57,9 @@ class Tracer(TorchFunctionMode):
         self.num_forwards = self.num_backwards = 0
         self.least_samples = 1
         self.places: weakref.WeakKeyDictionary[nn.Module, set[Place]] = weakref.WeakKeyDictionary()
+        # Modules without any, as a teacher or a frozen part, and their parts.
+        self._untrained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.possible_places: weakref.WeakKeyDictionary[nn.Module, set[Place]] = weakref.WeakKeyDictionary()
         self._trained = WeakTensorKeyDictionary()
         self.gradients = OwnGradients(self._trained)
         self._entered = False
@@ -92,6 +85,11 @@ class Tracer(TorchFunctionMode):
         """Adds parameters that an optimizer trains: modules that own some are of interest."""
         for parameter in parameters:
             self._trained[parameter] = True
+
+    def called(self) -> list[nn.Module]:
+        """Returns the modules that the script has called itself."""
+        parts = {part for module in self._untrained for part in module.modules() if part is not module}
+        return [*self.places, *(module for module in self._untrained if module not in parts)]
 
     def begin(self, batch: Any, num_samples: int) -> None:
         """Begins to follow a batch."""
@@ -149,13 +147,13 @@ class Tracer(TorchFunctionMode):
         if not self._is_followed():
             if self._watching and self.root is not None and torch.is_grad_enabled():
                 self._guarded(lambda: self._look_inside(func, args, kwargs or {}, result))
-                if func in _SHAPES:
+                if func in sizes.SHAPES:
                     return inside.sizes_of(args, result, self._num_samples)
             return result
         self._guarded(lambda: self._follow(func, args, kwargs or {}, result))
-        if func in _SIZES:
+        if func in sizes.SIZES:
             self._guarded(lambda: self._look_at_size(func, args[0]))
-        if func in _SHAPES or func in _COUNTS:
+        if func in sizes.SHAPES or func in sizes.COUNTS:
             return self._size_of_batch(func, args, result)
         return result
 
@@ -182,6 +180,8 @@ class Tracer(TorchFunctionMode):
             module in self.places or any(parameter in self._trained for parameter in module.parameters())
         ):
             self.root, self._depth = module, 1
+        elif self.root is None:
+            self._untrained.add(module)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, result: Any = None) -> None:
         # Also after a forward that has failed, and then torch leaves out the keyword arguments.
@@ -199,7 +199,7 @@ class Tracer(TorchFunctionMode):
         places = self.places.setdefault(module, set())
         if torch.is_grad_enabled():
             self.num_forwards += 1
-            self._look_at_arguments([args, kwargs], places)
+            self._look_at_arguments(module, [args, kwargs], places)
             if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
                 self.findings.add(Reason.SCRIPTED)
         for tensor in tensors_in([result]):
@@ -212,22 +212,22 @@ class Tracer(TorchFunctionMode):
             self._keep(kind, tensor)
         self._tape.gives(tensors_in([result]))
 
-    def _look_at_arguments(self, arguments: Any, places: set[Place]) -> None:
-        found = False
+    def _look_at_arguments(self, module: nn.Module, arguments: Any, places: set[Place]) -> None:
+        found, ragged = False, packed_in(arguments)
         for number, tensor in enumerate(tensors_in(arguments)):
             kind = self._kind(tensor)
-            if kind is None and self._num_samples in tensor.shape:
+            if id(tensor) not in ragged and kind is None and self._num_samples in tensor.shape:
                 if id(tensor) not in self._as_long:
                     self.findings.add(Reason.OTHER_INPUT)
                     continue
                 kind = Kind.ROWS
-            if kind is None:
+            if kind is None or id(tensor) in ragged:
                 continue
             self.findings |= batch_statistics.findings_of_argument(tensor, kind)
-            place = self._place(tensor, number)
-            if place is not None:
+            if new := places_of(tensor, number, self._num_samples):
                 found = True
-                places.add(place)
+                places.add(min(new))
+                self.possible_places.setdefault(module, set()).update(new)
         if not found:
             self.findings.add(Reason.UNSEEN)
 
@@ -236,6 +236,9 @@ class Tracer(TorchFunctionMode):
             self.findings |= losses.findings_of_loss_function(func, args, kwargs)
             if losses.is_sum(func, args, kwargs):
                 self.findings.add(Reason.SUM_LOSS)
+            elif isinstance(result, Tensor):
+                # "batchmean" is a sum that is divided.
+                self._means.add(result.grad_fn)
             # What the forward makes of it is seen at its result.
             self._mean_seen = True
             return
@@ -265,18 +268,19 @@ class Tracer(TorchFunctionMode):
         if not made:
             # What comes from a tensor that was there before is as fixed as that.
             is_new = all(id(tensor) in self._as_long for tensor in given if self._num_samples in tensor.shape)
-            if is_new and (self._size_asked or func not in _FACTORIES):
+            if is_new and (self._size_asked or func not in sizes.FACTORIES):
                 self._as_long.update((id(tensor), tensor) for tensor in results if self._num_samples in tensor.shape)
             if not self._are_from_inside(given):
                 self._beside.update((id(tensor), tensor) for tensor in results if tensor.requires_grad)
             return
-        self._size_asked |= func in _SIZES
+        self._size_asked |= func in sizes.SIZES
         self._length_asked |= func is Tensor.__len__
         if args and self._holds_samples(args[0]):
             self._look_at_pick(func, args, sizes.calling_frame())
         for tensor in given:
-            # Labels of a fixed number, an order of a fixed length. What trains is as long by chance.
-            is_other = self._kind(tensor) is None and id(tensor) not in self._as_long and not tensor.requires_grad
+            # Labels of a fixed number, an order of a fixed length. Weights and a layer's statistics are as long by chance.
+            is_weight = tensor.requires_grad or isinstance(tensor, nn.Parameter) or func in losses.NORMS
+            is_other = not is_weight and self._kind(tensor) is None and id(tensor) not in self._as_long
             if is_other and tensor.dim() > 0 and tensor.shape[0] == self._num_samples:
                 self.findings.add(Reason.OTHER_INPUT)
         cut = any(of is Kind.CUT for _, of in made) or losses.cuts(func, args, kwargs, results, self._num_samples)
@@ -321,7 +325,7 @@ class Tracer(TorchFunctionMode):
         known = self._made.get(id(tensor))
         if known is None or known[1] is not Kind.ROWS:
             return result
-        if func in _COUNTS:
+        if func in sizes.COUNTS:
             return sizes.as_size(result, self._num_samples)
         return sizes.along(losses.rows_dim(known[0], self._num_samples), args, result)
 
@@ -370,11 +374,6 @@ class Tracer(TorchFunctionMode):
         """Whether a tensor with gradients comes from a forward, but by another way than its result."""
         computed = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
         return any(id(tensor) not in self._beside and self._kind(tensor) is None for tensor in computed)
-
-    def _place(self, tensor: Tensor, number: int) -> Place | None:
-        shape = list(tensor.shape)
-        dim = losses.rows_dim(tensor, self._num_samples)
-        return None if dim is None else (number, dim, shape[dim] // self._num_samples)
 
     # -- being there
 

@@ -52,6 +52,8 @@ LOSSES = {
     )
     if hasattr(F, name)
 }  # fmt: skip
+# They take a layer's statistics beside the data.
+NORMS = {F.batch_norm, F.instance_norm}
 _CUTS = {"narrow": 1, "select": 1, "unbind": 1, "split": 2, "chunk": 2, "tensor_split": 2, "__iter__": 1}
 # What keeps a mean or a sum over samples what it is, if all else that it is given is not made of the batch.
 _LINEAR = {

@@ -20,7 +20,17 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
+# What a script asks for sizes by.
+SHAPES = {Tensor.size, Tensor.shape.__get__}  # type: ignore[attr-defined]
+COUNTS = {Tensor.numel, Tensor.nelement}
+SIZES = {*SHAPES, *COUNTS, Tensor.__len__}
+# Functions that are given a size, not data.
+FACTORIES = {
+    torch.empty, torch.zeros, torch.ones, torch.full, torch.eye, torch.arange, torch.linspace, torch.range,
+    torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal,
+}  # fmt: skip
 # Who is told of a decision, while a batch is watched.
 _told: Callable[[], None] | None = None
 # Where installed packages are, and this one; others may be in further folders, which the packages' own records tell.

@@ -52,12 +52,13 @@ def run_both(
     Returns:
         For each script the loaders that it trained from and the shares of all its loaders at the end; and the engine.
     """
-    from hvd_adaptive.wrap.script import intercept, start_world
+    from hvd_adaptive.cli.run import make_engine
+    from hvd_adaptive.wrap.script import start_world
 
     start_world()
     plain = [weights(run(command)) for command in commands]
     shares = ",".join(str(2**rank) for rank in range(num_ranks))
-    engine = intercept(RunConfig(**{"shares": shares, "interval": 5, **options}))
+    engine = make_engine(RunConfig(**{"shares": shares, "interval": 5, **options}), None)
     results = []
     for command, expected in zip(commands, plain, strict=True):
         before = len(engine.report.loaders)

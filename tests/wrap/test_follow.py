@@ -351,4 +351,4 @@ def test_layers_that_look_at_the_batch(follower: Follower, layer: Any, smallest:
         model(batch).mean().backward()
         follower.backward()
         follower.finish_trace()
-    assert known.is_traced and known.smallest == smallest and known.reasons == reasons
+    assert known.is_traced and known.smallest_seen == smallest and known.reasons == reasons

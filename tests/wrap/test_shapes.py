@@ -143,3 +143,23 @@ def test_what_is_not_foreseen_ends_with_equal_shares_or_says_what_helps(num_rank
     assert any(f"{Reason.SKIPPED.value}; 2 of them came a second time" in line for line in engine.report.lines())
     with pytest.raises(HorovodInternalError, match=r"in allreduce 'correct' .* run the script with --shares 1,1"):
         run("shapes.py late_reduce")
+
+
+@pytest.mark.mpi(2, timeout=300)
+def test_frozen_teachers_and_backbones(num_ranks: int) -> None:
+    """Their weights and statistics, as long as the batch, are no data of a fixed size; in evaluation mode nothing is random."""
+    modes = ["teacher", "teacher_within", "head", "head_without_gradients"]
+    results, engine = run_both([f"teachers.py {mode}" for mode in modes], num_ranks, rtol=1e-12)
+    for mode, (trained, fractions) in zip(modes, results, strict=True):
+        assert not trained[-1].reasons and any(fractions), (mode, trained[-1].reasons)
+    assert not any("BatchNorm" in line for line in engine.report.lines())
+    run("teachers.py head_with_batchnorm")
+    assert engine.report.loaders[-1].fractions and any("BatchNorm" in line for line in engine.report.lines())
+
+
+@pytest.mark.mpi(2, timeout=300)
+def test_sequences_that_are_as_long_as_the_batch_at_first(num_ranks: int) -> None:
+    """Neither their length nor that of a packed sequence is taken for the batch's size, which would end the job later on."""
+    results, _ = run_both(["sequences.py model", "sequences.py parts"], num_ranks, rtol=1e-12)
+    assert not results[0][0][-1].reasons and any(results[0][1])
+    assert results[1][0][-1].reasons == {Reason.UNSEEN} and not any(results[1][1])
