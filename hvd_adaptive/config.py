@@ -1,11 +1,11 @@
-"""How ranks share and merge: a frozen dataclass, validated on construction. Imports neither torch nor MPI."""
+"""How ranks share and merge: a frozen dataclass, validated on construction. Imports no MPI, and no torch as a rule."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from hvd_adaptive.combinations import SIZE_RULES, check_combinations
-from hvd_adaptive.validation import check_ranges, check_types_and_choices, option
+from hvd_adaptive.validation import check_codecs, check_ranges, check_types_and_choices, option
 
 _LOCAL = ("local",)
 
@@ -271,6 +271,7 @@ class Config:
         check_types_and_choices(self)
         check_ranges(self)
         check_combinations(self)
+        check_codecs(self)
 
     @property
     def size_rule(self) -> str:

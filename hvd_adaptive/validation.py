@@ -1,15 +1,18 @@
-"""Checks that every configuration dataclass passes; imports neither torch nor MPI."""
+"""Checks that every configuration dataclass passes; imports no MPI, and torch only for a compression that is not plain."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import types
 import typing
 from typing import Any
 
 # Finding them out takes a millisecond a class, and there are fifty fields.
 _HINTS: dict[type, dict[str, Any]] = {}
+# The codecs know which texts they can read, but load torch, which would hold up each start for seconds. These they can read.
+_READABLE = re.compile(r"auto|none|fp16|bf16|sign|maxmin:[1-8](,(nearest|stochastic))?|topk:0?\.\d*[1-9]\d*|powersgd:[1-9]\d*")
 
 
 def field_type(cls: type, name: str) -> type:
@@ -121,6 +124,18 @@ def check_ranges(config: Any) -> None:
         parse_island(config.island)
     if not 0 < config.merge_share < 1:
         raise ValueError(f"merge_share must be in (0, 1), got {config.merge_share}")
+
+
+def check_codecs(config: Any) -> None:
+    """Raises ValueError for a ``compression`` that cannot be read, or whose bits ``auto_bits`` cannot choose."""
+    if _READABLE.fullmatch(config.compression.strip()) and not config.auto_bits:
+        return
+    from hvd_adaptive.exchange.auto_bits import BitChooser
+    from hvd_adaptive.exchange.compressed import check_compression
+
+    policy = check_compression(config)
+    if config.auto_bits:
+        BitChooser(policy, config.auto_bits)
 
 
 def parse_island(text: str) -> list[int]:

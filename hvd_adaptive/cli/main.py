@@ -15,7 +15,7 @@ from hvd_adaptive.cli.arguments import NUM_RANKS, without_options
 from hvd_adaptive.cli.bench import bench_comm, bench_compress, uses_groups
 from hvd_adaptive.cli.calibrate_options import check_calibrate
 from hvd_adaptive.cli.doctor import doctor
-from hvd_adaptive.cli.early_checks import check_compression_early, check_data_early
+from hvd_adaptive.cli.early_checks import check_data_early
 from hvd_adaptive.cli.elastic import check_only_elastic, supervise_script, supervise_training
 from hvd_adaptive.cli.fields import fields_of
 from hvd_adaptive.cli.option_sources import (
@@ -231,9 +231,7 @@ def _submit(arguments: list[str]) -> int:
 def _train_configs(options: argparse.Namespace) -> tuple[Config, TrainConfig]:
     variables, chosen = read_environment(), _chosen(options)
     with told_sources(given=vars(options), path=options.config, in_file=chosen, variables=variables):
-        configs = build_configs(variables, chosen)
-        check_compression_early(configs[0])
-    return configs
+        return build_configs(variables, chosen)
 
 
 def _chosen(options: argparse.Namespace) -> dict[str, Any]:

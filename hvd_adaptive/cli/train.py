@@ -19,7 +19,6 @@ from hvd_adaptive.cluster.host import free_memory_bytes, own_cores
 from hvd_adaptive.comm.protocols import Transport, agree_equal, attempt, long_task
 from hvd_adaptive.comm.shared_gpus import settle_shared_gpus
 from hvd_adaptive.config import Config
-from hvd_adaptive.exchange.compressed import check_compression
 from hvd_adaptive.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from hvd_adaptive.report.tensorboard import ScalarWriter
 from hvd_adaptive.session.supervised import Supervised
@@ -71,7 +70,6 @@ def train(
     splits = open_data(options.data, options.test_data, options.cache_dir, transport)
     check_memory(options, splits[0], device, transport)
     attempt(transport, lambda: _check_slowdown(config, transport.world_size))
-    attempt(transport, lambda: check_compression(config))
     path = run_path(config, options)
     make_directory = attempt(
         transport, lambda: _run_directory(path, config, options, supervised) if transport.rank == 0 else None

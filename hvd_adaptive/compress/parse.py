@@ -49,10 +49,10 @@ def _maxmin(words: list[str]) -> Codec:
         raise ValueError("the number of bits is missing")
     options: dict[str, Any] = {"bits": _integer("bits", words[0])}
     for word in words[1:]:
-        if word in ("nearest", "stochastic"):
-            options["rounding"] = word
-        else:
-            options["bucket"] = _bucket(word)
+        name, value = ("rounding", word) if word in ("nearest", "stochastic") else ("bucket", _bucket(word))
+        if name in options:
+            raise ValueError(f"{name} must be given once, got {word!r} as well")
+        options[name] = value
     return MaxMin(**options)
 
 
@@ -72,6 +72,8 @@ def _topk(words: list[str]) -> Codec:
     unknown = [word for word in words[1:] if word not in ("exact", "sampled")]
     if unknown:
         raise ValueError(f"unknown option {unknown[0]!r}")
+    if len(words) > 2:
+        raise ValueError(f"it takes one of exact and sampled, got {', '.join(words[1:])}")
     return TopK(fraction, sampled="sampled" in words[1:])
 
 

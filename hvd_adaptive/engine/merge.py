@@ -31,6 +31,7 @@ from hvd_adaptive.engine import optimizer_state
 from hvd_adaptive.engine.base_watch import BaseWatch
 from hvd_adaptive.engine.flat_model import FlatModel
 from hvd_adaptive.engine.merge_rule import make_merge_rule
+from hvd_adaptive.engine.model_fragments import cut_model
 from hvd_adaptive.engine.overlap import OverlappedMerge
 from hvd_adaptive.engine.rank_warnings import warn_of_broken, warn_of_copies, warn_of_outliers
 from hvd_adaptive.engine.row_merge import RowMerge
@@ -123,6 +124,9 @@ class Merge:
         self._transport = transport
         touched, on_host = mark_rows(model, optimizer, config, transport), config.outer_state == "host"
         flat = self.flat_model = FlatModel(model, transport, touched, on_host=on_host)
+        if config.merge_fragments > len(parameters):
+            # Refuses them before anything is made for each.
+            cut_model(flat, config.merge_fragments)
         self.rows = RowMerge.of(flat.row_ranges, transport, config, payload_bytes=flat.payload_bytes) if flat.row_ranges else None
         sparse = {id(p) for module in modules for p in sparse_parameters(module).values()}
         by_rows = [place for place, p in enumerate(parameters) if id(p) in sparse]

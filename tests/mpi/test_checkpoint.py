@@ -408,6 +408,6 @@ def test_a_global_batch_that_a_resume_changes_is_told_with_what_keeps_it(
     transport.rendezvous("saved")
     assert resume(transport, reference_ranks=1) == 8 and "the global batch" not in caplog.text
     assert resume(transport) == 16
-    told = "the global batch is 16 samples with 2 ranks, and was 8 with 1: the learning rate may not fit it. Set reference_ranks=1"
+    told = "is 16 samples with 2 ranks, and was 8 with 1: the learning rate may not fit it. Set reference_ranks=1 to keep it"
     assert caplog.text.count(told) == (transport.rank == 0)
     transport.close()

@@ -384,6 +384,7 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> N
         Config(**options)
 
 
-def test_a_model_of_fewer_layers_is_refused_on_all_ranks() -> None:
-    with pytest.raises(AgreedError, match="merge_fragments must be <= the model's number of layers, got 5 > 4"):
-        LocalWorld(2).run(lambda t: train(t, merge_fragments=5))
+@pytest.mark.parametrize("number", [5, 10**15])
+def test_a_model_of_fewer_layers_is_refused_on_all_ranks(number: int) -> None:
+    with pytest.raises(AgreedError, match=f"merge_fragments must be <= the model's number of layers, got {number} > 4"):
+        LocalWorld(2).run(lambda t: train(t, merge_fragments=number))
