@@ -17,10 +17,11 @@ from torch import nn
 
 from hvd_adaptive.cluster.binding import read_launcher, starts_alone
 from hvd_adaptive.cluster.output import refuse
-from hvd_adaptive.exit_codes import EXIT_PREEMPTED
+from hvd_adaptive.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from hvd_adaptive.wrap.compilers import intercept_compile, intercept_graphs
 from hvd_adaptive.wrap.gradient_hooks import intercept_gradient_hooks
 from hvd_adaptive.wrap.graphs import intercept_backward
+from hvd_adaptive.wrap.last_words import LastWords
 from hvd_adaptive.wrap.loaders import intercept_loaders
 from hvd_adaptive.wrap.modules import intercept_modules
 from hvd_adaptive.wrap.optimizer_calls import intercept_horovod
@@ -163,6 +164,9 @@ def run_script(
     # As python does; workers that are spawned or served by a fork server find the script's classes through it.
     sys.path[0] = os.getcwd() if is_module else str(Path(path).resolve().parent)
     code = 0
+    # The supervisor's ranks end in another way.
+    speaks = launched is None and (read_launcher(os.environ).rank or 0) == 0
+    last_words = LastWords(lambda: _say_last(engine)) if speaks else None
     try:
         if is_module:
             runpy.run_module(path, run_name="__main__", alter_sys=True)
@@ -179,8 +183,15 @@ def run_script(
         if launched is not None and code not in (0, EXIT_PREEMPTED):
             launched.say("raised", any_rank=True)
         if code:
+            _tell_failure(engine)
             for action in engine.on_failure:
                 action()
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+        for action in engine.on_failure:
+            action()
+        so_far = "; what was done so far:" if engine.rank == 0 else ""
+        print(f"hvd-adaptive: rank {engine.rank} was interrupted by SIGINT (Ctrl-C){so_far}", file=sys.stderr, flush=True)
     except BaseException as error:
         # Else it is another rank's fault, whom the launcher or the heartbeats name.
         if launched is not None and type(error).__name__ != "HorovodInternalError":
@@ -190,8 +201,12 @@ def run_script(
             tried = ", which the dry run tried" if engine.config.dry_run else ""
             sys.stderr.write(f"hvd-adaptive: the error below came while ranks had unequal shares{tried}. {_EQUAL}\n")
             sys.stderr.flush()
+        _tell_failure(engine)
         sys.excepthook(type(error), error, _from_script(error, path))
         return 1
+    finally:
+        if last_words is not None:
+            last_words.stop()
     engine.over()
     asks_for_help = not {"-h", "--help"}.isdisjoint(arguments)
     if not engine.report.is_started and code == 0 and not asks_for_help:
@@ -217,6 +232,24 @@ def _tell_supervisor(engine: Engine, launched: Launched) -> None:
     engine.on_step = launched.stepped
     os.environ["HVD_ADAPTIVE_LAUNCH"] = str(launched.launch)
     intercept_elastic(launched, engine.report.note)
+
+
+_FAILED = "script-failed"
+
+
+def _tell_failure(engine: Engine) -> None:
+    """Has rank 0 know that this rank's error is why the job ends, and not what the report is for."""
+    store = engine.find_store()
+    if store is not None:
+        store.add(_FAILED, 1)
+
+
+def _say_last(engine: Engine) -> None:
+    store = engine.find_store()
+    if store is None or not store.add(_FAILED, 0):
+        said = "rank 0 was interrupted by SIGTERM, as the launcher does at Ctrl-C or for a lost rank; what was done so far:"
+        print(f"hvd-adaptive: {said}", file=sys.stderr, flush=True)
+        print_report(engine)
 
 
 def print_report(engine: Engine) -> None:

@@ -165,6 +165,35 @@ def test_a_frozen_rank_is_named(run_job: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("num_ranks", "signals"), [(2, "the group"), (2, "the launcher"), (1, "the group"), (2, "one rank")]
+)
+def test_ctrl_c_tells_what_was_done(num_ranks: int, signals: str, run_job: Any, tmp_path: Path) -> None:
+    ready = tmp_path / "pid"
+
+    def interrupt(child: subprocess.Popen[bytes]) -> None:
+        end = time.monotonic() + 150
+        while not (ready.exists() and ready.read_text()) and time.monotonic() < end:
+            time.sleep(0.1)
+        if signals == "the group":
+            os.killpg(child.pid, signal.SIGINT)
+        else:
+            os.kill(child.pid if signals == "the launcher" else int(ready.read_text()), signal.SIGINT)
+        times.append(time.time())
+
+    times: list[float] = []
+    command = [*RUN, *(["-np", "2"] if num_ranks > 1 else []), str(SCRIPTS / "failing.py"), "interrupt", str(ready)]
+    command = ["setsid", *command] if signals == "the group" else command
+    job = run_job(command, timeout=240, during=interrupt, alone=num_ranks == 1)
+    # The other ranks only know that one is gone.
+    assert job.returncode == (1 if signals == "one rank" else 130) and not job.timed_out and not job.leftover, job.describe()
+    assert time.time() - job.outlived_s - times[0] < 20, job.describe()
+    assert len(re.findall(r"hvd-adaptive: rank \d was interrupted by SIG", job.stderr)) == 1, job.describe()
+    if signals != "one rank":
+        assert "Traceback" not in job.stderr, job.describe()
+        assert "intercepted: DistributedOptimizer (SGD, op=Average)" in job.stderr, job.describe()
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["-np", "2", "no_such.py"], "'no_such.py' is not there"),

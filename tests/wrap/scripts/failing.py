@@ -42,6 +42,7 @@ for step in range(100_000):
         sys.exit(3)
     if step == 5 and sys.argv[1] == "one code":
         sys.exit(3 if hvd.rank() == int(sys.argv[2]) else 0)
-    if step == 5 and hvd.rank() == 1 and sys.argv[1] == "freeze":
+    if step == 5 and hvd.rank() == hvd.size() - 1 and sys.argv[1] in ("freeze", "interrupt"):
         pathlib.Path(sys.argv[2]).write_text(str(os.getpid()))
-    time.sleep(0.01)
+    # Rank 0 then waits within a step.
+    time.sleep(1.5 if step >= 5 and hvd.rank() == 1 and sys.argv[1] == "interrupt" else 0.01)
