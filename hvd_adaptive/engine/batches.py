@@ -20,6 +20,8 @@ from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.records import RoundStats
 
 Rows = NDArray[np.int64]
+# Samples of a batch that cannot be made.
+_MOST_NAMED = 64
 
 
 class InMicroBatches:
@@ -126,6 +128,7 @@ class BatchSource:
 
     Attributes:
         times: as given.
+        reader: reads the samples.
         num_prefetched: batches after the one in work that may be on their way.
         following: what comes after the round in the epoch: the rows, and their work, None where it is their number.
         description: what the rows are of, as text.
@@ -152,10 +155,10 @@ class BatchSource:
         self.description = f"{len(dataset)} samples, fingerprint {getattr(dataset, 'fingerprint', 'unknown')}"
         self._device = device
         self._stream = CopyStream(device)
-        self._collate = Collate(collate)
+        self.reader = SampleReader(dataset, collate := Collate(collate))
         # A GPU's tensors would wait for the rows.
         self._takes_rows = (
-            type(dataset) is TensorDataset and self._collate.is_default
+            type(dataset) is TensorDataset and collate.is_default
             and default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
             and all(type(t) is torch.Tensor and t.device.type == "cpu" and _is_plain(t) for t in dataset.tensors)
         )  # fmt: skip
@@ -240,19 +243,69 @@ class BatchSource:
         return Batch(whole, whole, own, work, _parts=parts), [(part, part.rows) for part in parts]
 
     def _read(self, rows: Rows) -> Any:
-        dataset = self._dataset
-        if hasattr(dataset, "get_batch"):
-            return dataset.get_batch(rows)
         if self._takes_rows:
             # What collating its samples gives, without a Python object for each.
-            found = tuple(tensor.index_select(0, torch.from_numpy(rows)) for tensor in dataset.tensors)
+            found = tuple(tensor.index_select(0, torch.from_numpy(rows)) for tensor in self._dataset.tensors)
             return found if len(found) == 2 else list(found)
-        fetch_many, indices = getattr(dataset, "__getitems__", None), rows.tolist()
-        return self._collate(fetch_many(indices) if fetch_many else [dataset[i] for i in indices])
+        return self.reader.__getitems__(rows.tolist())
 
     def _fill(self, batch: Batch, data: Any) -> None:
         x, y = data if _is_pair(data) else (data, None)
         batch.x, batch.y = to_device(x, self._device), to_device(y, self._device)
+
+
+class SampleReader:
+    """A data set whose samples are read and collated at once, as torch's loader reads those that have ``__getitems__``.
+
+    Args:
+        dataset: see :class:`BatchSource`.
+        collate: makes a batch from a list of samples.
+
+    Attributes:
+        rank: this rank, for errors.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self.rank = 0
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.__getitems__([row])
+
+    def __getitems__(self, rows: list[int]) -> Any:
+        """Returns the batch of these samples. What the data set or ``collate`` raises, is raised again with their numbers, as the
+        same type if that takes a text, as torch's loader does it; else as a RuntimeError."""
+        dataset, failed = self._dataset, rows
+        fetch_many = getattr(dataset, "__getitems__", None)
+        try:
+            if hasattr(dataset, "get_batch"):
+                return dataset.get_batch(np.array(rows, dtype=np.int64))
+            if fetch_many:
+                samples = fetch_many(rows)
+            else:
+                samples = []
+                for row in rows:
+                    failed = [row]
+                    samples.append(dataset[row])
+                failed = rows
+            return self._collate(samples)
+        except Exception as error:
+            numbers = ", ".join(map(str, failed[:_MOST_NAMED])) + ", ..." * (len(failed) > _MOST_NAMED)
+            text = f"rank {self.rank}: sample{'s' * (len(failed) > 1)} {numbers} of the data set: {error}"
+            raise _same_type(error, text) from error
+
+
+def _same_type(error: Exception, text: str) -> Exception:
+    try:
+        again = type(error)(text)
+    except Exception:
+        again = None
+    # Some make a text of their own.
+    return again if again is not None and again.args == (text,) else RuntimeError(f"{text} ({type(error).__name__})")
 
 
 class Collate:

@@ -68,9 +68,9 @@ class WorkerSource(BatchSource):
         self._generator = torch.Generator()
         self._seed, self._num_starts = seed, 0
         self._options: dict[str, Any] = {
-            "dataset": _ByBatch(dataset) if hasattr(dataset, "get_batch") else dataset,
+            "dataset": self.reader,
             "batch_sampler": self._reads,
-            "collate_fn": _whole if hasattr(dataset, "get_batch") else self._collate,
+            "collate_fn": _whole,
             "num_workers": num_workers,
             "pin_memory": pin_memory,
             "prefetch_factor": prefetch_factor,
@@ -277,26 +277,6 @@ class _Reads(Sampler[list[int]]):
         self._unread[id(batch)] = len(reads)
         self._batch_of.update((id(part), batch) for part, _ in reads)
         return batch
-
-
-class _ByBatch:
-    """A data set whose samples are read at once, as torch's loader reads those that have ``__getitems__``.
-
-    Args:
-        dataset: has ``get_batch``.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, row: int) -> Any:
-        return self.__getitems__([row])
-
-    def __getitems__(self, rows: list[int]) -> Any:
-        return self._dataset.get_batch(np.array(rows, dtype=np.int64))
 
 
 def _whole(data: Any) -> Any:

@@ -68,7 +68,8 @@ def loader(
 
     A loop gives what is left of the epoch (``session.ledger.epoch``): all of it, or after a resume what no completed merge has
     consumed, without reading the rest again. A batch is claimed when a worker is free to read it, never for a round that has not
-    begun, so that a slow rank leaves to the others what it does not come to.
+    begun, so that a slow rank leaves to the others what it does not come to. What the data set or ``collate_fn`` raises comes
+    with the numbers of the samples.
 
     Args:
         dataset: the same map-style data set on every rank; workers get a copy, as with torch's DataLoader.

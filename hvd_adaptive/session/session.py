@@ -174,6 +174,7 @@ class Session:
             given = "None" if work is None else "an array"
             raise ValueError(f"batches(work=...) goes with config.work='nonzeros', got work={given} with {self.config.work!r}")
         self._handed_out.begin_loop(num_epochs, self._progress(len(source)))
+        source.reader.rank = self.rank
         agree_on_data(self.transport, source._dataset)
         self._state.check_dataset(len(source))
         self._data = source.description
@@ -371,8 +372,7 @@ class Session:
         for add_to in self.before_gather:
             add_to(stats)
         final = stats.gather(self.transport.allgather_stats)
-        self.train_s = float(final["train_s"].max())
-        self._round_start = 0.0
+        self.train_s, self._round_start = float(final["train_s"].max()), 0.0
         self.preempted = int(final["preempted"].max())
         self._stop = bool(gathered["stop"].any()) or self.preempted > 0
         stats.stop = 0.0

@@ -128,3 +128,43 @@ def test_a_worker_that_dies_ends_the_job_with_its_error(run_job: Any, tmp_path: 
     assert re.search(words, job.stderr) and "rank 1 failed" in job.stderr, job.describe()
     # PyTorch looks after its workers every five seconds; the stall limit is far longer.
     assert end - float(job.stdout.partition("killed at ")[2].split()[0]) < 40, job.describe()
+
+
+class Damaged(TensorDataset):
+    """Every fortieth sample is of a damaged shard, or of another shape."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(*DATA.tensors)
+        self.fault = fault
+
+    def __getitem__(self, row: int) -> Any:
+        x, y = super().__getitem__(row)
+        if row % 40 or self.fault == "shape":
+            return (x if row % 40 else x.repeat(2)), y
+        raise OSError("shard 3 is damaged") if self.fault == "file" else UnicodeDecodeError("utf-8", b"x", 0, 1, "invalid byte")
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "kind", "cause", "message"),
+    [
+        ("file", OSError, OSError, r"sample \d*[02468]0 of the data set: shard 3 is damaged"),
+        ("text", RuntimeError, UnicodeDecodeError, r"sample \d*[02468]0 of .* invalid byte \(UnicodeDecodeError\)"),
+        ("shape", RuntimeError, RuntimeError, r"samples (\d+, )*\d*[02468]0, .* of the data set: stack expects each tensor"),
+    ],
+)
+def test_samples_that_cannot_be_read_are_named(
+    fault: str, kind: type[Exception], cause: type[Exception], message: str, num_workers: int
+) -> None:
+    """By the rank that reads them, as the same type of error, as torch's loader does it."""
+    model = nn.Linear(1, 1)
+    config = Config(batch_size=60, mega_batch=600, dispatch="equal")
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=1e-6), config)
+    batches = session.loader(Damaged(fault), num_workers=1) if num_workers else session.batches(Damaged(fault))
+    with pytest.raises(kind, match=f"rank {session.rank}: {message}") as raised:  # noqa: PT012
+        for batch in batches:
+            with session.step(batch):
+                pass
+    assert num_workers or type(raised.value.__cause__) is cause
+    session.transport.close()
