@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dis
 import os
 import runpy
 import sys
@@ -197,7 +198,8 @@ def run_script(
         if launched is not None and type(error).__name__ != "HorovodInternalError":
             launched.say("raised", any_rank=True)
         # Before the error: its telling ends the job.
-        if type(error).__name__ != "HorovodInternalError" and any(loader.fractions for loader in engine.report.loaders):
+        is_scripts = type(error).__name__ != "HorovodInternalError" and not _is_own(error)
+        if is_scripts and any(loader.fractions for loader in engine.report.loaders):
             tried = ", which the dry run tried" if engine.config.dry_run else ""
             sys.stderr.write(f"hvd-adaptive: the error below came while ranks had unequal shares{tried}. {_EQUAL}\n")
             sys.stderr.flush()
@@ -263,6 +265,16 @@ def print_report(engine: Engine) -> None:
 def print_report_at_exit(engine: Engine) -> None:
     """As :func:`print_report`, when the process ends."""
     atexit.register(print_report, engine)
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether this package has raised an error itself, rather than a function that it has called for the script."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not trace.tb_frame.f_globals.get("__name__", "").startswith("hvd_adaptive."):
+        return False
+    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
 
 
 def _from_script(error: BaseException, path: str) -> types.TracebackType | None:

@@ -74,6 +74,15 @@ def test_a_dry_run_tries_unequal_shares(run_job: Any) -> None:
     assert "unequal shares, which the dry run tried" in job.stderr, job.describe()
 
 
+@pytest.mark.parametrize(
+    ("mode", "error", "is_scripts"), [("cuts", "its weight would be wrong", False), ("mismatches", "RuntimeError", True)]
+)
+def test_unequal_shares_are_named_beside_the_scripts_errors_only(mode: str, error: str, is_scripts: bool, run_job: Any) -> None:
+    job = run_job([*RUN, "-np", "2", "--shares", "1,3", str(SCRIPTS / "other_ways.py"), mode], timeout=200)
+    assert job.returncode == 1 and error in job.stderr, job.describe()
+    assert ("the error below came while ranks had unequal shares" in job.stderr) == is_scripts, job.describe()
+
+
 def test_the_scripts_own_figures_are_explained(run_job: Any) -> None:
     job = run_job([*RUN, "-np", "2", "--shares", "1,3", str(SCRIPTS / "other_ways.py"), "averages"], timeout=200)
     assert job.returncode == 0 and "len(batch) is the rank's share" in job.stderr, job.describe()

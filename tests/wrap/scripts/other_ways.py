@@ -24,6 +24,11 @@ elif mode != "manual":
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 for num_steps, (x, y) in enumerate(loader, 1):
     optimizer.zero_grad()
+    if mode == "cuts" and num_steps > 40:
+        x, y = x[:1], y[:1]
+    if mode == "mismatches" and len(y.tolist()) != 8:
+        # torch raises it, called by the package's followers or not.
+        x = x @ torch.ones(3, 3)
     F.nll_loss(model(x), y).backward()
     if mode == "manual":
         for name, parameter in model.named_parameters():
