@@ -47,6 +47,9 @@ class LocalSteps:
         config: the options.
         make_world: makes the world of all ranks, once Horovod runs.
         note: adds a line to the report.
+
+    Attributes:
+        copies: modules that are copies of others, as a moving average of the weights.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class LocalSteps:
         self._optimizers: list[weakref.ref[Any]] = []
         # Modules that the script calls, in its order (True), and their parts. Weakly: it may build another model.
         self._modules: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self.copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._finder: Any = None
         # What the report tells, also of optimizers that are gone.
         self._logs: list[MergeLog] = []
@@ -234,6 +238,12 @@ class LocalSteps:
                 f"  local steps: {log.num_merges} merges, at last every {log.steps_per_merge} steps, "
                 f"{1e3 * log.merge_s / max(log.num_merges, 1):.1f} ms each without waiting{weights}"
             )
+        if any(log.copies_differ for log in self._logs):
+            lines.append(
+                "    a copy of the model (a moving average, a teacher) differs between ranks, as it follows each rank's own "
+                "steps: broadcast rank 0's before it is used, update it after model.eval() on all ranks, or run the script with "
+                "--strategy sync"
+            )
         if lines:
             lines += [
                 "    each optimizer.step() uses the rank's own gradients: clipping, synchronize(), GradScaler act on those",
@@ -258,7 +268,8 @@ class LocalSteps:
             raise BadOptions(str(error)) from None
         config = dataclasses.replace(self._config, compression=compression)
         try:
-            self._run(lambda: setattr(owner, "merger", Merger(optimizer, owner.named, roots, config, self._make_world())))
+            make = functools.partial(Merger, optimizer, owner.named, roots, config)
+            self._run(lambda: setattr(owner, "merger", make(self._make_world(), self._find_copies)))
         except ValueError as error:
             # Every rank has the same model and so the same error.
             owner.is_plain = True
@@ -292,6 +303,13 @@ class LocalSteps:
         owners = [owner for owner in self._owners() if owner.merger is not None]
         ids = {id(parameter) for parameter in module.parameters()} if owners else set()
         return [o.merger for o in owners if o.merger is not None and all(id(parameter) in ids for _, parameter in o.named)]
+
+    def _find_copies(self) -> list[torch.Tensor]:
+        """The parameters of copies of modules, none of which is trained."""
+        trained = {id(parameter) for owner in self._owners() for _, parameter in owner.named}
+        found = [list(module.parameters()) for module in self.copies]
+        beside = {id(p): p for part in found if not any(id(p) in trained for p in part) for p in part}
+        return list(beside.values())
 
     def _active(self) -> list[Merger]:
         return [owner.merger for owner in self._owners() if owner.merger is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,8 @@ class Round(MergeStats):
         period: steps to the next merge but one, as this rank proposes; 0: nothing yet.
         steps_per_merge: steps to the next merge, as this rank knows.
         is_loaded: 1 if the script has loaded weights into the model.
+        num_copies: tensors in copies of modules; 0: not looked at.
+        copies: a checksum of these.
     """
 
     present: float = 1.0
@@ -60,6 +62,8 @@ class Round(MergeStats):
     period: float = 0.0
     steps_per_merge: float = 0.0
     is_loaded: float = 0.0
+    num_copies: float = 0.0
+    copies: float = 0.0
 
 
 @dataclass
@@ -74,6 +78,7 @@ class MergeLog:
         optimizer_state: what becomes of the optimizer's state.
         outer_step: how the merged change moves the model.
         compression: what merges are encoded with.
+        copies_differ: a copy of the model was not the same on all ranks.
     """
 
     num_merges: int = 0
@@ -83,6 +88,7 @@ class MergeLog:
     optimizer_state: str = "keep"
     outer_step: str = "none"
     compression: str = "none"
+    copies_differ: bool = False
 
 
 class Trained(nn.Module):
@@ -134,6 +140,7 @@ class Merger:
         roots: the modules that hold them, whose buffers are merged.
         config: the options.
         world: the ranks.
+        find_copies: returns the parameters of modules that are copies of others.
 
     Attributes:
         num_calls: steps counted since the last merge, the same on every rank.
@@ -149,8 +156,10 @@ class Merger:
         roots: list[nn.Module],
         config: RunConfig,
         world: Collectives,
+        find_copies: Callable[[], list[Tensor]] = list,
     ) -> None:
         add_rules()
+        self._find_copies = find_copies
         self._config = config
         self._world = world
         rules = config.merging()
@@ -235,8 +244,14 @@ class Merger:
         this.num_calls, this.merge_s, this.checksum = self.num_calls, self._last_merge_s, self._checksum
         this.generation, this.period, this.steps_per_merge = self._generation, self._proposal, self.log.steps_per_merge
         this.step_s = self._timed[1] * self.num_calls / num_timed if num_timed else 0.0
+        # Ever more seldom, until they differ.
+        if self._generation & (self._generation - 1) == 0 and not self.log.copies_differ:
+            copies = self._find_copies()
+            this.num_copies, this.copies = len(copies), _checksum_of(copies)
         delta_s = time.perf_counter() - begin
         gathered = self._gather(this)
+        of_copies = [set(gathered[name][gathered["present"] > 0]) for name in ("num_copies", "copies")]
+        self.log.copies_differ |= len(of_copies[0]) == 1 and len(of_copies[1]) > 1
         begin = time.perf_counter()
         # Of the ranks that have seen most merges, the first one's word counts; one that has joined has an empty row.
         root = int(np.argmax(np.where(gathered["present"] > 0, gathered["generation"], -1.0)))
@@ -346,3 +361,9 @@ class Merger:
         for group in self._flat.groups:
             checksum = zlib.crc32(group.weights.cpu().numpy().data, checksum)
         return checksum
+
+
+def _checksum_of(tensors: list[Tensor]) -> int:
+    """Returns a checksum that does not depend on the tensors' order."""
+    bits = [zlib.crc32(tensor.detach().cpu().double().numpy().tobytes()) for tensor in tensors if not tensor.is_sparse]
+    return sum(bits) % 2**32

@@ -17,10 +17,14 @@ class Listener(Protocol):
     def loaded(self, module: nn.Module) -> None:
         """The script has loaded weights into a model."""
 
+    def copied(self, module: nn.Module) -> None:
+        """A module has come into being as a copy of another."""
+
 
 def intercept_modules(listener: Listener) -> None:
-    """Replaces three methods of torch's module class."""
+    """Replaces four methods of torch's module class."""
     train, state_dict, load_state_dict = nn.Module.train, nn.Module.state_dict, nn.Module.load_state_dict
+    set_state = nn.Module.__setstate__
 
     @functools.wraps(train)
     def train_(self: Any, mode: bool = True) -> Any:
@@ -41,5 +45,12 @@ def intercept_modules(listener: Listener) -> None:
         listener.loaded(self)
         return result
 
+    @functools.wraps(set_state)
+    def setstate_(self: Any, state: Any) -> None:
+        # By copy.deepcopy, as torch's AveragedModel does it.
+        set_state(self, state)
+        listener.copied(self)
+
+    nn.Module.__setstate__ = setstate_  # type: ignore[method-assign]
     nn.Module.load_state_dict = load_state_dict_  # type: ignore[method-assign]
     nn.Module.train, nn.Module.state_dict = train_, state_dict_  # type: ignore[method-assign]

@@ -47,6 +47,7 @@ class Engine:
         follower: follows the script's batches.
         own_use: watches what the script does with gradients by itself.
         micro_batches: calls the script's compiled modules; None: they are called as the script does.
+        copied: is told of modules that are copies of others.
         on_start: called when Horovod has been initialized, on every rank.
         on_step: called after each step of a wrapped optimizer.
         on_failure: called on a rank whose script ends with an exit code other than 0.
@@ -72,8 +73,7 @@ class Engine:
         self._shares = Shares(config, self.report)
         self._refusal = Refusal(self._shares.reasons, self.refuse, lambda: self.world_size)
         self._loaders = KnownLoaders(self.report.loaders)
-        self._weights = GradientWeights(self._weigh)
-        self._meter = Meter()
+        self._weights, self._meter = GradientWeights(self._weigh), Meter()
         self._watch = Stopwatch(clock)
         is_sync = config.strategy == "sync"
         self.follower = Follower(describe if is_sync else lambda module: [], self.report.condition, weighs=is_sync)
@@ -83,6 +83,7 @@ class Engine:
         self._tail: Stretch | None = None
         self._untimed = True
         self._local = LocalSteps(config, make_world=self._make_world, note=self.report.note)
+        self.copied = self._local.copies.add
         self._encoded = EncodedGradients(config, self._make_world)
         of_micro_batches = lambda: self.micro_batches.lines() if self.micro_batches else []  # noqa: E731
         self.report.more = lambda: [*self._local.lines(), *self._encoded.lines(), *of_micro_batches()]

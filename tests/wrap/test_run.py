@@ -103,6 +103,13 @@ def test_local_steps(run_job: Any) -> None:
     assert "validation and checkpoints at the end of an epoch see the merged model" in job.stderr, job.describe()
 
 
+@pytest.mark.parametrize(("mode", "differ"), [("average", True), ("teacher", True), ("merged", False)])
+def test_copies_of_the_model_that_follow_local_steps_are_named(mode: str, differ: bool, run_job: Any) -> None:
+    job = run_job([*RUN, "-np", "2", "--strategy", "local", str(SCRIPTS / "copies.py"), mode], timeout=200)
+    assert job.returncode == 0 and job.stdout.count("differ" if differ else "are equal") == 2, job.describe()
+    assert ("a copy of the model (a moving average, a teacher) differs between ranks" in job.stderr) == differ, job.describe()
+
+
 def test_the_drop_in_is_one_changed_line(run_job: Any) -> None:
     job = run_job(
         [sys.executable, str(SCRIPTS / "drop_in.py")], np=2, env={"HVD_ADAPTIVE_SHARES": "1,3"}, timeout=200
