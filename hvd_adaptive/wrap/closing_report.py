@@ -175,7 +175,11 @@ class Report:
             ]
         would = "would be " if self.is_dry_run else ""
         lines = [f"  {would}adaptive: {loader.label}, {loader.num_steps} steps"]
-        return lines + self._summary(self._windows.get(id(loader), _Windows()))
+        windows = self._windows.get(id(loader), _Windows())
+        lines += self._summary(windows)
+        if windows.num_changes and windows.fractions is None and loader.controller and loader.controller.why_equal:
+            lines.append(f"    shares are equal again: {loader.controller.why_equal}")
+        return lines
 
     def _summary(self, windows: _Windows) -> list[str]:
         if windows.newest is None:

@@ -109,6 +109,11 @@ class Proof:
         self._equal, self._other = np.zeros(2), np.zeros(2)
         self._rest, self._next_rest = 0, self.FIRST_REST
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether equal shares are kept because others were no better."""
+        return self._rest > 0
+
     def rejects(self, gathered: Gathered) -> bool:
         """Takes in a window; returns whether the shares must be equal now."""
         self._rest = max(self._rest - 1, 0)
@@ -143,6 +148,7 @@ class Controller:
 
     Attributes:
         proposal: each rank's part of the global batch, shape (world_size,); zeros stand for equal shares.
+        why_equal: why it is of equal shares, once speeds are known; None if it is not.
     """
 
     def __init__(self, world_size: int, *, pinned: tuple[float, ...] | None) -> None:
@@ -153,6 +159,7 @@ class Controller:
         self._proof = Proof()
         self._is_suspected = False
         self.world_size = world_size
+        self.why_equal: str | None = None
         self.proposal = np.zeros(world_size) if self._pinned is None else self._pinned
 
     def propose(self, gathered: Gathered, upper: int | None) -> None:
@@ -182,6 +189,9 @@ class Controller:
         else:
             self._sizes = self._moved(sizes, equal, self._balance.next(sizes, lower=low, upper=high))
         self.proposal = self._sizes / self._sizes.sum()
+        no_better = f"others have not made steps {self._proof.LEAST_GAIN:.0%} shorter by the wall clock"
+        alike = "the ranks' speeds do not differ by more than noise"
+        self.why_equal = None if np.ptp(self.proposal) > 1e-9 else no_better if self._proof.is_resting else alike
 
     def _moved(self, sizes: Array, equal: Array, target: Array) -> Array:
         """Returns the next sizes: a first step away from equal ones, for a modest gain, must be wanted twice in a row."""

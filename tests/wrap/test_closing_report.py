@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hvd_adaptive.wrap.closing_report import Report
 from hvd_adaptive.wrap.loaders import Loader
 from hvd_adaptive.wrap.reasons import Reason
+from hvd_adaptive.wrap.share_rules import Controller
 
 
 def test_that_updates_differ_is_said_only_if_they_may() -> None:
@@ -57,3 +58,32 @@ def test_figures_are_of_all_steps_with_the_shares_and_the_ceiling_knows_what_is_
     said = window([20, 12], slower=1.1, then=(0.625, 0.375))
     assert "32.0 ms with equal shares, 24.0 ms now: 1.33x; the ceiling (mean / least speed): 1.50x" in said, said
     assert "40.0 ms a step with equal shares, 32.0 ms now: 1.25x; the ceiling, as 8.0 ms are no computing: 1.36x" in said, said
+
+
+def test_the_report_says_why_shares_are_equal_again() -> None:
+    """The second rank computes twice as long, and yet steps with other shares take as long by the wall clock."""
+    report, data = Report(), DataLoader(TensorDataset(torch.zeros(64)), batch_size=16)
+    loader = Loader(data, 1)
+    loader.num_steps, loader.is_traced = 200, True
+    report.loaders.append(loader)
+    loader.controller = controller = Controller(2, pinned=None)
+    was_unequal = False
+    for _ in range(20):
+        shares = np.full(2, 16.0) if loader.fractions is None else 32 * np.array(loader.fractions)
+        steps = np.full(2, 10.0)
+        seconds = 1e-3 * np.array([1.0, 2.0]) * shares
+        gathered = {
+            "timed_steps": steps, "timed_samples": steps * shares, "timed_global_samples": 32 * steps,
+            "compute_s": steps * seconds, "compute_sq": steps * seconds**2, "wait_s": np.zeros(2), "num_steps": steps,
+            "wall_s": 0.04 * steps, "wall_steps": steps, "smallest": np.ones(2),
+        }  # fmt: skip
+        is_equal = np.ptp(controller.proposal) < 1e-9
+        loader.fractions = None if is_equal else (float(controller.proposal[0]), float(controller.proposal[1]))
+        report.window(loader, gathered)
+        controller.propose(gathered, None)
+        was_unequal |= not is_equal
+        if was_unequal and is_equal:
+            break
+    assert was_unequal and loader.fractions is None
+    why = "    shares are equal again: others have not made steps 3% shorter by the wall clock"
+    assert why in report.lines(), report.lines()
