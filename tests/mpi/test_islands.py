@@ -154,6 +154,24 @@ def test_sparse_gradients_and_batch_norm(backend: str) -> None:
     transport.close()
 
 
+@pytest.mark.mpi(2, 3, timeout=200)
+def test_a_single_island_has_its_first_rank_s_batch_norm(num_ranks: int, backend: str) -> None:
+    transport = connect(stall_limit_s=60, backend=backend, groups=True)
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2)).double()
+    session = start(transport, model, island="node", batch_size=12)
+    norm: Any = model[1]
+    passed: list[Any] = []
+    model.register_forward_hook(lambda *_: passed.append(norm.running_mean.tolist()))
+    rounds: list[Any] = []
+    session.records.append(lambda record: rounds.append((passed[-1], norm.running_mean.tolist())))
+    # The ranks' models are compared after every round.
+    learn(session, num_epochs=1)
+    first, *others = session.gather(rounds)
+    assert all(before == after for before, after in first)
+    assert all(mine[0] != its[0] and mine[1] == its[1] for other in others for mine, its in zip(first, other, strict=True))
+    session.close()
+
+
 @pytest.mark.mpi(4, timeout=200)
 def test_gradients_can_be_clipped_as_the_island_s(backend: str) -> None:
     session = start(connect(stall_limit_s=60, backend=backend, groups=True), make_model(), island="2")
