@@ -23,6 +23,7 @@ from hvd_adaptive.cluster.last_checkpoint import directory_name, find_checkpoint
 from hvd_adaptive.comm.protocols import AgreedError, agree, long_task
 from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.session.resume import Identity, find_candidates, load_newest_valid, set_aside_newer
+from hvd_adaptive.session.sameness import warn_of_unequal
 from hvd_adaptive.session.session import Session
 from hvd_adaptive.state import checkpoint
 from hvd_adaptive.state.checkpoint import Written
@@ -117,7 +118,7 @@ class Checkpointer:
         self._reserving: threading.Thread | None = None
         self._attempt, self._due_from = 0, (0, 0.0)
         self._written: list[Path] = []
-        self._failure = ""
+        self._failure, self._unequal = "", set[str]()
         self._owner = owner or FolderOwner(self.folder, session.transport.host)
         self._copy_s = self._write_s = self._last_copy_s = self._last_write_s = 0.0
         if interval != 0:
@@ -208,9 +209,7 @@ class Checkpointer:
         return True
 
     def _describe_newest(self) -> str:
-        if self._session.rank:
-            return f"the newest checkpoint is in {self.folder}"
-        return f"the newest checkpoint is {self._newest or 'none'}"
+        return f"the newest checkpoint is {f'in {self.folder}' if self._session.rank else self._newest or 'none'}"
 
     @property
     def _newest(self) -> Path | None:
@@ -284,6 +283,7 @@ class Checkpointer:
         self._attempt += 1
         self._due_from = (session.round, session.train_s)
         state = session.state_dict()
+        warn_of_unequal(state["shared"]["registered"], session.transport, self._unequal)
         if not self._has_room(state):
             self._failure = "there is no room for it"
             return

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from hvd_adaptive.comm.protocols import Collectives, agree, agree_equal
@@ -211,15 +212,52 @@ def check_same_model(model: nn.Module, transport: Collectives, *, buffers: bool,
     return own
 
 
+def warn_of_unequal(states: dict[str, Any], transport: Collectives, told: set[str]) -> None:
+    """Warns once, on rank 0, of each state that is registered as shared and is not equal on all ranks. COLLECTIVE.
+
+    Args:
+        states: of this rank, by name.
+        transport: the world.
+        told: the names that were warned of; gets the new ones.
+    """
+    if not states.keys() - told:
+        return
+    every = transport.allgather_object({name: _checksum_of_state(states[name]) for name in states.keys() - told})
+    for name, first in every[0].items():
+        odd = [rank for rank, checksums in enumerate(every) if checksums[name] != first]
+        if odd and transport.rank == 0:
+            log.warning(
+                "register_state: %r has shared=True, and ranks %s have another state of it than rank 0, whose is saved for all. "
+                "Update it in session.records, after the merge, when all ranks hold the same model; or register it with "
+                "shared=False, and each rank's own is saved",
+                name, odd,
+            )  # fmt: skip
+        told |= {name} if odd else set()
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return functools.reduce(lambda before, part: zlib.crc32(memory_of(part), before), host_bytes([tensor]), 0)
+
+
+def _checksum_of_state(state: Any) -> int:
+    """Returns a checksum of all but floats: those may be seconds, which differ."""
+    leaves, structure = tree_flatten(state)
+    texts = [
+        str(_checksum(leaf.detach())) if isinstance(leaf, torch.Tensor)
+        else str(zlib.crc32(leaf.tobytes())) if isinstance(leaf, np.ndarray)
+        else repr(leaf)
+        for leaf in leaves
+        if not isinstance(leaf, (float, np.floating))
+    ]  # fmt: skip
+    return zlib.crc32(repr((structure, texts)).encode())
+
+
 @torch.no_grad()
 def _what_differs(model: nn.Module, transport: Collectives, *, buffers: bool) -> str:
     """Returns the names of tensors that are not the same on all ranks with a shard, and what to do. COLLECTIVE."""
     of_buffers = dict(model.named_buffers()) if buffers else {}
     tensors = {**dict(model.named_parameters()), **of_buffers}
-    checksums = [
-        functools.reduce(lambda before, part: zlib.crc32(memory_of(part), before), host_bytes([local(tensor)]), 0)
-        for tensor in tensors.values()
-    ]
+    checksums = [_checksum(local(tensor)) for tensor in tensors.values()]
     first: dict[int, list[int]] = {}
     names: dict[str, None] = {}
     for shard, others in transport.allgather_object((shard_number(model), checksums)):

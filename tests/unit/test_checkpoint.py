@@ -527,6 +527,37 @@ def test_own_objects_are_part_of_it(tmp_path: Path) -> None:
         run(2, tmp_path, on_start=lambda session: register(session, ("own", "more")), resume=True)
 
 
+def test_a_shared_state_that_ranks_do_not_share_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Average:
+        def __init__(self, rank: int) -> None:
+            # Seconds differ; models must not.
+            self.state = {"mean": torch.zeros(3), "array": np.zeros(2000), "seconds": rank / 3}
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    averages: dict[tuple[str, int], Average] = {}
+
+    def register(session: Session) -> None:
+        for name in ("same", "tensor", "array", "own"):
+            averages[name, session.rank] = Average(session.rank)
+            session.register_state(name, averages[name, session.rank], shared=name != "own")
+
+    def change(session: Session, record: Any) -> None:
+        averages["tensor", session.rank].state["mean"][1] += 0.5 * session.rank
+        averages["array", session.rank].state["array"][1000] += session.rank == 1
+        averages["own", session.rank].state["mean"][1] += session.rank
+
+    with caplog.at_level(logging.WARNING):
+        run(2, tmp_path, num_epochs=2, on_start=register, on_round=change)
+    warnings = sorted(record.getMessage() for record in caplog.records if "register_state" in record.getMessage())
+    assert [w.split(",")[0] for w in warnings] == [f"register_state: {name!r} has shared=True" for name in ("array", "tensor")]
+    assert all("ranks [1]" in w and "in session.records, after the merge" in w for w in warnings)
+
+
 def test_another_number_of_samples_in_mid_epoch_is_refused(tmp_path: Path) -> None:
     run(1, tmp_path, num_epochs=0.5)
     model = make_model()
