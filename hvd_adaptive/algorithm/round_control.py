@@ -208,13 +208,15 @@ class RoundControl:
         self._num_samples, self._train_s = record.num_samples, record.train_s
         taken = self._period.communication_share
         at_limit = self.mega_batch >= max(config.mega_batch_samples, dataset_size // LEAST_MERGES_AN_EPOCH)
-        if config.merge_period == "auto" and at_limit and taken > 2 * config.merge_share:
+        # One rank has no link, and no round is longer than an epoch.
+        helps = len(self.ceilings) > 1 and self.mega_batch < dataset_size
+        if config.merge_period == "auto" and at_limit and helps and taken > 2 * config.merge_share:
             if self.speaks and not self._complained:
                 log.warning(
-                    "merges take %.0f%% of the time, although a round has %d samples, as many as merge_period %r goes to "
-                    "(%d merges an epoch). Longer rounds need a larger mega_batch; a faster link or a smaller model "
-                    "makes merges shorter.",
-                    100 * taken, self.mega_batch, config.merge_period, LEAST_MERGES_AN_EPOCH,
+                    "merges, and waiting for the first batch of each round, take %.0f%% of the time, although a round has %d of "
+                    "the %d samples of an epoch, the most that merge_period 'auto' chooses here. Set a larger mega_batch for "
+                    "longer rounds; a faster link or a smaller model makes merges shorter.",
+                    100 * taken, self.mega_batch, dataset_size,
                 )  # fmt: skip
             self._complained = True
 

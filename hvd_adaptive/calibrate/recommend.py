@@ -111,9 +111,10 @@ def recommend_mega_batch(
     wanted = max(least_mega_batch(communication_s, 1 / samples_per_s, share=share), least)
     most = max(dataset_size // LEAST_MERGES_AN_EPOCH, least)
     chosen = int(np.ceil(min(wanted, most) / batch_size)) * batch_size
-    if wanted <= most:
-        return chosen, None
     taken = communication_s / (communication_s + chosen / samples_per_s)
+    # What is printed in whole percent is above the share, then.
+    if wanted <= most or taken < 1.25 * share:
+        return chosen, None
     return chosen, (
         f"merges take {taken:.0%} of the time even in rounds of a quarter of the data: a faster link, --compression or a "
         "smaller model makes them shorter"

@@ -562,13 +562,21 @@ def test_a_fixed_period_stays() -> None:
     assert {record.stats["num_samples"].sum() for record in records} == {100}
 
 
-def test_a_period_at_its_limit_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    control = RoundControl(Config(merge_period="auto", mega_batch=100), world_size=2, speaks=True)
+@pytest.mark.parametrize(
+    ("world_size", "dataset_size", "told"),
+    # A quarter of the data, or where the period starts. One rank has no link, and no round passes the end of an epoch.
+    [(2, 1000, "a round has 250 of the 1000"), (2, 150, "a round has 100 of the 150"), (2, 100, ""), (1, 1000, "")],
+)
+def test_a_period_at_its_limit_says_so_once(
+    world_size: int, dataset_size: int, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    control = RoundControl(Config(merge_period="auto", mega_batch=100), world_size=world_size, speaks=True)
     for number in range(1, 12):
-        control.after_round(record(number, num_samples=250 * number, merge_s=1.0, round_s=2.0), dataset_size=1000)
-    assert control.mega_batch == 250
-    messages = [r.message for r in caplog.records if "merges take" in r.message]
-    assert len(messages) == 1 and "merges take 50% of the time, although a round has 250 samples" in messages[0]
+        done = record(number, num_samples=250 * number, merge_s=1.0, round_s=2.0, world_size=world_size)
+        control.after_round(done, dataset_size=dataset_size)
+    assert control.mega_batch == max(100, dataset_size // 4)
+    messages = [r.message for r in caplog.records if "of the time" in r.message]
+    assert len(messages) == bool(told) and all("take 50% of the time" in m and told in m for m in messages)
 
 
 # State
@@ -608,10 +616,11 @@ def statistics(**columns: np.ndarray) -> Gathered:
     return {**RoundStats.by_name(zeros), **columns}
 
 
-def record(number: int, *, num_samples: int, merge_s: float, round_s: float) -> RoundRecord:
+def record(number: int, *, num_samples: int, merge_s: float, round_s: float, world_size: int = 2) -> RoundRecord:
+    ones = np.ones(world_size)
     return RoundRecord(
         round=number, epoch=0.1 * number, train_s=round_s * number, num_samples=num_samples, loss=None,
-        weight=np.full(2, 0.5), payload_bytes=0, stats=statistics(work=np.ones(2), merge_s=np.full(2, merge_s)),
+        weight=ones / world_size, payload_bytes=0, stats=statistics(work=ones, merge_s=merge_s * ones),
     )  # fmt: skip
 
 
