@@ -83,6 +83,13 @@ class Parser(argparse.ArgumentParser):
             command: Any = self.commands[values.command] if self.commands else self
             flag = next((word.partition("=")[0] for word in rest if word.startswith("-")), "")
             meant = _meant(flag, [name for action in command._actions for name in action.option_strings])
+            script, name = next((word for word in rest if word.endswith(".py")), None), getattr(values, "command", None)
+            if script and name in ("calibrate", "train"):
+                meant = (
+                    f": {name} is for the model that comes with hvd_adaptive, and takes no script. hvd-adaptive run {script} "
+                    f"starts a Horovod script, run --dry-run {script} says what unequal shares would gain, and for a Session see "
+                    '"Your own model" in docs/calibrate.md'
+                )
             # A subcommand's program name has the arguments before it.
             raise ValueError(f"unknown arguments {' '.join(rest)}{meant}; {command.where_to_look}")
         return values

@@ -22,6 +22,8 @@ from hvd_adaptive.cli.parser import make_parser
         (["report"], "the following arguments are required: RUN_DIR; hvd-adaptive report --help shows"),
         (["submit", "--node", "x"], "argument --nodes: invalid int value: 'x'; hvd-adaptive submit --help shows"),
         (["submit", "--partitoin", "a", "--", "train"], "unknown arguments --partitoin a: did you mean --partition"),
+        (["calibrate", "-np", "2", "own.py"], "takes no script. hvd-adaptive run own.py starts a Horovod script"),
+        (["calibrate", "own.py", "--learn", "2"], "run --dry-run own.py says what unequal shares would gain"),
         (["predict", "runs/a", "zzz"], "unknown arguments zzz; hvd-adaptive predict --help shows"),
     ],
 )
