@@ -79,8 +79,9 @@ class DenseBucket:
         first = slots[0].parameter
         sizes = [slot.info.size for slot in self.slots]
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        # ``data``: they count the loop's changes in place, not those of the exchange.
         self._views = {
-            slot: part.view(slot.info.shape) for slot, part in zip(self.slots, self._flat.split(sizes), strict=True)
+            slot: part.view(slot.info.shape).data for slot, part in zip(self.slots, self._flat.split(sizes), strict=True)
         }
         # A fused optimizer step reads both by one index, and would take other elements without a word.
         self._strided = {

@@ -35,6 +35,7 @@ from hvd_adaptive.exchange.gradients import GradientExchange
 from hvd_adaptive.strategies.exactness import check_forward, what_breaks_equality
 from hvd_adaptive.strategies.sync_optimizer import Exchanger, HorovodExchanger, SyncOptimizer, start_state_
 from hvd_adaptive.strategies.synchronous import FixedWorkStrategy, SynchronousClock
+from hvd_adaptive.strategies.untouched_gradients import UntouchedGradients
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,8 @@ class SyncStrategy(FixedWorkStrategy):
             exchanged=() if self._compressed else model.parameters(),
             emulates=config.slowdown is not None,
         )
-        self._steps = SyncOptimizer(wrapped, exchanger)
+        gradients = UntouchedGradients(model, transport.rank) if world_size > 1 else None
+        self._steps = SyncOptimizer(wrapped, exchanger, gradients)
         self._own = optimizer
         self._guard = self._steps.guard(optimizer)
         self.optimizer: Optimizer = self._steps

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.exchange.gradients import TOO_LATE, GradientExchange
+from hvd_adaptive.strategies.untouched_gradients import UntouchedGradients
 
 # Of each optimizer.
 _GUARDS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
@@ -49,6 +50,7 @@ class HorovodExchanger:
         self._passes = passes
         self._repeats = 0
         wrapped.set_backward_passes_per_step(_UNKNOWN)
+        wrapped._compression = _CountedApart
 
     def synchronize(self) -> None:
         """Waits for the reduced gradients. COLLECTIVE."""
@@ -65,6 +67,18 @@ class HorovodExchanger:
         self._passes = passes
         if self._repeats:
             self._wrapped.set_backward_passes_per_step(passes * self._repeats)
+
+
+class _CountedApart:
+    """Gives Horovod a gradient's memory as another tensor, so that the gradient counts only the loop's changes of it."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, None]:
+        return tensor.data, None
+
+    @staticmethod
+    def decompress(tensor: Tensor, _: None) -> Tensor:
+        return tensor
 
 
 class _Never(dict[Any, Any]):
@@ -142,6 +156,7 @@ class SyncOptimizer(Optimizer):
     Args:
         inner: the wrapped optimizer; Horovod's may be both.
         exchanger: None where there is one rank without Horovod.
+        gradients: finds those that the loop changes too early; None: nobody exchanges them.
 
     Attributes:
         step_due: whether the micro-batch in work is the last before a step.
@@ -151,10 +166,13 @@ class SyncOptimizer(Optimizer):
     # GradScaler would else leave the unscaling to the wrapped optimizer, which cannot see its scale.
     _step_supports_amp_scaling = False
 
-    def __init__(self, inner: Any, exchanger: Exchanger | None = None) -> None:
+    def __init__(
+        self, inner: Any, exchanger: Exchanger | None = None, gradients: UntouchedGradients | None = None
+    ) -> None:
         # Not Optimizer.__init__: parameters, state and hooks are the wrapped optimizer's.
         self._inner = inner
         self._exchanger = exchanger
+        self._gradients = gradients
         self._opens_window = True
         self._synchronized = False
         self._num_passes = 0
@@ -190,7 +208,9 @@ class SyncOptimizer(Optimizer):
             own: it.
         """
         detach(self._inner, own)
-        self._inner, self._exchanger, self._is_closed = own, None, True
+        if self._gradients is not None:
+            self._gradients.remove()
+        self._inner, self._exchanger, self._gradients, self._is_closed = own, None, None, True
         self._opens_window = self.step_due = True
 
     def begin(self, *, opens_window: bool, step_due: bool) -> None:
@@ -203,6 +223,8 @@ class SyncOptimizer(Optimizer):
         self._opens_window = opens_window
         self.step_due = step_due
         self._synchronized = self._has_stepped = False
+        if opens_window and self._gradients is not None:
+            self._gradients.begin()
 
     def expect_passes(self, passes: int) -> None:
         """Sets how many micro-batches the next step has, on this rank."""
@@ -221,8 +243,14 @@ class SyncOptimizer(Optimizer):
             p.grad = torch.zeros_like(p)
 
     def synchronize(self) -> None:
-        """Waits for the reduced gradients, after the last micro-batch of a window. COLLECTIVE."""
+        """Waits for the reduced gradients, after the last micro-batch of a window. COLLECTIVE.
+
+        Raises:
+            RuntimeError: if the loop has changed them since backward.
+        """
         if self.step_due and not self._synchronized:
+            if self._gradients is not None:
+                self._gradients.check()
             if self._exchanger is not None:
                 self._exchanger.synchronize()
             self._synchronized = True

@@ -266,6 +266,48 @@ def test_a_backward_pass_too_many_says_what_to_do(strategy: str, num_ranks: int)
     session.transport.close()
 
 
+def clip(session: Session) -> None:
+    nn.utils.clip_grad_norm_(session.model.parameters(), 1e-3)
+
+
+def clamp_data(session: Session) -> None:
+    for p in session.model.parameters():
+        if p.grad is not None:
+            p.grad.data.clamp_(-1e-3, 1e-3)
+
+
+def replace(session: Session) -> None:
+    session.model.out.weight.grad = session.model.out.weight.grad * 2  # type: ignore[union-attr, operator]
+
+
+def unscale(session: Session) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    scaler.unscale_(session.optimizer)
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize(
+    ("change", "at"), [(clip, 0), (clip, 5), (clamp_data, 0), (replace, 5), (unscale, 0)], ids=lambda v: getattr(v, "__name__", v)
+)
+def test_gradients_that_are_changed_before_all_ranks_have_added_them_up_are_an_error(
+    change: Callable[[Session], None], at: int, backend: str
+) -> None:
+    transport = connect(stall_limit_s=60, backend=backend)
+    session = make_session(make=sgd, transport=transport, accumulation_steps=2)
+    with pytest.raises(RuntimeError, match=r"out\.weight.* were changed after backward.* call session\.synchronize\(\) before"):  # noqa: PT012
+        for number, batch in enumerate(session.batches(TensorDataset(X, Y))):
+            with session.step(batch):
+                session.optimizer.zero_grad(set_to_none=number < 4)
+                two_losses(session.model, batch.x, batch.y)
+                assert sum(float(p.grad.norm()) for p in session.model.parameters() if p.grad is not None)
+                if number >= at or (number % 4 == 3 and session.synchronize()):
+                    change(session)
+                session.optimizer.step()
+    assert number == (1 if at == 0 else 5)
+    session.transport.close()
+
+
 @pytest.mark.mpi(1, 3)
 def test_amp_in_one_loop_for_any_number_of_ranks(num_ranks: int) -> None:
     """Loss scaling with accumulation, and a sample that overflows on one rank: all leave out the steps that one rank does."""
