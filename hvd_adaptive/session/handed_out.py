@@ -40,7 +40,9 @@ class HandedOut:
         self._num_given = 0
         self._waiting: dict[int, Rows] = {}
         self._num_told = 0
-        self._left_round: int | None = None
+        # The round of the batch that the loop has, and whether it will ask for no other one.
+        self._in_round: int | None = None
+        self._is_left = False
         self._end_of_loops = 0.0
         self._says_no_update = False
         self.is_closed = False
@@ -55,11 +57,13 @@ class HandedOut:
         batch.number = self._num_given
         self._waiting[batch.number] = batch.rows
         stats.handed_samples += batch.num_samples
+        self._in_round = round_number
         try:
             yield
         except GeneratorExit:
-            self._left_round = round_number
+            self._is_left = True
             raise
+        self._in_round = None
 
     def begin_loop(self, num_epochs: float | None, num_done: float) -> None:
         """Takes note of a loop over the data.
@@ -71,9 +75,10 @@ class HandedOut:
         Raises:
             TypeError: for a number of epochs that is none.
             ValueError: on all ranks, if a loop before went as far, so that this one would do nothing.
-            RuntimeError: as :meth:`check_open`.
+            RuntimeError: as :meth:`check_open` and :meth:`check_left`.
         """
         self.check_open()
+        self.check_left()
         if num_epochs is not None:
             if not isinstance(num_epochs, (Real, Tensor)) or num_epochs != num_epochs:
                 raise TypeError(f"num_epochs must be a number, or None for a loop until session.stop(), got {num_epochs!r}")
@@ -85,21 +90,23 @@ class HandedOut:
             self._end_of_loops = num_epochs
 
     def check_open(self) -> None:
-        """Raises RuntimeError if the session is closed, or as :meth:`check_left` does."""
+        """Raises RuntimeError if the session is closed, or the loop over the batches was left, or if it is within a round with
+        strategy ``local``, whose ranks make different numbers of steps."""
         if self.is_closed:
             raise RuntimeError(
                 f"rank {self._rank}: this Session is closed, and gives no more batches, steps or gathers: call close() after the "
                 "last of them, or make a new Session"
             )
-        self.check_left()
+        if self._is_left or not self._steps_together:
+            self.check_left()
 
     def check_left(self) -> None:
-        """Raises RuntimeError if the loop was left within a round, at whose end other ranks may wait for this one."""
-        if self._left_round is not None and self._num_ranks > 1:
+        """Raises RuntimeError if the loop is within a round, at whose end other ranks may wait for this one."""
+        if self._in_round is not None and self._num_ranks > 1:
             raise RuntimeError(
-                f"rank {self._rank}: the loop over the batches was left within round {self._left_round}, by break, return or an "
+                f"rank {self._rank}: the loop over the batches was left within round {self._in_round}, by break, return or an "
                 "exception, and other ranks wait for this one at the round's end: call session.stop() in its place and go on, so "
-                "that all ranks' loops end together"
+                "that all ranks' loops end together. If it goes on, do this after the loop, or from session.records"
             )
 
     def begin(self, batch: Batch) -> None:

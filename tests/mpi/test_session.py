@@ -265,7 +265,8 @@ def test_a_rank_stuck_in_the_users_code_is_named(run_job: Any, tmp_path: Path, j
 
 
 def test_a_collective_on_one_rank_ends_the_job_and_is_named(run_job: Any, tmp_path: Path, job_backend: str) -> None:
-    job = run_job(script(tmp_path, "session.rank == 1 and session.gather(1)", job_backend, limit_s=3), np=2, timeout=200)
+    body = "session.records.append(lambda _: session.rank == 1 and session.gather(1))"
+    job = run_job(script(tmp_path, body, job_backend, limit_s=3), np=2, timeout=200)
     assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
     assert "deadlocked" in job.stderr and "'rendezvous round'" in job.stderr and "'session.gather'" in job.stderr, job.describe()
 

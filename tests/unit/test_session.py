@@ -516,21 +516,27 @@ def test_one_rank_may_leave_its_loop_but_not_begin_again() -> None:
     session.close()
 
 
+@pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("next_call", ["batches", "gather", "close", "save"])
-def test_a_rank_whose_loop_was_left_is_told_so_at_its_next_call(next_call: str, tmp_path: Path) -> None:
+def test_a_rank_whose_loop_was_left_is_told_so_at_its_next_call(next_call: str, held: bool, tmp_path: Path) -> None:
     """The other one waits for it at the round's end, and would for minutes."""
 
     def leave(transport: LocalTransport) -> None:
         model = make_model()
         session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), Config(mega_batch=200), transport=transport)
         checkpoints = Checkpointer(session, tmp_path / "checkpoints", interval=100)
+        kept = []
         for _ in range(2):
-            for batch in session.batches(DATA):
+            batches = session.batches(DATA)
+            if held:
+                kept.append(batches)
+            for batch in batches:
                 if transport.rank == 1:
                     break
                 with session.step(batch):
                     nn.functional.cross_entropy(model(batch.x), batch.y).backward()
                     session.optimizer.step()
+            del batches
             calls = {"gather": lambda: session.gather(1), "close": session.close, "save": checkpoints.close}
             if next_call != "batches":
                 calls[next_call]()
