@@ -262,16 +262,17 @@ class SampleReader:
         collate: makes a batch from a list of samples.
 
     Attributes:
+        dataset: as given.
         rank: this rank, for errors.
     """
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
         self._collate = collate
         self.rank = 0
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.dataset)
 
     def __getitem__(self, row: int) -> Any:
         return self.__getitems__([row])
@@ -279,7 +280,7 @@ class SampleReader:
     def __getitems__(self, rows: list[int]) -> Any:
         """Returns the batch of these samples. What the data set or ``collate`` raises, is raised again with their numbers, as the
         same type if that takes a text, as torch's loader does it; else as a RuntimeError."""
-        dataset, failed = self._dataset, rows
+        dataset, failed = self.dataset, rows
         fetch_many = getattr(dataset, "__getitems__", None)
         try:
             if hasattr(dataset, "get_batch"):

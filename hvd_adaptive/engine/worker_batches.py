@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows, refuse_stream
 from hvd_adaptive.engine.device_times import DeviceTimes
@@ -37,6 +38,8 @@ class WorkerSource(BatchSource):
         prefetch_factor: batches that are on their way for each worker, >= 1.
         persistent_workers: workers outlive a loop.
         seed: of the workers' random generators, beside the rank and the epoch.
+        worker_init_fn: called in each worker, with its number, before it reads.
+        options: further ones of torch's DataLoader.
 
     Raises:
         TypeError: for an IterableDataset.
@@ -56,6 +59,8 @@ class WorkerSource(BatchSource):
         prefetch_factor: int = 2,
         persistent_workers: bool = False,
         seed: tuple[int, ...] = (0,),
+        worker_init_fn: Callable[[int], Any] | None = None,
+        **options: Any,
     ) -> None:
         refuse_stream(dataset)
         super().__init__(dataset, device, collate, times, micro_batch_size=micro_batch_size)
@@ -77,6 +82,8 @@ class WorkerSource(BatchSource):
             # A loader without them ends where there is nothing to read for a moment.
             "persistent_workers": True,
             "generator": self._generator,
+            "worker_init_fn": functools.partial(_start_worker, worker_init_fn),
+            **options,
         }
         self._passing: Any = None
 
@@ -277,6 +284,14 @@ class _Reads(Sampler[list[int]]):
         self._unread[id(batch)] = len(reads)
         self._batch_of.update((id(part), batch) for part, _ in reads)
         return batch
+
+
+def _start_worker(worker_init_fn: Callable[[int], Any] | None, number: int) -> None:
+    info: Any = get_worker_info()
+    # The user's: what is set there must reach it. The info refuses to be changed.
+    object.__setattr__(info, "dataset", info.dataset.dataset)
+    if worker_init_fn is not None:
+        worker_init_fn(number)
 
 
 def _whole(data: Any) -> Any:

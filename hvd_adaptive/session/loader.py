@@ -15,6 +15,16 @@ from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.worker_batches import WorkerSource
 from hvd_adaptive.session.handed_out import HandedOut
 
+# Options of torch's DataLoader, and what has their place here.
+_INSTEAD = {
+    "batch_size": "it is Config's batch_size, as hvd_adaptive.Config(batch_size=64)",
+    **dict.fromkeys(
+        ("shuffle", "sampler", "batch_sampler"), "the session shuffles each epoch anew, by Config's seed, and ranks claim samples"
+    ),
+    "drop_last": "each sample of an epoch is used",
+    "generator": "the workers' random numbers follow from Config's seed",
+}
+
 
 class Reader(Protocol):
     """A session, as far as a loader needs it; see :class:`hvd_adaptive.Session`."""
@@ -53,6 +63,14 @@ class Loader:
         """Yields what is left of the epoch, see :meth:`hvd_adaptive.Session.batches`. COLLECTIVE."""
         return self._session._batches_from(self._source, num_epochs=self._session.ledger.epoch + 1)
 
+    def __len__(self) -> int:
+        """Raises TypeError: nobody knows a rank's number of batches before."""
+        raise TypeError(
+            "session.loader has no length: how many batches a rank computes follows from its speed. Count all ranks' samples, "
+            "round by round: bar = tqdm(total=len(dataset) * num_epochs), and before the loop "
+            "session.records.append(lambda record: bar.update(record.num_samples - bar.n))"
+        )
+
 
 def loader(
     self: Reader,
@@ -63,6 +81,10 @@ def loader(
     prefetch_factor: int | None = None,
     persistent_workers: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    worker_init_fn: Callable[[int], Any] | None = None,
+    timeout: float = 0,
+    multiprocessing_context: Any = None,
+    **others: Any,
 ) -> Loader:
     """Returns this rank's batches of an epoch, read by the workers of torch's DataLoader. COLLECTIVE, and so is each loop.
 
@@ -78,14 +100,20 @@ def loader(
         prefetch_factor: batches on their way for each worker (default: 2).
         persistent_workers: workers stay from one loop to the next. Within a loop they always do, over all of its rounds.
         collate_fn: makes a batch of a list of samples; what it returns is (x, y) if it is a tuple of two, else x alone.
+        worker_init_fn: called in each worker, with its number on this rank, before it reads.
+        timeout: seconds after which a batch that does not come is an error; 0: never.
+        multiprocessing_context: how workers start, such as "forkserver", or a context of torch.multiprocessing.
+        others: none, an error says what to use.
 
     Raises:
         AgreedError: on all ranks, if their workers differ in number.
-        TypeError: for an IterableDataset, which has no rows to claim.
+        TypeError: for an IterableDataset, which has no rows to claim, or for other options of torch's DataLoader.
         ValueError: for options that do not go together.
         RuntimeError: if the session is closed.
     """
     self._handed_out.check_open()
+    for name in others:
+        raise TypeError(f"session.loader takes no {name}: {_INSTEAD.get(name, 'there is no such option')}")
     refuse_stream(dataset)
     agree_equal(
         self.transport,
@@ -100,11 +128,16 @@ def loader(
             "at random must come from the logical rank's own generators, so it is read between its steps"
         )
     size = self.config.micro_batch_size
+    of_workers = {
+        "prefetch_factor": prefetch_factor, "persistent_workers": persistent_workers, "worker_init_fn": worker_init_fn,
+        "timeout": timeout, "multiprocessing_context": multiprocessing_context,
+    }  # fmt: skip
     if num_workers == 0:
-        for name, value in (("prefetch_factor", prefetch_factor), ("persistent_workers", persistent_workers or None)):
-            if value is not None:
+        for name, value in of_workers.items():
+            if value is not None and (value or name == "prefetch_factor"):
                 raise ValueError(f"{name} {value} needs num_workers >= 1, got 0: there is no worker")
         return Loader(self, BatchSource(dataset, self.device, collate_fn, self._times, micro_batch_size=size))
+    of_workers["prefetch_factor"] = 2 if prefetch_factor is None else prefetch_factor
     source = WorkerSource(
         dataset,
         self.device,
@@ -113,8 +146,7 @@ def loader(
         micro_batch_size=size,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        prefetch_factor=2 if prefetch_factor is None else prefetch_factor,
-        persistent_workers=persistent_workers,
         seed=(self.config.seed, self.rank),
+        **of_workers,
     )
     return Loader(self, source)

@@ -160,7 +160,8 @@ def schedule(self: Scheduling, scheduler: LRScheduler, *, steps_per_epoch: float
 
     Args:
         scheduler: as for plain training, over the session's optimizer: one that counts steps, or epochs.
-        steps_per_epoch: its steps in a pass over the data: the number of global batches, or 1 if it counts epochs.
+        steps_per_epoch: its steps in a pass over the data: 1 if it counts epochs, else as many as it was made for, such as
+            len(dataset) // (batch_size * world_size). A session's loader has no length.
 
     Raises:
         TypeError: for a ReduceLROnPlateau, which follows a metric. ValueError: for a number that is not > 0.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from hvd_adaptive.algorithm.ledger import ClaimRule
 from hvd_adaptive.comm.threads import LocalTransport
@@ -169,12 +170,60 @@ def test_a_batch_that_does_not_fit_into_memory_comes_again_in_parts() -> None:
         ({"num_workers": 1, "prefetch_factor": 0}, ValueError, "prefetch_factor must be >= 1"),
         ({"prefetch_factor": 2}, ValueError, "prefetch_factor 2 needs num_workers"),
         ({"persistent_workers": True}, ValueError, "persistent_workers True needs num_workers"),
+        ({"timeout": 5}, ValueError, "timeout 5 needs num_workers"),
+        ({"num_workers": 1, "multiprocessing_context": "thread"}, ValueError, "multiprocessing_context"),
+        ({"batch_size": 32, "shuffle": True}, TypeError, "session.loader takes no batch_size: it is Config's batch_size"),
+        ({"num_workers": 1, "shuffle": True}, TypeError, "takes no shuffle: the session shuffles each epoch"),
+        ({"in_order": False}, TypeError, "takes no in_order: there is no such option"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     session = make_session()
     with pytest.raises(error, match=message):
-        session.loader(**{"dataset": Rows(), **options})
+        next(iter(session.loader(**{"dataset": Rows(), **options})))
+
+
+class Opened(Rows):
+    """Samples that can be read once a worker has opened them."""
+
+    offset: int | None = None
+    seconds = 0.0
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, int]:
+        assert self.offset is not None
+        time.sleep(self.seconds)
+        return super().__getitem__(row)[0], self.offset
+
+
+def open_rows(worker: int) -> None:
+    get_worker_info().dataset.offset = 100 + worker  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("context", [None, "forkserver"])
+def test_workers_start_as_they_are_told(context: str | None) -> None:
+    session = make_session()
+    options: dict[str, Any] = {"worker_init_fn": open_rows, "timeout": 60, "multiprocessing_context": context}
+    rows, offsets = read(session, session.loader(Opened(), num_workers=2, **options))
+    assert sorted(rows) == list(range(NUM_SAMPLES)) and offsets == {100, 101}
+
+
+def test_a_worker_that_hangs_is_an_error_after_the_timeout() -> None:
+    session, data = make_session(), Opened()
+    data.seconds = 5.0
+    with pytest.raises(RuntimeError, match=r"timed out after 0\.2 seconds"):
+        read(session, session.loader(data, num_workers=1, worker_init_fn=open_rows, timeout=0.2))
+
+
+def test_a_loader_without_length_says_what_to_count() -> None:
+    session = make_session()
+    loader = session.loader(Rows())
+    with pytest.raises(TypeError, match=r"has no length: .* bar\.update\(record\.num_samples - bar\.n\)"):
+        len(loader)
+    counted = [0]
+    session.records.append(lambda record: counted.append(record.num_samples - sum(counted)))
+    read(session, loader)
+    # Nor does this ask for a length.
+    assert list(loader) and sum(counted) == 2 * NUM_SAMPLES
 
 
 def test_logical_ranks_read_by_themselves() -> None:
