@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from hvd_adaptive.state.preemption import catch_signals
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     # Imported on first use: `hvd-adaptive --help` and a bad option must not wait for torch.
     if name == "Config":

@@ -56,7 +56,8 @@ def check_types_and_choices(config: Any) -> None:
             continue
         fits = isinstance(value, (int, float)) if kind is float else isinstance(value, kind)
         if not fits or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"{item.name} must be {type_words(kind)}, got {value!r}")
+            remedy = f': write "{value}"' if kind is str and type(value) in (int, float) else ""
+            raise ValueError(f"{item.name} must be {type_words(kind)}, got {value!r}{remedy}")
         if kind is int and abs(value) >= 2**63:
             raise ValueError(f"{item.name} must be a number of 64 bits (below {2**63}), got {value}")
         if kind is float and not abs(value) < float("inf"):

@@ -49,6 +49,12 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+def test_the_public_names_are_listed_before_they_are_loaded() -> None:
+    code = "import hvd_adaptive as h; print(set(h.__all__) <= set(dir(h)), all(getattr(h, name) for name in h.__all__))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True True\n", done.stderr
+
+
 def test_the_core_loads_without_horovod_and_mpi() -> None:
     modules = [
         f"hvd_adaptive.{room}.{path.stem}".replace("/", ".")

@@ -27,6 +27,7 @@ from hvd_adaptive.xmc.train_config import TrainConfig
         ({"batch_size": 0}, "batch_size must be > 0, got 0"),
         ({"batch_size": "64"}, "batch_size must be an int, got '64'"),
         ({"batch_size": True}, "batch_size must be an int, got True"),
+        ({"island": 2}, 'island must be a str, got 2: write "2"'),
         ({"lr_decay": float("nan")}, "lr_decay must be finite"),
         ({"seed": 10**20}, "seed must be a number of 64 bits .*, got 100000000000000000000"),
         ({"strategy": "locale"}, "strategy must be one of local, sync, horovod, sma, got 'locale'"),
