@@ -38,6 +38,7 @@ def main() -> None:
     )
     parser.add_argument("--period", type=int, default=50, help="batches of all ranks between two merges")
     parser.add_argument("--delay", type=int, default=0, help="batches of all ranks from a merge to taking it in")
+    parser.add_argument("--fragments", type=int, default=1, help="parts of the model, merged one after the other in each period")
     parser.add_argument("--delay-from", type=int, default=0, help="samples of all ranks before which merges are taken in at once")
     parser.add_argument("--moments", default="keep", choices=("keep", "average", "all", "zero", "follow"), help=MOMENTS_HELP)
     parser.add_argument("--outer-step", default="none", choices=OUTER_STEPS)
@@ -54,6 +55,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.delay and (options.moments not in ("keep", "follow") or options.delay >= options.period):
         parser.error("--delay needs --moments keep or follow, and fewer batches than --period")
+    if options.fragments > 1 and (options.moments != "keep" or options.synchronous):
+        parser.error("--fragments needs --moments keep, and no --synchronous")
     if options.outer_step == "none" and (options.outer_lr, options.outer_momentum) != (None, None):
         parser.error("--outer-lr and --outer-momentum need --outer-step momentum, nesterov or cautious")
     torch.set_num_threads(1)
@@ -85,29 +88,41 @@ class Simulation:
         self._codec = of_values(parse_codec(options.compression)) if options.compression != "none" else None
         lr = options.outer_lr if options.outer_step != "none" else 1.0
         # It counts samples where the product counts updates.
-        self._outer = OuterStep(options.outer_step, lr=lr, momentum=options.outer_momentum, start=options.outer_from)
+        self._outer = OuterStep(
+            options.outer_step, lr=lr, momentum=options.outer_momentum, start=options.outer_from, num_fragments=options.fragments
+        )
         self._velocity = [torch.zeros_like(base) for base in self._global]
         # Sum of each rank's rates since the last merge.
         self._rates = [0.0] * num_replicas
         self._lost: dict[tuple[str, int, int], Tensor] = {}
-        # Of a merge that is still to be taken in: each replica's parameters as they went into it.
-        self._sent: list[list[Tensor]] = []
+        # By the middle of each parameter.
+        sizes = np.array([base.numel() for base in self._global])
+        self._fragment_of = ((sizes.cumsum() - sizes / 2) * options.fragments / sizes.sum()).astype(int)
+        # Of merges that are still to be taken in, by fragment: after how many batches, and each replica's parameters as they went
+        # into it.
+        self._sent: dict[int, tuple[int, list[list[Tensor]]]] = {}
+        self._num_batches = 0
 
     def run(self) -> tuple[list[tuple[int, float]], float]:
         """Returns samples and loss on the way, and the last loss."""
         options, curve = self._options, []
-        every = options.samples // 3
+        every, period = options.samples // 3, sum(self._steps)
+        merges = len(self._models) > 1 or options.outer_step != "none"
+        ends = [round(period * (number + 1) / options.fragments) for number in range(options.fragments if merges else 0)]
         while self._num_samples < options.samples:
             done = [0] * len(self._models)
             # Whoever is least far within the round is next, as its progress is that of the clock.
-            for _ in range(sum(self._steps)):
+            for _ in range(period):
                 rank = min(range(len(done)), key=lambda r: (done[r] + 1) / self._steps[r])
                 self._step(rank)
                 done[rank] += 1
-                if sum(done) == options.delay:
-                    self._take_in()
-            if len(self._models) > 1 or options.outer_step != "none":
-                self._merge()
+                self._num_batches += 1
+                for fragment in [number for number, (due, _) in self._sent.items() if due == self._num_batches]:
+                    self._take_in(fragment)
+                for fragment, end in enumerate(ends):
+                    if sum(done) == end:
+                        self._merge(fragment)
+            self._merge_buffers()
             self._rates = [0.0] * len(self._models)
             if self._num_samples >= every * (len(curve) + 1):
                 curve.append((self._num_samples, round(self._score(256), 4)))
@@ -139,22 +154,26 @@ class Simulation:
             p.sub_(rate * first * (1 / (larger.sqrt() + 1e-8) - 1 / (second.sqrt() + 1e-8)))
 
     @torch.no_grad()
-    def _take_in(self) -> None:
-        for model, sent in zip(self._models, self._sent, strict=False):
-            for base, before, replica in zip(self._global, sent, model.parameters(), strict=True):
-                replica.add_(base - before)
-        self._sent = []
+    def _take_in(self, fragment: int) -> None:
+        _, sent = self._sent.pop(fragment)
+        for model, before in zip(self._models, sent, strict=True):
+            for place, replica in enumerate(model.parameters()):
+                if self._fragment_of[place] == fragment:
+                    replica.add_(self._global[place] - before[place])
 
     @torch.no_grad()
-    def _merge(self) -> None:
-        self._outer.count(self._batch * sum(self._steps))
-        self._outer.begin()
+    def _merge(self, fragment: int) -> None:
+        self._outer.count(self._batch * sum(self._steps), fragment)
+        self._outer.begin(fragment)
         moves = self._outer.begun and self._outer.kind != "none"
         parameters = [list(model.parameters()) for model in self._models]
         is_late = self._options.delay > 0 and self._num_samples >= self._options.delay_from
         if is_late:
-            self._sent = [[p.detach().clone() for p in replicas] for replicas in parameters]
+            sent = [[p.detach().clone() for p in replicas] for replicas in parameters]
+            self._sent[fragment] = self._num_batches + self._options.delay, sent
         for place, (base, *replicas) in enumerate(zip(self._global, *parameters, strict=True)):
+            if self._fragment_of[place] != fragment:
+                continue
             own = [replica - base for replica in replicas]
             change = self._mean("change", place, own)
             if self._options.moments == "follow":
@@ -176,6 +195,9 @@ class Simulation:
             if self._options.moments == "zero":
                 for state in states:
                     state["exp_avg"].zero_()
+
+    @torch.no_grad()
+    def _merge_buffers(self) -> None:
         for values in zip(*(model.buffers() for model in self._models), strict=True):
             if values[0].is_floating_point():
                 mean = sum(w * value for w, value in zip(self._weights, values, strict=True))
@@ -203,8 +225,8 @@ class Simulation:
     def _score(self, most: int) -> float:
         x, y = (part[:: max(1, len(part) // most)] for part in self._test)
         model = copy.deepcopy(self._models[0]).eval()
-        # After a merge that is still to be taken in, a replica is not the global model.
-        for p, base in zip(model.parameters(), self._global if self._sent else (), strict=False):
+        # Where sums are still to be taken in, a replica is not the global model.
+        for p, base in zip(model.parameters(), self._global if len(self._models) > 1 else (), strict=False):
             p.copy_(base)
         losses = [self._task.loss(model, a, b).item() * len(a) for a, b in zip(x.split(256), y.split(256), strict=True)]
         return sum(losses) / len(x)

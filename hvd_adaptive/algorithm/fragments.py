@@ -44,17 +44,22 @@ def phases(num_fragments: int, delay: float) -> list[Phase]:
     return [phase for _, phase in sorted(found)]
 
 
-def phases_beside_steps(num_merges: int) -> list[Phase]:
-    """Returns the phases of a round in which the whole model is sent at equal distances, the last time at the round's end.
+def phases_beside_steps(num_merges: int, num_fragments: int) -> list[Phase]:
+    """Returns the phases of a round in which the whole model is sent several times, one fragment after the other.
 
-    A sum is taken in before the next one is sent, the last one at once.
+    All are sent at the round's end, and before it each at equal distances. A sum is taken in before its fragment is sent again,
+    the last ones at once.
 
     Args:
         num_merges: of a round, >= 1.
+        num_fragments: F, >= 1.
     """
     # A little before, so that the batch that begins there comes after it.
-    places = [*((number + 1) / num_merges - 1e-9 for number in range(num_merges - 1)), 1.0]
-    return [Phase(place, 0, arrives) for place in places for arrives in (True, False)] + [Phase(1.0, 0, True)]
+    early = range(1, (num_merges - 1) * num_fragments + 1)
+    places = [(number / num_merges / num_fragments - 1e-9, (number - 1) % num_fragments) for number in early]
+    places += [(1.0, fragment) for fragment in range(num_fragments)]
+    found = [Phase(place, fragment, arrives) for place, fragment in places for arrives in (True, False)]
+    return found + [Phase(1.0, fragment, True) for fragment in range(num_fragments)]
 
 
 def cut_layers(names: Sequence[str], sizes: Sequence[int], num_fragments: int) -> list[range]:

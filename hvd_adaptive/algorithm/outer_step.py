@@ -80,39 +80,43 @@ class OuterStep:
         self.velocity: dict[torch.dtype, Tensor] = {}
         # The velocity of each fragment that deltas of one would have; a tensor, as what is saved and exchanged with the velocity.
         self.growth = torch.zeros(num_fragments, dtype=torch.float64)
-        # Updates of the fastest rank in all merges, up to this one.
-        self.num_updates = torch.zeros(1, dtype=torch.float64)
+        # Updates of the fastest rank in all merges of each fragment, up to this one.
+        self.num_updates = torch.zeros(num_fragments, dtype=torch.float64)
+        # That of the merge that begins, of all: the first.
+        self._fragment = 0
         self._start = start if kind != "none" else 0
         # Of the merge that begins.
         self._momentum_now = 0.0 if momentum is None else momentum
         self._lr_now = 1.0 if lr is None else lr
 
     @classmethod
-    def of(cls, config: Config, *, start: int = 0) -> OuterStep:
+    def of(cls, config: Config, *, start: int = 0, num_fragments: int = 1) -> OuterStep:
         """Returns the outer step of a configuration, in which it is set, beginning after so many updates of the fastest rank."""
         return cls(
             config.outer_step or "none",
             lr=config.outer_learning_rate,
             momentum=config.momentum_of_merges,
             bias_correction=config.outer_bias_correction,
-            num_fragments=config.merge_fragments,
+            num_fragments=num_fragments,
             start=start,
         )
 
     @property
     def begun(self) -> bool:
         """Whether merges may do more than to add the deltas."""
-        return float(self.num_updates) >= self._start
+        return float(self.num_updates[self._fragment]) >= self._start
 
-    def count(self, num_updates: float) -> None:
+    def count(self, num_updates: float, fragment: int | None = None) -> None:
         """Takes note of a merge to come.
 
         Args:
             num_updates: of the fastest rank since the last merge.
+            fragment: what of the model is merged; None: all.
         """
-        self.num_updates += num_updates
+        self._fragment = fragment or 0
+        self.num_updates[fragment if fragment is not None else slice(None)] += num_updates
         if self.momentum is None:
-            part = num_updates / max(1.0, float(self.num_updates))
+            part = num_updates / max(1.0, float(self.num_updates[self._fragment]))
             self._momentum_now = min(max(0.0, 1 - part / _LOOKS_BACK), _MOST_MOMENTUM)
 
     def velocity_of(self, weights: Tensor) -> Tensor | None:
@@ -127,7 +131,7 @@ class OuterStep:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the velocity by name of its dtype, how far it has grown, and the updates so far; empty for ``none``."""
-        if self.kind == "none" or not (self.velocity or self.num_updates):
+        if self.kind == "none" or not (self.velocity or self.num_updates.any()):
             return {}
         velocity = {str(dtype).removeprefix("torch."): v for dtype, v in self.velocity.items()}
         return velocity | {"growth": self.growth, "num_updates": self.num_updates}
@@ -137,9 +141,9 @@ class OuterStep:
         if self.kind == "none":
             return
         grown = torch.full_like(self.growth, 1 / (1 - self._momentum_now) if state else 0.0)
-        self.growth = state.get("growth", grown).cpu().clone()
+        self.growth = _of_as_many(state.get("growth", grown).cpu(), grown)
         begun = torch.full_like(self.num_updates, float(self._start if state else 0))
-        self.num_updates = state.get("num_updates", begun).cpu().clone()
+        self.num_updates = _of_as_many(state.get("num_updates", begun).cpu(), begun)
         pinned = device.type == "cpu" and torch.cuda.is_available()
         self.velocity = {
             getattr(torch, name): v.to(device, copy=True).pin_memory() if pinned else v.to(device, copy=True)
@@ -147,20 +151,21 @@ class OuterStep:
             if name not in ("growth", "num_updates")
         }
 
-    def begin(self, fragment: int = 0) -> None:
+    def begin(self, fragment: int | None = None) -> None:
         """Counts a merge; call it once before its deltas are applied, which may be in several parts.
 
         Args:
-            fragment: what of the model is merged.
+            fragment: what of the model is merged; None: all.
         """
-        self._lr_now = 1.0
+        self._lr_now, self._fragment = 1.0, fragment or 0
         if not self.begun:
             return
         momentum = self._momentum_now
         self._lr_now = math.sqrt(1 - momentum) if self.lr is None else self.lr
-        self.growth[fragment] = self.growth[fragment] * momentum + 1
+        merged = fragment if fragment is not None else slice(None)
+        self.growth[merged] = self.growth[merged] * momentum + 1
         if self.bias_correction:
-            growth = float(self.growth[fragment])
+            growth = float(self.growth[self._fragment])
             moved = growth if self.kind == "momentum" else 1 + momentum * growth
             self._lr_now /= (1 - momentum) * moved
 
@@ -218,3 +223,8 @@ class OuterStep:
         if self._lr_now != 1.0:
             d.mul_(self._lr_now)
         w.add_(d)
+
+
+def _of_as_many(saved: Tensor, like: Tensor) -> Tensor:
+    """Returns what was saved of each fragment; of another number of them the first one's for all."""
+    return (saved if saved.numel() == like.numel() else saved[:1].expand_as(like)).clone()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -31,7 +32,7 @@ from hvd_adaptive.engine import optimizer_state
 from hvd_adaptive.engine.base_watch import BaseWatch
 from hvd_adaptive.engine.flat_model import FlatModel
 from hvd_adaptive.engine.merge_rule import make_merge_rule
-from hvd_adaptive.engine.model_fragments import cut_model
+from hvd_adaptive.engine.model_fragments import cut_model, fragments_beside_steps
 from hvd_adaptive.engine.overlap import OverlappedMerge
 from hvd_adaptive.engine.rank_warnings import warn_of_broken, warn_of_copies, warn_of_outliers
 from hvd_adaptive.engine.row_merge import RowMerge
@@ -131,7 +132,11 @@ class Merge:
         sparse = {id(p) for module in modules for p in sparse_parameters(module).values()}
         by_rows = [place for place, p in enumerate(parameters) if id(p) in sparse]
         self.rule = flat.rule = make_merge_rule(config.weight_rule, optimizer, parameters, row_parameters=by_rows)
-        self.outer = OuterStep.of(config, start=ADAM_START if optimizer_state.is_adam(optimizer) else 0)
+        # A history of norms is the whole model's.
+        cuts = config.merges_beside_steps and self.rule is None and not config.measures_deltas
+        num_fragments = fragments_beside_steps(flat) if cuts else config.merge_fragments
+        start = ADAM_START if optimizer_state.is_adam(optimizer) else 0
+        self.outer = OuterStep.of(config, start=start, num_fragments=num_fragments)
         if config.encodes:
             infos = [info for group in flat.parameter_groups for info in group.infos]
             flat.compressed = CompressedSum(
@@ -143,17 +148,20 @@ class Merge:
         merges = transport.world_size > 1 and config.logical_ranks is None
         self._seeks_copies = merges and not averages and self.state_rule != "reset"
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
-        self.overlap = OverlappedMerge(flat, self.outer, transport, config, self._forget) if config.overlaps_merges else None
+        overlap = functools.partial(
+            OverlappedMerge, flat, self.outer, transport, config, self._forget, num_fragments=num_fragments
+        )
+        self.overlap: OverlappedMerge | None = overlap() if config.overlaps_merges else None
         self._history = NormHistory(config.outlier_limit) if config.outlier_limit and config.merge_fragments == 1 else None
         # Of who begins rounds: between two of them the model is the global one.
         self._base: BaseWatch | None = None
         self._within_round = False
+        # Fragments, for each of which is kept what codecs have lost; None: no round has begun.
+        self._residuals_for: int | None = None
         self._beside_steps: OverlappedMerge | None = None
         if config.merges_beside_steps:
             # Already now, so that memory that is too small is found at the start.
-            self._beside_steps = OverlappedMerge(
-                flat, self.outer, transport, config, self._forget, history=self._history, threaded=beside_steps
-            )
+            self._beside_steps = overlap(history=self._history, threaded=beside_steps)
         self.num_rows = 0
         self._num_broken = np.zeros(1)
         self.who = "ranks" if transport.rank == 0 else None
@@ -175,6 +183,10 @@ class Merge:
         the parameters since the last round becomes the global model, if all ranks have made the same change."""
         if self._beside_steps is not None:
             self.overlap = self._beside_steps if merges > 1 else None
+            kept_for = 1 if self.overlap is None else self.overlap.num_fragments
+            if self.flat_model.compressed is not None and self._residuals_for not in (None, kept_for):
+                self.flat_model.compressed.reset()
+            self._residuals_for = kept_for
         if self._base is None:
             self._base = BaseWatch(self.flat_model, self.outer)
         self._adopt()

@@ -16,6 +16,9 @@ from hvd_adaptive.engine.flat_group import FlatGroup
 from hvd_adaptive.engine.flat_model import FlatModel
 from hvd_adaptive.exchange.pipeline import UnderWay
 
+# Fragments of a model that is merged beside steps, and elements that each has at least, as one more message costs time.
+_MOST_BESIDE_STEPS, _LEAST_BESIDE_STEPS = 4, 1 << 16
+
 
 @dataclass(slots=True, eq=False)
 class Piece:
@@ -142,8 +145,24 @@ class Fragment:
         self.pending, self.factor = False, 1.0
 
 
-def cut_model(flat: FlatModel, num_fragments: int) -> list[Fragment]:
+def fragments_beside_steps(flat: FlatModel) -> int:
+    """Returns in how many fragments a model is merged beside steps: the link carries one after the other, so that each arrives
+    sooner than the whole would. Where a sum took as long as what is between two merges, that was worth a tenth of the samples:
+    benchmarks/records/2026-11-27-late-sums.md."""
+    groups = flat.parameter_groups
+    if any(group.row_ranges or group.factors is not None for group in groups):
+        return 1
+    num_elements, num_tensors = sum(group.delta.numel() for group in groups), sum(len(group.tensors) for group in groups)
+    return max(1, min(_MOST_BESIDE_STEPS, num_tensors, num_elements // _LEAST_BESIDE_STEPS))
+
+
+def cut_model(flat: FlatModel, num_fragments: int, *, by_layers: bool = True) -> list[Fragment]:
     """Returns a model's fragments, in its order.
+
+    Args:
+        flat: the model.
+        num_fragments: F, >= 1.
+        by_layers: layers are whole; else parameters are.
 
     Raises:
         AgreedError: on all ranks, if it has fewer layers than fragments.
@@ -154,7 +173,8 @@ def cut_model(flat: FlatModel, num_fragments: int) -> list[Fragment]:
         return [Fragment(0, whole)]
     found = sorted((place, info) for g in groups for place, info in zip(g.positions, g.infos, strict=True))
     try:
-        runs = cut_layers([info.name for _, info in found], [info.size for _, info in found], num_fragments)
+        names = [info.name if by_layers else str(number) for number, (_, info) in enumerate(found)]
+        runs = cut_layers(names, [info.size for _, info in found], num_fragments)
     except ValueError as error:
         # Every rank has the same model, so every rank is here.
         raise AgreedError(str(error)) from None

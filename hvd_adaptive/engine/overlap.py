@@ -61,8 +61,9 @@ class OverlappedMerge:
         transport: the world.
         config: number of fragments, delay, alpha and the rule for weights.
         forget: puts this rank's optimizer back to where it began; called when the rank was not finite.
+        num_fragments: F; with ``config.merge_fragments`` as many.
         history: of the norms of this rank's progress in the whole model; None: each fragment has its own.
-        threaded: a thread goes on with encoded sums of the whole model.
+        threaded: threads go on with encoded sums.
 
     Raises:
         AgreedError: on all ranks, if the model has fewer layers than fragments.
@@ -76,6 +77,7 @@ class OverlappedMerge:
         config: Config,
         forget: Callable[[], None] = lambda: None,
         *,
+        num_fragments: int,
         history: NormHistory | None = None,
         threaded: bool = False,
     ) -> None:
@@ -88,12 +90,12 @@ class OverlappedMerge:
         self._beside_steps = config.merges_beside_steps
         # Where each rank has a part of its own, runs have the same bits again.
         self._takes_in_early = self._beside_steps and config.dispatch == "dynamic"
-        self._phases = phases(config.merge_fragments, config.merge_delay)
+        self._phases = phases(num_fragments, config.merge_delay)
         self._next = 0
-        self._fragments = cut_model(flat_model, config.merge_fragments)
-        if threaded and flat_model.device.type == "cpu":
-            # On a GPU steps are short, and a thread would need a stream of its own.
-            self._fragments[0].under_way = UnderWay(threaded=True)
+        self._fragments = cut_model(flat_model, num_fragments, by_layers=not self._beside_steps)
+        # On a GPU steps are short, and a thread would need a stream of its own.
+        for fragment in self._fragments if threaded and flat_model.device.type == "cpu" else ():
+            fragment.under_way = UnderWay(threaded=True)
         for fragment in self._fragments if config.outlier_limit else ():
             fragment.history = history or NormHistory(config.outlier_limit)
         # This rank's own model between rounds. One fragment has just been sent then: it is `ahead` of the global model.
@@ -101,6 +103,11 @@ class OverlappedMerge:
         self._scale = 1.0
         self._seen_work = self._seen_updates = 0.0
         self._sent_bytes = 0
+
+    @property
+    def num_fragments(self) -> int:
+        """F."""
+        return len(self._fragments)
 
     @property
     def _pieces(self) -> Iterator[Piece]:
@@ -116,7 +123,7 @@ class OverlappedMerge:
         """
         self._load_own_()
         if self._beside_steps:
-            self._phases = phases_beside_steps(merges)
+            self._phases = phases_beside_steps(merges, len(self._fragments))
         self._next, self._seen_work, self._seen_updates, self._sent_bytes = 0, 0.0, 0.0, 0
         # Weights of a merge then sum to about one, however many there are, and so do residuals.
         self._scale = merges / work
@@ -173,7 +180,7 @@ class OverlappedMerge:
         flat = self._flat_model
         message_bytes = 0 if flat.rule is None else flat.rule.message_bytes
         flat.payload_bytes = flat.buffers.payload_bytes + self._sent_bytes + message_bytes
-        if len(self._fragments) > 1:
+        if len(self._fragments) > 1 and not self._beside_steps:
             self._own = [g.gather_(torch.empty_like(g.weights)) for g in flat.parameter_groups]
         flat.buffers.start_(buffer_weight)
         flat.buffers.finish_()
@@ -362,7 +369,7 @@ class OverlappedMerge:
             fragment.take_in_(None, self._alpha)
             return
         if self._beside_steps:
-            self._outer.count(fragment.merged_updates)
+            self._outer.count(fragment.merged_updates, fragment.number)
         self._outer.begin(fragment.number)
         fragment.take_in_(self._outer, self._alpha)
 

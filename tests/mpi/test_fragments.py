@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from hvd_adaptive import Config, Session
 from hvd_adaptive.comm import connect
 from hvd_adaptive.comm.protocols import AgreedError
+from hvd_adaptive.engine import model_fragments
 from hvd_adaptive.engine.flat_model import model_hash
 from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.strategies.local import LocalStrategy
@@ -105,7 +106,9 @@ def check_session(transport: Any, *, poison: bool = False, stop_at: int = 0, sta
 
 
 @pytest.mark.mpi(1, 2, 3, 4, timeout=300)
-def test_progress_is_merged_once_and_sessions_learn(num_ranks: int, backend: str) -> None:
+def test_progress_is_merged_once_and_sessions_learn(num_ranks: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Small models are merged whole beside steps.
+    monkeypatch.setattr(model_fragments, "_LEAST_BESIDE_STEPS", 1)
     transport = connect(stall_limit_s=60, backend=backend)
     assert transport.world_size == num_ranks
     known: list[dict[str, Any]] = [{"merge_fragments": 2}, {"merge_fragments": 4, "fragment_delay": 0.6, "fragment_alpha": 0.0}]

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from hvd_adaptive.algorithm.fragments import cut_layers, phases
+from hvd_adaptive.algorithm.fragments import cut_layers, phases, phases_beside_steps
 from hvd_adaptive.algorithm.ledger import epoch_order
 from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.comm.threads import LocalWorld
 from hvd_adaptive.config import Config
+from hvd_adaptive.engine import model_fragments
 from hvd_adaptive.engine.flat_model import model_hash
 from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.session.session import Session
@@ -86,6 +87,19 @@ def test_fragments_are_runs_of_whole_layers(layers: list[tuple[int, int]], num_f
     assert [i for run in runs for i in run] == list(range(len(names))) and all(len(run) for run in runs)
     edges = [run.start for run in runs[1:]]
     assert all(names[edge].split(".")[1] != names[edge - 1].split(".")[1] for edge in edges)
+
+
+@given(st.integers(1, 9), st.integers(1, 5))
+def test_the_whole_model_is_sent_so_often_beside_steps(num_merges: int, num_fragments: int) -> None:
+    found = phases_beside_steps(num_merges, num_fragments)
+    assert [phase.position for phase in found] == sorted(phase.position for phase in found)
+    for fragment in range(num_fragments):
+        mine = [phase for phase in found if phase.fragment == fragment]
+        # A sum is taken in before the next one is sent, and nothing is left on the way.
+        assert [phase.arrives for phase in mine] == [True, False] * num_merges + [True]
+        sent = [phase.position for phase in mine if not phase.arrives]
+        early = [(number + (fragment + 1) / num_fragments) / num_merges for number in range(num_merges - 1)]
+        assert sent == pytest.approx([*early, 1.0], abs=1e-8) and all(a < b for a, b in zip(sent[:-1], early, strict=True))
 
 
 def test_fragments_of_a_transformer_are_equally_large() -> None:
@@ -195,6 +209,29 @@ def test_the_outer_step_has_a_velocity_for_each_fragment() -> None:
     # Right after the first phase, half through the round, all ranks have one first fragment and their own second one.
     a, b = (result["after"][3] for result in results)
     assert torch.allclose(a[:cut], b[:cut], rtol=1e-12) and not torch.allclose(a[cut:], b[cut:], rtol=1e-2)
+
+
+def test_beside_steps_each_fragment_counts_its_own_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the formula of momentum that looks back over the last fifth of the run. Sums of simulated ranks are there when the
+    next phase comes."""
+    monkeypatch.setattr(model_fragments, "_MOST_BESIDE_STEPS", 2)
+    monkeypatch.setattr(model_fragments, "_LEAST_BESIDE_STEPS", 1)
+    results = LocalWorld(2).run(lambda t: drift(t, merges_per_round=3, outer_step="cautious", dispatch="equal"))
+    size = len(results[0]["final"])
+    sizes = [p.numel() for p in make_model().parameters()]
+    cut = sum(sizes[: cut_layers(list(map(str, range(len(sizes)))), sizes, 2)[0].stop])
+    expected = []
+    for part, sends in ((slice(0, cut), (1, 3, 6)), (slice(cut, size), (2, 4, 6))):
+        w, v, last = flat(make_model())[part], torch.zeros(1, dtype=torch.float64), 0
+        for stop in (6 * number + end for number in range(4) for end in sends):
+            delta = sum((1 + r) / 3 * progress_of(r, n, size)[part] for r in range(2) for n in range(last, stop))
+            # Of the fastest rank: two in each step.
+            gamma = min(0.95, max(0.0, 1 - (stop - last) / stop / 0.2))
+            v, last = gamma * v + delta, stop
+            w = w + torch.where(v * delta > 0, (1 - gamma) ** 0.5 * (delta + gamma * v), delta)
+        expected.append(w)
+    for result in results:
+        assert torch.allclose(result["final"], torch.cat(expected), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("options", FRAGMENTS)
