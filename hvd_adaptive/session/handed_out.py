@@ -40,6 +40,7 @@ class HandedOut:
         self._num_given = 0
         self._waiting: dict[int, Rows] = {}
         self._num_told = 0
+        self._left_out: set[int] = set()
         # The round of the batch that the loop has, and whether it will ask for no other one.
         self._in_round: int | None = None
         self._is_left = False
@@ -110,10 +111,10 @@ class HandedOut:
             )
 
     def begin(self, batch: Batch) -> None:
-        """Takes note that the loop computes a batch; it may do so later than the next one.
+        """Takes note that the loop computes a batch; with strategy ``local`` it may do so later than the next one of its round.
 
         Raises:
-            TypeError: for what is no batch. RuntimeError: if the session is closed, or the batch's step is over.
+            TypeError: for what is no batch. RuntimeError: if the session is closed, or the batch's step is over or too late.
         """
         if not isinstance(batch, Batch):
             raise TypeError(
@@ -127,6 +128,13 @@ class HandedOut:
                 f"rank {self._rank}: the step of batch {batch.number} (rows {_shown(batch.rows)}) is over, got a second "
                 "session.step for it, and its samples would count twice: do all that you do with a batch within one "
                 "session.step. To add up gradients set micro_batch_size, or accumulation_steps with strategy 'sync'"
+            )
+        if batch.number in self._left_out:
+            end = "the loop asked for the next batch" if self._steps_together else "its round was over"
+            raise RuntimeError(
+                f"rank {self._rank}: the step of batch {batch.number} (rows {_shown(batch.rows)}) began after {end}, which counts "
+                "it as left out: finish each batch before you ask for the next one, without a prefetcher around session.batches. "
+                "It reads ahead by itself; session.loader(dataset, num_workers=...) does so with worker processes"
             )
         self._waiting.pop(batch.number, None)
 
@@ -152,6 +160,7 @@ class HandedOut:
             )  # fmt: skip
 
     def _tell(self, stats: RoundStats, round_number: int | None = None) -> None:
+        self._left_out.update(self._waiting)
         left, self._waiting = list(self._waiting.values()), {}
         if not left:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import threading
 import warnings
@@ -494,6 +495,29 @@ def test_batches_may_be_computed_later(caplog: pytest.LogCaptureFixture) -> None
             waiting.clear()
     session.close()
     assert session.num_samples == NUM_SAMPLES and "left out" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("strategy", "late"), [("local", "its round was over"), ("sync", "the loop asked for the next batch")]
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_batch_that_is_computed_too_late_is_an_error(world_size: int, strategy: str, late: str) -> None:
+    """As by a prefetcher."""
+
+    def train(transport: LocalTransport) -> None:
+        model = make_model()
+        config = Config(batch_size=20, mega_batch=100, strategy=strategy)
+        session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=transport)
+        before = None
+        with pytest.raises(RuntimeError, match=f"rank {session.rank}: the step of batch .* began after {late}.*session.loader"):  # noqa: PT012
+            for batch in itertools.chain(session.batches(DATA), [None]):
+                if before is not None:
+                    with session.step(before):
+                        pass
+                before = batch
+        assert session.round == (strategy == "local")
+
+    LocalWorld(world_size).run(train)
 
 
 def test_one_rank_may_leave_its_loop_but_not_begin_again() -> None:
