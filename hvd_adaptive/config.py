@@ -127,7 +127,9 @@ class Config:
         *("keep", "reset", "average"),
         strategy=_LOCAL,
     )
-    hash_interval: int = option(10, "rounds between checks that all ranks hold the same model; 0: never")
+    hash_interval: int = option(
+        10, "rounds between checks that all ranks hold the same model (sync: after rounds 1, 2, 4, ... as well); 0: never"
+    )
     seed: int = option(0, "seed of the shuffling and of the model's initial weights")
     stall_limit_s: float = option(60.0, "seconds after which a dead, frozen or stuck rank ends the job")
     straggler_limit: float = option(

@@ -132,9 +132,9 @@ class HandedOut:
         if batch.number in self._left_out:
             end = "the loop asked for the next batch" if self._steps_together else "its round was over"
             raise RuntimeError(
-                f"rank {self._rank}: the step of batch {batch.number} (rows {_shown(batch.rows)}) began after {end}, which counts "
-                "it as left out: finish each batch before you ask for the next one, without a prefetcher around session.batches. "
-                "It reads ahead by itself; session.loader(dataset, num_workers=...) does so with worker processes"
+                f"rank {self._rank}: the step of batch {batch.number} (rows {_shown(batch.rows)}) began after {end}, which "
+                "counts it as left out: finish each batch before you ask for the next one, without a prefetcher around "
+                "session.batches. It reads ahead by itself, and session.loader(dataset, num_workers=...) in worker processes"
             )
         self._waiting.pop(batch.number, None)
 

@@ -276,6 +276,7 @@ def _what_differs(model: nn.Module, transport: Collectives, *, buffers: bool) ->
             "disable_observer."
         )
     return (
-        f" ({listed}); was a parameter changed outside session.step, in forward, or by an optimizer that the session does not "
-        "know, or does a host compute differently? Compare a run with one rank a host."
+        f" ({listed}); did some ranks change them outside session.step (such as a best model that rank 0 alone went back to), in "
+        "forward, or by an optimizer other than session.optimizer? Change them alike on all ranks, in session.records, or within "
+        "session.step. Or does a host compute differently? Compare a run with one rank a host."
     )

@@ -355,17 +355,17 @@ class Session:
         stats = self._stats
         self._handed_out.end_round(stats, self.round, num_updates=self._lr.num_begun)
         self._times.end_round(stats)
-        stats.num_updates = stats.num_samples / stats.batch_size
-        stats.lr = self._lr.applied_lr
+        stats.num_updates, stats.lr = stats.num_samples / stats.batch_size, self._lr.applied_lr
         stats.train_s = self.train_s + time.perf_counter() - self._round_start
         self._strategy.take_foreign_seconds()
         gathered, weight, stats.payload_bytes = self._strategy.end_round(stats)
         self._schedules.end_round(gathered["num_steps"])
         self.ledger = self.ledger.advance(num_samples, dataset_size)
         self.num_samples += num_samples
-        model_hash = None
-        if self.config.hash_interval and (self.round + 1) % self.config.hash_interval == 0:
-            model_hash = self._check_hash()
+        every, number = self.config.hash_interval, self.round + 1
+        # Also after rounds 1, 2, 4, ...: the loop's mistakes show early. Merges of ``local`` find them by themselves.
+        is_due = every and (number % every == 0 or (self.config.strategy != "local" and not number & self.round))
+        model_hash = self._check_hash() if is_due else None
         claims = self.transport.allgather_object(self._strategy.claimed) if self.config.repeatable else None
         stats.train_s = self.train_s + time.perf_counter() - self._round_start
         stats.preempted = float(self.preemption.signal_number)

@@ -132,9 +132,21 @@ def test_a_parameter_changed_on_one_rank_outside_a_step_is_found() -> None:
 
     # With a shared cursor, the other rank might take a whole round.
     config = Config(batch_size=16, mega_batch=100, hash_interval=1, dispatch="equal")
-    named = r"after round 1 the models of ranks \[1\] differ from rank 0's \(\S+\); was a parameter changed"
+    named = r"after round 1 the models of ranks \[1\] differ from rank 0's \(\S+\); did some ranks change them"
     with pytest.raises(AgreedError, match=named):
         LocalWorld(2).run(lambda t: train(t, config, on_batch=break_rank_1))
+
+
+@pytest.mark.parametrize(("changed_in", "found_after"), [(0, 0), (2, 3)])
+def test_with_sync_a_change_on_one_rank_is_found_before_the_interval_is_over(changed_in: int, found_after: int) -> None:
+    def go_back(session: Session, batch: Any) -> None:
+        if session.rank == 1 and session.round == changed_in:
+            session.model.load_state_dict(make_model(seed=9).state_dict())
+
+    config = Config(strategy="sync", global_batch_size=20, mega_batch=100)
+    named = rf"after round {found_after} the models .* on all ranks, in session.records"
+    with pytest.raises(AgreedError, match=named):
+        LocalWorld(2).run(lambda t: train(t, config, on_batch=go_back))
 
 
 def test_statistics_moved_by_an_evaluation_in_training_mode_are_named() -> None:
