@@ -78,7 +78,8 @@ def train(
     side_stream: bool = False,
     records: list[Any] | None = None,
 ) -> Log:
-    """Trains for an epoch; phases of the log: "start", "step" (with all between two steps), "round", "end", "fetch"."""
+    """Trains for an epoch; phases of the log: "start", "first" (step), "step" (with all between two steps), "round", "end",
+    "fetch"."""
     log = Log()
     with recording(log), contextlib.ExitStack() as stack:
         torch.manual_seed(0)
@@ -102,8 +103,9 @@ def train(
             log.phase = "step"
 
         session._end_round = ending  # type: ignore[method-assign]
-        for batch in session.batches(work.data):
-            log.phase = "step"
+        for number, batch in enumerate(session.batches(work.data)):
+            # The first one of ``sync`` compares gradients, and waits for that.
+            log.phase = "step" if number else "first"
             with session.step(batch):
                 session.optimizer.zero_grad()
                 with torch.autocast("cuda", enabled=amp):
@@ -114,13 +116,13 @@ def train(
                     scaler.unscale_(session.optimizer)
                 scaler.step(session.optimizer)
                 scaler.update()
-            log.num_steps += 1
+            log.num_steps += number > 0
         log.phase = "end"
         session.close()
     return log
 
 
-PHASES = ("start", "step", "fetch", "round", "end")
+PHASES = ("start", "first", "step", "fetch", "round", "end")
 
 
 def check(log: Log, *, waits: float = 0, kernels: float) -> None:
@@ -142,7 +144,7 @@ def check(log: Log, *, waits: float = 0, kernels: float) -> None:
 def run(kind: Callable[[], Dense], *, world_size: int = 2, options: dict[str, Any] | None = None, **how: Any) -> Log:
     config = Config(batch_size=16, mega_batch=NUM_SAMPLES // NUM_ROUNDS, hash_interval=2, **(options or {}))
     logs: list[Log] = LocalWorld(world_size).run(lambda transport: train(transport, config, kind, **how))
-    assert sum(log.num_steps for log in logs) >= NUM_SAMPLES / 16 and logs[0].num_steps
+    assert sum(log.num_steps + 1 for log in logs) >= NUM_SAMPLES / 16 and logs[0].num_steps
     return logs[0]
 
 
