@@ -27,10 +27,13 @@ DEFAULT_MERGES_AN_EPOCH = 8
 STEPS_OF_SHORT_ROUNDS = 5
 # The same where merges go beside steps, so many in a round: benchmarks/records/2026-11-26-beside-steps.md.
 STEPS_BESIDE_MERGES, MERGES_PER_ROUND = 3, 8
-# Updates of the fastest rank before the outer step of Adam and its kin begins, and before merges go beside steps. While a model
-# changes fast, momentum over merges and late sums do lasting harm: benchmarks/records/2026-11-25-late-outer-step.md, and
-# 2026-11-26-beside-steps.md.
+# Updates of the fastest rank before the outer step of Adam and its kin begins, and before merges of a whole model go beside
+# steps. While a model changes fast, momentum over merges and late sums do lasting harm:
+# benchmarks/records/2026-11-25-late-outer-step.md, and 2026-11-26-beside-steps.md.
 ADAM_START = 100
+# The same for merges in fragments, whose sums are less late: when some rounds have told what merges take. Seldom merges do more
+# harm: benchmarks/records/2026-11-27-late-sums.md.
+FRAGMENTS_START = 20
 # Ranks are alike where the slowest makes so many of the fastest one's updates.
 _ALIKE = 0.75
 _SHORT_ROUNDS_SHARE = 0.1

@@ -12,7 +12,6 @@ import numpy as np
 
 from hvd_adaptive.algorithm.batch_sizes import next_batch_sizes
 from hvd_adaptive.algorithm.merge_period import (
-    ADAM_START,
     LEAST_MERGES_AN_EPOCH,
     STEPS_BESIDE_MERGES,
     STEPS_OF_SHORT_ROUNDS,
@@ -76,7 +75,8 @@ class RoundControl:
         world_size: number of ranks.
         speaks: whether this rank is the one that logs.
         short_rounds: whether rounds are as short as ranks that differ let them be: `part_of_short_rounds`.
-        chooses_merges: whether they have several merges only where that is known to help.
+        merges_from: updates of the fastest rank from which on they have several merges, where that is known to help; None: they
+            have them anyway.
 
     Attributes:
         ceilings: largest batch size of each rank that memory allows, as far as is known, samples, shape (world_size,);
@@ -85,11 +85,11 @@ class RoundControl:
     """
 
     def __init__(
-        self, config: Config, world_size: int, *, speaks: bool, short_rounds: bool = False, chooses_merges: bool = False
+        self, config: Config, world_size: int, *, speaks: bool, short_rounds: bool = False, merges_from: float | None = None
     ) -> None:
         self._config = config
         self._short_rounds = short_rounds
-        self._chooses_merges = chooses_merges
+        self._merges_from = merges_from
         self.speaks = speaks
         self.ceilings = np.full(world_size, np.inf)
         self._speed_model = SpeedModel(world_size)
@@ -98,7 +98,7 @@ class RoundControl:
             config.merge_period or "fixed", start=config.mega_batch_samples, share=config.merge_share
         )
         self.merges = config.merges_per_round or 1
-        if chooses_merges and self.merges > 1:
+        if merges_from is not None and self.merges > 1:
             self.merges = 1
             self._period.mega_batch = STEPS_OF_SHORT_ROUNDS * world_size * config.batch_size
         self._num_updates = 0.0
@@ -192,8 +192,9 @@ class RoundControl:
         self._update_shares += (num_updates / max(1e-9, num_updates.sum()) - self._update_shares) / _REMEMBERED_ROUNDS
         if self._short_rounds:
             self._num_updates += float(num_updates.max())
-            if self._chooses_merges:
-                self._choose_merges()
+            if self._merges_from is not None:
+                may = self._num_updates >= self._merges_from and are_alike(self._update_shares)
+                self.merges = (config.merges_per_round or 1) if self._merges_take_long and may else 1
             part = part_of_short_rounds(num_updates, config, merges=self.merges)
         self._period.observe(
             num_samples=record.num_samples - self._num_samples,
@@ -219,10 +220,6 @@ class RoundControl:
                     100 * taken, self.mega_batch, dataset_size,
                 )  # fmt: skip
             self._complained = True
-
-    def _choose_merges(self) -> None:
-        helps = self._merges_take_long and self._num_updates >= ADAM_START and are_alike(self._update_shares)
-        self.merges = (self._config.merges_per_round or 1) if helps else 1
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what :meth:`load_state_dict` takes; the same on every rank."""

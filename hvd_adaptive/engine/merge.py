@@ -21,7 +21,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from hvd_adaptive.algorithm.merge_period import ADAM_START, SLOW_LINK_CODEC, with_short_rounds
+from hvd_adaptive.algorithm.merge_period import (
+    ADAM_START,
+    FRAGMENTS_START,
+    SLOW_LINK_CODEC,
+    with_short_rounds,
+)
 from hvd_adaptive.algorithm.outer_step import OuterStep
 from hvd_adaptive.algorithm.outliers import NormHistory, clip_factor
 from hvd_adaptive.algorithm.round_control import round_weights
@@ -95,6 +100,7 @@ class Merge:
         rows: tells rows of sparse parameters apart; None: it does not.
         overlap: lets sums arrive beside later steps; None: they do not.
         state_rule: what becomes of the optimizer's state.
+        merges_from: updates of the fastest rank before rounds should have several merges.
         num_rows: rows of sparse parameters that the last merge exchanged; 0 where none are told apart.
         who: what its warnings call the ranks; None: this rank gives none.
     """
@@ -135,6 +141,7 @@ class Merge:
         # A history of norms is the whole model's.
         cuts = config.merges_beside_steps and self.rule is None and not config.measures_deltas
         num_fragments = fragments_beside_steps(flat) if cuts else config.merge_fragments
+        self.merges_from = ADAM_START if num_fragments == 1 else FRAGMENTS_START
         start = ADAM_START if optimizer_state.is_adam(optimizer) else 0
         self.outer = OuterStep.of(config, start=start, num_fragments=num_fragments)
         if config.encodes:

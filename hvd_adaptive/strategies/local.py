@@ -55,7 +55,7 @@ class LocalStrategy:
         self.merge = Merge(model, optimizer, config, transport, beside_steps=transport.backend != "torch")
         # Set by the merge alone.
         short_rounds = config.mega_batch is None and self.merge.config.mega_batch is not None
-        chooses_merges = config.merges_per_round is None
+        merges_from = self.merge.merges_from if config.merges_per_round is None else None
         config = self._config = self.merge.config
         self._transport = transport
         self.flat_model = self.merge.flat_model
@@ -71,7 +71,7 @@ class LocalStrategy:
         self._cursor: SharedCursor | None = None
         self._pool: PooledCursor | None = None
         self._control = RoundControl(
-            config, transport.world_size, speaks=transport.rank == 0, short_rounds=short_rounds, chooses_merges=chooses_merges
+            config, transport.world_size, speaks=transport.rank == 0, short_rounds=short_rounds, merges_from=merges_from
         )
         # This rank's own, which the others know after the round.
         self._memory = MemoryCeiling(next(model.parameters()).device)

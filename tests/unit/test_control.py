@@ -514,7 +514,7 @@ def test_merges_may_go_beside_steps_between_hosts_without_batch_norm(num_hosts: 
 
 def test_merges_go_beside_steps_where_they_take_long_and_ranks_are_alike() -> None:
     config = Config(batch_size=8, merges_per_round=8, merge_period="auto", mega_batch=8 * 3 * 2 * 8)
-    control = RoundControl(config, world_size=2, speaks=False, short_rounds=True, chooses_merges=True)
+    control = RoundControl(config, world_size=2, speaks=False, short_rounds=True, merges_from=100)
     sizes, seen = np.full(2, 8.0), []
 
     def rounds(first: int, updates: list[float], num_rounds: int, merge_s: float = 0.0) -> None:
@@ -536,7 +536,7 @@ def test_merges_go_beside_steps_where_they_take_long_and_ranks_are_alike() -> No
     assert control.merges_of(192, sizes) == 4 and control.merges_of(10, sizes) == 1
     rounds(6, [8, 16], 6)
     assert seen[-1] == 1 and control.mega_batch < 100
-    later = RoundControl(config, world_size=2, speaks=False, short_rounds=True, chooses_merges=True)
+    later = RoundControl(config, world_size=2, speaks=False, short_rounds=True, merges_from=100)
     later.load_state_dict(control.state_dict())
     assert later.merges == 1
     rounds(12, [5, 5], 3)
@@ -549,7 +549,7 @@ def test_merges_go_beside_steps_where_they_take_long_and_ranks_are_alike() -> No
 
 def test_short_merges_stay_at_the_end_of_a_round() -> None:
     config = Config(batch_size=8, merges_per_round=8, merge_period="auto", mega_batch=8 * 3 * 2 * 8)
-    control = RoundControl(config, world_size=2, speaks=False, short_rounds=True, chooses_merges=True)
+    control = RoundControl(config, world_size=2, speaks=False, short_rounds=True, merges_from=100)
     for number in range(1, 30):
         now = record(number, num_samples=80 * number, merge_s=0.01, round_s=1.0)
         now.stats["num_updates"] = np.array([5.0, 5.0])
