@@ -57,7 +57,7 @@ class SharedCursor:
         self._key = key
         self._total_work = total_work
         # A claim that ends behind it takes the rest as well, so that no rest is smaller than the least claim.
-        self._last_start = total_work - min(least, total_work - start)
+        self._last_start = total_work - max(1, min(least, total_work - start))
         self.end: int | None = None
         self._is_closing = self._is_over = False
 

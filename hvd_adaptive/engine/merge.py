@@ -353,7 +353,12 @@ class Merge:
             compressed["exchange"] |= {"residuals": {}, "factors": {}}
         return {
             "shared": {"model": flat.state_dict(), "outer": self.outer.state_dict(), "overlap": overlap["shared"]},
-            "own": {"optimizer": local_state(self._optimizer.state_dict()), "overlap": overlap["own"], "compressed": compressed}
+            "own": {
+                "optimizer": local_state(self._optimizer.state_dict()),
+                "overlap": overlap["own"],
+                "compressed": compressed,
+                "residuals_for": self._residuals_for,
+            }
             | ({} if self._history is None else {"history": self._history.state_dict()}),
         }
 
@@ -377,6 +382,8 @@ class Merge:
         self._optimizer.load_state_dict(sharded_state(own["optimizer"], self._optimizer))
         if self.rule is not None:
             self.rule.restart()
+        # Other ones than this run begins with are forgotten then.
+        self._residuals_for = own.get("residuals_for")
         # A link that was fast may be slow now.
         if self.flat_model.compressed is not None and own["compressed"] is not None:
             self.flat_model.compressed.load_state_dict(own["compressed"])

@@ -64,6 +64,7 @@ class Fragment:
         factor: what the sum is to be multiplied by, once it is there: one over the weights' sum.
         work: this rank's work since the fragment was sent.
         num_updates: its updates since then.
+        sent_at: the place in the round at which it was sent last, where merges go beside steps.
         merged_updates: those of the fastest rank in the sum that is there.
         history: of the norms of this rank's progress; None: outliers are let in.
     """
@@ -77,6 +78,7 @@ class Fragment:
     factor: float = 1.0
     work: float = 0.0
     num_updates: float = 0.0
+    sent_at: float = 0.0
     merged_updates: float = 0.0
     history: NormHistory | None = None
 

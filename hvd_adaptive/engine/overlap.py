@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 # The last phases of a round come with its end, when the ranks have met.
 _BEFORE_END = 1 - 1e-9
+# Of two places, as parts of a round; a sample is more.
+_LEAST_DISTANCE = 1e-8
 
 
 class OverlappedMerge:
@@ -100,7 +102,8 @@ class OverlappedMerge:
             fragment.history = history or NormHistory(config.outlier_limit)
         # This rank's own model between rounds. One fragment has just been sent then: it is `ahead` of the global model.
         self._own: list[Tensor] | None = None
-        self._scale = 1.0
+        # How far the round has come, and one over its work.
+        self._reached, self._scale = 0.0, 1.0
         self._seen_work = self._seen_updates = 0.0
         self._sent_bytes = 0
 
@@ -121,12 +124,16 @@ class OverlappedMerge:
             work: of the round over all ranks, as :meth:`reach_` counts it; only its scale matters.
             merges: of the whole model in the round, where they go beside steps.
         """
+        # What has put parameters in others' place between two rounds has told the whole groups.
+        for piece in self._pieces:
+            piece.rebind()
         self._load_own_()
         if self._beside_steps:
             self._phases = phases_beside_steps(merges, len(self._fragments))
+        for fragment in self._fragments:
+            fragment.sent_at = 0.0
         self._next, self._seen_work, self._seen_updates, self._sent_bytes = 0, 0.0, 0.0, 0
-        # Weights of a merge then sum to about one, however many there are, and so do residuals.
-        self._scale = merges / work
+        self._reached, self._scale = 0.0, 1.0 / work
 
     @torch.no_grad()
     def reach_(self, position: float, work: float, num_updates: float = 0.0) -> None:
@@ -142,6 +149,7 @@ class OverlappedMerge:
         Raises:
             AgreedError: on all ranks, if a fragment is finite on none.
         """
+        self._reached = max(self._reached, position)
         self._count(work, num_updates)
         self._follow()
         for fragment in self._fragments:
@@ -281,10 +289,17 @@ class OverlappedMerge:
         """Goes through the next phase; ``weight``: this rank's, where it is known."""
         phase = self._phases[self._next]
         self._next += 1
+        fragment = self._fragments[phase.fragment]
         if phase.arrives:
-            self._arrive_(self._fragments[phase.fragment])
-        else:
-            self._send_(self._fragments[phase.fragment], weight if len(self._fragments) == 1 else None)
+            self._arrive_(fragment)
+        elif not self._beside_steps:
+            self._send_(fragment, weight if len(self._fragments) == 1 else None)
+        # At the end of a round that is closed early come all places that are left, and nothing is left to send at most of them.
+        elif (distance := min(phase.position, self._reached) - fragment.sent_at) > _LEAST_DISTANCE:
+            # Then the weights of a merge sum to about one, and what codecs lose counts as much in the next one.
+            fragment.work /= distance
+            fragment.sent_at += distance
+            self._send_(fragment, None)
 
     def _count(self, work: float, num_updates: float) -> None:
         for fragment in self._fragments:

@@ -26,12 +26,14 @@ class SettledClaims:
         rows: of all of these claims, the round's first ones.
         starts: where each rank's claims begin, and where the last rank's end, in work; int64, shape (world_size + 1,).
         sizes: work of each rank's batch, int64, shape (world_size,).
+        most_part: of a round they are no larger part.
     """
 
     source: BatchSource
     rows: Rows
     starts: NDArray[np.int64]
     sizes: NDArray[np.int64]
+    most_part: float
 
     @classmethod
     def after(
@@ -42,6 +44,7 @@ class SettledClaims:
         batch_sizes: NDArray[np.float64],
         shares: NDArray[np.float64],
         unit: int,
+        equally_many: bool = False,
     ) -> SettledClaims | None:
         """Settles claims of the round after this one, which is expected to be as long; None at the end of an epoch.
 
@@ -51,6 +54,7 @@ class SettledClaims:
             batch_sizes: the ranks', samples, shape (world_size,).
             shares: the ranks' shares of their summed speed, shape (world_size,).
             unit: batches are whole numbers of so many samples.
+            equally_many: each rank has as many batches of a round as every other one.
         """
         rows, work = (part if part is None else part[: len(mega_batch.rows)] for part in source.following)
         assert rows is not None
@@ -58,14 +62,16 @@ class SettledClaims:
             return None
         coming = MegaBatch(rows, work)
         batch_work = batch_sizes * (coming.total_work / len(rows))
-        counts, sizes = first_claims(batch_work, shares, coming.total_work, most=source.num_prefetched, unit=unit)
+        counts, sizes = first_claims(
+            batch_work, shares, coming.total_work, most=source.num_prefetched, unit=unit, equally_many=equally_many
+        )
         starts = np.concatenate(([0], np.cumsum(counts * sizes)))
-        return cls(source, coming.claimed(0, int(starts[-1])), starts, sizes)
+        return cls(source, coming.claimed(0, int(starts[-1])), starts, sizes, 1.0 if equally_many else _MOST_PART)
 
     def fit(self, source: BatchSource, mega_batch: MegaBatch) -> bool:
         """Returns whether they are of this round, now that it begins."""
         is_same = self.source is source and np.array_equal(self.rows, mega_batch.rows[: len(self.rows)])
-        return is_same and self.total_work <= _MOST_PART * mega_batch.total_work
+        return is_same and self.total_work <= self.most_part * mega_batch.total_work
 
     @property
     def total_work(self) -> int:

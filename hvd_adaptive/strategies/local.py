@@ -94,17 +94,18 @@ class LocalStrategy:
     @property
     def round_unit(self) -> int:
         """Samples of which a round is a whole number, except at the end of an epoch."""
-        unit = self._unit
-        # Of whole batches each rank has equally many.
-        return unit * len(self._sizes) if unit > 1 and self._config.micro_batch_size is None else unit
+        return self._unit * len(self._sizes) if self._equally_many else self._unit
+
+    @property
+    def _equally_many(self) -> bool:
+        """Whether ranks take whole batches only, each as many as every other one."""
+        whole = self._config.micro_batch_size is None and self._control.takes_whole_batches
+        return bool(whole and (self._sizes == self._sizes[0]).all())
 
     @property
     def _unit(self) -> int:
         """Samples of which a claim is a whole number: a micro-batch's, or a batch's where only whole ones are taken."""
-        size = self._sizes[0]
-        if self._config.micro_batch_size is None and self._control.takes_whole_batches and (self._sizes == size).all():
-            return round(size)
-        return self._config.micro_batch_size or 1
+        return round(self._sizes[0]) if self._equally_many else self._config.micro_batch_size or 1
 
     @property
     def mega_batch(self) -> int:
@@ -241,7 +242,7 @@ class LocalStrategy:
             sizes = yield from self._memory.batches(batch, parts, source, stats)
             claims.taken[number] = (*claims.taken[number][:2], *sizes)
         if overlap is not None:
-            self._reach(overlap, self._span[1], stats)
+            self._reach(overlap, self._span[1] if claims.end is None else claims.end, stats)
 
     def _place(self, number: int) -> int:
         """Returns where in the round a claim of this rank counts, in work: ranks take what was settled in turns."""
@@ -295,10 +296,10 @@ class LocalStrategy:
         settled, self._settled = self._settled, None
         # Where a thread reads, it reads one batch, in the time of one.
         if source.num_prefetched > 1 and self._settles and self._config.dispatch == "dynamic" and self.repeat is None:
+            rank, many = self._transport.rank, self._equally_many
             coming = SettledClaims.after(
-                mega_batch, source, batch_sizes=self._sizes, shares=self._shares, unit=self._unit
+                mega_batch, source, batch_sizes=self._sizes, shares=self._shares, unit=self._unit, equally_many=many
             )
-            rank = self._transport.rank
             source.expect([] if coming is None else coming.rows_of_rank(rank, source.following[1]))
             self._settled = coming
         return settled if settled is not None and settled.fit(source, mega_batch) else None

@@ -116,7 +116,15 @@ def progress_of(rank: int, number: int, size: int) -> Tensor:
 
 
 def drift(
-    transport: Transport, *, rounds: int = 4, steps: int = 6, poison: int | None = None, alternates: bool = False, **options: Any
+    transport: Transport,
+    *,
+    rounds: int = 4,
+    steps: int = 6,
+    poison: int | None = None,
+    alternates: bool = False,
+    closed_at: int | None = None,
+    between: Callable[[nn.Module], object] = lambda model: None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Rounds in which rank i adds known numbers to its model in each step; its steps count as 1 + i updates.
 
@@ -126,6 +134,8 @@ def drift(
         steps: of a round.
         poison: the step that makes rank 1 not finite.
         alternates: every second round has one merge.
+        closed_at: the step of the last round before which that is closed.
+        between: is called with the model after each round.
         options: of the configuration.
     """
     model = make_model()
@@ -139,8 +149,9 @@ def drift(
         overlap = strategy.merge.overlap
         assert (overlap is None) == (alternates and merges == 1)
         if overlap is not None:
-            overlap.start_round_(work=100.0, merges=merges)
-        for step in range(steps):
+            overlap.start_round_(work=steps * sum(range(1, transport.world_size + 1)), merges=merges)
+        done = steps if closed_at is None or number < rounds - 1 else closed_at
+        for step in range(done):
             if overlap is not None:
                 overlap.reach_(step / steps, step * work, step * work)
             after.append(flat(model))
@@ -152,11 +163,15 @@ def drift(
                 with torch.no_grad():
                     model[0].weight[0, 0] = float("inf")
         if overlap is not None:
-            overlap.reach_(1.0, steps * work, steps * work)
-        strategy.end_round(RoundStats(batch_size=1, num_updates=steps * work, num_samples=1))
+            overlap.reach_(done / steps, done * work, done * work)
+        strategy.end_round(RoundStats(batch_size=1, num_updates=done * work, num_samples=1))
         globals_.append(flat(model))
+        between(model)
     strategy.drain()
-    return {"globals": globals_, "after": after, "final": flat(model)}
+    compressed = strategy.merge.flat_model.compressed
+    lost = {} if compressed is None else compressed.state_dict()["exchange"]["residuals"]
+    total = sum(float(residual.double().sum()) for residual in lost.values())
+    return {"globals": globals_, "after": after, "final": flat(model), "lost": total}
 
 
 @pytest.mark.parametrize("options", FRAGMENTS)
@@ -171,6 +186,41 @@ def test_all_progress_is_merged_once_by_the_ranks_work(world_size: int, options:
         assert torch.equal(result["final"], results[0]["final"])
         assert all(torch.equal(a, b) for a, b in zip(result["globals"], results[0]["globals"], strict=True))
     assert len({tuple(g.tolist()) for g in results[0]["globals"]}) == 4
+
+
+def in_fragments(monkeypatch: pytest.MonkeyPatch, num_fragments: int) -> None:
+    """Has small models merged beside steps in fragments."""
+    monkeypatch.setattr(model_fragments, "_MOST_BESIDE_STEPS", num_fragments)
+    monkeypatch.setattr(model_fragments, "_LEAST_BESIDE_STEPS", 1)
+
+
+@pytest.mark.parametrize("closed_at", [None, 0, 1, 2, 5, 11])
+@pytest.mark.parametrize("codec", ["maxmin:2", "topk:0.3"])
+def test_what_codecs_lose_beside_steps_comes_in_the_next_merge_as_it_was(
+    codec: str, closed_at: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fragments are sent after unequal parts of a round, and at the end of one that is closed early."""
+    in_fragments(monkeypatch, 4)
+    options: dict[str, Any] = {"merges_per_round": 3, "outer_step": "none", "compression": codec}
+    results = LocalWorld(2).run(lambda t: drift(t, steps=12, closed_at=closed_at, **options))
+    start = flat(make_model())
+    num_steps = 4 * 12 if closed_at is None else 3 * 12 + closed_at
+    moved = sum((1 + r) / 3 * progress_of(r, n, len(start)) for r in range(2) for n in range(num_steps))
+    missing = float((start + moved - results[0]["final"]).sum())
+    assert abs(missing) > 0.1
+    assert missing == pytest.approx(sum(result["lost"] for result in results), abs=1e-3)
+
+
+def test_memory_that_is_replaced_between_rounds_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+
+    in_fragments(monkeypatch, 2)
+    options: dict[str, Any] = {"merges_per_round": 3, "outer_step": "none", "dispatch": "equal"}
+    plain, replaced = (LocalWorld(2).run(lambda t, f=f: drift(t, between=f, **options)) for f in (lambda model: None, replace))
+    for a, b in zip(plain, replaced, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a["after"], b["after"], strict=True))
 
 
 @pytest.mark.parametrize("outer_step", ["none", "momentum"])
@@ -214,8 +264,7 @@ def test_the_outer_step_has_a_velocity_for_each_fragment() -> None:
 def test_beside_steps_each_fragment_counts_its_own_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the formula of momentum that looks back over the last fifth of the run. Sums of simulated ranks are there when the
     next phase comes."""
-    monkeypatch.setattr(model_fragments, "_MOST_BESIDE_STEPS", 2)
-    monkeypatch.setattr(model_fragments, "_LEAST_BESIDE_STEPS", 1)
+    in_fragments(monkeypatch, 2)
     results = LocalWorld(2).run(lambda t: drift(t, merges_per_round=3, outer_step="cautious", dispatch="equal"))
     size = len(results[0]["final"])
     sizes = [p.numel() for p in make_model().parameters()]
