@@ -129,12 +129,19 @@ def own_parts(shares: NDArray[np.float64], total_work: int, *, unit: int = 1) ->
 
 
 def first_claims(
-    batch_work: NDArray[np.float64], shares: NDArray[np.float64], total_work: int, *, most: int, unit: int = 1
+    batch_work: NDArray[np.float64],
+    shares: NDArray[np.float64],
+    total_work: int,
+    *,
+    most: int,
+    unit: int = 1,
+    equally_many: bool = False,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns how many whole batches each rank takes of a round's beginning without a claim, and the work of one of its batches:
     int64, shape (world_size,) both. All ranks know them before the round begins, so that their batches can be read by then.
 
-    They are at most three quarters of a rank's fair part: the rest follows the ranks' speeds.
+    They are at most three quarters of a rank's fair part: the rest follows the ranks' speeds. Where each rank has equally many
+    whole batches they are all of it.
 
     Args:
         batch_work: work of each rank's batch, shape (world_size,), > 0.
@@ -142,10 +149,11 @@ def first_claims(
         total_work: work of the round.
         most: batches of a rank.
         unit: batches are whole numbers of so much work.
+        equally_many: each rank has as many batches of a round as every other one.
     """
     sizes = np.maximum(1, np.rint(batch_work / unit).astype(np.int64)) * unit
-    counts = np.minimum(most, (_SETTLED_PART * shares * total_work / sizes).astype(np.int64))
-    return counts, sizes
+    parts = total_work * sizes / sizes.sum() if equally_many else _SETTLED_PART * shares * total_work
+    return np.minimum(most, (parts / sizes).astype(np.int64)), sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,7 +34,7 @@ ADAM_START = 100
 # The same for merges in fragments, whose sums are less late: when some rounds have told what merges take. Seldom merges do more
 # harm: benchmarks/records/2026-11-27-late-sums.md.
 FRAGMENTS_START = 20
-# Ranks are alike where the slowest makes so many of the fastest one's updates.
+# Ranks are alike where the slowest has so much of the fastest one's speed.
 _ALIKE = 0.75
 _SHORT_ROUNDS_SHARE = 0.1
 
@@ -90,10 +90,11 @@ def least_mega_batch(communication_s: float, rest_s: float, *, share: float) -> 
 
 
 def are_alike(shares: Array) -> bool:
-    """Returns whether merges may go beside steps. Where one rank makes far fewer than another, sums come late.
+    """Returns whether merges may go beside steps, and ranks take equally many batches. Where one rank is far slower than another,
+    sums come late.
 
     Args:
-        shares: of each rank in all updates, shape (world_size,).
+        shares: of each rank in the ranks' summed speed, shape (world_size,).
     """
     return bool(shares.min() >= _ALIKE * shares.max())
 
@@ -147,13 +148,15 @@ class MergePeriod:
         self._share = share
         self.mega_batch = start
         self.communication_share = 0.0
+        self._has_begun = False
         # Rows of (communication seconds, other seconds a sample, part of the start), the latest last.
         self._measured = np.zeros((0, 3))
 
     def observe(
         self, *, num_samples: int, round_s: float, communication_s: float, largest: int, part: float = 1.0
     ) -> None:
-        """Sets the next mega-batch from the round that is over.
+        """Sets the next mega-batch from the round that is over. The first one counts not: in it connections, kernels and workers
+        start, which no later merge waits for.
 
         Args:
             num_samples: samples of the round over all ranks, > 0.
@@ -162,6 +165,9 @@ class MergePeriod:
             largest: samples that no period may pass, unless it starts there.
             part: no period is shorter than this part of the starting one, by what the ranks did in this round; in (0, 1].
         """
+        if not self._has_begun:
+            self._has_begun = True
+            return
         rest_s = max(round_s - communication_s, 1e-9) / num_samples
         self._measured = np.vstack((self._measured, (communication_s, rest_s, part)))[-_NUM_MEASURED:]
         communication_s, rest_s, part = np.median(self._measured, axis=0)
@@ -175,7 +181,8 @@ class MergePeriod:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what :meth:`load_state_dict` takes."""
-        return {"mega_batch": self.mega_batch, "start": self._start, "measured": self._measured.copy()}
+        state = {"mega_batch": self.mega_batch, "start": self._start, "measured": self._measured.copy()}
+        return state | {"has_begun": self._has_begun}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from the state of another one; its seconds are those of the ranks that measured them.
@@ -184,5 +191,6 @@ class MergePeriod:
         """
         self.mega_batch = round(int(state["mega_batch"]) * self._start / int(state["start"]))
         measured = np.array(state["measured"], dtype=np.float64)
+        self._has_begun = bool(state.get("has_begun", True))
         # Older ones know no part of the start: what they measured is measured again.
         self._measured = measured if measured.shape[1:] == (3,) else np.zeros((0, 3))

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hvd_adaptive.algorithm.batch_sizes import next_batch_sizes
+from hvd_adaptive.algorithm.batch_sizes import next_batch_sizes, speed_shares
 from hvd_adaptive.algorithm.merge_period import (
     LEAST_MERGES_AN_EPOCH,
     STEPS_BESIDE_MERGES,
@@ -26,7 +26,7 @@ from hvd_adaptive.config import Config
 
 log = logging.getLogger(__name__)
 
-# Rounds, about, by whose updates ranks are alike or not.
+# Rounds, about, by whose speeds ranks are alike or not.
 _REMEMBERED_ROUNDS = 4
 # Merges go beside steps where rounds with one merge would be so many times as long as short ones, so that it takes its share.
 _LONG_ROUNDS = 1.5
@@ -103,7 +103,7 @@ class RoundControl:
             self._period.mega_batch = STEPS_OF_SHORT_ROUNDS * world_size * config.batch_size
         self._num_updates = 0.0
         self._merges_take_long = False
-        self._update_shares = np.full(world_size, 1 / world_size)
+        self._speed_shares = np.full(world_size, 1 / world_size)
         self._train_s = 0.0
         self._num_samples = 0
         self._complained = False
@@ -116,7 +116,7 @@ class RoundControl:
         config = self._config
         plain = config.dispatch == "dynamic" and config.size_rule == "fixed" and config.work == "samples"
         plain = plain and config.island is None and config.logical_ranks is None and not config.repeatable
-        return plain and (self._short_rounds or config.mega_batch is None) and are_alike(self._update_shares)
+        return plain and (self._short_rounds or config.mega_batch is None) and are_alike(self._speed_shares)
 
     @property
     def mega_batch(self) -> int:
@@ -187,13 +187,14 @@ class RoundControl:
     def after_round(self, record: CompletedRound, dataset_size: int) -> None:
         """Sets the next mega-batch from a round whose merge is over."""
         config, part = self._config, 1.0
-        num_updates = record.stats["num_updates"]
-        # Ranks that are alike differ from round to round.
-        self._update_shares += (num_updates / max(1e-9, num_updates.sum()) - self._update_shares) / _REMEMBERED_ROUNDS
+        num_updates, stats = record.stats["num_updates"], record.stats
+        # Not by their updates: who is given equally many makes them, however long it takes. Those of one round vary.
+        busy_s = stats["busy_s"] + np.maximum(0.0, stats["claim_s"] - stats["first_batch_s"])
+        self._speed_shares += (speed_shares(num_updates, busy_s) - self._speed_shares) / _REMEMBERED_ROUNDS
         if self._short_rounds:
             self._num_updates += float(num_updates.max())
             if self._merges_from is not None:
-                may = self._num_updates >= self._merges_from and are_alike(self._update_shares)
+                may = self._num_updates >= self._merges_from and are_alike(self._speed_shares)
                 self.merges = (config.merges_per_round or 1) if self._merges_take_long and may else 1
             part = part_of_short_rounds(num_updates, config, merges=self.merges)
         self._period.observe(

@@ -21,6 +21,7 @@ _INSTEAD = {
     **dict.fromkeys(
         ("shuffle", "sampler", "batch_sampler"), "the session shuffles each epoch anew, by Config's seed, and ranks claim samples"
     ),
+    "num_epochs": "loop over it once for each epoch",
     "drop_last": "each sample of an epoch is used",
     "generator": "the workers' random numbers follow from Config's seed",
 }

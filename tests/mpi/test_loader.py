@@ -48,6 +48,31 @@ def test_ranks_share_epochs_whose_rows_workers_read() -> None:
 
 
 @pytest.mark.mpi(2)
+def test_ranks_that_are_alike_take_equally_many_batches_until_one_becomes_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A busy machine may make a rank twice as slow.
+    monkeypatch.setattr("hvd_adaptive.algorithm.merge_period._ALIKE", 0.3)
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    session = Session(model, torch.optim.AdamW(model.parameters(), lr=1e-6), Config(batch_size=4))
+    steps: list[list[float]] = []
+    session.records.append(lambda record: steps.append(record.stats["num_steps"].tolist()))
+    rows: list[int] = []
+    loader = session.loader(DATA, num_workers=2)
+    for batch in (batch for _ in range(2) for batch in loader):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            model(batch.x).mean().backward()
+            session.optimizer.step()
+            time.sleep(0.2 if session.rank and 10 <= len(steps) < 14 else 0.02)
+        rows += batch.rows.tolist()
+    every = [row for part in session.gather(rows) for row in part]
+    assert sorted(every) == sorted(2 * list(range(NUM_SAMPLES)))
+    assert all(a == b for a, b in steps[2:10]), steps
+    assert any(a > b for a, b in steps[11:15]), steps
+    session.close()
+
+
+@pytest.mark.mpi(2)
 @pytest.mark.parametrize("options", [{}, {"micro_batch_size": 4}, {"batch_size_rule": "proportional"}])
 def test_no_sample_is_lost_when_rounds_come_out_otherwise(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds that are closed early begin elsewhere than was settled, and what was read for them is read again by whoever claims

@@ -500,6 +500,21 @@ def test_who_takes_whole_batches(options: dict[str, Any], short_rounds: bool, up
     assert control.takes_whole_batches == whole
 
 
+def test_a_rank_that_becomes_slow_does_not_stay_alike_by_being_given_as_much() -> None:
+    control = RoundControl(Config(batch_size=8), world_size=2, speaks=False, short_rounds=True)
+    found = []
+    for number in range(1, 18):
+        now = record(number, num_samples=80 * number, merge_s=0.01, round_s=1.0)
+        # It computes longer at first, and later waits for its data; what a round's first batch takes is no speed.
+        slow = 2.0 if 3 < number < 9 else 1.0
+        seconds = {"busy_s": slow, "claim_s": 0.5} if number < 6 else {"busy_s": 1.0, "claim_s": slow - 0.5}
+        now.stats |= {"num_updates": np.full(2, 5.0), "first_batch_s": np.full(2, 0.5)}
+        now.stats |= {name: np.array([usual, value]) for (name, value), usual in zip(seconds.items(), (1.0, 0.5), strict=True)}
+        control.after_round(now, dataset_size=10**6)
+        found.append(control.takes_whole_batches)
+    assert found == 4 * [True] + 6 * [False] + 7 * [True], found
+
+
 @pytest.mark.parametrize(
     ("num_hosts", "norm", "merges"), [(2, nn.LayerNorm, 8), (1, nn.LayerNorm, None), (2, nn.BatchNorm1d, None)]
 )
@@ -620,7 +635,7 @@ def record(number: int, *, num_samples: int, merge_s: float, round_s: float, wor
     ones = np.ones(world_size)
     return RoundRecord(
         round=number, epoch=0.1 * number, train_s=round_s * number, num_samples=num_samples, loss=None,
-        weight=ones / world_size, payload_bytes=0, stats=statistics(work=ones, merge_s=merge_s * ones),
+        weight=ones / world_size, payload_bytes=0, stats=statistics(work=ones, busy_s=ones, merge_s=merge_s * ones),
     )  # fmt: skip
 
 
@@ -628,7 +643,8 @@ def test_a_first_batch_that_takes_long_makes_rounds_longer() -> None:
     def mega_batch(first_batch_s: float) -> int:
         control = RoundControl(Config(batch_size=8, mega_batch=80, merge_period="auto", merge_share=0.1), 2, speaks=False)
         for number in range(1, 8):
-            seconds = {"merge_s": 0.01, "control_s": 0.0, "first_batch_s": first_batch_s, "num_updates": 5}
+            seconds = {"merge_s": 0.01, "control_s": 0.0, "first_batch_s": first_batch_s, "busy_s": 0.8, "claim_s": 0.0}
+            seconds["num_updates"] = 5
             # Each round has 80 samples of a hundredth of a second.
             stats = {name: np.full(2, value) for name, value in seconds.items()}
             done = SimpleNamespace(train_s=number * (0.81 + first_batch_s), num_samples=number * 80, stats=stats)

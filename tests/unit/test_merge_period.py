@@ -114,7 +114,7 @@ def test_a_period_follows_the_part_of_its_start_that_ranks_let_it() -> None:
     for part in (1.0, 0.5, 0.5, 0.5, 1.0, 0.5, 1.0, 1.0):
         period.observe(num_samples=period.mega_batch, round_s=1.0, communication_s=0.0, largest=10**6, part=part)
         sizes.append(period.mega_batch)
-    assert sizes == [160, 120, 80, 80, 80, 80, 160, 160]
+    assert sizes == [160, 80, 80, 80, 80, 80, 160, 160]
 
 
 def test_the_share_is_told() -> None:

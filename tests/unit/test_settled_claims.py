@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset
 from hvd_adaptive.algorithm.ledger import MegaBatch, first_claims
 from hvd_adaptive.comm.threads import LocalTransport
 from hvd_adaptive.config import Config
+from hvd_adaptive.engine.claims import SharedCursor
 from hvd_adaptive.engine.settled_claims import SettledClaims
 from hvd_adaptive.engine.worker_batches import WorkerSource
 from hvd_adaptive.session.session import Session
@@ -52,6 +54,29 @@ def test_settled_claims_leave_a_quarter_of_a_round_to_speeds(
     assert (counts * work <= shares * total * 0.75 + 1e-9).all()
 
 
+@given(
+    world_size=st.integers(1, 9), size=st.integers(1, 40), rounds=st.integers(0, 12), rest=st.integers(0, 400),
+    most=st.integers(1, 16),
+)  # fmt: skip
+def test_ranks_with_equally_many_batches_have_all_of_them_settled(
+    world_size: int, size: int, rounds: int, rest: int, most: int
+) -> None:
+    rest %= size * world_size
+    shares = np.arange(1.0, world_size + 1)
+    total = rounds * size * world_size + rest
+    counts, work = first_claims(
+        np.full(world_size, float(size)), shares / shares.sum(), total, most=most, unit=size, equally_many=True
+    )
+    assert (work == size).all() and (counts == min(rounds, most)).all()
+
+
+def test_nothing_is_claimed_of_a_round_that_is_settled() -> None:
+    cursor = SharedCursor(LocalTransport(), "c", total_work=40, start=40, least=2)
+    assert cursor.claim(lambda remaining: 1 / 0) is None and cursor.end is None
+    cursor.close()
+    assert SharedCursor(LocalTransport(), "c", total_work=40, start=40).claim(lambda remaining: 1 / 0) is None
+
+
 @pytest.mark.parametrize("by_work", [False, True])
 def test_the_ranks_claims_follow_each_other(by_work: bool) -> None:
     source, order = make_source(), np.random.default_rng(1).permutation(96)
@@ -68,6 +93,8 @@ def test_the_ranks_claims_follow_each_other(by_work: bool) -> None:
     assert np.array_equal(rows, order[40 : 40 + len(rows)]) and len(rows) >= 8
     following = MegaBatch(order[40:80], work if work is None else work[order[40:80]])
     assert settled.fit(source, following)
+    # Only where ranks have equally many batches they are all of it.
+    assert dataclasses.replace(settled, most_part=1.0).fit(source, MegaBatch(order[40 : 40 + len(rows)])) == (not by_work)
     # Another loader; a round that begins elsewhere; one that became too short.
     assert not settled.fit(make_source(), following) and not settled.fit(source, MegaBatch(order[41:81]))
     assert not settled.fit(source, MegaBatch(order[40 : 40 + len(rows)]))
