@@ -106,8 +106,8 @@ def build_model(
     if not all(metadata.get(name, "").isdecimal() for name in names):
         raise ValueError(f"the model file does not say its {', '.join(names)}: it was not saved by hvd-adaptive train")
     shape = [int(metadata[name][:20]) for name in names]
-    if not any(shape[2] in tensor.shape for tensor in tensors.values()):
-        raise ValueError(f"the model file says hidden_size {shape[2]}, but none of its tensors has that size")
+    if shape[2] < 1 or not any(shape[2] in tensor.shape for tensor in tensors.values()):
+        raise ValueError(f"the model file says hidden_size {shape[2]}, which is not that of its tensors")
     if shape[:2] != [num_features, num_labels]:
         raise ValueError(
             f"the model has {shape[0]} features and {shape[1]} labels, the data {num_features} and {num_labels}: "

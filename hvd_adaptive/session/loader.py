@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from hvd_adaptive.algorithm.ledger import Ledger
-from hvd_adaptive.comm.protocols import Collectives, agree_equal
-from hvd_adaptive.config import Config
+from hvd_adaptive.comm.protocols import agree_equal
 from hvd_adaptive.engine.batches import Batch, BatchSource, refuse_stream
-from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.worker_batches import WorkerSource
-from hvd_adaptive.session.handed_out import HandedOut
+
+if TYPE_CHECKING:
+    from hvd_adaptive.session.session import Session
 
 # Options of torch's DataLoader, and what has their place here.
 _INSTEAD = {
@@ -27,27 +24,6 @@ _INSTEAD = {
 }
 
 
-class Reader(Protocol):
-    """A session, as far as a loader needs it; see :class:`hvd_adaptive.Session`."""
-
-    config: Config
-    device: torch.device
-    ledger: Ledger
-    _times: DeviceTimes
-    _handed_out: HandedOut
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    @property
-    def transport(self) -> Collectives:
-        """The world of ranks."""
-
-    def _batches_from(self, source: BatchSource, *, num_epochs: float | None) -> Iterator[Batch]:
-        """Yields batches until the epochs are consumed."""
-
-
 class Loader:
     """One rank's batches of an epoch, over and over; made by :meth:`hvd_adaptive.Session.loader`.
 
@@ -56,7 +32,7 @@ class Loader:
         source: reads them.
     """
 
-    def __init__(self, session: Reader, source: BatchSource) -> None:
+    def __init__(self, session: Session, source: BatchSource) -> None:
         self._session = session
         self._source = source
 
@@ -74,7 +50,7 @@ class Loader:
 
 
 def loader(
-    self: Reader,
+    self: Session,
     dataset: Any,
     *,
     num_workers: int = 0,

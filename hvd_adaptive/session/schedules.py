@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hvd_adaptive.algorithm.statistics import Array
-from hvd_adaptive.session.session_state import Stateful
+
+if TYPE_CHECKING:
+    from hvd_adaptive.session.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -145,16 +147,7 @@ class Schedules:
         return None if rate is None or isinstance(rate, Tensor) else float(rate)
 
 
-class Scheduling(Protocol):
-    """A session, as far as schedules need it; see :class:`hvd_adaptive.Session`."""
-
-    _schedules: Schedules
-
-    def register_state(self, name: str, value: Stateful) -> None:
-        """Makes an object part of the checkpoints."""
-
-
-def schedule(self: Scheduling, scheduler: LRScheduler, *, steps_per_epoch: float) -> None:
+def schedule(self: Session, scheduler: LRScheduler, *, steps_per_epoch: float) -> None:
     """Has a scheduler of torch follow the samples of all ranks, as ranks make different numbers of steps. Do not call its
     ``step`` yourself. It becomes part of checkpoints: call this before any is loaded, and before the loop over the batches.
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hvd_adaptive.algorithm.ledger import Ledger
-from hvd_adaptive.config import Config
 from hvd_adaptive.engine.learning_rate import LearningRateMultiplier
 from hvd_adaptive.engine.strategy import OwnState, Strategy
 from hvd_adaptive.state.nested import flatten_state
 from hvd_adaptive.state.random_state import random_state, seeded_random_state, set_random_state
+
+if TYPE_CHECKING:
+    from hvd_adaptive.session.session import Session
 
 
 class Stateful(Protocol):
@@ -24,25 +24,6 @@ class Stateful(Protocol):
         """Takes a state over."""
 
 
-class Place(Protocol):
-    """A session, as far as its state says where it is; see :class:`hvd_adaptive.Session`."""
-
-    config: Config
-    device: torch.device
-    ledger: Ledger
-    round: int
-    train_s: float
-    num_samples: int
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-
 class SessionState:
     """A session's state, and the objects of others that belong to it.
 
@@ -52,7 +33,7 @@ class SessionState:
         lr: its learning-rate multiplier.
     """
 
-    def __init__(self, session: Place, strategy: Strategy, lr: LearningRateMultiplier) -> None:
+    def __init__(self, session: Session, strategy: Strategy, lr: LearningRateMultiplier) -> None:
         self._session = session
         self._strategy = strategy
         self._lr = lr

@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from hvd_adaptive.wrap.wrapped_run import Engine
 
 # Horovod's functions through which all of one kind go, and where a name stands among their arguments.
 _FUNCTIONS = {
@@ -42,13 +45,6 @@ _by_optimizer = _ByOptimizer()
 _names: dict[int, CollectiveName] = {}
 
 
-class Listener(Protocol):
-    """What is told of collectives."""
-
-    def exchanged(self, what: str, tensors: list[Tensor]) -> None:
-        """The script gives tensors to a collective."""
-
-
 def of_optimizer(action: Callable[..., Any], *args: Any) -> None:
     """Calls what exchanges something that belongs to a wrapped optimizer, in this thread."""
     before, _by_optimizer.is_here = _by_optimizer.is_here, True
@@ -63,7 +59,7 @@ def take_name(handle: Any) -> CollectiveName | str:
     return _names.pop(handle, "a collective") if isinstance(handle, int) else "a collective"
 
 
-def intercept_collectives(listener: Listener) -> None:
+def intercept_collectives(listener: Engine) -> None:
     """Replaces the functions of ``horovod.torch.mpi_ops`` that begin a collective."""
     from horovod.torch import mpi_ops
 
@@ -73,7 +69,7 @@ def intercept_collectives(listener: Listener) -> None:
             setattr(mpi_ops, function, _around(own, function.strip("_").removesuffix("_async"), place, listener))
 
 
-def _around(own: Callable[..., Any], kind: str, place: int, listener: Listener) -> Callable[..., Any]:
+def _around(own: Callable[..., Any], kind: str, place: int, listener: Engine) -> Callable[..., Any]:
     @functools.wraps(own)
     def begin(*args: Any, **options: Any) -> Any:
         name = args[place] if len(args) > place else options.get("name")

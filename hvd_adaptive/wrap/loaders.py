@@ -13,7 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -26,6 +26,9 @@ from hvd_adaptive.wrap.kept_batches import FirstBatches
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.sampling import OneOrder, Union, checksum, find_union, take_share
 from hvd_adaptive.wrap.share_rules import Controller
+
+if TYPE_CHECKING:
+    from hvd_adaptive.wrap.wrapped_run import Engine
 
 # Steps before a pass that begins with a batch that is followed once more, as the script may have changed: twice as many each
 # time, up to the most. Its shares are equal, and to follow it takes time: together some steps' worth.
@@ -300,26 +303,10 @@ class IndexStream:
         return share, Handed(size, total, self._world_size * size / total, len(set(sizes)) > 1)
 
 
-class Listener(Protocol):
-    """What is told of loaders while the script runs."""
-
-    def open_stream(self, loader: DataLoader[Any], index_sampler: Any) -> IndexStream | None:
-        """A pass of a loader begins; returns what hands out its indices, or None to leave it alone."""
-
-    def fetching(self, stream: IndexStream) -> None:
-        """The script asks for a batch."""
-
-    def delivered(self, stream: IndexStream, batch: Any) -> None:
-        """The script gets a batch."""
-
-    def exhausted(self, stream: IndexStream) -> None:
-        """A pass is over."""
-
-
 class _IndexSampler:
     """Stands where the loader's batch sampler stood."""
 
-    def __init__(self, listener: Listener, loader: DataLoader[Any], original: Any) -> None:
+    def __init__(self, listener: Engine, loader: DataLoader[Any], original: Any) -> None:
         self._listener = listener
         self._loader = loader
         self._original = original
@@ -332,7 +319,7 @@ class _IndexSampler:
         return len(self._original)
 
 
-def intercept_loaders(listener: Listener) -> None:
+def intercept_loaders(listener: Engine) -> None:
     """Replaces the two methods of torch's loader classes through which every batch goes."""
     index_sampler = DataLoader._index_sampler.fget  # type: ignore[attr-defined]
     advance = _BaseDataLoaderIter.__next__

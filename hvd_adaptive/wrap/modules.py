@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-
-class Listener(Protocol):
-    """What is told of modules while the script runs."""
-
-    def looked_at(self, kind: str, module: nn.Module) -> None:
-        """The script is about to use a model's weights for more than training: ``eval()`` or ``state_dict()``."""
-
-    def loaded(self, module: nn.Module) -> None:
-        """The script has loaded weights into a model."""
-
-    def copied(self, module: nn.Module) -> None:
-        """A module has come into being as a copy of another."""
+if TYPE_CHECKING:
+    from hvd_adaptive.wrap.wrapped_run import Engine
 
 
-def intercept_modules(listener: Listener) -> None:
+def intercept_modules(listener: Engine) -> None:
     """Replaces four methods of torch's module class."""
     train, state_dict, load_state_dict = nn.Module.train, nn.Module.state_dict, nn.Module.load_state_dict
     set_state = nn.Module.__setstate__

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hvd_adaptive.cluster.host import is_crowded
@@ -14,51 +13,11 @@ from hvd_adaptive.comm.horovod_wait import sleeping_wait
 from hvd_adaptive.wrap.collective_calls import intercept_collectives, of_optimizer, take_name
 from hvd_adaptive.wrap.reasons import Reason
 
-
-class Listener(Protocol):
-    """What is told of Horovod while the script runs."""
-
-    def started(self, world_size: int, rank: int) -> None:
-        """Horovod has been initialized."""
-
-    def refuse(self, reason: Reason) -> None:
-        """Something that the script uses does not go with unequal shares."""
-
-    def joining(self) -> None:
-        """This rank has run out of batches, as the script says."""
-
-    def registered(self, optimizer: Any, parameters: list[Tensor]) -> None:
-        """The script has wrapped an optimizer."""
-
-    def passes_set(self, optimizer: Any) -> None:
-        """The script has changed an optimizer's ``backward_passes_per_step``."""
-
-    def accumulated(self, optimizer: Any) -> bool:
-        """A gradient of an optimizer's has been added up; returns whether Horovod shall leave it alone."""
-
-    def synchronize(self, optimizer: Any, action: Callable[[], None]) -> bool:
-        """The optimizer waits for its gradients; `action` does it. Returns False if it was not needed."""
-
-    def stepped(self, optimizer: Any) -> None:
-        """The optimizer has moved its parameters."""
-
-    def joined(self) -> None:
-        """All ranks have run out of batches."""
-
-    def stepped_alone(self) -> None:
-        """An optimizer has stepped that is not intercepted."""
-
-    def wrapped(self, text: str) -> None:
-        """The script has wrapped an optimizer of a kind that is not intercepted."""
-
-    def exchanged(self, what: str, tensors: list[Tensor]) -> None:
-        """The script gives tensors to a collective."""
-
-    def waited(self, action: Callable[[], Any], what: object) -> Any:
-        """Runs what waits for other ranks, in a collective of that name."""
+if TYPE_CHECKING:
+    from hvd_adaptive.wrap.wrapped_run import Engine
 
 
-def intercept_horovod(listener: Listener, *, count_other_steps: bool = False) -> None:
+def intercept_horovod(listener: Engine, *, count_other_steps: bool = False) -> None:
     """Replaces methods of Horovod's optimizer classes, and what waits for a collective, in place.
 
     Args:
@@ -125,7 +84,7 @@ def intercept_horovod(listener: Listener, *, count_other_steps: bool = False) ->
     library.horovod_torch_wait_and_clear = wait_and_clear
 
 
-def _count_other_steps(listener: Listener, adasum: Any) -> None:
+def _count_other_steps(listener: Engine, adasum: Any) -> None:
     """Has the steps of optimizers counted that exchange nothing by themselves, or by Adasum."""
     step = adasum.step
 
@@ -144,7 +103,7 @@ def _count_other_steps(listener: Listener, adasum: Any) -> None:
     register_optimizer_step_post_hook(stepped)
 
 
-def _intercept_optimizer(listener: Listener, cls: Any, all_ranks: Any) -> None:
+def _intercept_optimizer(listener: Engine, cls: Any, all_ranks: Any) -> None:
     construct, make_hook, synchronize, step = cls.__init__, cls._make_hook, cls.synchronize, cls.step
     set_passes = cls.set_backward_passes_per_step
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.cluster.binding import read_launcher, starts_alone
 from hvd_adaptive.cluster.output import refuse
 from hvd_adaptive.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
@@ -32,13 +33,10 @@ from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.run_options import RunConfig
 from hvd_adaptive.wrap.share_exchange import DryRunOver
 from hvd_adaptive.wrap.shared_gpu import prepare_for_shared_gpus, watch_for_shared_gpus
-from hvd_adaptive.wrap.wrapped_run import BadOptions, Emulation, Engine
+from hvd_adaptive.wrap.wrapped_run import BadOptions, Engine
 
 if TYPE_CHECKING:
     from hvd_adaptive.wrap.launched import Launched
-
-EmulationMaker = Callable[[int], Emulation]
-
 
 _EQUAL = "If the script cannot take batches of another size, run it with --shares 1,1,... (one number a rank)"
 _engine: Engine | None = None
@@ -86,7 +84,7 @@ def intercept(
     config: RunConfig,
     *,
     comm: Any = None,
-    make_emulation: EmulationMaker | None = None,
+    make_emulation: Callable[[int], Slowdown] | None = None,
     clock: Callable[[], float] = time.perf_counter,
     describe: Callable[[nn.Module], list[str]] = lambda module: [],
 ) -> Engine:

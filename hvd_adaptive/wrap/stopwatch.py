@@ -5,18 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-
-class Emulation(Protocol):
-    """Emulated slowness: each rank's factor >= 1 on its compute, by seconds since the first step."""
-
-    def factors(self, train_s: float) -> NDArray[np.float64]:
-        """Returns the factors, shape (world_size,)."""
+from hvd_adaptive.algorithm.slowdown import Slowdown
 
 
 class Stretch(NamedTuple):
@@ -56,7 +49,7 @@ class Stopwatch:
         self._waiting_clock_s = 0.0
         # Where the present stretch began, by the clock, and what had been waited until then.
         self._begin: tuple[float, float, Any] | None = None
-        self._emulation: Emulation | None = None
+        self._emulation: Slowdown | None = None
         self._rank = 0
         self._first_s: float | None = None
 
@@ -65,8 +58,8 @@ class Stopwatch:
         """Whether this rank is within :meth:`waiting`."""
         return self._is_waiting
 
-    def emulate(self, emulation: Emulation, rank: int) -> None:
-        """Stretches all that is measured from now on by this rank's factor."""
+    def emulate(self, emulation: Slowdown, rank: int) -> None:
+        """Stretches all that is measured from now on by this rank's factor, whose schedule begins with the first step."""
         self._emulation, self._rank = emulation, rank
 
     def start(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.comm.protocols import Store
 from hvd_adaptive.comm.script_world import ScriptWorld
 from hvd_adaptive.wrap.closing_report import Report, describe_optimizer
@@ -30,7 +31,7 @@ from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.run_options import BadOptions, RunConfig
 from hvd_adaptive.wrap.share_exchange import Shares
 from hvd_adaptive.wrap.share_weights import GradientWeights
-from hvd_adaptive.wrap.stopwatch import Emulation, Stopwatch, Stretch
+from hvd_adaptive.wrap.stopwatch import Stopwatch, Stretch
 
 
 class Engine:
@@ -58,7 +59,7 @@ class Engine:
         self,
         config: RunConfig,
         *,
-        make_emulation: Callable[[int], Emulation] | None,
+        make_emulation: Callable[[int], Slowdown] | None,
         clock: Callable[[], float],
         describe: Callable[[nn.Module], list[str]] = lambda module: [],
     ) -> None:
@@ -260,10 +261,8 @@ class Engine:
         return by_horovod
 
     def stepped(self, optimizer: Any) -> None:
-        """Ends what counts as computing after the wait for the gradients.
-
-        What comes now counts if another step follows on the same batch.
-        """
+        """The optimizer has moved its parameters: ends what counts as computing after the wait for the gradients. What comes now
+        counts if another step follows on the same batch."""
         self._tail = self._watch.stop()
         self._watch.start()
         self._local.end_step(optimizer)
@@ -287,7 +286,7 @@ class Engine:
     # -- of modules
 
     def looked_at(self, kind: str, module: nn.Module) -> None:
-        """The script is about to validate or to save a model: merges it first, if all ranks are here."""
+        """The script is about to validate (``eval()``) or save a model (``state_dict()``): merges it first, if all are here."""
         if self._exchanging:
             return
         if mergers := self._local.looked_at(kind, module):
@@ -306,7 +305,7 @@ class Engine:
     # -- of loaders
 
     def open_stream(self, loader: DataLoader[Any], index_sampler: Any) -> IndexStream | None:
-        """Begins a pass of a loader."""
+        """Begins a pass of a loader; returns what hands out its indices, or None to leave it alone."""
         if not self.report.is_started or self.world_size == 1:
             return None
         stream = IndexStream(
@@ -321,7 +320,7 @@ class Engine:
         return stream
 
     def fetching(self, stream: IndexStream) -> None:
-        """Begins what counts as computing for a step."""
+        """The script asks for a batch: begins what counts as computing for a step."""
         self._settle()
         self.own_use.settle()
         self.follower.finish_trace()

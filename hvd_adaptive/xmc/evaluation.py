@@ -43,7 +43,7 @@ class Evaluator:
             num_samples: score the first this many test rows; None: all.
         """
         total = min(num_samples or len(self._dataset), len(self._dataset))
-        num_blocks = metrics.num_blocks(total, BLOCK_SIZE)
+        num_blocks = -(-total // BLOCK_SIZE)
         key = f"evaluate.{self._count}"
         self._count += 1
         scores = np.zeros((num_blocks, 1 + 3 * len(self._ks)))
@@ -51,7 +51,7 @@ class Evaluator:
         was_training = model.training
         model.eval()
         while (block := self._transport.add(key, 1) - 1) < num_blocks:
-            x, y = self._dataset.get_batch(metrics.block_rows(block, num_rows=total, block_size=BLOCK_SIZE))
+            x, y = self._dataset.get_batch(np.arange(block * BLOCK_SIZE, min((block + 1) * BLOCK_SIZE, total)))
             top = metrics.top_k_labels(model(x.to(device)), k=max(self._ks)).cpu()
             scores[block] = metrics.block_scores(top, y, self._inverse_propensity, self._ks)
             self._transport.progress("evaluation")

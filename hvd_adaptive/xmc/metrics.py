@@ -21,31 +21,6 @@ from hvd_adaptive.xmc.rows import SparseRows
 DEFAULT_KS = (1, 3, 5)
 
 
-def num_blocks(num_rows: int, block_size: int) -> int:
-    """Counts the blocks of a data set; the last may be shorter.
-
-    Raises:
-        ValueError: num_rows is negative or block_size is below 1.
-    """
-    if num_rows < 0:
-        raise ValueError(f"num_rows must be >= 0, got {num_rows}")
-    if block_size < 1:
-        raise ValueError(f"block_size must be >= 1, got {block_size}")
-    return -(-num_rows // block_size)
-
-
-def block_rows(block: int, num_rows: int, block_size: int) -> NDArray[np.int64]:
-    """Returns the global rows of one block, ascending, int64 (rows in the block,).
-
-    Raises:
-        ValueError: block is not in [0, num_blocks(num_rows, block_size)), or a size is invalid.
-    """
-    count = num_blocks(num_rows, block_size)
-    if not 0 <= block < count:
-        raise ValueError(f"block must be in [0, {count}), got {block}")
-    return np.arange(block * block_size, min((block + 1) * block_size, num_rows), dtype=np.int64)
-
-
 def top_k_labels(logits: Tensor, k: int) -> Tensor:
     """Ranks each row's k best labels: by descending score, ties to the lowest label, NaN after every number.
 
@@ -55,15 +30,8 @@ def top_k_labels(logits: Tensor, k: int) -> Tensor:
 
     Returns:
         Labels int64 (b, k), on the device of logits. A row of nothing but NaN gives 0 .. k - 1.
-
-    Raises:
-        ValueError: logits are not a matrix, or k is out of range.
     """
-    if logits.dim() != 2:
-        raise ValueError(f"logits must have shape (rows, labels), got {tuple(logits.shape)}")
     num_labels = logits.shape[1]
-    if not 1 <= k <= num_labels:
-        raise ValueError(f"k must be in [1, num_labels = {num_labels}], got {k}: ask for fewer labels")
     logits = logits.detach()
     # One more than asked for shows whether the choice at the boundary was arbitrary. topk puts NaN first.
     scores, labels = logits.topk(min(k + 1, num_labels), dim=1)
@@ -99,24 +67,14 @@ def inverse_propensity(
     Args:
         label_counts: N_l, training rows that carry each label, shape (L,), >= 0.
         num_samples: N, training rows, >= 1.
-        a, b: the paper's constants; the defaults are those of most XMC data sets (Wikipedia: 0.5, 0.4;
+        a, b: the paper's constants, > 0; the defaults are those of most XMC data sets (Wikipedia: 0.5, 0.4;
             Amazon: 0.6, 2.6).
 
     Returns:
         Inverse propensities, float64 (L,), >= 1.
-
-    Raises:
-        ValueError: num_samples is below 1, a or b is not positive, or a count is negative.
     """
-    if num_samples < 1:
-        raise ValueError(f"num_samples must be >= 1, got {num_samples}")
-    if not (a > 0 and b > 0):
-        raise ValueError(f"a and b must be > 0, got a={a}, b={b}")
-    counts = np.asarray(label_counts, dtype=np.float64)
-    if counts.size and not counts.min() >= 0:
-        raise ValueError(f"label_counts must be >= 0, got {counts.min():g}")
     c = max(np.log(num_samples) - 1, 0) * (b + 1) ** a
-    return 1 + c * (counts + b) ** -a
+    return 1 + c * (np.asarray(label_counts, dtype=np.float64) + b) ** -a
 
 
 def block_scores(
@@ -132,30 +90,17 @@ def block_scores(
         labels: true labels; indices int64 (nnz,) in [0, L), offsets int64 (b + 1,). A label listed twice
             counts once.
         inverse_propensity: float64 (L,).
-        ks: the k of P@k, in the order of the result.
+        ks: the k of P@k, one or more, each >= 1, in the order of the result.
 
     Returns:
         float64 (1 + 3 n,) with n = len(ks), each summed over the block: [0] rows, unlabelled ones too;
         [1 : 1 + n] true labels among the first k, for each k; [1 + n : 1 + 2n] their inverse propensities;
         [1 + 2n : 1 + 3n] the most inverse propensity that any k predictions could reach. The sum over
         blocks, in block order, goes to `finalize_scores`.
-
-    Raises:
-        ValueError: ks is empty or below 1 or exceeds K, row counts differ, or a label is not in [0, L).
     """
-    num_rows, width = top_labels.shape
-    num_labels = len(inverse_propensity)
-    if not ks or min(ks) < 1 or max(ks) > width:
-        raise ValueError(f"ks must be in [1, {width}], the number of predicted labels, got {tuple(ks)}")
-    if labels.offsets.numel() != num_rows + 1:
-        raise ValueError(
-            f"labels must have as many rows as top_labels, got {labels.offsets.numel() - 1} and {num_rows}"
-        )
+    num_rows, num_labels = len(top_labels), len(inverse_propensity)
     predicted = top_labels.cpu().numpy()
     true = labels.indices.cpu().numpy()
-    for name, ids in (("top_labels", predicted), ("labels", true)):
-        if ids.size and not (ids.min() >= 0 and ids.max() < num_labels):
-            raise ValueError(f"{name} must be in [0, {num_labels}), got {ids.min()} .. {ids.max()}")
     rows = np.repeat(np.arange(num_rows), np.diff(labels.offsets.cpu().numpy()))
     entries = np.unique(rows * num_labels + true)
     hits = np.isin(predicted + np.arange(num_rows)[:, None] * num_labels, entries)
@@ -183,21 +128,14 @@ def finalize_scores(totals: NDArray[np.float64], ks: Sequence[int] = DEFAULT_KS)
     row has a label.
 
     Args:
-        totals: the sum of `block_scores` over all blocks, float64 (1 + 3 len(ks),).
+        totals: the sum of `block_scores` over all blocks, of one row or more, float64 (1 + 3 len(ks),).
         ks: as given to `block_scores`.
 
     Returns:
         {"p1": ..., "p3": ..., "p5": ..., "psp1": ..., "psp3": ..., "psp5": ...} for the default ks, each in
         [0, 1].
-
-    Raises:
-        ValueError: totals do not fit ks, or they hold no rows.
     """
-    if len(totals) != 1 + 3 * len(ks):
-        raise ValueError(f"totals must have {1 + 3 * len(ks)} entries for ks {tuple(ks)}, got {len(totals)}")
     num_rows = totals[0]
-    if not num_rows >= 1:
-        raise ValueError(f"there must be at least one row to evaluate, got {num_rows:g}")
     hits, gained, possible = np.asarray(totals[1:]).reshape(3, len(ks))
     metrics = {f"p{k}": float(hit / (k * num_rows)) for k, hit in zip(ks, hits, strict=True)}
     for k, gain, most in zip(ks, gained, possible, strict=True):

@@ -39,9 +39,6 @@ class SparseMLP(nn.Module):
             the batch) instead of a dense one. Then the optimizer must accept sparse gradients: SGD without
             momentum and weight decay, Adagrad, SparseAdam.
         unit_rows: scale each row of features to length 1 (L2), so that one learning rate fits counts as well as tf-idf.
-
-    Raises:
-        ValueError: a size is below 1.
     """
 
     def __init__(
@@ -54,13 +51,6 @@ class SparseMLP(nn.Module):
         unit_rows: bool = False,
     ) -> None:
         super().__init__()
-        for name, size in (
-            ("num_features", num_features),
-            ("num_labels", num_labels),
-            ("hidden_size", hidden_size),
-        ):
-            if size < 1:
-                raise ValueError(f"{name} must be >= 1, got {size}")
         self.hidden = nn.EmbeddingBag(
             num_features, hidden_size, mode="sum", sparse=sparse_gradients, include_last_offset=True
         )
@@ -117,16 +107,7 @@ def multilabel_softmax_loss(logits: Tensor, labels: SparseRows) -> Tensor:
 
     Returns:
         The loss, shape (), in the dtype of logits (float32 for half types).
-
-    Raises:
-        ValueError: logits are not a matrix, or labels do not have its number of rows.
     """
-    if logits.dim() != 2:
-        raise ValueError(f"logits must have shape (rows, labels), got {tuple(logits.shape)}")
-    if labels.offsets.numel() != logits.shape[0] + 1:
-        raise ValueError(
-            f"labels must have as many rows as logits, got {labels.offsets.numel() - 1} and {logits.shape[0]}"
-        )
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     return _MultilabelSoftmaxLoss.apply(logits, labels.indices, labels.offsets)

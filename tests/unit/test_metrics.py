@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hvd_adaptive.xmc import metrics
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
+from hvd_adaptive.xmc import evaluation, metrics
+from hvd_adaptive.xmc.data import SparseDataset
 
 KS = (1, 3, 5)
 scores = st.sampled_from([-math.inf, -2.0, -0.0, 0.0, 0.5, 1.0, math.inf, math.nan])
@@ -81,12 +83,6 @@ def test_top_k_labels_of_many_labels_with_and_without_ties() -> None:
     assert metrics.top_k_labels(torch.zeros(0, 7), 5).shape == (0, 5)
 
 
-@pytest.mark.parametrize("k", [0, 4])
-def test_top_k_labels_refuses_k_out_of_range(k: int) -> None:
-    with pytest.raises(ValueError, match=rf"k must be in \[1, num_labels = 3\], got {k}"):
-        metrics.top_k_labels(torch.zeros(2, 3), k)
-
-
 @settings(deadline=None)
 @given(
     st.integers(5, 12).flatmap(
@@ -107,10 +103,9 @@ def test_blocks_add_up_to_the_brute_force_metrics(
     counts = np.bincount([label for row in lists for label in set(row)], minlength=num_labels)
     inverse = metrics.inverse_propensity(counts, 50)
     totals = np.zeros(1 + 3 * len(KS))
-    for block in range(metrics.num_blocks(len(lists), block_size)):
-        rows = metrics.block_rows(block, len(lists), block_size)
-        part = [lists[row] for row in rows]
-        totals += metrics.block_scores(torch.tensor([top[row] for row in rows]), make_rows(part), inverse)
+    for first in range(0, len(lists), block_size):
+        block = slice(first, first + block_size)
+        totals += metrics.block_scores(torch.tensor(top[block]), make_rows(lists[block]), inverse)
     result = metrics.finalize_scores(totals)
     assert result == pytest.approx(brute_force(top, lists, inverse, KS))
     assert list(result) == ["p1", "p3", "p5", "psp1", "psp3", "psp5"]
@@ -138,40 +133,28 @@ def test_inverse_propensity_follows_the_formula() -> None:
     assert metrics.inverse_propensity(np.array([0, 1]), 1).tolist() == [1, 1]
 
 
-@given(st.integers(0, 200), st.integers(1, 50))
-def test_blocks_partition_the_rows(num_rows: int, block_size: int) -> None:
-    blocks = [
-        metrics.block_rows(block, num_rows, block_size).tolist()
-        for block in range(metrics.num_blocks(num_rows, block_size))
-    ]
-    assert [row for block in blocks for row in block] == list(range(num_rows))
-    assert all(len(block) == block_size for block in blocks[:-1])
-    assert all(blocks)
+class LogitsByFeature(torch.nn.Embedding):
+    def forward(self, x: Rows) -> Tensor:
+        return super().forward(x.indices)
 
 
-def test_errors_name_the_value() -> None:
-    top, labels, inverse = torch.tensor([[0, 1, 2]]), make_rows([[1]]), np.ones(4)
-    with pytest.raises(ValueError, match=r"ks must be in \[1, 3\].*\(1, 5\)"):
-        metrics.block_scores(top, labels, inverse, (1, 5))
-    with pytest.raises(ValueError, match="got 2 and 1"):
-        metrics.block_scores(top, make_rows([[1], []]), inverse, (1,))
-    with pytest.raises(ValueError, match=r"labels must be in \[0, 4\), got 4"):
-        metrics.block_scores(top, make_rows([[4]]), inverse, (1,))
-    with pytest.raises(ValueError, match="at least one row to evaluate, got 0"):
-        metrics.finalize_scores(np.zeros(10))
-    with pytest.raises(ValueError, match="10 entries"):
-        metrics.finalize_scores(np.zeros(7))
-    with pytest.raises(ValueError, match="num_samples must be >= 1, got 0"):
-        metrics.inverse_propensity(np.array([1]), 0)
-    with pytest.raises(ValueError, match="a and b must be > 0"):
-        metrics.inverse_propensity(np.array([1]), 5, b=0)
-    with pytest.raises(ValueError, match="label_counts must be >= 0, got -1"):
-        metrics.inverse_propensity(np.array([-1]), 5)
-    with pytest.raises(ValueError, match=r"block must be in \[0, 2\), got 2"):
-        metrics.block_rows(2, 5, 3)
-    with pytest.raises(ValueError, match="block_size must be >= 1, got 0"):
-        metrics.num_blocks(5, 0)
-    with pytest.raises(ValueError, match="num_rows must be >= 0, got -1"):
-        metrics.num_blocks(-1, 5)
-    with pytest.raises(ValueError, match="shape"):
-        metrics.top_k_labels(torch.zeros(3), 1)
+@pytest.mark.parametrize("num_samples", [None, 1, 6])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_ranks_score_each_row_once(world_size: int, num_samples: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "BLOCK_SIZE", 3)
+    lists = [[row % 4, 4 + row % 3] for row in range(10)]
+    test = SparseDataset(
+        name="a", split="test", num_features=10, num_labels=7, fingerprint="",
+        x_indptr=np.arange(11), x_indices=np.arange(10, dtype=np.int32), x_values=np.ones(10, np.float32),
+        y_indptr=np.arange(0, 21, 2), y_indices=np.array(lists, np.int32).ravel(),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LogitsByFeature(10, 7)
+    inverse = metrics.inverse_propensity(test.label_counts(), 10)
+
+    def score(transport: LocalTransport) -> dict[str, float]:
+        return evaluation.Evaluator(test, inverse, transport).evaluate(model, num_samples)
+
+    top = [rank_labels(row, 5) for row in model.weight.tolist()]
+    expected = brute_force(top[:num_samples], lists[:num_samples], inverse, KS)
+    assert LocalWorld(world_size).run(score) == [pytest.approx(expected)] * world_size

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hvd_adaptive.cli.use_model import build_model
 from hvd_adaptive.xmc import sparse_mlp as model_module
 from hvd_adaptive.xmc.sparse_mlp import SparseMLP, multilabel_softmax_loss
 
@@ -223,10 +224,8 @@ def test_the_hidden_layer_keeps_the_norm_of_unit_rows() -> None:
     assert 0.9 < norms.mean().item() < 1.1
 
 
-def test_errors_name_the_value() -> None:
-    with pytest.raises(ValueError, match="num_labels must be >= 1, got 0"):
-        SparseMLP(3, 0)
-    with pytest.raises(ValueError, match="got 2 and 3"):
-        multilabel_softmax_loss(torch.zeros(3, 4), make_rows([[0], [1]]))
-    with pytest.raises(ValueError, match="shape"):
-        multilabel_softmax_loss(torch.zeros(4), make_rows([[0]]))
+def test_a_model_file_without_hidden_units_is_refused() -> None:
+    tensors = {"hidden.weight": torch.zeros(3, 0), "output_weight": torch.zeros(0, 2)}
+    metadata = {"num_features": "3", "num_labels": "2", "hidden_size": "0"}
+    with pytest.raises(ValueError, match="says hidden_size 0"):
+        build_model(tensors, metadata, num_features=3, num_labels=2)
