@@ -133,6 +133,7 @@ class MergePeriod:
     Attributes:
         mega_batch: samples of the next round over all ranks.
         communication_share: the part that communication took, by the median of the last three rounds; 0 before any.
+        sample_s: seconds of everything else for a sample over all ranks, by the same rounds; 0 before any.
 
     Raises:
         ValueError: for an unknown rule or a share outside (0, 1).
@@ -147,7 +148,7 @@ class MergePeriod:
         self._start = start
         self._share = share
         self.mega_batch = start
-        self.communication_share = 0.0
+        self.communication_share = self.sample_s = 0.0
         self._has_begun = False
         # Rows of (communication seconds, other seconds a sample, part of the start), the latest last.
         self._measured = np.zeros((0, 3))
@@ -172,6 +173,7 @@ class MergePeriod:
         self._measured = np.vstack((self._measured, (communication_s, rest_s, part)))[-_NUM_MEASURED:]
         communication_s, rest_s, part = np.median(self._measured, axis=0)
         self.communication_share = float(communication_s / (communication_s + rest_s * num_samples))
+        self.sample_s = float(rest_s)
         wanted = self._start * part
         if self._rule == "auto":
             wanted = max(wanted, least_mega_batch(communication_s, rest_s, share=self._share))

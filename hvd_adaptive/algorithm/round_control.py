@@ -6,6 +6,7 @@ Every rank has the same gathered statistics and so decides the same; the simulat
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +31,9 @@ log = logging.getLogger(__name__)
 _REMEMBERED_ROUNDS = 4
 # Merges go beside steps where rounds with one merge would be so many times as long as short ones, so that it takes its share.
 _LONG_ROUNDS = 1.5
+# So much of a round the sums of its merges may take beside steps. It is halved where in so many such rounds a rank waited so much
+# of the time for its batches: on a busy link claims wait behind sums.
+_SUMS_PART, _CROWDED_ROUNDS, _CROWDED_PART = 2 / 3, 2, 0.25
 # Seconds that each round costs, however long it is: a first batch is read while its rank waits.
 _COSTS_OF_A_ROUND = ("merge_s", "control_s", "first_batch_s")
 
@@ -103,6 +107,9 @@ class RoundControl:
             self._period.mega_batch = STEPS_OF_SHORT_ROUNDS * world_size * config.batch_size
         self._num_updates = 0.0
         self._merges_take_long = False
+        # Seconds of the last rounds' merges, where they had one.
+        self._merge_s: deque[float] = deque(maxlen=3)
+        self._sums_part, self._num_crowded = _SUMS_PART, 0
         self._speed_shares = np.full(world_size, 1 / world_size)
         self._train_s = 0.0
         self._num_samples = 0
@@ -125,14 +132,21 @@ class RoundControl:
 
     def merges_of(self, num_samples: int, batch_sizes: Array) -> int:
         """Returns the merges of a round, which may be shorter than planned: between two of them each rank makes a step at least,
-        and in short rounds three.
+        and in short rounds three. Where nobody has set them, the link carries as many beside the steps.
 
         Args:
             num_samples: of the round over all ranks.
             batch_sizes: the ranks', samples, shape (world_size,).
         """
         least = (STEPS_BESIDE_MERGES if self._short_rounds else 1) * float(batch_sizes.sum())
-        return max(1, min(self.merges, round(num_samples / least)))
+        return max(1, min(self.merges, round(num_samples / least), self._most_merges(num_samples)))
+
+    def _most_merges(self, num_samples: int) -> int:
+        """Returns how many merges the link carries beside the steps of a round of so many samples."""
+        most = self._config.merges_per_round or 1
+        if self._merges_from is None or not self._merge_s:
+            return most
+        return min(most, int(self._sums_part * num_samples * self._period.sample_s / max(1e-9, float(np.median(self._merge_s)))))
 
     def next_batch_sizes(self, sizes: Array, gathered: Gathered, *, warming_up: bool) -> Array:
         """Returns the batch sizes of the next round, shape (world_size,).
@@ -189,13 +203,21 @@ class RoundControl:
         config, part = self._config, 1.0
         num_updates, stats = record.stats["num_updates"], record.stats
         # Not by their updates: who is given equally many makes them, however long it takes. Those of one round vary.
-        busy_s = stats["busy_s"] + np.maximum(0.0, stats["claim_s"] - stats["first_batch_s"])
-        self._speed_shares += (speed_shares(num_updates, busy_s) - self._speed_shares) / _REMEMBERED_ROUNDS
+        waits_s = np.maximum(0.0, stats["claim_s"] - stats["first_batch_s"])
+        shares = speed_shares(num_updates, stats["busy_s"] + waits_s)
+        self._speed_shares += (shares - self._speed_shares) / _REMEMBERED_ROUNDS
+        if self.merges > 1:
+            is_crowded = waits_s.max() > _CROWDED_PART * (record.train_s - self._train_s)
+            self._num_crowded = self._num_crowded + 1 if is_crowded else 0
+            if self._num_crowded == _CROWDED_ROUNDS:
+                self._sums_part, self._num_crowded = self._sums_part / 2, 0
         if self._short_rounds:
             self._num_updates += float(num_updates.max())
             if self._merges_from is not None:
                 may = self._num_updates >= self._merges_from and are_alike(self._speed_shares)
-                self.merges = (config.merges_per_round or 1) if self._merges_take_long and may else 1
+                planned = max(self.mega_batch, config.mega_batch_samples)
+                fits = self._most_merges(min(planned, max(1, dataset_size // LEAST_MERGES_AN_EPOCH))) > 1
+                self.merges = (config.merges_per_round or 1) if self._merges_take_long and may and fits else 1
             part = part_of_short_rounds(num_updates, config, merges=self.merges)
         self._period.observe(
             num_samples=record.num_samples - self._num_samples,
@@ -206,6 +228,7 @@ class RoundControl:
         )
         if self.merges == 1:
             # Rounds with several hide what merges take.
+            self._merge_s.append(float(stats["merge_s"].max()))
             self._merges_take_long = self.mega_batch > _LONG_ROUNDS * part * config.mega_batch_samples
         self._num_samples, self._train_s = record.num_samples, record.train_s
         taken = self._period.communication_share

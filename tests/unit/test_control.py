@@ -542,7 +542,7 @@ def test_merges_go_beside_steps_where_they_take_long_and_ranks_are_alike() -> No
     # Not in the first hundred updates.
     assert control.merges == control.merges_of(384, sizes) == 1 and control.mega_batch == 5 * 2 * 8
     rounds(1, [20, 20], 2)
-    rounds(3, [20, 20], 2, merge_s=0.3)
+    rounds(3, [20, 20], 2, merge_s=0.06)
     assert seen == [1] * 4 and control.mega_batch > 1.5 * 5 * 2 * 8
     # One slow round does not count.
     rounds(5, [18, 30], 1)
@@ -560,6 +560,35 @@ def test_merges_go_beside_steps_where_they_take_long_and_ranks_are_alike() -> No
     assert seen[-1] == 8 and control.mega_batch >= 384
     # Who has set their number has them from the first round on.
     assert RoundControl(config, world_size=2, speaks=False, short_rounds=True).merges == 8
+
+
+@pytest.mark.parametrize(("dataset_size", "merges"), [(10**6, 6), (2400, 2), (1600, 1)])
+def test_no_more_merges_go_beside_steps_than_the_link_carries(dataset_size: int, merges: int) -> None:
+    """A merge takes as long as 180 samples: rounds have ten times as many, and room for six, if an epoch lets them be so long."""
+    config = Config(batch_size=8, merges_per_round=8, merge_period="auto", mega_batch=8 * 3 * 2 * 8)
+    control = RoundControl(config, world_size=2, speaks=False, short_rounds=True, merges_from=20)
+    train_s, done = 0.0, 0
+    for number in range(1, 12):
+        size, train_s = control.mega_batch, train_s + control.mega_batch * 0.001 + 0.18
+        done += size
+        now = record(number, num_samples=done, merge_s=0.18, round_s=train_s / number)
+        now.stats["num_updates"] = np.full(2, size / 16)
+        control.after_round(now, dataset_size=dataset_size)
+    assert (control.merges > 1) == (merges > 1)
+    assert control.merges_of(min(dataset_size // 4, 1620), np.full(2, 8.0)) == merges
+
+
+def test_merges_beside_steps_that_keep_claims_waiting_become_fewer() -> None:
+    config = Config(batch_size=8, merges_per_round=8, merge_period="auto", mega_batch=8 * 3 * 2 * 8)
+    control = RoundControl(config, world_size=2, speaks=False, short_rounds=True, merges_from=20)
+    found = []
+    for number in range(1, 16):
+        now = record(number, num_samples=384 * number, merge_s=0.06 if control.merges == 1 else 0.0, round_s=1.0)
+        now.stats["num_updates"] = np.full(2, 24.0)
+        now.stats["claim_s"] = np.full(2, 0.3 if control.merges > 1 and found[-1] > 2 else 0.0)
+        control.after_round(now, dataset_size=10**6)
+        found.append(control.merges_of(384, np.full(2, 8.0)))
+    assert found[-1] == 2 and sorted(set(found)) == [1, 2, 5, 8], found
 
 
 def test_short_merges_stay_at_the_end_of_a_round() -> None:
