@@ -31,9 +31,11 @@ log = logging.getLogger(__name__)
 _REMEMBERED_ROUNDS = 4
 # Merges go beside steps where rounds with one merge would be so many times as long as short ones, so that it takes its share.
 _LONG_ROUNDS = 1.5
-# So much of a round the sums of its merges may take beside steps. It is halved where in so many such rounds a rank waited so much
-# of the time for its batches: on a busy link claims wait behind sums.
+# So much of a round the sums of its merges may take beside steps. There are half as many merges where in so many such rounds
+# every rank waited so much of the time for sums: a link may carry one quickly, and not many after each other.
 _SUMS_PART, _CROWDED_ROUNDS, _CROWDED_PART = 2 / 3, 2, 0.25
+# Steps between two looks whether a round was closed, where ranks do not claim each batch.
+_STRETCH_S = 2.0
 # Seconds that each round costs, however long it is: a first batch is read while its rank waits.
 _COSTS_OF_A_ROUND = ("merge_s", "control_s", "first_batch_s")
 
@@ -109,7 +111,7 @@ class RoundControl:
         self._merges_take_long = False
         # Seconds of the last rounds' merges, where they had one.
         self._merge_s: deque[float] = deque(maxlen=3)
-        self._sums_part, self._num_crowded = _SUMS_PART, 0
+        self._most_made, self._made, self._num_crowded = config.merges_per_round or 1, 1, 0
         self._speed_shares = np.full(world_size, 1 / world_size)
         self._train_s = 0.0
         self._num_samples = 0
@@ -139,14 +141,23 @@ class RoundControl:
             batch_sizes: the ranks', samples, shape (world_size,).
         """
         least = (STEPS_BESIDE_MERGES if self._short_rounds else 1) * float(batch_sizes.sum())
-        return max(1, min(self.merges, round(num_samples / least), self._most_merges(num_samples)))
+        self._made = max(1, min(self.merges, round(num_samples / least), self._most_merges(num_samples)))
+        return self._made
+
+    def stretch_of(self, num_samples: int) -> int:
+        """Returns how many steps ranks make without asking whether the round goes on: about two seconds of them.
+
+        Args:
+            num_samples: of a step over all ranks.
+        """
+        return max(1, int(_STRETCH_S / max(1e-9, self._period.sample_s * num_samples))) if self._period.sample_s else 1
 
     def _most_merges(self, num_samples: int) -> int:
         """Returns how many merges the link carries beside the steps of a round of so many samples."""
-        most = self._config.merges_per_round or 1
         if self._merges_from is None or not self._merge_s:
-            return most
-        return min(most, int(self._sums_part * num_samples * self._period.sample_s / max(1e-9, float(np.median(self._merge_s)))))
+            return self._most_made
+        beside_s = _SUMS_PART * num_samples * self._period.sample_s
+        return min(self._most_made, int(beside_s / max(1e-9, float(np.median(self._merge_s)))))
 
     def next_batch_sizes(self, sizes: Array, gathered: Gathered, *, warming_up: bool) -> Array:
         """Returns the batch sizes of the next round, shape (world_size,).
@@ -206,15 +217,15 @@ class RoundControl:
         waits_s = np.maximum(0.0, stats["claim_s"] - stats["first_batch_s"])
         shares = speed_shares(num_updates, stats["busy_s"] + waits_s)
         self._speed_shares += (shares - self._speed_shares) / _REMEMBERED_ROUNDS
-        if self.merges > 1:
-            is_crowded = waits_s.max() > _CROWDED_PART * (record.train_s - self._train_s)
+        if self._made > 1 and self._merges_from is not None:
+            is_crowded = stats["merge_s"].min() > _CROWDED_PART * (record.train_s - self._train_s)
             self._num_crowded = self._num_crowded + 1 if is_crowded else 0
             if self._num_crowded == _CROWDED_ROUNDS:
-                self._sums_part, self._num_crowded = self._sums_part / 2, 0
+                self._most_made, self._num_crowded = self._made // 2, 0
         if self._short_rounds:
             self._num_updates += float(num_updates.max())
             if self._merges_from is not None:
-                may = self._num_updates >= self._merges_from and are_alike(self._speed_shares)
+                may = self._num_updates >= self._merges_from and self.takes_whole_batches
                 planned = max(self.mega_batch, config.mega_batch_samples)
                 fits = self._most_merges(min(planned, max(1, dataset_size // LEAST_MERGES_AN_EPOCH))) > 1
                 self.merges = (config.merges_per_round or 1) if self._merges_take_long and may and fits else 1

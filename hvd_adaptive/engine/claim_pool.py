@@ -12,10 +12,52 @@ from collections.abc import Callable, Sequence
 from hvd_adaptive.algorithm.ledger import ClaimRule, batches_ahead
 from hvd_adaptive.comm.in_process_store import InProcessStore
 from hvd_adaptive.comm.protocols import Store, Transport
-from hvd_adaptive.engine.claims import Claim, ClaimSize, SharedCursor
+from hvd_adaptive.engine.claims import Claim, Claims, ClaimSize, EqualClaims, SharedCursor, StepFrontier
 
 # Between two looks at a pool that another rank fills: two operations on the world's store.
 _FILLING_S = 2e-4
+
+
+def open_claims(
+    transport: Transport,
+    round_id: int,
+    *,
+    total_work: int,
+    start: int,
+    rule_of: Callable[[Sequence[int]], ClaimRule],
+    equal: tuple[int, int, int] | None = None,
+) -> tuple[Claims, Callable[[], None]]:
+    """Returns what this rank takes batches from, and what removes it when all ranks have ended the round.
+
+    Args:
+        transport: the world.
+        round_id: names the round; never used twice.
+        total_work: work of the round.
+        start: work before it, which was settled; equal on all ranks.
+        rule_of: how much some ranks claim together.
+        equal: where ranks have equally many batches: work of a batch, the unit of what is left, and batches of a rank that it
+            takes without asking.
+    """
+    key, rank = f"claim.{round_id}", transport.rank
+    shared: EqualClaims | SharedCursor
+    if equal is not None:
+        size, unit, stretch = equal
+        shared = EqualClaims(
+            StepFrontier(transport, key, num_steps=total_work), rank=rank, world_size=transport.world_size, size=size,
+            total_work=total_work, start=start, unit=unit, stretch=stretch,
+        )  # fmt: skip
+        pool = None
+    else:
+        shared = SharedCursor(transport, key, total_work=total_work, start=start, least=rule_of([rank]).least)
+        pool = open_pool(shared, transport, f"pool.{round_id}", rule_of=rule_of)
+
+    def forget() -> None:
+        if rank == 0:
+            shared.forget()
+        if pool is not None and transport.local_rank == 0:
+            pool.forget()
+
+    return pool or shared, forget
 
 
 def open_pool(

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from hvd_adaptive.algorithm.ledger import steps_ahead
+import numpy as np
+
+from hvd_adaptive.algorithm.ledger import own_parts, steps_ahead
 from hvd_adaptive.comm.protocols import Store
 
 # The work [start, stop) of a claim; then, where it did not fit into memory, the samples of each batch that it was cut into.
@@ -166,6 +168,10 @@ class StepFrontier:
         while not self._is_closed(seen) and (position := self._position(seen)) < self._num_steps - 1:
             seen = self._transport.compare_set(self._key, seen, f"{position}:closed")
 
+    def forget(self) -> None:
+        """Deletes what was promised, for which no rank will ask again."""
+        self._transport.forget(self._key)
+
     @property
     def end(self) -> int | None:
         """The last step, where the round was closed, else None; final once a rank was refused to begin a step."""
@@ -178,6 +184,74 @@ class StepFrontier:
     @staticmethod
     def _is_closed(value: str) -> bool:
         return value.endswith("closed")
+
+
+class EqualClaims:
+    """Each rank takes as many batches as every other one, in turns with them. On a busy link a claim of each would wait.
+
+    A rank asks whether the round goes on only before each stretch of batches, except for the first one. A round that is closed
+    ends after the last stretch that some rank has begun.
+
+    Args:
+        frontier: of stretches.
+        rank: this rank.
+        world_size: number of ranks.
+        size: work of a batch.
+        total_work: work of the mega-batch. What is left after the last whole batches is divided among the ranks.
+        start: work before it, which was settled.
+        unit: a rank's part of what is left is a whole number of so much work.
+        stretch: batches of a rank.
+
+    Attributes:
+        end: as in :class:`Claims`.
+    """
+
+    def __init__(
+        self,
+        frontier: StepFrontier,
+        *,
+        rank: int,
+        world_size: int,
+        size: int,
+        total_work: int,
+        start: int,
+        unit: int,
+        stretch: int,
+    ) -> None:
+        self._frontier = frontier
+        self._rank = rank
+        self._size = size
+        self._together = world_size * size
+        self._start = start
+        self._num_whole, left = divmod(total_work - start, self._together)
+        self._edges = own_parts(np.ones(world_size), left, unit=unit)
+        self._stretch = stretch
+        self._num_taken = 0
+        self.end: int | None = None
+
+    def claim(self, size: ClaimSize) -> Claim | None:
+        """Takes the next batch, whatever size is asked for."""
+        number = self._num_taken
+        first = self._start + number * self._together
+        if number > self._num_whole or self.end is not None:
+            return None
+        if number and number % self._stretch == 0 and not self._frontier.begin(number // self._stretch):
+            self.end = first
+            return None
+        self._num_taken += 1
+        if number < self._num_whole:
+            first += self._rank * self._size
+            return first, first + self._size
+        part = (first + int(self._edges[self._rank]), first + int(self._edges[self._rank + 1]))
+        return part if part[0] < part[1] else None
+
+    def close(self) -> None:
+        """Ends the round after the last stretch that some rank has begun."""
+        self._frontier.close()
+
+    def forget(self) -> None:
+        """Deletes the frontier."""
+        self._frontier.forget()
 
 
 class OwnPart:

@@ -20,8 +20,8 @@ from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
-from hvd_adaptive.engine.claim_pool import PooledCursor, open_pool
-from hvd_adaptive.engine.claims import Claim, Claims, OwnPart, SharedCursor
+from hvd_adaptive.engine.claim_pool import open_claims
+from hvd_adaptive.engine.claims import Claim, Claims, OwnPart
 from hvd_adaptive.engine.merge import Merge
 from hvd_adaptive.engine.out_of_memory import MemoryCeiling
 from hvd_adaptive.engine.overlap import OverlappedMerge
@@ -68,8 +68,7 @@ class LocalStrategy:
         self._weight = GradientWeight(optimizer, ()) if config.micro_batch_size is not None else None
         self.inexact: list[str] = []
         self._warming_up = False
-        self._cursor: SharedCursor | None = None
-        self._pool: PooledCursor | None = None
+        self._forget_claims: Callable[[], None] = lambda: None
         self._control = RoundControl(
             config, transport.world_size, speaks=transport.rank == 0, short_rounds=short_rounds, merges_from=merges_from
         )
@@ -98,14 +97,13 @@ class LocalStrategy:
 
     @property
     def _equally_many(self) -> bool:
-        """Whether ranks take whole batches only, each as many as every other one."""
-        whole = self._config.micro_batch_size is None and self._control.takes_whole_batches
-        return bool(whole and (self._sizes == self._sizes[0]).all())
+        """Whether each rank takes as many whole batches as every other one."""
+        return bool(self._control.takes_whole_batches and (self._sizes == self._sizes[0]).all())
 
     @property
     def _unit(self) -> int:
         """Samples of which a claim is a whole number: a micro-batch's, or a batch's where only whole ones are taken."""
-        return round(self._sizes[0]) if self._equally_many else self._config.micro_batch_size or 1
+        return self._config.micro_batch_size or (round(self._sizes[0]) if self._equally_many else 1)
 
     @property
     def mega_batch(self) -> int:
@@ -209,7 +207,7 @@ class LocalStrategy:
         )
         rule = rule_of(rank)
         self._settled_now = self._settle_claims(source, mega_batch)
-        claims = self._claims = WatchedClaims(self._open_claims(mega_batch.total_work, rule_of, least=rule.least))
+        claims = self._claims = WatchedClaims(self._open_claims(mega_batch.total_work, rule_of, merges=merges))
         self.claimed = claims.taken
         # Of each batch that was loaded and not yet computed: the number of its claim, and how a replay has to cut it.
         loaded: deque[tuple[int, list[int]]] = deque()
@@ -304,7 +302,7 @@ class LocalStrategy:
             self._settled = coming
         return settled if settled is not None and settled.fit(source, mega_batch) else None
 
-    def _open_claims(self, total_work: int, rule_of: Callable[[Sequence[int]], ClaimRule], *, least: int) -> Claims:
+    def _open_claims(self, total_work: int, rule_of: Callable[[Sequence[int]], ClaimRule], *, merges: int) -> Claims:
         world_size, rank = self._transport.world_size, self._transport.rank
         self._span = (0, total_work)
         if self.repeat is not None:
@@ -314,9 +312,14 @@ class LocalStrategy:
         if self._config.dispatch == "dynamic":
             settled = self._settled_now
             start = settled.total_work if settled is not None else 0
-            self._cursor = SharedCursor(self._transport, f"claim.{self._round}", total_work=total_work, start=start, least=least)
-            self._pool = open_pool(self._cursor, self._transport, f"pool.{self._round}", rule_of=rule_of)
-            claims = self._pool or self._cursor
+            claims: Claims
+            # Beside sums a claim of each batch would wait.
+            size, equal = round(self._sizes[0]), None
+            if merges > 1 and self._equally_many:
+                equal = size, self._unit, self._control.stretch_of(world_size * size)
+            claims, self._forget_claims = open_claims(
+                self._transport, self._round, total_work=total_work, start=start, rule_of=rule_of, equal=equal
+            )
             return claims if settled is None else FirstClaims(settled.of_rank(rank), claims)
         shares = self._shares if self._config.dispatch == "proportional" else np.ones(world_size)
         edges = own_parts(shares, total_work, unit=self._unit)
@@ -353,10 +356,7 @@ class LocalStrategy:
         start = time.perf_counter()
         self.merge.apply_(gathered, weight)
         stats.merge_rows = self.merge.num_rows
-        if self._transport.rank == 0 and self._cursor is not None:
-            self._cursor.forget()
-        if self._transport.local_rank == 0 and self._pool is not None:
-            self._pool.forget()
+        self._forget_claims()
         stats.merge_s += delta_s + time.perf_counter() - start
         return gathered, weight, self.flat_model.payload_bytes
 

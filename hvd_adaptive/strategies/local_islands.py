@@ -161,8 +161,8 @@ class IslandStrategy(LocalStrategy):
             )
         self.synchronize()
 
-    def _open_claims(self, total_work: int, rule_of: Callable[[Sequence[int]], ClaimRule], *, least: int) -> Claims:
-        claims = super()._open_claims(total_work, rule_of, least=least)
+    def _open_claims(self, total_work: int, rule_of: Callable[[Sequence[int]], ClaimRule], *, merges: int) -> Claims:
+        claims = super()._open_claims(total_work, rule_of, merges=merges)
         world = self._world
         key = f"island.{self._round}.{world.rank}"
         self._island_claims = IslandClaims(claims, self._transport, key, leads=world.leads)

@@ -155,9 +155,8 @@ class FixedWorkStrategy:
             num_steps: of each rank.
             step_samples: samples of a step over all ranks.
         """
-        self._frontier_key = f"steps.{round_id}"
         self._frontier = StepFrontier(
-            self._transport, self._frontier_key, num_steps=num_steps, num_prefetched=source.num_prefetched
+            self._transport, f"steps.{round_id}", num_steps=num_steps, num_prefetched=source.num_prefetched
         )
         self._step_samples = step_samples
         return self._frontier
@@ -174,7 +173,7 @@ class FixedWorkStrategy:
     def _forget_round(self) -> None:
         """Removes the frontier; when every rank has made its last step."""
         if self._transport.rank == 0:
-            self._transport.forget(self._frontier_key)
+            self._frontier.forget()
 
     def repeat_round(self, recorded: RoundClaims) -> None:
         """The configuration refuses recordings of these strategies."""

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
-from hvd_adaptive.engine.claims import SharedCursor, StepFrontier
+from hvd_adaptive.engine.claims import EqualClaims, SharedCursor, StepFrontier
 from hvd_adaptive.session.session import Session
 from hvd_adaptive.state.preemption import PREEMPTION, Preemption
 
@@ -72,6 +72,36 @@ def test_all_ranks_make_the_same_steps_of_a_closed_round(seed: int) -> None:
     assert end is not None and num_steps == end + 1 and seed < num_steps < 10**9
 
 
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("closes", [True, False])
+def test_ranks_with_equally_many_batches_take_the_first_part_of_a_closed_round(closes: bool, seed: int) -> None:
+    total, start, unit = (10**7, 17, 1) if closes else (1003 + 13 * seed, 3, 6 if seed % 2 else 1)
+
+    def run(transport: LocalTransport) -> Any:
+        own = random.Random(f"{seed} {transport.rank}")
+        # Stretches that take long: one is promised at a time.
+        frontier = StepFrontier(transport, "steps", num_steps=total, clock=lambda: 1e4 * time.perf_counter())
+        claims = EqualClaims(
+            frontier, rank=transport.rank, world_size=3, size=6, total_work=total, start=start, unit=unit, stretch=1 + seed
+        )
+        taken: list[tuple[int, ...]] = []
+        while (claim := claims.claim(lambda remaining: 1 // 0)) is not None:
+            taken.append(claim)
+            time.sleep(own.random() * 2e-3 / (1 + seed))
+            if closes and transport.rank == seed % 3 and len(taken) == 2 * seed + 1:
+                claims.close()
+        assert claims.claim(lambda remaining: 1 // 0) is None
+        return taken, claims.end
+
+    taken, ends = zip(*LocalWorld(3).run(run), strict=True)
+    assert len(set(ends)) == 1 and (ends[0] is not None) == closes
+    claims = sorted(claim for rank in taken for claim in rank)
+    edges = [start, *(stop for _, stop in claims)]
+    assert [first for first, _ in claims] == edges[:-1] and edges[-1] == (ends[0] or total)
+    whole = [sum(stop - first == 6 for first, stop in rank) for rank in taken]
+    assert max(whole) - min(whole) <= 1 and (not closes or 2 * seed < whole[0] <= 5 * (1 + seed))
+
+
 @pytest.mark.parametrize(("step_s", "most_s"), [(0.002, 0.064), (0.02, 0.2), (0.5, 0.5)])
 def test_steps_of_a_fifth_of_a_second_are_promised_at_once(step_s: float, most_s: float) -> None:
     """And so many, and the one that is prefetched, come after a close."""
@@ -106,6 +136,8 @@ CASES: list[tuple[dict[str, Any], bool]] = [
     ({"strategy": "sma", "batch_size": 1}, True),
     ({"overlap_merge": True}, True),
     ({"record": True}, True),
+    # Batches in turns, of which a claim is of many, once it is known how long they take.
+    ({"merges_per_round": 2, "mega_batch": None, "merge_period": "auto", "batch_size": 1}, True),
     ({"dispatch": "equal"}, False),
     ({"logical_ranks": 4}, False),
 ]
