@@ -91,7 +91,7 @@ class Engine:
         # The pass that fed the last step.
         self._fed_by: IndexStream | None = None
         self._exchange_due = self._exchanging = False
-        self._waits = LongWaits()
+        self._waits = LongWaits(config.stall_limit_s)
 
     # -- of Horovod
 
@@ -112,6 +112,7 @@ class Engine:
         self._local.forget()
         for action in self.on_start:
             action()
+        self._waits.start(rank, world_size, self.find_store())
         if self.config.strategy == "local" and world_size > 1:
             self._local.meet_through(self.find_store(), world_size)
 
@@ -334,7 +335,7 @@ class Engine:
         self.follower.delivered(stream, batch)
         if stream.weight_differs and not self._weights.are_needed:
             self._weights.need()
-            self._waits.start(self.rank, self.world_size)
+            self._waits.shares_differ()
 
     def exhausted(self, stream: IndexStream) -> None:
         """Takes note that a pass is over."""
@@ -354,8 +355,6 @@ class Engine:
             self._exchanging = False
 
     def _wait(self, action: Callable[[], Any], what: object) -> Any:
-        if not self._weights.are_needed:
-            return action()
         with self._waits.of(what):
             return action()
 

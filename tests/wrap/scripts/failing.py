@@ -5,6 +5,7 @@ import datetime
 import os
 import pathlib
 import sys
+import threading
 import time
 
 import horovod.torch as hvd
@@ -42,6 +43,13 @@ for step in range(100_000):
         sys.exit(3)
     if step == 5 and sys.argv[1] == "one code":
         sys.exit(3 if hvd.rank() == int(sys.argv[2]) else 0)
+    if step == 5 and sys.argv[1] == "lonely":
+        if hvd.rank() == 0:
+            hvd.allreduce(torch.ones(1), name="lonely")
+        else:
+            threading.Timer(7, hvd.allreduce_async, [torch.ones(1)], {"name": "lonely"}).start()
+        hvd.allreduce(torch.ones(1), name="theirs")
+        break
     if step == 5 and hvd.rank() == hvd.size() - 1 and sys.argv[1] in ("freeze", "interrupt"):
         pathlib.Path(sys.argv[2]).write_text(str(os.getpid()))
     # Rank 0 then waits within a step.
