@@ -52,6 +52,7 @@ class Report:
         loaders: every loader that the script iterated.
         is_started: Horovod was initialized.
         is_dry_run: only some steps were run.
+        pinned: the fixed shares that were asked for; None: none.
         is_only_tried: equal shares are best; others were tried all the same.
         more: gives further lines.
     """
@@ -59,6 +60,7 @@ class Report:
     loaders: list[Loader] = field(default_factory=list)
     is_started: bool = False
     is_dry_run: bool = False
+    pinned: str | None = None
     is_only_tried: bool = False
     more: Callable[[], list[str]] = list
     _world_size: int = 1
@@ -174,7 +176,8 @@ class Report:
                 *(f"    - {_why(loader, reason)}" for reason in sorted(loader.reasons, key=lambda reason: reason.bit)),
             ]
         would = "would be " if self.is_dry_run else ""
-        lines = [f"  {would}adaptive: {loader.label}, {loader.num_steps} steps"]
+        how = "adaptive" if self.pinned is None else f"fixed by --shares {self.pinned}"
+        lines = [f"  {would}{how}: {loader.label}, {loader.num_steps} steps"]
         windows = self._windows.get(id(loader), _Windows())
         lines += self._summary(windows)
         if windows.num_changes and windows.fractions is None and loader.controller and loader.controller.why_equal:
@@ -190,38 +193,45 @@ class Report:
         speeds = first["timed_samples"] / first["compute_s"]
         equal = np.full(len(speeds), 1 / len(speeds))
         shares = np.array(windows.fractions) if windows.fractions is not None else equal
-        ceiling = speeds.mean() / speeds.min()
-        before_s, now_s = (w["compute_s"] / np.maximum(w["timed_steps"], 1) for w in (first, newest))
-        gain = before_s.max() / now_s.max()
+        # Shares that were given up are not those of now.
+        is_other = windows.is_other and windows.fractions is not None
+        last = newest if is_other else first
+        before_s, now_s = (w["compute_s"] / np.maximum(w["timed_steps"], 1) for w in (first, last))
+        # If no rank waited, at its speed with the last shares: with many samples a rank computes faster than with few.
+        samples = last["timed_samples"] / np.maximum(last["timed_steps"], 1)
+        least_s = samples.sum() / (last["timed_samples"] / last["compute_s"]).sum()
+        with_equal = " with equal shares" if windows.num_changes else ""
+        changed = "" if self.pinned else f", {_changed(windows.num_changes)}"
         lines = [
-            f"    speeds with {'these' if windows.equal is None else 'equal'} shares: {_numbers(speeds, '.4g')} samples/s",
-            f"    shares: {_numbers(100 * shares, '.1f')} % of each global batch, changed {windows.num_changes} times",
+            f"    speeds{' with these shares' if windows.equal is None else with_equal}: {_numbers(speeds, '.4g')} samples/s",
+            f"    shares: {_numbers(100 * shares, '.1f')} % of each global batch{changed}",
         ]
         if windows.equal is None:
             # Pinned shares, from so early on that no step with equal ones was timed.
             return lines
-        if windows.is_other:
+        if is_other:
             before, after = (w["wait_s"] / np.maximum(w["num_steps"], 1) for w in (windows.equal, newest))
             lines.append(
                 f"    waiting in a step: {_numbers(1e3 * before, '.1f')} ms with equal shares, "
                 f"{_numbers(1e3 * after, '.1f')} ms now"
             )
+        now = f", {1e3 * now_s.max():.1f} ms now: {before_s.max() / now_s.max():.2f}x" if is_other else ""
         lines.append(
-            f"    longest computing time of a step: {1e3 * before_s.max():.1f} ms with equal shares, "
-            f"{1e3 * now_s.max():.1f} ms now: {gain:.2f}x; the ceiling (mean / least speed): {ceiling:.2f}x"
+            f"    longest computing time of a step: {1e3 * before_s.max():.1f} ms{with_equal}{now}; "
+            f"the ceiling (no rank waits): {before_s.max() / least_s:.2f}x"
         )
-        walls = [float(w["wall_s"].sum() / max(w["wall_steps"].sum(), 1)) for w in (first, newest)]
+        walls = [float(w["wall_s"].sum() / max(w["wall_steps"].sum(), 1)) for w in (first, last)]
         if self.is_only_tried:
             lines.append("    equal shares are best here; these were tried to see whether the script allows them")
         if all(walls):
-            now = f", {1e3 * walls[1]:.1f} ms now: {walls[0] / walls[1]:.2f}x" if windows.is_other else ""
+            now = f", {1e3 * walls[1]:.1f} ms now: {walls[0] / walls[1]:.2f}x" if is_other else ""
             # Shares shorten what ranks compute, and nothing else. The computing time has the optimizer's step in it as well.
-            rest_s = walls[0] - before_s.max()
-            most = walls[0] / (rest_s + before_s.max() / ceiling)
+            rest_s = walls[1] - now_s.max()
+            most = walls[0] / (rest_s + least_s)
             of_wall = f"; the ceiling, as {1e3 * rest_s:.1f} ms are no computing: {most:.2f}x" if rest_s > 0 else ""
             lines.append(
-                f"    by the wall clock, from asking for a batch to its gradients: {1e3 * walls[0]:.1f} ms a step with equal "
-                f"shares{now}{of_wall}"
+                f"    by the wall clock, from asking for a batch to its gradients: {1e3 * walls[0]:.1f} ms a step"
+                f"{with_equal}{now}{of_wall}"
             )
         return lines
 
@@ -237,6 +247,10 @@ def describe_optimizer(optimizer: Any) -> str:
 def _why(loader: Loader, reason: Reason) -> str:
     again = f"; {loader.num_repeated} of them came a second time"
     return reason.value + (again if reason is Reason.SKIPPED and loader.num_repeated else "")
+
+
+def _changed(count: int) -> str:
+    return {0: "never changed", 1: "changed once"}.get(count, f"changed {count} times")
 
 
 def _added(sums: Gathered | None, window: Gathered) -> Gathered:

@@ -12,7 +12,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from hvd_adaptive.wrap.wrapped_run import Engine
 
-# Horovod's functions through which all of one kind go, and where a name stands among their arguments.
+# Horovod's functions through which all of one kind go, and where a name stands among their arguments; after it the op, if any.
 _FUNCTIONS = {
     "_allreduce_async": 2,
     "_grouped_allreduce_async": 2,
@@ -70,6 +70,8 @@ def intercept_collectives(listener: Engine) -> None:
 
 
 def _around(own: Callable[..., Any], kind: str, place: int, listener: Engine) -> Callable[..., Any]:
+    from horovod.torch import mpi_ops
+
     @functools.wraps(own)
     def begin(*args: Any, **options: Any) -> Any:
         name = args[place] if len(args) > place else options.get("name")
@@ -80,7 +82,11 @@ def _around(own: Callable[..., Any], kind: str, place: int, listener: Engine) ->
         else:
             whose = "of the script's"
             given = args[0] if args else None
-            listener.exchanged(f"{kind} {name!r}" if name else kind, [given] if isinstance(given, Tensor) else list(given or []))
+            listener.exchanged(
+                f"{kind} {name!r}" if name else kind,
+                [given] if isinstance(given, Tensor) else list(given or []),
+                is_sum="reduce" in kind and (args[place + 1] if len(args) > place + 1 else options.get("op")) == mpi_ops.Sum,
+            )
         handle = own(*args, **options)
         if isinstance(handle, int):
             _names[handle] = CollectiveName(kind, name, whose)

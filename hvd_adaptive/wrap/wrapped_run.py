@@ -65,7 +65,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.world_size, self.rank = 1, 0
-        self.report = Report(is_dry_run=config.dry_run)
+        self.report = Report(is_dry_run=config.dry_run, pinned=config.shares)
         self.on_start: list[Callable[[], None]] = []
         self.on_step: Callable[[], None] = lambda: None
         self.on_failure: list[Callable[[], None]] = []
@@ -152,9 +152,9 @@ class Engine:
         with self._merging():
             self._local.joined()
 
-    def exchanged(self, what: str, tensors: list[Tensor]) -> None:
+    def exchanged(self, what: str, tensors: list[Tensor], *, is_sum: bool) -> None:
         """The script gives tensors to a collective."""
-        if self.follower.is_at_unequal_batch or self.follower.is_after_unequal_pass:
+        if not is_sum and (self.follower.is_at_unequal_batch or self.follower.is_after_unequal_pass):
             self.report.averaged(what, in_pass=self.follower.is_at_unequal_batch)
         self.own_use.exchanged(tensors)
         if self.world_size > 1 and any(self.follower.exchanges(tensor) for tensor in tensors):

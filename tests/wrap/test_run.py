@@ -22,8 +22,8 @@ COSTLY_SAMPLES = ["--batch-size", "64", "--width", "2048", "--drop-last", "--epo
 
 def check_shares_followed(job: Any) -> None:
     """The ranks' speeds are 4:1. In the end a disturbance may have made them alike, or equal shares be on trial."""
-    shares = re.search(r"shares: ([\d.]+), ([\d.]+) % of each global batch, changed (\d+) times", job.stderr)
-    assert shares is not None and float(shares[1]) >= 50 and int(shares[3]) >= 1, job.describe()
+    shares = re.search(r"shares: ([\d.]+), ([\d.]+) % of each global batch, changed (once|\d+ times)", job.stderr)
+    assert shares is not None and float(shares[1]) >= 50, job.describe()
     of_rank_0 = [int(size) for size in re.findall(r"Train Epoch: .* Batch: (\d+)", job.stdout)]
     assert of_rank_0[0] == 64 and max(of_rank_0) > 0.6 * 128, job.describe()
 

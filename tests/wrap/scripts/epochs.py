@@ -49,6 +49,7 @@ if mode == "metric":
     for epoch in range(2):
         loss = train(loader, epoch)
         hvd.allreduce(loss, name="train_loss")
+        hvd.allreduce(loss, name="train_sum", op=hvd.Sum)
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         hvd.barrier()
 if mode == "resume":
