@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from hvd_adaptive.algorithm.slowdown import Slowdown
+from hvd_adaptive.cluster.binding import num_restarts
+from hvd_adaptive.config import Config
 from hvd_adaptive.xmc.train_config import TrainConfig
+
+
+def check_slowdown_early(slowdown: str | None, num_ranks: int) -> None:
+    """Raises ValueError for a slowdown without one factor a rank."""
+    Slowdown(slowdown, world_size=num_ranks)
+
+
+def check_train_early(config: Config, train: TrainConfig, num_ranks: int) -> None:
+    """Raises ValueError for a slowdown that does not fit, data or a checkpoint that is not there, and a folder with a run."""
+    check_slowdown_early(config.slowdown, num_ranks)
+    check_data_early(train)
+    if train.resume not in (None, "auto") and not Path(train.resume).exists():
+        raise ValueError(f"resume: there is no checkpoint in {Path(train.resume).resolve()}")
+    if train.resume is None and train.out and (Path(train.out) / "rounds.jsonl").exists() and not num_restarts(os.environ):
+        # Only now: it loads torch.
+        from hvd_adaptive.xmc.run_directory import RunDirectory
+
+        RunDirectory(Path(train.out)).abandon()
 
 
 def check_data_early(train: TrainConfig) -> None:

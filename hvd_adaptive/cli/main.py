@@ -15,7 +15,7 @@ from hvd_adaptive.cli.arguments import NUM_RANKS, without_options
 from hvd_adaptive.cli.bench import bench_comm, bench_compress, uses_groups
 from hvd_adaptive.cli.calibrate_options import check_calibrate
 from hvd_adaptive.cli.doctor import doctor
-from hvd_adaptive.cli.early_checks import check_data_early
+from hvd_adaptive.cli.early_checks import check_data_early, check_train_early
 from hvd_adaptive.cli.elastic import check_only_elastic, supervise_script, supervise_training
 from hvd_adaptive.cli.fields import fields_of
 from hvd_adaptive.cli.option_sources import (
@@ -42,7 +42,7 @@ from hvd_adaptive.cluster.last_checkpoint import describe_newest
 from hvd_adaptive.cluster.output import refuse
 from hvd_adaptive.cluster.relaunch import relaunch
 from hvd_adaptive.config import Config
-from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_INTERRUPTED
+from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from hvd_adaptive.state.preemption import PREEMPTION, SIGNALS
 from hvd_adaptive.xmc.train_config import TrainConfig
 
@@ -99,7 +99,9 @@ def _main(arguments: list[str]) -> int:
                 return supervise_training(options, [*arguments, *_terminal_flag()], configs)
             check_only_elastic(options)
         if options.num_ranks is not None:
-            if configs is not None:
+            if configs is not None and options.command == "train":
+                check_train_early(*configs, options.num_ranks)
+            elif configs is not None:
                 check_data_early(configs[1])
             return _start_ranks(options, arguments, configs)
     except (ValueError, RuntimeError) as error:
@@ -198,7 +200,10 @@ def _start_ranks(
     code = relaunch(options.num_ranks, [*argv, "--out", str(path)], backend=backend, ends_in_order=True)
     if code not in (0, EXIT_BAD_INPUT):
         saved = describe_newest(path / "checkpoints")
-        print(f"hvd-adaptive: the job ended with exit code {code}; {saved}", file=sys.stderr, flush=True)
+        # Of a launcher: Ctrl-C, for one, comes to its ranks as SIGUSR1.
+        why = {EXIT_INTERRUPTED: "Ctrl-C", EXIT_PREEMPTED: "a signal"}.get(code)
+        after = f" after {why} (ranks name the signal by which their launcher passed it on)" if why else ""
+        print(f"hvd-adaptive: the job ended with exit code {code}{after}; {saved}", file=sys.stderr, flush=True)
     return code
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvd_adaptive.cli.arguments import NUM_RANKS
+from hvd_adaptive.cli.early_checks import check_slowdown_early
 from hvd_adaptive.cli.fields import fields_of
 from hvd_adaptive.cli.option_sources import (
     read_environment,
@@ -21,6 +23,7 @@ from hvd_adaptive.cli.option_sources import (
 )
 from hvd_adaptive.cluster.binding import read_launcher
 from hvd_adaptive.config import Config
+from hvd_adaptive.exit_codes import EXIT_BAD_INPUT
 from hvd_adaptive.validation import parse_slowdown
 from hvd_adaptive.wrap.run_options import LOCAL_OPTIONS, RunConfig, check_shares
 from hvd_adaptive.xmc.train_config import TrainConfig
@@ -62,6 +65,7 @@ def run_config(
     num_ranks = getattr(options, "num_ranks", None) or read_launcher(environment).world_size
     if num_ranks is not None:
         check_shares(config.shares, num_ranks)
+        check_slowdown_early(config.slowdown, num_ranks)
     if options is not None and getattr(options, "script", None) is not None:
         _leave_out_python(options)
         _check_script(options.script, is_module=options.module)
@@ -106,10 +110,19 @@ def run(options: argparse.Namespace, config: RunConfig) -> int:
         return Launched(options.launch, memory, Path(options.commit_dir), options.job)
 
     make_launched = None if options.launch is None else launched
-    return _script_module().run_script(
+    code = _script_module().run_script(
         options.script, options.arguments, lambda comm: make_engine(config, comm), make_launched,
         is_module=options.module, stall_limit_s=config.stall_limit_s,
     )  # fmt: skip
+    own = {*NUM_RANKS, *(f"--{name.replace('_', '-')}" for name in fields_of(RunConfig))}
+    misplaced = [text for text in options.arguments if text.partition("=")[0] in own]
+    # As argparse ends a script.
+    if code == EXIT_BAD_INPUT and misplaced and not read_launcher(os.environ).rank:
+        print(
+            f"hvd-adaptive: {', '.join(misplaced)}: options of run go before the script: run [options] {options.script}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+    return code
 
 
 def make_engine(config: RunConfig, comm: Any) -> Any:

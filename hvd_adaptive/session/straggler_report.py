@@ -64,8 +64,8 @@ class StragglerReport:
             if straggler.is_new and self._speaks:
                 log.warning(
                     "rank %d (%s, %s) is %.1f times slower than %s: it computed for %.3g s, waited for its data for %.3g s and "
-                    "for other ranks for %.3g s lately. Look at that device's clock and at what else runs there; "
-                    "straggler_limit 0 says no more of it.",
+                    "for other ranks for %.3g s lately. Unless slowdown asks for it, look at that device's clock and at what "
+                    "else runs there. Set straggler_limit=0 to silence this.",
                     rank, host, device, straggler.factor, straggler.against,
                     seconds["busy_s"], seconds["claim_s"], seconds["wait_s"],
                 )  # fmt: skip

@@ -98,7 +98,7 @@ class RunConfig:
     )
     error_feedback: bool = _as_in_train("error_feedback", strategy=("local", "sync"))
     stall_limit_s: float = option(
-        300.0, "seconds after which a dead or frozen rank ends the job, and ranks that wait for each other are named"
+        300.0, "seconds after which a dead or frozen rank ends the job; a long wait only warns"
     )
 
     def __post_init__(self) -> None:

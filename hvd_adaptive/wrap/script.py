@@ -247,7 +247,7 @@ def _tell_failure(engine: Engine) -> None:
 def _say_last(engine: Engine) -> None:
     store = engine.find_store()
     if store is None or not store.add(_FAILED, 0):
-        said = "rank 0 was interrupted by SIGTERM, as the launcher does at Ctrl-C or for a lost rank; what was done so far:"
+        said = "rank 0 was asked to end (SIGTERM from its launcher, as at Ctrl-C or for a lost rank); what was done so far:"
         print(f"hvd-adaptive: {said}", file=sys.stderr, flush=True)
         print_report(engine)
 

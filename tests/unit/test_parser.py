@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,11 +45,18 @@ def test_mistyped_arguments(arguments: list[str], message: str, capsys: pytest.C
         (["run", "-np", "2", "--compression", "maxmin:4;size<9=x", __file__], "compression: unknown codec 'x'"),
         (["run", "-np", "2", __file__], "(compression is from variable HVD_ADAPTIVE_COMPRESSION)"),
         (["calibrate", "-np", "2", "--compression", "topk:0.01", "--data", "/nowhere/x"], "/nowhere/x"),
+        (["run", "-np", "2", "--compression", "none", "--slowdown", "1", __file__], "one factor a rank: 2 ranks, got 1"),
+        (["train", "-np", "2", "--compression", "none", "--slowdown", "1"], "one factor a rank: 2 ranks, got 1"),
+        (["train", "-np", "2", "--compression", "none", "--resume", "/no/such"], "there is no checkpoint in /no/such"),
+        (["train", "-np", "2", "--compression", "none", "--out", "taken"], "run directory taken holds a run already"),
     ],
 )
 def test_what_ranks_would_find_is_found_before_they_start(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("taken").mkdir()
+    Path("taken/rounds.jsonl").touch()
     monkeypatch.setattr("hvd_adaptive.cli.main.relaunch", None)
     monkeypatch.setattr("hvd_adaptive.cli.elastic.Supervisor", None)
     monkeypatch.setenv("HVD_ADAPTIVE_COMPRESSION", "foo")

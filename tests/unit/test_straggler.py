@@ -73,6 +73,7 @@ def test_the_report_names_host_and_device_and_what_took_the_time(caplog: pytest.
     assert found["factor"] == pytest.approx(5 / 1.5, abs=1e-3)
     assert (found["busy_s"], found["claim_s"], found["wait_s"]) == (4, 1, 0)
     (line,) = [record.getMessage() for record in caplog.records]
+    assert "Unless slowdown asks for it, look at" in line and line.endswith("Set straggler_limit=0 to silence this.")
     assert "3.3 times slower than the other ranks: it computed for 4 s, waited for its data for 1 s" in line
     assert StragglerReport(LocalTransport(), torch.device("cpu"), 0).add_round(gathered(RoundStats())) == []
 

@@ -203,7 +203,8 @@ def test_ctrl_c_tells_what_was_done(num_ranks: int, signals: str, run_job: Any, 
     # The other ranks only know that one is gone.
     assert job.returncode == (1 if signals == "one rank" else 130) and not job.timed_out and not job.leftover, job.describe()
     assert time.time() - job.outlived_s - times[0] < 20, job.describe()
-    assert len(re.findall(r"hvd-adaptive: rank \d was interrupted by SIG", job.stderr)) == 1, job.describe()
+    said = re.findall(r"hvd-adaptive: rank \d was (interrupted by SIGINT|asked to end \(SIGTERM)", job.stderr)
+    assert len(said) == 1, job.describe()
     if signals != "one rank":
         assert "Traceback" not in job.stderr, job.describe()
         assert "intercepted: DistributedOptimizer (SGD, op=Average)" in job.stderr, job.describe()
@@ -246,6 +247,11 @@ def test_one_rank_needs_no_launcher(run_job: Any) -> None:
     # Horovod starts MPI by itself there, which must find its files.
     job = run_job([*RUN, str(SCRIPTS / "synthetic.py")], timeout=200)
     assert job.returncode == 0 and "there is one rank" in job.stderr, job.describe()
+
+
+def test_options_of_run_behind_the_script_are_named(run_job: Any) -> None:
+    job = run_job([*RUN, str(SCRIPTS / "mnist.py"), "-np", "2", "--interval=5"], timeout=200, alone=True)
+    assert job.returncode == 2 and "-np, --interval=5: options of run go before the script" in job.stderr, job.describe()
 
 
 def test_a_script_without_horovod_is_named(run_job: Any) -> None:
