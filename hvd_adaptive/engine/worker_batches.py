@@ -131,12 +131,12 @@ class WorkerSource(BatchSource):
         finally:
             if not is_over:
                 # Left in the middle: what is on its way would come in the next loop.
-                self._stop()
+                self.stop()
 
     def end_pass(self) -> None:
         """Ends the workers, unless they stay."""
         if not self._persistent_workers:
-            self._stop()
+            self.stop()
 
     def _let_workers_read(self) -> None:
         if self._passing is None:
@@ -151,7 +151,8 @@ class WorkerSource(BatchSource):
             num_asked = reads.num_asked
             self._passing._try_put_index()
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Ends the workers, and forgets what is on its way; a later loop starts others."""
         self._reads.forget()
         if self._passing is not None:
             # Python would collect it in the midst of some later step, and then wait up to 5 s for each worker.

@@ -22,7 +22,7 @@ from torch import Tensor
 from hvd_adaptive.cluster.last_checkpoint import directory_name, find_checkpoints, number_of
 from hvd_adaptive.comm.protocols import AgreedError, agree, long_task
 from hvd_adaptive.engine.records import RoundRecord, RoundStats
-from hvd_adaptive.session.resume import Identity, find_candidates, load_newest_valid, set_aside_newer
+from hvd_adaptive.session import resume
 from hvd_adaptive.session.sameness import warn_of_unequal
 from hvd_adaptive.session.session import Session
 from hvd_adaptive.state import checkpoint
@@ -83,7 +83,8 @@ class Checkpointer:
 
     Raises:
         TypeError, ValueError: for an interval or a number that is not whole, or out of range.
-        AgreedError: on all ranks, if one cannot write in the folder, or does not see rank 0's files there.
+        AgreedError: on all ranks, if one cannot write in the folder, or does not see rank 0's files there. Later, before the
+            first batch, if the folder holds another run's checkpoints of later rounds, and ``resume`` was not called.
     """
 
     def __init__(
@@ -108,23 +109,21 @@ class Checkpointer:
         # In the store. Ranks may reach one folder by several names, of any bytes.
         self._name = session.transport.allgather_object(secrets.token_hex(8))[0]
         self._interval, self._keep = interval, keep
-        self._identity = Identity.of(session, data=data or {}, options=options or {})
-        self._may_change = may_change
-        self._files = files
-        self._background = background
+        self._identity = resume.Identity.of(session, data=data or {}, options=options or {})
+        self._may_change, self._files, self._background = may_change, files, background
         self._thread: threading.Thread | None = None
         # Tensors of the last checkpoint by file and name, or of none yet, to be overwritten by the next.
         self._copies: dict[str, dict[str, Tensor]] = {}
         self._reserving: threading.Thread | None = None
-        self._attempt, self._due_from = 0, (0, 0.0)
+        self._attempt, self._due_from, self._failure, self._unequal = 0, (0, 0.0), "", set[str]()
         self._written: list[Path] = []
-        self._failure, self._unequal = "", set[str]()
         self._owner = owner or FolderOwner(self.folder, session.transport.host)
         self._copy_s = self._write_s = self._last_copy_s = self._last_write_s = 0.0
         if interval != 0:
             remedy = "run directory on storage that all hosts share, or switch checkpoints off with an interval of 0"
             check_shared_folder(self.folder, session.transport, remedy)
             session.preemption.saved = self._describe_newest
+            session._state.before_loop.append(self._check_folder)
             session.records.append(self._after_round)
             session.before_gather.append(self._report)
 
@@ -146,14 +145,14 @@ class Checkpointer:
                 may not change is not what it was.
         """
         session = self._session
-        candidates = find_candidates(Path(source) if source is not None else self.folder, session.transport, also)
+        candidates = resume.find_candidates(Path(source) if source is not None else self.folder, session.transport, also)
         if not candidates:
             if source is not None:
                 raise AgreedError(f"resume: there is no checkpoint in {source}")
             if session.rank == 0:
                 log.warning("no checkpoint in %s: starting fresh", self.folder)
             return None
-        path, manifest = load_newest_valid(candidates, session, self._identity, self._may_change)
+        path, manifest = resume.load_newest_valid(candidates, session, self._identity, self._may_change)
         error = None
         if session.rank == 0:
             log.info(
@@ -163,7 +162,7 @@ class Checkpointer:
             try:
                 if self._interval != 0:  # not before: a run that is refused leaves the folder as it was
                     self._owner.take()
-                set_aside_newer(self.folder, session.round)
+                resume.set_aside_newer(self.folder, session.round)
             except OSError as failure:
                 error = f"checkpoints newer than {path} cannot be set aside: {failure}"
         agree(session.transport, error)
@@ -203,6 +202,11 @@ class Checkpointer:
             raise AgreedError(f"the last round, {self._session.round}, is not saved: {why}. Mend that and resume; {newest_now}")
         counts: Counts = gather(self.counts)[0]
         return counts
+
+    def _check_folder(self) -> None:
+        """Raises AgreedError before the first one, if others in the folder would count as newer. COLLECTIVE."""
+        if not self._attempt:
+            resume.refuse_newer(self.folder, self._session)
 
     def _has_room(self, state: dict[str, Any]) -> bool:
         """Whether there is room for a checkpoint of this state; the same on every rank. COLLECTIVE."""
@@ -278,6 +282,7 @@ class Checkpointer:
     def _start(self) -> None:
         """Copies the state and starts to write it. On every rank after the same round."""
         self.wait()
+        self._check_folder()
         session = self._session
         start = time.perf_counter()
         self._attempt += 1
@@ -326,14 +331,9 @@ class Checkpointer:
             self._thread = None
 
     def _write(
-        self,
-        part: Path,
-        attempt: int,
-        parts: list[tuple[str, Any, dict[str, Tensor]]],
-        added: list[Path],
-        error: str | None,
-        content: dict[str, Any],
-    ) -> None:
+        self, part: Path, attempt: int, parts: list[tuple[str, Any, dict[str, Tensor]]],
+        added: list[Path], error: str | None, content: dict[str, Any],
+    ) -> None:  # fmt: skip
         start = time.perf_counter()
         files: dict[str, Written] = {}
         try:

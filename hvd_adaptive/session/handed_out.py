@@ -6,11 +6,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from numbers import Real
+from weakref import WeakSet
 
 from torch import Tensor
 
 from hvd_adaptive.engine.batches import Batch, Rows
 from hvd_adaptive.engine.records import RoundStats
+from hvd_adaptive.engine.worker_batches import WorkerSource
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ class HandedOut:
 
     Attributes:
         is_closed: whether the session is.
+        sources: what reads batches for its loops.
     """
 
     def __init__(self, rank: int, strategy: str, num_ranks: int) -> None:
@@ -47,6 +50,7 @@ class HandedOut:
         self._end_of_loops = 0.0
         self._says_no_update = False
         self.is_closed = False
+        self.sources: WeakSet[WorkerSource] = WeakSet()
 
     @contextmanager
     def give(self, batch: Batch, stats: RoundStats, round_number: int) -> Iterator[None]:
@@ -90,13 +94,19 @@ class HandedOut:
                 )
             self._end_of_loops = num_epochs
 
+    def close(self) -> None:
+        """Ends what reads batches, with the session."""
+        self.is_closed = True
+        for source in self.sources:
+            source.stop()
+
     def check_open(self) -> None:
         """Raises RuntimeError if the session is closed, or the loop over the batches was left, or if it is within a round with
         strategy ``local``, whose ranks make different numbers of steps."""
         if self.is_closed:
             raise RuntimeError(
-                f"rank {self._rank}: this Session is closed, and gives no more batches, steps or gathers: call close() after the "
-                "last of them, or make a new Session"
+                f"rank {self._rank}: this Session is closed, and gives no more batches, steps, gathers or checkpoints: call "
+                "session.close() last, after Checkpointer.close(), or make a new Session"
             )
         if self._is_left or not self._steps_together:
             self.check_left()
@@ -104,10 +114,16 @@ class HandedOut:
     def check_left(self) -> None:
         """Raises RuntimeError if the loop is within a round, at whose end other ranks may wait for this one."""
         if self._in_round is not None and self._num_ranks > 1:
+            if not self._is_left:
+                raise RuntimeError(
+                    f"rank {self._rank}: this was called within round {self._in_round} of the loop over the batches, or after a "
+                    "break out of it, where other ranks do not come to it: gather, save, close and the next loop are for all "
+                    "ranks together. Call them after it, or from session.records. To end it early call session.stop(), not break"
+                )
             raise RuntimeError(
                 f"rank {self._rank}: the loop over the batches was left within round {self._in_round}, by break, return or an "
                 "exception, and other ranks wait for this one at the round's end: call session.stop() in its place and go on, so "
-                "that all ranks' loops end together. If it goes on, do this after the loop, or from session.records"
+                "that all ranks' loops end together"
             )
 
     def begin(self, batch: Batch) -> None:
@@ -170,8 +186,9 @@ class HandedOut:
         num_samples = sum(map(len, left))
         where = "" if round_number is None else f" of round {round_number}"
         log.warning(
-            "rank %d: the loop left out %d batch%s%s with %d samples (rows %s): no session.step. They count as used, and nothing "
-            "is learnt from them.%s%s",
+            "rank %d: the loop left out %d batch%s%s with %d samples (rows %s): no session.step. They count as used. If the "
+            "loop has stepped the optimizer for them, the model has moved, but merge weights, batch sizes and records do not "
+            "count it: do all that you do with a batch within session.step(batch).%s%s",
             self._rank, len(left), "es" * (len(left) > 1), where, num_samples, "; ".join(map(_shown, left[:_MOST_ROUNDS])),
             f" With strategy {self._strategy!r} the other ranks wait for its gradients, unless they leave out the same step: "
             "compute it with a loss of 0 times the model's output, or use strategy 'local'." if self._steps_together else "",

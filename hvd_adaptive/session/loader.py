@@ -75,7 +75,8 @@ def loader(
         num_workers: worker processes of this rank, the same on every rank; 0: a thread reads, as with ``batches``.
         pin_memory: read batches are copied to page-locked memory, from which a GPU takes them beside its work.
         prefetch_factor: batches on their way for each worker (default: 2).
-        persistent_workers: workers stay from one loop to the next. Within a loop they always do, over all of its rounds.
+        persistent_workers: workers stay from one loop to the next, until the session is closed. Within a loop they always do,
+            over all of its rounds.
         collate_fn: makes a batch of a list of samples; what it returns is (x, y) if it is a tuple of two, else x alone.
         worker_init_fn: called in each worker, with its number on this rank, before it reads.
         timeout: seconds after which a batch that does not come is an error; 0: never.
@@ -126,4 +127,5 @@ def loader(
         seed=(self.config.seed, self.rank),
         **of_workers,
     )
+    self._handed_out.sources.add(source)
     return Loader(self, source)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hvd_adaptive.algorithm.world_scale import global_batch_size
-from hvd_adaptive.cluster.last_checkpoint import find_checkpoints, number_of
-from hvd_adaptive.comm.protocols import AgreedError, Transport, agree_equal, long_task
+from hvd_adaptive.cluster.last_checkpoint import find_checkpoints, newest_checkpoint, number_of
+from hvd_adaptive.comm.protocols import AgreedError, Transport, agree, agree_equal, long_task
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.shards import describe_type
 from hvd_adaptive.session.sameness import compare_models
@@ -250,6 +250,20 @@ def _why(failure: Exception) -> str:
         return f"its state has no {failure}"
     # The others' words say little without their names: "list index out of range".
     return str(failure) if isinstance(failure, ValueError) and str(failure) else f"it cannot be loaded: {failure!r}"
+
+
+def refuse_newer(folder: Path, session: Session) -> None:
+    """Raises AgreedError if a folder holds checkpoints of a later round than the session's, which is another run's. COLLECTIVE.
+
+    They would count as the newest: the run's own would be removed first, and a resume would not find them.
+    """
+    error = None
+    if session.rank == 0 and (newest := newest_checkpoint(folder)) and number_of(newest) > session.round:
+        error = (
+            f"{folder} holds checkpoints of another run, the newest {newest}, and this one is at round {session.round}: go on "
+            "from them with Checkpointer.resume() before the first batch, or give this run a folder of its own"
+        )
+    agree(session.transport, error)
 
 
 def set_aside_newer(folder: Path, chosen: int) -> None:

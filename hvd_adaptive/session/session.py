@@ -176,7 +176,7 @@ class Session:
         self._handed_out.begin_loop(num_epochs, self._progress(len(source)))
         source.reader.rank = self.rank
         agree_on_data(self.transport, source._dataset)
-        self._state.check_dataset(len(source))
+        self._state.begin_loop(len(source))
         self._data = source.description
         order_epoch = -1
         while not self._stop and (num_epochs is None or self._progress(len(source)) < num_epochs - 1e-9):
@@ -196,8 +196,7 @@ class Session:
                 break
             rows, rest = np.split(order[self.ledger.cursor :], [size])
             source.following = (rest, None if work is None else work[rest])
-            progress, config = self._progress(len(source)), self.config
-            factor = lr_schedule(progress, warmup_epochs=config.warmup_epochs, decay=config.lr_decay)
+            factor = lr_schedule(self._progress(len(source)), warmup_epochs=self.config.warmup_epochs, decay=self.config.lr_decay)
             self._begin_round(len(source), recorded)
             part = None if work is None else work[rows]
             for batch in self._strategy.round_batches(rows, work=part, source=source, round_id=self.round, stats=self._stats):
@@ -301,7 +300,8 @@ class Session:
             shared: it is equal on all ranks, so that rank 0's is saved once; else each rank's own is.
 
         Raises:
-            ValueError: if the name is taken. TypeError: for a state, as it is now, that cannot be saved.
+            ValueError: if the name is taken. TypeError: for a state, as it is now, that cannot be saved. RuntimeError: if a
+                checkpoint that has a state of this name is loaded already.
         """
         self._state.register(name, value, shared=shared)
 
@@ -339,7 +339,7 @@ class Session:
         self._lr.remove()
         self._strategy.close()
         self.transport.close()
-        self._handed_out.is_closed = True
+        self._handed_out.close()
 
     def _progress(self, dataset_size: int) -> float:
         return self.ledger.epoch + self.ledger.cursor / dataset_size

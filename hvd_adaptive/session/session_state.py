@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hvd_adaptive.algorithm.ledger import Ledger
@@ -12,6 +14,8 @@ from hvd_adaptive.state.random_state import random_state, seeded_random_state, s
 
 if TYPE_CHECKING:
     from hvd_adaptive.session.session import Session
+
+log = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
@@ -31,14 +35,20 @@ class SessionState:
         session: the session.
         strategy: its strategy.
         lr: its learning-rate multiplier.
+
+    Attributes:
+        before_loop: called on every rank before each loop over the batches.
     """
 
     def __init__(self, session: Session, strategy: Strategy, lr: LearningRateMultiplier) -> None:
         self._session = session
         self._strategy = strategy
         self._lr = lr
+        self.before_loop: list[Callable[[], None]] = []
         self._registered: dict[str, tuple[Stateful, bool]] = {}
         self._dataset_size: int | None = None
+        # Names in the checkpoint that was loaded for which nothing was registered.
+        self._unclaimed: list[str] = []
 
     def register(self, name: str, value: Stateful, *, shared: bool) -> None:
         """Adds an object; see :meth:`hvd_adaptive.Session.register_state`."""
@@ -46,6 +56,11 @@ class SessionState:
             raise TypeError(f"register_state: name must be a string, got {name!r}")
         if name in self._registered:
             raise ValueError(f"register_state: the name {name!r} is taken, got it twice")
+        if name in self._unclaimed:
+            raise RuntimeError(
+                f"the checkpoint that was loaded holds a state of {name!r}, which was registered too late to get it: call "
+                "session.schedule and session.register_state before Checkpointer.resume()"
+            )
         if not all(callable(getattr(value, method, None)) for method in ("state_dict", "load_state_dict")):
             raise TypeError(
                 f"register_state: {name!r} must have state_dict() and load_state_dict(state), got {type(value).__name__}"
@@ -57,13 +72,25 @@ class SessionState:
             raise TypeError(f"register_state: {error}") from None
         self._registered[name] = (value, shared)
 
-    def check_dataset(self, num_samples: int) -> None:
-        """Raises ValueError for a data set of another size in the middle of an epoch: the ledger would count other rows."""
+    def begin_loop(self, num_samples: int) -> None:
+        """Raises ValueError for a data set of another size in the middle of an epoch: the ledger would count other rows.
+
+        Then calls ``before_loop``, and warns once of states in the checkpoint that nothing is registered for. COLLECTIVE.
+        """
         if self._session.ledger.cursor and self._dataset_size not in (None, num_samples):
             raise ValueError(
                 f"dataset must have as many samples as in the first part of this epoch, {self._dataset_size}, got {num_samples}"
             )
         self._dataset_size = num_samples
+        for check in self.before_loop:
+            check()
+        if self._unclaimed and self._session.rank == 0:
+            log.warning(
+                "the checkpoint that was loaded holds a state of %s, for which nothing is registered: it is dropped. If that is "
+                "a mistake, call session.schedule or session.register_state before Checkpointer.resume()",
+                ", ".join(map(repr, self._unclaimed)),
+            )
+        self._unclaimed = []
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state; see :meth:`hvd_adaptive.Session.state_dict`."""
@@ -109,6 +136,7 @@ class SessionState:
         session.round, session.train_s = shared["round"], shared["train_s"]
         session.num_samples = shared["num_samples"]
         self._lr.applied_lr = own["lr"]
+        self._unclaimed = sorted({*shared["registered"], *own["registered"]} - set(self._registered))
         if session.rank < world_size:
             set_random_state(own["random"], session.device)
         else:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.session.checkpointer import Checkpointer
+from hvd_adaptive.session.resume import set_aside_newer
 from hvd_adaptive.state.folder_owner import FolderLostError
 
 if TYPE_CHECKING:
@@ -103,6 +104,11 @@ class MemoryCheckpointer(Checkpointer):
             if self.refusal:
                 self._say()
         return self.refusal is None
+
+    def _check_folder(self) -> None:
+        # The folder is the job's own: what is newer was refused at this launch.
+        if not self._attempt and self._session.rank == 0:
+            set_aside_newer(self.folder, self._session.round)
 
     def _say(self) -> None:
         self._interval = sys.maxsize

@@ -27,6 +27,8 @@ def check_shared_folder(folder: Path, transport: Collectives, remedy: str) -> No
         try:
             folder.mkdir(parents=True, exist_ok=True)
             probe.mkdir()
+        except FileExistsError:
+            error = f"checkpoint folder {folder} is a file, and not a folder: give another name"
         except OSError as failure:
             error = f"checkpoint folder {folder} cannot be written: {failure}"
     agree(transport, error)

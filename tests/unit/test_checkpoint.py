@@ -399,6 +399,28 @@ def test_nothing_to_resume_from_starts_fresh_and_says_so(tmp_path: Path, caplog:
     assert f"no checkpoint in {tmp_path}: starting fresh" in caplog.text
 
 
+@pytest.mark.parametrize("save", [False, True])
+def test_a_run_that_does_not_go_on_from_a_folders_checkpoints_is_refused(tmp_path: Path, save: bool) -> None:
+    """Its own would be removed as older ones, and a resume would take the other run's."""
+    run(2, tmp_path / "c", num_epochs=2)
+    before = sorted(path.name for path in (tmp_path / "c").iterdir())
+
+    def save_at_once(transport: LocalTransport, folder: Path) -> None:
+        model = make_model()
+        Checkpointer(Session(model, make_adam(model), CONFIG, transport=transport), folder).save()
+
+    def body(transport: LocalTransport) -> None:
+        said = f"c holds checkpoints of another run, the newest {tmp_path / 'c' / before[-1]}, .* Checkpointer.resume"
+        with pytest.raises(AgreedError, match=said):
+            (save_at_once if save else train)(transport, tmp_path / "c")
+
+    LocalWorld(2).run(body)
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == before
+    # Further Checkpointers of the same run are none of another.
+    run(1, tmp_path / "d", interval=0, on_round=lambda session, record: Checkpointer(session, tmp_path / "d").save())
+    assert len(checkpoint.find_checkpoints(tmp_path / "d")) == 3
+
+
 def test_a_failed_write_is_an_error_in_the_log_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -527,6 +549,32 @@ def test_own_objects_are_part_of_it(tmp_path: Path) -> None:
         run(2, tmp_path, on_start=lambda session: register(session, ("own", "more")), resume=True)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_saved_state_that_nobody_has_registered_is_named(tmp_path: Path, late: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def register(session: Session) -> None:
+        session.schedule(torch.optim.lr_scheduler.StepLR(session.optimizer, 1), steps_per_epoch=2)
+
+    run(2, tmp_path, on_start=register)
+
+    def body(transport: LocalTransport) -> None:
+        model = make_model()
+        session = Session(model, make_adam(model), CONFIG, transport=transport)
+        Checkpointer(session, tmp_path).resume()
+        if late:
+            said = r"holds a state of 'schedule 1', .* too late .* session.schedule .* before Checkpointer.resume\(\)"
+            with pytest.raises(RuntimeError, match=said):
+                register(session)
+            return
+        for num_epochs in (2, 3):
+            for batch in session.batches(TensorDataset(X, Y), num_epochs=num_epochs):
+                with session.step(batch):
+                    nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+                    session.optimizer.step()
+
+    LocalWorld(2).run(body)
+    assert caplog.text.count("holds a state of 'schedule 1', for which nothing is registered") == (not late)
+
+
 def test_a_shared_state_that_ranks_do_not_share_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Average:
         def __init__(self, rank: int) -> None:
@@ -571,8 +619,10 @@ def test_a_folder_that_not_all_ranks_see_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AgreedError, match=r"rank 1: checkpoint folder .* cannot write where rank 0 can"):
         LocalWorld(2).run(lambda t: train(t, tmp_path / str(t.rank)))
     (tmp_path / "file").touch()
-    with pytest.raises(AgreedError, match="cannot be written"):
+    with pytest.raises(AgreedError, match="file is a file, and not a folder"):
         run(2, tmp_path / "file")
+    with pytest.raises(AgreedError, match="cannot be written"):
+        run(2, tmp_path / "file" / "below")
 
 
 def test_files_added_are_part_of_it_and_stay_as_they_were(tmp_path: Path) -> None:

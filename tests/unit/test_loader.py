@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import multiprocessing
 import os
 import time
 from collections.abc import Iterator
@@ -105,8 +106,8 @@ def test_workers_stay_over_rounds_and_only_if_asked_over_loops(persistent: bool)
     assert len(before) == 2 and (before == after) == persistent
     session.stop(agreed=True)
     assert read(session, loader) == ([], set())
-    # Those that stay end with their loader: else in the midst of a later test.
-    loader._source._stop()  # type: ignore[attr-defined]
+    session.close()
+    assert not multiprocessing.active_children()
 
 
 def test_a_resumed_loader_reads_what_is_left() -> None:

@@ -257,6 +257,27 @@ def test_workers_of_a_loader_do_not_react(caught: Preemption) -> None:
     assert len(list(batches)) == 13 and caught.signal_number == 0
 
 
+WORKER = """
+from hvd_adaptive.state.preemption import catch_signals
+catch_signals()
+import multiprocessing
+from torch.utils.data import DataLoader
+loader = DataLoader(range(8), num_workers=1, persistent_workers=True)
+assert len(list(loader)) == 8
+(worker,) = multiprocessing.active_children()
+# What multiprocessing does when Python ends.
+worker.terminate()
+worker.join()
+print(worker.exitcode)
+"""
+
+
+def test_a_parent_ends_a_loaders_worker_as_torch_would() -> None:
+    """Else torch takes it for a failure, in the midst of the end of a job that went well."""
+    ended = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("0\n", "", 0)
+
+
 def test_a_parent_ends_its_child(caught: Preemption) -> None:
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     child.start()

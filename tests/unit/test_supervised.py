@@ -47,6 +47,15 @@ def train(transport: LocalTransport, memory: Path, folder: Path, momentum: float
     return {"start": start, "end": in_memory.refusal}
 
 
+def test_a_checkpoint_in_memory_that_was_refused_is_set_aside(tmp_path: Path) -> None:
+    """Each launch of the job would find it otherwise, and end."""
+    memory, refused = tmp_path / "memory", tmp_path / "memory" / "round-00000009"
+    refused.mkdir(parents=True)
+    (memory / "lock").touch()
+    LocalWorld(2).run(lambda transport: train(transport, memory, tmp_path / "disk", 0.0))
+    assert [path.name for path in find_checkpoints(memory)] == ["round-00000004"] and not refused.exists()
+
+
 @pytest.mark.root
 @pytest.mark.parametrize(
     ("kib", "momentum", "start", "in_memory"),
