@@ -37,6 +37,7 @@ class Followed:
         self._scheduler = scheduler
         self._steps_per_epoch = steps_per_epoch
         self._num_steps = 0
+        self._reached: int | None = None
 
     @property
     def last_epoch(self) -> int | None:
@@ -44,12 +45,21 @@ class Followed:
         return getattr(self._scheduler, "last_epoch", None)
 
     def reach(self, epochs: float) -> None:
-        """Steps the scheduler up to a place in the training, in epochs."""
+        """Steps the scheduler up to a place in the training, in epochs.
+
+        Raises:
+            RuntimeError: if somebody else has stepped it.
+        """
+        if self._reached not in (None, self.last_epoch):
+            raise RuntimeError(
+                "session.schedule steps this scheduler, and so does something else: take scheduler.step() out of your code"
+            )
         # A number of steps that was rounded down by a product.
         due = math.floor(epochs * self._steps_per_epoch + 1e-6)
         while self._num_steps < due:
             self._num_steps += 1
             self._step()
+        self._reached = self.last_epoch
 
     def _step(self) -> None:
         # Other ranks' samples may make the first step due before this rank's optimizer has made one, which is no mistake here.
@@ -69,6 +79,7 @@ class Followed:
         """Goes on from a state."""
         self._num_steps = state["num_steps"]
         self._scheduler.load_state_dict(state["scheduler"])
+        self._reached = None
 
 
 class Schedules:
@@ -84,8 +95,8 @@ class Schedules:
         self._optimizer = optimizer
         self._followed: list[Followed] = []
         self._watches = steps_alone and rank == 0
-        # What was set when the last batch of the round was given: steps of the schedulers, and the learning rate.
-        self._seen: tuple[list[int | None], float | None] | None = None
+        # The learning rate that was set when the last batch of the round was given, in a tuple; None between rounds.
+        self._seen: tuple[float | None] | None = None
         self._num_batches = self._num_moves = 0
         self._num_steps: Array | None = None
 
@@ -110,16 +121,12 @@ class Schedules:
             RuntimeError: if somebody else has stepped one.
         """
         if self._seen is not None:
-            steps, rate = self._seen
-            if [followed.last_epoch for followed in self._followed] != steps:
-                raise RuntimeError(
-                    "session.schedule steps this scheduler, and so does something else: take scheduler.step() out of the loop"
-                )
+            (rate,) = self._seen
             self._num_batches += 1
             self._num_moves += rate is not None and rate != self._rate()
         for followed in self._followed:
             followed.reach(epochs)
-        self._seen = [followed.last_epoch for followed in self._followed], self._rate()
+        self._seen = (self._rate(),)
 
     def end_round(self, num_steps: Array) -> None:
         """Warns of a scheduler that is stepped once a batch, where ranks make different numbers of steps.
@@ -158,7 +165,7 @@ def schedule(self: Session, scheduler: LRScheduler, *, steps_per_epoch: float) -
 
     Raises:
         TypeError: for a ReduceLROnPlateau, which follows a metric. ValueError: for a number that is not > 0.
-        RuntimeError: within the loop over the batches.
+        RuntimeError: within the loop over the batches, or if a checkpoint that has the scheduler's state is loaded already.
     """
     if self._schedules.in_round:
         raise RuntimeError("session.schedule was called within the loop over the batches: call it once, before the loop")

@@ -101,19 +101,24 @@ def test_a_resumed_run_goes_on_in_its_schedule(name: str) -> None:
             assert rate == pytest.approx(expected[math.floor(before * STEPS_PER_EPOCH / NUM_SAMPLES)], rel=1e-6)
 
 
-def test_a_scheduler_that_is_stepped_by_hand_as_well_is_an_error() -> None:
+@pytest.mark.parametrize("between", [False, True])
+def test_a_scheduler_that_is_stepped_by_hand_as_well_is_an_error(between: bool) -> None:
     def run(transport: LocalTransport) -> None:
         model = nn.Linear(6, 1)
         session = Session(model, torch.optim.SGD(model.parameters(), lr=0.05), Config(batch_size=8), transport=transport)
         scheduler = SCHEDULERS["cosine"](session.optimizer)
         session.schedule(scheduler, steps_per_epoch=STEPS_PER_EPOCH)
-        for batch in session.batches(DATA):
-            with session.step(batch):
-                nn.functional.mse_loss(model(batch.x)[:, 0], batch.y).backward()
-                session.optimizer.step()
+        for epoch in range(2):
+            for batch in session.batches(DATA, num_epochs=epoch + 1):
+                with session.step(batch):
+                    nn.functional.mse_loss(model(batch.x)[:, 0], batch.y).backward()
+                    session.optimizer.step()
+                if not between:
+                    scheduler.step()
+            assert epoch == 0 and between
             scheduler.step()
 
-    with pytest.raises(RuntimeError, match=r"take scheduler.step\(\) out of the loop"):
+    with pytest.raises(RuntimeError, match=r"take scheduler.step\(\) out of your code"):
         LocalWorld(1).run(run)
 
 
