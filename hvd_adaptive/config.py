@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+import functools
+from dataclasses import dataclass, fields
+from typing import Any
 
 from hvd_adaptive.combinations import SIZE_RULES, check_combinations
 from hvd_adaptive.validation import check_codecs, check_ranges, check_types_and_choices, option
@@ -18,6 +21,7 @@ class Config:
 
     Raises:
         ValueError: on construction, naming the field, the requirement and the value.
+        TypeError: for an option that there is not.
     """
 
     strategy: str = option(
@@ -373,3 +377,18 @@ class Config:
         if self.outer_lr is not None or self.outer_step == "cautious":
             return self.outer_lr
         return 0.7 if self.outer_step == "nesterov" else 1.0
+
+
+_set_fields = Config.__init__
+
+
+@functools.wraps(_set_fields)
+def _check_names(self: Config, **options: Any) -> None:
+    known = [field.name for field in fields(Config)]
+    for name in options.keys() - set(known):
+        near = difflib.get_close_matches(name, known, n=2)
+        raise TypeError(f"Config has no option {name!r}" + (f": did you mean {' or '.join(near)}?" if near else ""))
+    _set_fields(self, **options)
+
+
+Config.__init__ = _check_names  # type: ignore[method-assign]

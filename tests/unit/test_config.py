@@ -88,6 +88,11 @@ def test_bad_values_are_named(values: dict[str, Any], message: str) -> None:
         build_configs(values)
 
 
+def test_an_option_that_there_is_not_is_told_with_its_like() -> None:
+    with pytest.raises(TypeError, match="Config has no option 'bath_size': did you mean batch_size or min_batch_size"):
+        Config(bath_size=3)  # type: ignore[call-arg]
+
+
 def test_the_config_of_an_older_run_is_read() -> None:
     for strategy in ("local", "sync", "horovod"):
         assert Config(strategy=strategy, merge_period="fixed", merge_share=0.03).merge_period == "fixed"
