@@ -321,6 +321,8 @@ def test_every_rank_has_its_random_numbers_back(num_ranks: int, shared_tmp_path:
     transport = session.transport
     assert len({tuple(x.tolist()) for x in transport.allgather_object(expected)}) == num_ranks
     torch.manual_seed(99)
+    with pytest.raises(AgreedError, match=r"holds checkpoints of another run, the newest .*round-00000003, .* at round 0"):
+        run(start(transport)[0], 1)
     again, checkpoints = start(transport)
     assert checkpoints.resume() is not None and again.round == 3
     assert torch.equal(torch.rand(3), expected)
