@@ -23,7 +23,6 @@ class Strategy(Protocol):
 
     Attributes:
         optimizer: what the user's loop calls: the user's own optimizer, or a wrapper of it.
-        mega_batch: samples of the next round over all ranks, equal on every rank.
         inexact: what breaks the equality with one rank that the strategy promises, as sentences; empty where it promises none.
         claimed: this rank's claims of the round, in order.
     """
@@ -40,9 +39,8 @@ class Strategy(Protocol):
     def batch_sizes(self) -> Array:
         """The ranks' batch sizes, samples, shape (world_size,), equal on every rank."""
 
-    @property
-    def mega_batch(self) -> int:
-        """Samples of the next round."""
+    def mega_batch_of(self, dataset_size: int) -> int:
+        """Returns the samples of the next round over all ranks, equal on every rank, on so large a data set."""
 
     def warm_up(self, active: bool) -> None:
         """Switches the warm-up of ``Config.warmup_epochs`` on or off; called before every round."""

@@ -211,13 +211,17 @@ def _utilisation_bars(runs: Sequence[Run]) -> Chart | None:
     def draw(axes: Axes) -> None:
         for place, (_, value, ceiling) in enumerate(known):
             axes.barh(place, value, color=colour(0), height=0.6)
-            axes.annotate(f"{value:.2f}", (value, place), xytext=(5, 0), textcoords="offset points", va="center")
             if ceiling:
                 axes.plot([ceiling, ceiling], [place - 0.42, place + 0.42], color=colour(1), linewidth=3)
+                left = ceiling > 0.5
+                axes.annotate(
+                    f"equal shares: {ceiling:.2f} at most", (ceiling, place), xytext=(-5 if left else 5, 0),
+                    textcoords="offset points", va="center", ha="right" if left else "left", color=colour(1),
+                )  # fmt: skip
         axes.axvline(1, color=FAINT, linewidth=1)
         axes.set_xlim(0, 1.05)
         axes.set_xlabel("utilisation; line at 1: every rank always computing")
-        name_bars(axes, [shorten(run.label, 26) for run, _, _ in known])
+        name_bars(axes, [f"{shorten(run.label, 20)}: {value:.2f}" for run, value, _ in known])
 
     words = "; ".join(
         f"{run.label} {value:.2f}" + (f", equal shares allow {ceiling:.2f}" if ceiling else "") for run, value, ceiling in known
@@ -237,8 +241,12 @@ def _idle_bars(idles: Sequence[tuple[Run, analysis.Idle]], unknown: Sequence[str
 
     def draw(axes: Axes) -> None:
         for place, (_, idle) in enumerate(idles):
-            axes.barh(place - 0.2, idle.equal_s, color=colour(1), height=0.36)
-            axes.barh(place + 0.2, idle.actual_s, color=colour(0), height=0.36)
+            for number, (value, text) in enumerate(((idle.actual_s, "as it was"), (idle.equal_s, "with equal shares"))):
+                middle = place + 0.2 - 0.4 * number
+                axes.barh(middle, value, color=colour(number), height=0.36)
+                text = f"{value:.0f} s {text}"
+                axes.annotate(text, (value, middle), xytext=(5, 0), textcoords="offset points", va="center", color=colour(number))
+        axes.set_xlim(0, 1.4 * axes.get_xlim()[1])
         axes.set_xlabel("idle seconds of all ranks together")
         name_bars(axes, [shorten(run.label, 26) for run, _ in idles])
 

@@ -89,7 +89,7 @@ def write_pngs(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 
 def draw_overview(runs: Sequence[Run], path: Path) -> None:
-    """Draws P@1 over training seconds, and the batch sizes of every run of strategy "local", into one PNG.
+    """Draws P@1 over training seconds, and how the ranks of every run of strategy "local" share the work, into one PNG.
 
     Args:
         runs: the runs.
@@ -99,7 +99,7 @@ def draw_overview(runs: Sequence[Run], path: Path) -> None:
         RuntimeError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    adaptive = [run for run in runs if run.strategy == "local" and run.by_rank("batch_size") is not None]
+    adaptive = [run for run in runs if run.strategy == "local" and run.by_rank("samples") is not None]
     with _quiet_pictures():
         height = 4.2 + 1.2 * max(0, len(adaptive) - 1)
         figure = new_figure(10.5 if adaptive else 6.5, height)
@@ -111,10 +111,10 @@ def draw_overview(runs: Sequence[Run], path: Path) -> None:
             panels = columns[1].subgridspec(len(adaptive), 1)
             for number, run in enumerate(adaptive):
                 axes = figure.add_subplot(panels[number])
-                sizes = run.by_rank("batch_size")
-                assert sizes is not None
-                draw_by_rank(axes, run, sizes, height_in=0.7 * height / len(adaptive))
-                axes.set_title(f"Batch size of each rank: {shorten(run.label)}")
+                samples = run.by_rank("samples")
+                assert samples is not None
+                draw_by_rank(axes, run, samples, height_in=0.7 * height / len(adaptive))
+                axes.set_title(f"Samples a round: {shorten(run.label)}")
                 if number < len(adaptive) - 1:
                     axes.set_xlabel("")
         width = 90 if adaptive else 55

@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from hvd_adaptive.algorithm.batch_sizes import lr_schedule
 from hvd_adaptive.algorithm.ledger import Ledger, epoch_order, round_size
-from hvd_adaptive.algorithm.merge_period import capped_mega_batch
 from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.comm.shared_gpus import settle_shared_gpus
@@ -186,7 +185,7 @@ class Session:
             size = round_size(
                 self.ledger.cursor,
                 dataset_size=len(source),
-                mega_batch=capped_mega_batch(self.config, self._strategy.mega_batch, len(source), self.world_size),
+                mega_batch=self._strategy.mega_batch_of(len(source)),
                 unit=self._strategy.round_unit,
             )
             recorded = None if self._replay is None else self._replay.next_round(self.round, self._data)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from hvd_adaptive.algorithm.batch_sizes import lr_multiplier, speed_shares
 from hvd_adaptive.algorithm.ledger import ClaimRule, MegaBatch, own_parts
+from hvd_adaptive.algorithm.merge_period import capped_mega_batch
 from hvd_adaptive.algorithm.round_control import RoundControl
 from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.comm.protocols import Transport
@@ -105,10 +106,9 @@ class LocalStrategy:
         """Samples of which a claim is a whole number: a micro-batch's, or a batch's where only whole ones are taken."""
         return self._config.micro_batch_size or (round(self._sizes[0]) if self._equally_many else 1)
 
-    @property
-    def mega_batch(self) -> int:
-        """Samples of the next round over all ranks."""
-        return self._control.mega_batch
+    def mega_batch_of(self, dataset_size: int) -> int:
+        """Returns the samples of the next round over all ranks."""
+        return capped_mega_batch(self._config, self._control.mega_batch, dataset_size, len(self._sizes))
 
     def warm_up(self, active: bool) -> None:
         """Switches the warm-up's smallest batch size on, or back to the starting size after it."""

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hvd_adaptive.algorithm.merge_period import capped_mega_batch
 from hvd_adaptive.algorithm.world_scale import lr_factor
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.config import Config
@@ -119,10 +120,10 @@ class FixedWorkStrategy:
         self.inexact: list[str] = []
         self.claimed: list[Claim] = []
 
-    @property
-    def mega_batch(self) -> int:
-        """Samples of a round over all ranks."""
-        return self._config.mega_batch_samples
+    def mega_batch_of(self, dataset_size: int) -> int:
+        """Returns the samples of a round over all ranks."""
+        config = self._config
+        return capped_mega_batch(config, config.mega_batch_samples, dataset_size, self._transport.world_size)
 
     def warm_up(self, active: bool) -> None:
         """Batches keep their size; only the learning rate warms up."""

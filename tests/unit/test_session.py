@@ -377,6 +377,7 @@ def test_different_models_are_named_on_all_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("make", "options", "expected"),
+    # Where none was set, few data have eight merges an epoch, and four where the period is measured.
     [
         (torch.optim.AdamW, {}, 160), (torch.optim.Adam, {"compression": "maxmin:4"}, 160), (torch.optim.SGD, {}, 800),
         (torch.optim.Adagrad, {}, 800), (torch.optim.AdamW, {"mega_batch": 320}, 320),
@@ -386,7 +387,10 @@ def test_different_models_are_named_on_all_ranks() -> None:
 def test_the_period_follows_the_optimizer_where_it_is_not_set(make: Any, options: dict[str, Any], expected: int) -> None:
     def mega_batch(transport: LocalTransport) -> int:
         model = make_model()
-        return LocalStrategy(model, make(model.parameters(), lr=0.1), Config(batch_size=16, **options), transport).mega_batch
+        strategy = LocalStrategy(model, make(model.parameters(), lr=0.1), Config(batch_size=16, **options), transport)
+        few = 800 // 8 if expected == 800 else expected
+        assert strategy.mega_batch_of(800) == few
+        return strategy.mega_batch_of(10**6)
 
     assert LocalWorld(2).run(mega_batch) == [expected] * 2
 
