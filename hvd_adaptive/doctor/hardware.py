@@ -174,7 +174,7 @@ def speeds(ranks: Sequence[Facts]) -> list[Finding]:
     if starved:
         whose = "its threads'" if len(starved) == 1 else "their threads'"
         text = f"{numbers(sorted(starved))} got {percent(starved.values())} of {whose} time: something else runs on the cores"
-        findings.append(Finding("speed", "warning", text, "see cores above, and what else runs there (top)"))
+        findings.append(Finding("busy cores", "warning", text, "end what else runs there (top), or take fewer ranks a host"))
     texts = []
     for model, members in by_model.items():
         median = statistics.median(one["flops"] for one in members.values())
@@ -190,7 +190,7 @@ def speeds(ranks: Sequence[Facts]) -> list[Finding]:
                 if "cpu_share" not in members[rank]:
                     look = "nvidia-smi -q -d PERFORMANCE,TEMPERATURE there"
                 remedy = f"look at {look}; adaptive training goes on with it, plain Horovod waits for it"
-                findings.append(Finding("speed", "warning", text, remedy))
+                findings.append(Finding("slow rank", "warning", text, remedy))
     if not texts:
         return findings
     return [*findings[:MOST_NAMED], Finding("speed", "ok", "; ".join(texts))]
@@ -206,7 +206,7 @@ def claims(ranks: Sequence[Facts]) -> list[Finding]:
     text = f"one claim takes {seconds(statistics.median(medians))}, at worst {seconds(max(medians))} (medians of ranks)"
     text += f"; 99% within {seconds(max(one['p99_s'] for one in found.values()))}"
     if slow:
-        remedy = "see cores: rank 0's host serves the claims and must not be crowded; or take larger batches"
+        remedy = "rank 0's host serves the claims and must not be crowded: see what else runs there (top), or take larger batches"
         return [Finding("claims", "warning", f"{text}; slow on {numbers(slow)}", remedy)]
     return [Finding("claims", "ok", text)]
 

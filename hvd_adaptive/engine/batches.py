@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -79,6 +79,9 @@ class Batch:
     def num_micro_batches(self) -> int:
         """Backward passes of the step."""
         return 1 if self._parts is None else len(self._parts)
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError("a Batch is no pair: write `for batch in session.batches(dataset):`, and use batch.x and batch.y")
 
     def micro_batches(self) -> Iterator[Batch]:
         """Yields the batch in micro-batches of ``Config.micro_batch_size`` samples each; without that, itself.

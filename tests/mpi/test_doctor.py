@@ -43,7 +43,7 @@ def test_two_ranks_on_one_core_are_a_problem(run_job: Any) -> None:
     assert subjects["cores"]["status"] == "problem" and "--bind-to none" in subjects["cores"]["remedy"]
     # Each had at most half of that core, whatever else ran there.
     assert all(facts["speed"]["cpu_share"] < 0.75 for facts in found["ranks"])
-    assert "ranks 0, 1 got" in subjects["speed"]["text"]
+    assert "ranks 0, 1 got" in subjects["busy cores"]["text"]
 
 
 def test_a_rank_that_cannot_join_says_why_and_rank_0_does_not_wait_for_ever(run_job: Any, tmp_path: Path) -> None:

@@ -121,3 +121,8 @@ def test_rows_of_a_tensor_dataset_go_through_what_a_script_has_told_torch_to_col
 ) -> None:
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda samples, **_: torch.stack(samples) + 1)
     assert torch.equal(load(TensorDataset(torch.zeros(9)), 5).x[0], torch.ones(5))
+
+
+def test_a_batch_is_not_unpacked() -> None:
+    with pytest.raises(TypeError, match=r"use batch\.x and batch\.y"):
+        _x, _y = Batch(1, 2, np.arange(1), 1)

@@ -202,11 +202,11 @@ CASES: dict[str, tuple[Callable[[], list[dict[str, Any]]], str, str, str]] = {
     ),
     "a slow card": (
         lambda: [gpu(0, "GPU-a"), gpu(1, "GPU-b", 2.5e13), gpu(2, "GPU-c")],
-        "speed",
+        "slow rank",
         "warning",
         "rank 1 on alpha computes at 50%",
     ),
-    "a core shared with others": (lambda: [facts(), facts(1, speed__cpu_share=0.5)], "speed", "warning", "rank 1 got 50%"),
+    "a core shared with others": (lambda: [facts(), facts(1, speed__cpu_share=0.5)], "busy cores", "warning", "rank 1 got 50%"),
     "slow claims": (lambda: [facts(), facts(1, claims__median_s=0.03)], "claims", "warning", "slow on rank 1"),
     "kernels that do not compile": (
         lambda: [facts(kernels={"error": "no cache"}), facts(1)],
