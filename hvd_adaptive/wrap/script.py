@@ -201,7 +201,12 @@ def run_script(
             tried = ", which the dry run tried" if engine.config.dry_run else ""
             sys.stderr.write(f"hvd-adaptive: the error below came while ranks had unequal shares{tried}. {_EQUAL}\n")
             sys.stderr.flush()
-        _tell_failure(engine)
+        try:
+            _tell_failure(engine)
+        except RuntimeError as later:
+            # torch raises a worker's death wherever its rank is then, and the first error may be what comes of it.
+            if "DataLoader worker" in str(later):
+                error = later
         sys.excepthook(type(error), error, _from_script(error, path))
         return 1
     finally:
