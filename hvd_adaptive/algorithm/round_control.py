@@ -34,7 +34,7 @@ _LONG_ROUNDS = 1.5
 # So much of a round the sums of its merges may take beside steps. There are half as many merges where in so many such rounds
 # every rank waited so much of the time for sums: a link may carry one quickly, and not many after each other.
 _SUMS_PART, _CROWDED_ROUNDS, _CROWDED_PART = 2 / 3, 2, 0.25
-# Steps between two looks whether a round was closed, where ranks do not claim each batch.
+# Seconds of steps between two looks whether a round was closed, where ranks do not claim each batch.
 _STRETCH_S = 2.0
 # Seconds that each round costs, however long it is: a first batch is read while its rank waits.
 _COSTS_OF_A_ROUND = ("merge_s", "control_s", "first_batch_s")
@@ -150,7 +150,9 @@ class RoundControl:
         Args:
             num_samples: of a step over all ranks.
         """
-        return max(1, int(_STRETCH_S / max(1e-9, self._period.sample_s * num_samples))) if self._period.sample_s else 1
+        step_s = self._period.sample_s * num_samples
+        # Before any is known, they ask at each step.
+        return max(1, int(_STRETCH_S / step_s)) if step_s else 1
 
     def _most_merges(self, num_samples: int) -> int:
         """Returns how many merges the link carries beside the steps of a round of so many samples."""
