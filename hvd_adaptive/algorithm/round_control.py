@@ -232,16 +232,19 @@ class RoundControl:
                 fits = self._most_merges(min(planned, max(1, dataset_size // LEAST_MERGES_AN_EPOCH))) > 1
                 self.merges = (config.merges_per_round or 1) if self._merges_take_long and may and fits else 1
             part = part_of_short_rounds(num_updates, config, merges=self.merges)
+        costs_s = np.sum([stats[name] for name in _COSTS_OF_A_ROUND], axis=0)
         self._period.observe(
             num_samples=record.num_samples - self._num_samples,
             round_s=record.train_s - self._train_s,
-            communication_s=float(np.sum([record.stats[name] for name in _COSTS_OF_A_ROUND], axis=0).max()),
+            # Within a round ranks wait for the sums of the slowest one, and longer rounds would not shorten that.
+            communication_s=float(costs_s.min() if self._made > 1 else costs_s.max()),
             largest=dataset_size // LEAST_MERGES_AN_EPOCH,
             part=part,
         )
-        if self.merges == 1:
+        if self._made == 1:
             # Rounds with several hide what merges take.
             self._merge_s.append(float(stats["merge_s"].max()))
+        if self.merges == 1:
             self._merges_take_long = self.mega_batch > _LONG_ROUNDS * part * config.mega_batch_samples
         self._num_samples, self._train_s = record.num_samples, record.train_s
         taken = self._period.communication_share

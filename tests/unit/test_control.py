@@ -595,6 +595,41 @@ def test_merges_beside_steps_for_which_all_ranks_wait_become_fewer() -> None:
     assert found[:8] == [1, 1, 8, 8, 4, 4, 2, 2] and set(found[8:]) == {2}, found
 
 
+@pytest.mark.parametrize("waited", [0.05, 0.2])
+def test_waiting_for_a_slower_rank_within_a_round_lengthens_none(waited: float) -> None:
+    """Of two merges in a round the faster rank waits for the other one's sums, as long as they differ, however long the round."""
+    config = Config(batch_size=8, merges_per_round=8, merge_period="auto", mega_batch=8 * 3 * 2 * 8)
+    control = RoundControl(config, world_size=2, speaks=False, short_rounds=True, merges_from=20)
+    done, train_s, sizes = 0, 0.0, []
+    for number in range(1, 60):
+        size = control.mega_batch
+        made = control.merges_of(size, np.full(2, 8.0))
+        merge_s = np.full(2, 0.18) if made == 1 else np.array([waited * size * 0.001, 0.02])
+        done, train_s = done + size, train_s + size * 0.001 + float(merge_s.max())
+        now = record(number, num_samples=done, merge_s=0.0, round_s=train_s / number)
+        now.stats |= {"num_updates": np.full(2, size / 16), "merge_s": merge_s}
+        control.after_round(now, dataset_size=10**6)
+        sizes.append(size)
+    assert made > 1 and sizes[-1] < 4000 and len(set(sizes[-20:])) == 1, sizes
+
+
+def test_what_merges_beside_steps_took_is_not_what_one_takes() -> None:
+    config = Config(batch_size=8, merges_per_round=8, merge_period="auto", mega_batch=8 * 3 * 2 * 8)
+    control = RoundControl(config, world_size=2, speaks=False, short_rounds=True, merges_from=20)
+    made, found = 1, []
+    for number in range(1, 16):
+        now = record(number, num_samples=384 * number, merge_s=0.06 if made == 1 else 0.0, round_s=1.0)
+        # For one round a rank is slow, and the other one waits for it within the round.
+        is_slow = number == 8
+        now.stats["num_updates"] = np.array([24.0, 24.0])
+        if is_slow:
+            now.stats |= {"merge_s": np.array([27.0, 0.0]), "busy_s": np.array([1.0, 28.0])}
+        control.after_round(now, dataset_size=10**6)
+        made = control.merges_of(384, np.full(2, 8.0))
+        found.append(made)
+    assert list(control._merge_s) == pytest.approx([0.06] * len(control._merge_s)) and set(found[3:7]) == {8}, found
+
+
 def test_short_merges_stay_at_the_end_of_a_round() -> None:
     config = Config(batch_size=8, merges_per_round=8, merge_period="auto", mega_batch=8 * 3 * 2 * 8)
     control = RoundControl(config, world_size=2, speaks=False, short_rounds=True, merges_from=100)

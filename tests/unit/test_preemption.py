@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
+from hvd_adaptive.engine.claim_pool import open_claims
 from hvd_adaptive.engine.claims import EqualClaims, SharedCursor, StepFrontier
 from hvd_adaptive.session.session import Session
 from hvd_adaptive.state.preemption import PREEMPTION, Preemption
@@ -102,6 +103,24 @@ def test_ranks_with_equally_many_batches_take_the_first_part_of_a_closed_round(c
     assert max(whole) - min(whole) <= 1 and (not closes or 2 * seed < whole[0])
 
 
+@pytest.mark.parametrize(("stretch", "prefetched"), [(1, 4), (2, 8), (4, 8)])
+def test_batches_that_workers_take_at_once_promise_no_more_of_a_round(stretch: int, prefetched: int) -> None:
+    rule: Any = lambda ranks: 1 // 0  # noqa: E731
+    equal = (6, 1, stretch)
+    claims, forget = open_claims(LocalTransport(), 1, total_work=10**6, start=0, rule_of=rule, equal=equal)
+    for _ in range(prefetched):
+        assert claims.claim(lambda remaining: 1 // 0) is not None
+    for _ in range(50):
+        assert claims.claim(lambda remaining: 1 // 0) is not None
+        time.sleep(1e-4)
+    claims.close()
+    more = 0
+    while claims.claim(lambda remaining: 1 // 0) is not None:
+        more += 1
+    forget()
+    assert more < stretch and claims.end == 6 * (prefetched + 50 + more)
+
+
 @pytest.mark.parametrize(("step_s", "most_s"), [(0.002, 0.064), (0.02, 0.2), (0.5, 0.5)])
 def test_steps_of_a_fifth_of_a_second_are_promised_at_once(step_s: float, most_s: float) -> None:
     """And so many, and the one that is prefetched, come after a close."""
@@ -134,7 +153,6 @@ CASES: list[tuple[dict[str, Any], bool]] = [
     ({}, True),
     ({"work": "nonzeros"}, True),
     ({"strategy": "sma", "batch_size": 1}, True),
-    ({"overlap_merge": True}, True),
     ({"record": True}, True),
     # Batches in turns, of which a claim is of many, once it is known how long they take.
     ({"merges_per_round": 2, "mega_batch": None, "merge_period": "auto", "batch_size": 1}, True),
