@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hvd_adaptive.cluster.last_checkpoint import directory_name, find_checkpoints, number_of
+from hvd_adaptive.cluster.last_checkpoint import directory_name, number_of
 from hvd_adaptive.comm.protocols import AgreedError, agree, long_task
 from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.session import resume
@@ -160,15 +160,13 @@ class Checkpointer:
                 path, session.round, session.ledger.epoch, session.ledger.cursor, manifest["world_size"], session.world_size,
             )  # fmt: skip
             try:
-                if self._interval != 0:  # not before: a run that is refused leaves the folder as it was
+                if self._interval != 0:
                     self._owner.take()
-                resume.set_aside_newer(self.folder, session.round)
             except OSError as failure:
-                error = f"checkpoints newer than {path} cannot be set aside: {failure}"
+                error = f"{self.folder} cannot be taken over: {failure}"
         agree(session.transport, error)
+        self._written = resume.go_back(self.folder, session)
         self._due_from = (session.round, session.train_s)
-        if session.rank == 0:
-            self._written = find_checkpoints(self.folder)[::-1]
         return path
 
     def save(self) -> bool:
@@ -195,6 +193,8 @@ class Checkpointer:
             AgreedError: on all ranks, if the last round could not be saved.
         """
         self.wait()
+        if self._session.round < self._due_from[0]:
+            self._check_folder()
         newest = number_of(self._newest) if self._newest else 0
         gather = self._session.gather
         if self._interval != 0 and gather(newest)[0] < self._session.round and not self.save():
@@ -204,8 +204,11 @@ class Checkpointer:
         return counts
 
     def _check_folder(self) -> None:
-        """Raises AgreedError before the first one, if others in the folder would count as newer. COLLECTIVE."""
-        if not self._attempt:
+        """Sees to it that nothing counts as newer than the session, which the loop may have put back. COLLECTIVE."""
+        self.wait()
+        if self._session.round < self._due_from[0]:
+            self._written = resume.go_back(self.folder, self._session)
+        elif not self._attempt:
             resume.refuse_newer(self.folder, self._session)
 
     def _has_room(self, state: dict[str, Any]) -> bool:
@@ -239,6 +242,9 @@ class Checkpointer:
         # All ranks decide from the gathered record, and so decide the same.
         self._last_copy_s = float(record.stats["checkpoint_s"].max()) or self._last_copy_s
         self._last_write_s = float(record.stats["checkpoint_write_s"].max()) or self._last_write_s
+        if self._session.round < self._due_from[0]:
+            self._check_folder()
+            self._due_from = (self._session.round, record.train_s)
         since_round, since_s = self._due_from
         if self._interval is not None:
             due = self._session.round - since_round >= self._interval
@@ -254,8 +260,8 @@ class Checkpointer:
                 start = time.perf_counter()
                 self.wait()
                 self._copy_s += time.perf_counter() - start
-        elif self._background and not self._copies and not self._session.config.overlaps_merges:
-            # An overlapped merge would be waited for.
+        elif self._background and not self._copies and self._session.config.merge_fragments == 1:
+            # What is on the way would be waited for.
             self._reserve()
 
     def _reserve(self) -> None:
@@ -274,14 +280,11 @@ class Checkpointer:
 
     def _names(self) -> dict[str, str]:
         """Files that this rank writes, by their key in the session's state."""
-        names = {"own": checkpoint.rank_file(self._session.rank)}
-        if self._session.rank == 0:
-            names["shared"] = checkpoint.GLOBAL_FILE
-        return names
+        shared = {} if self._session.rank else {"shared": checkpoint.GLOBAL_FILE}
+        return {"own": checkpoint.rank_file(self._session.rank), **shared}
 
     def _start(self) -> None:
         """Copies the state and starts to write it. On every rank after the same round."""
-        self.wait()
         self._check_folder()
         session = self._session
         start = time.perf_counter()
@@ -310,14 +313,10 @@ class Checkpointer:
         except (OSError, FolderLostError) as failure:
             error = str(failure)
         content = {
-            "round": session.round,
-            "epoch": session.ledger.epoch,
-            "cursor": session.ledger.cursor,
-            "samples": session.num_samples,
-            "train_s": session.train_s,
-            "world_size": session.world_size,
+            "round": session.round, "epoch": session.ledger.epoch, "cursor": session.ledger.cursor,
+            "samples": session.num_samples, "train_s": session.train_s, "world_size": session.world_size,
             **asdict(self._identity),
-        }
+        }  # fmt: skip
         written = (part, self._attempt, parts, added, error, content)
         self._thread = threading.Thread(target=self._write, args=written, name="hvd_adaptive-checkpoint", daemon=True)
         self._thread.start()

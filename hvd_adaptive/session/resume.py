@@ -258,7 +258,11 @@ def refuse_newer(folder: Path, session: Session) -> None:
     They would count as the newest: the run's own would be removed first, and a resume would not find them.
     """
     error = None
-    if session.rank == 0 and (newest := newest_checkpoint(folder)) and number_of(newest) > session.round:
+    try:
+        newest = newest_checkpoint(folder) if session.rank == 0 else None
+    except OSError as failure:
+        newest, error = None, f"{folder} cannot be read: {failure}"
+    if newest and number_of(newest) > session.round:
         error = (
             f"{folder} holds checkpoints of another run, the newest {newest}, and this one is at round {session.round}: go on "
             "from them with Checkpointer.resume() before the first batch, or give this run a folder of its own"
@@ -266,13 +270,30 @@ def refuse_newer(folder: Path, session: Session) -> None:
     agree(session.transport, error)
 
 
-def set_aside_newer(folder: Path, chosen: int) -> None:
-    """Renames the checkpoints of a folder that are newer than the one a run goes on from: they are no part of it."""
-    for path in find_checkpoints(folder):
-        if number_of(path) > chosen:
-            number = 1
-            while (aside := path.with_name(f"set-aside-{number}-{path.name}")).exists():
-                number += 1
-            with contextlib.suppress(FileNotFoundError):
-                path.rename(aside)
-            log.warning("%s is newer than the round that this run goes on from: set aside as %s", path, aside.name)
+def go_back(folder: Path, session: Session) -> list[Path]:
+    """Renames the checkpoints that are newer than the session's round: they are no part of the run that goes on from there.
+    COLLECTIVE.
+
+    Returns:
+        The other ones, oldest first, on rank 0.
+
+    Raises:
+        AgreedError: on all ranks, if one cannot be renamed.
+    """
+    left: list[Path] = []
+    error = None
+    try:
+        for path in find_checkpoints(folder) if session.rank == 0 else ():
+            if number_of(path) > session.round:
+                number = 1
+                while (aside := path.with_name(f"set-aside-{number}-{path.name}")).exists():
+                    number += 1
+                with contextlib.suppress(FileNotFoundError):
+                    path.rename(aside)
+                log.warning("%s is newer than the round that this run goes on from: set aside as %s", path, aside.name)
+            else:
+                left.insert(0, path)
+    except OSError as failure:
+        error = f"checkpoints in {folder} that are newer than round {session.round} cannot be set aside: {failure}"
+    agree(session.transport, error)
+    return left

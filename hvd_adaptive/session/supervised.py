@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from hvd_adaptive.cluster.last_checkpoint import find_checkpoints, number_of
 from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.session.checkpointer import Checkpointer
-from hvd_adaptive.session.resume import set_aside_newer
 from hvd_adaptive.state.folder_owner import FolderLostError
 
 if TYPE_CHECKING:
@@ -106,9 +106,11 @@ class MemoryCheckpointer(Checkpointer):
         return self.refusal is None
 
     def _check_folder(self) -> None:
-        # The folder is the job's own: what is newer was refused at this launch.
-        if not self._attempt and self._session.rank == 0:
-            set_aside_newer(self.folder, self._session.round)
+        # The folder is the job's own: what is newer was refused at this launch, or the loop has gone back.
+        self.wait()
+        for path in find_checkpoints(self.folder) if self._session.rank == 0 else ():
+            if number_of(path) > self._session.round:
+                shutil.rmtree(path, ignore_errors=True)
 
     def _say(self) -> None:
         self._interval = sys.maxsize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import json
 import logging
@@ -313,6 +314,29 @@ def test_what_is_not_valid_is_refused_by_name_and_the_older_is_taken(
     with pytest.raises(AgreedError, match=reason) as error:
         run(2, tmp_path, resume=True, data={"d": "1"})
     assert str(error.value).count("checkpoint refused") == 3 and "no valid checkpoint is left" in str(error.value)
+
+
+def test_a_run_that_goes_back_keeps_what_it_saves_from_there_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As after a divergence, in session.records: what came after the state it goes back to is set aside."""
+    states: dict[int, dict[int, Any]] = {0: {}, 1: {}}
+
+    def go_back(session: Session, record: Any) -> None:
+        own = states[session.rank]
+        if session.round == 2:
+            own.setdefault(2, copy.deepcopy(session.state_dict()))
+        if session.round == 5 and not own.get(0):
+            own[0] = True
+            session.load_state_dict(own[2])
+        if session.round == 3 and own.get(0):
+            session.stop(agreed=True)
+
+    results = run(2, tmp_path, num_epochs=3, on_round=go_back)
+    assert {result["session"].round for result in results} == {3}
+    assert [path.name for path in checkpoint.find_checkpoints(tmp_path)] == ["round-00000003", "round-00000002"]
+    assert (tmp_path / "set-aside-1-round-00000004").is_dir()
+    resumed = run(2, tmp_path, num_epochs=1, resume=True)
+    for ended, later in zip(results, resumed, strict=True):
+        assert later["source"].name == "round-00000003" and not differences(ended["state"], later["resumed"])
 
 
 def test_a_rank_that_cannot_load_makes_all_take_the_older(
