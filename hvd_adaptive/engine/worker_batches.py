@@ -37,7 +37,7 @@ class WorkerSource(BatchSource):
         pin_memory: read batches are copied to page-locked memory, from which a GPU takes them beside its work.
         prefetch_factor: batches that are on their way for each worker, >= 1.
         persistent_workers: workers outlive a loop.
-        seed: of the workers' random generators, beside the rank and the epoch.
+        seed: returns what the workers' random generators follow, when they start.
         worker_init_fn: called in each worker, with its number, before it reads.
         options: further ones of torch's DataLoader.
 
@@ -58,7 +58,7 @@ class WorkerSource(BatchSource):
         pin_memory: bool = False,
         prefetch_factor: int = 2,
         persistent_workers: bool = False,
-        seed: tuple[int, ...] = (0,),
+        seed: Callable[[], Sequence[int]],
         worker_init_fn: Callable[[int], Any] | None = None,
         **options: Any,
     ) -> None:
@@ -71,7 +71,7 @@ class WorkerSource(BatchSource):
         self._persistent_workers = persistent_workers
         self._reads = _Reads(self._outline)
         self._generator = torch.Generator()
-        self._seed, self._num_starts = seed, 0
+        self._seed = seed
         self._options: dict[str, Any] = {
             "dataset": self.reader,
             "batch_sampler": self._reads,
@@ -140,9 +140,8 @@ class WorkerSource(BatchSource):
 
     def _let_workers_read(self) -> None:
         if self._passing is None:
-            state = np.random.SeedSequence([*self._seed, self._num_starts]).generate_state(1, np.uint64)
+            state = np.random.SeedSequence(self._seed()).generate_state(1, np.uint64)
             self._generator.manual_seed(int(state[0] >> np.uint64(1)))
-            self._num_starts += 1
             self._passing = iter(DataLoader(**self._options))
         reads = self._reads
         # The loader asks once for each batch that it gives; here for those that it did not get then.

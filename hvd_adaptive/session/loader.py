@@ -124,7 +124,7 @@ def loader(
         micro_batch_size=size,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        seed=(self.config.seed, self.rank),
+        seed=lambda: (self.config.seed, self.rank, self.round),
         **of_workers,
     )
     self._handed_out.sources.add(source)

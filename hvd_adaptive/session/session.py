@@ -200,8 +200,8 @@ class Session:
             part = None if work is None else work[rows]
             for batch in self._strategy.round_batches(rows, work=part, source=source, round_id=self.round, stats=self._stats):
                 self._lr.value = factor * self._strategy.lr_multiplier(batch)
-                batch.num_samples_before = self.ledger.epoch * len(source) + self.ledger.cursor + batch._place
-                self._schedules.reach(batch.num_samples_before / len(source))
+                batch.num_samples_before = self.num_samples + batch._place
+                self._schedules.reach(self._progress(len(source)) + batch._place / len(source))
                 with self._handed_out.give(batch, self._stats, self.round):
                     yield batch
                 if self.preemption.signal_number:

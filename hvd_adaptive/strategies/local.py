@@ -166,7 +166,7 @@ class LocalStrategy:
         self.repeat = recorded.claims[self._transport.rank]
 
     def drain(self) -> None:
-        """Merges what an overlapped merge has on the way. COLLECTIVE."""
+        """Merges what is on the way beside steps. COLLECTIVE."""
         if self.merge.overlap is not None:
             self.merge.overlap.drain_()
 
@@ -223,8 +223,8 @@ class LocalStrategy:
                 if len(claimed):
                     loaded.append((len(claims.taken) - 1, parts))
                     batch = source.request(claimed, stop - start)
-                    first, end = self._span
-                    batch._place = mega_batch.num_rows_before((start - first) * mega_batch.total_work // (end - first))
+                    (first, end), place = self._span, self._place(len(claims.taken) - 1)
+                    batch._place = mega_batch.num_rows_before((place - first) * mega_batch.total_work // (end - first))
                     return batch
             return None
 
@@ -252,7 +252,7 @@ class LocalStrategy:
         return self.claimed[number][0]
 
     def _reach(self, overlap: OverlappedMerge, place: int, stats: RoundStats) -> None:
-        """Lets an overlapped merge go on to a place of the round, in work."""
+        """Lets merges beside steps go on to a place of the round, in work."""
         start = time.perf_counter()
         first, end = self._span
         num_samples, size = self._computed(stats), stats.batch_size
@@ -364,7 +364,7 @@ class LocalStrategy:
         return stats.gather(self._transport.allgather_stats)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the global model, the outer step's velocity, the balance and what an overlapped merge has on the way
+        """Returns the global model, the outer step's velocity, the balance and what merges beside steps have on the way
         (shared), and this rank's optimizer state and progress."""
         state = self.merge.state_dict()
         state["shared"] |= {

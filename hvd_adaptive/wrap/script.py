@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dis
 import os
 import runpy
@@ -182,7 +183,9 @@ def run_script(
         if launched is not None and code not in (0, EXIT_PREEMPTED):
             launched.say("raised", any_rank=True)
         if code:
-            _tell_failure(engine)
+            # Rank 0 may have left, and its store with it.
+            with contextlib.suppress(RuntimeError):
+                _tell_failure(engine)
             for action in engine.on_failure:
                 action()
     except KeyboardInterrupt:

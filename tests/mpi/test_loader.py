@@ -96,6 +96,10 @@ def test_no_sample_is_lost_when_rounds_come_out_otherwise(options: dict[str, Any
             is_first = not rounds or session._strategy._mega_batch is not rounds[-1]
             if is_first:
                 rounds.append(session._strategy._mega_batch)
+                settled = session._strategy._settled_now
+                # Ranks take what was settled in turns.
+                if settled is not None and len(settled.of_rank(session.rank)):
+                    assert batch.num_samples_before == session.num_samples
             with session.step(batch):
                 session.optimizer.zero_grad()
                 for micro in batch.micro_batches():

@@ -130,6 +130,32 @@ def test_a_resumed_loader_reads_what_is_left() -> None:
     assert sorted(seen + rest) == list(range(NUM_SAMPLES)) and resumed.ledger.epoch == 1
 
 
+class Drawn(Rows):
+    """Samples of random numbers that the worker draws."""
+
+    def __getitem__(self, row: int) -> Any:
+        return torch.rand(2, dtype=torch.float64), 0
+
+
+def test_workers_of_a_resumed_run_draw_other_numbers_than_those_of_its_start() -> None:
+    def drawn(state: dict[str, Any] | None) -> tuple[set[float], dict[str, Any]]:
+        session, found = make_session(), set()
+        if state is not None:
+            session.load_state_dict(state)
+        for batch in session.loader(Drawn(), num_workers=1):
+            found |= set(batch.x.flatten().tolist())
+            with session.step(batch):
+                session.optimizer.zero_grad()
+                session.model(batch.x).sum().backward()
+                session.optimizer.step()
+        return found, session.state_dict()
+
+    first, state = drawn(None)
+    again, _ = drawn(None)
+    resumed, _ = drawn(state)
+    assert len(first) == 2 * NUM_SAMPLES and first == again and not first & resumed
+
+
 @pytest.mark.parametrize("pairs", [True, False])
 def test_collate_fn_decides_what_a_batch_is(pairs: bool) -> None:
     def collate(samples: list[Any]) -> Any:

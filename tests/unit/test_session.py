@@ -115,6 +115,19 @@ def test_schedules_can_follow_the_samples_of_all_ranks(options: dict[str, Any], 
         assert places == sorted(places) or "logical_ranks" in options
 
 
+def test_samples_given_before_count_those_of_other_data_sets() -> None:
+    session = Session(model := make_model(), torch.optim.SGD(model.parameters(), lr=0.1), Config(), transport=LocalTransport())
+    places = []
+    for epoch, num_samples in enumerate((100, 300, 100), start=1):
+        data = TensorDataset(*(tensor[:num_samples] for tensor in DATA.tensors))
+        for number, batch in enumerate(session.batches(data, num_epochs=epoch)):
+            if not number:
+                places.append(batch.num_samples_before)
+            with session.step(batch):
+                pass
+    assert places == [0, 100, 400]
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_all_ranks_hold_the_same_bits_after_every_merge(world_size: int) -> None:
     config = Config(batch_size=16, mega_batch=100, slowdown=",".join("421"[:world_size]), hash_interval=1)
@@ -381,7 +394,7 @@ def test_different_models_are_named_on_all_ranks() -> None:
     [
         (torch.optim.AdamW, {}, 160), (torch.optim.Adam, {"compression": "maxmin:4"}, 160), (torch.optim.SGD, {}, 800),
         (torch.optim.Adagrad, {}, 800), (torch.optim.AdamW, {"mega_batch": 320}, 320),
-        (torch.optim.AdamW, {"overlap_merge": True}, 800), (torch.optim.AdamW, {"merge_fragments": 2}, 800),
+        (torch.optim.AdamW, {"merge_fragments": 2}, 800),
     ],
 )  # fmt: skip
 def test_the_period_follows_the_optimizer_where_it_is_not_set(make: Any, options: dict[str, Any], expected: int) -> None:
@@ -446,7 +459,7 @@ def train_some(transport: LocalTransport, config: Config, is_bad: Callable[[Sess
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"dispatch": "equal"}, {"batch_size_rule": "proportional"}, {"overlap_merge": True}, {"logical_ranks": 3},
+        {}, {"dispatch": "equal"}, {"batch_size_rule": "proportional"}, {"merge_fragments": 2}, {"logical_ranks": 3},
         {"record": True},
     ],
 )
@@ -747,7 +760,7 @@ def test_a_buffer_of_infinities_is_no_divergence() -> None:
         assert torch.equal(model.mask, mask) and 0 < float(model.seen) < torch.inf
 
 
-@pytest.mark.parametrize("options", [{}, {"merges_per_round": 2}, {"merge_fragments": 2}, {"overlap_merge": True}])
+@pytest.mark.parametrize("options", [{}, {"merges_per_round": 2}, {"merge_fragments": 2}])
 def test_tensors_that_a_step_replaces_are_merged(options: dict[str, Any]) -> None:
     """``p.data = ...`` and ``self.buffer = ...`` put other memory in the place of what was there."""
 
@@ -849,7 +862,7 @@ def test_the_outer_step_follows_the_optimizer_and_options_without_one_are_refuse
 
     def of(num_ranks: int, make: Any, **options: Any) -> Step:
         def run(transport: LocalTransport) -> Step:
-            model = nn.Linear(3, 2)
+            model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
             outer = LocalStrategy(model, make(model.parameters()), Config(**options), transport).merge.outer
             return outer.kind, outer.lr, outer.momentum
 
@@ -873,8 +886,8 @@ def test_the_outer_step_follows_the_optimizer_and_options_without_one_are_refuse
         of(2, adam, outer_lr=0.9)
     with pytest.raises(ValueError, match=r"outer_lr 0.9 needs outer_momentum"):
         Config(outer_step="cautious", outer_lr=0.9)
-    # Merges that are a round old, or follow no clock, have none unless it is set.
-    assert of(2, adam, overlap_merge=True)[0] == of(2, adam, logical_ranks=4)[0] == "none"
+    # Merges that are late, or follow no clock, have none unless it is set.
+    assert of(2, adam, merge_fragments=2)[0] == of(2, adam, logical_ranks=4)[0] == "none"
     with pytest.raises(AgreedError, match=r"outer_momentum 0.5 needs outer_step momentum .* or cautious, got .* with Adagrad"):
         of(2, adagrad, outer_momentum=0.5)
 
