@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hvd_adaptive.exit_codes import EXIT_PREEMPTED
@@ -191,55 +190,3 @@ def _with_requeue(command: str) -> list[str]:
 
 def _option(name: str, value: str) -> str:
     return f'--{name}="{value}"' if set(value) - _PLAIN else f"--{name}={value}"
-
-
-def _title(purpose: str, file: str) -> tuple[str, ...]:
-    return (
-        purpose,
-        f"    sbatch slurm/{file}.sbatch --data PREFIX --epochs 5     # any option of `hvd-adaptive train`",
-        "Submit it where .venv is, or with VENV=/path/to/it. Options of sbatch win over the lines below. "
-        "docs/slurm.md says more.",
-    )
-
-
-def scripts_to_copy() -> dict[str, str]:
-    """Returns the texts of slurm/*.sbatch by file name."""
-    two_nodes = (Component(nodes=2),)
-    scripts: Sequence[tuple[str, str, dict[str, object]]] = (
-        ("one-node", "All GPUs of one node.", {}),
-        (
-            "several-nodes",
-            "Several nodes, the ranks started by srun. Without --mpi=pmix at your site: several-nodes-mpirun.sbatch.",
-            {"components": two_nodes},
-        ),
-        (
-            "several-nodes-mpirun",
-            "Several nodes, the ranks started by mpirun: needs no PMIx in Slurm.",
-            {"components": two_nodes, "launcher": "mpirun"},
-        ),
-        (
-            "mixed-gpus-constraint",
-            "Nodes of two kinds in one partition, of each a given number; the names are features of your nodes "
-            "(`sinfo -o '%n %f'`).",
-            {"components": (Component(nodes=2, constraint="[a100*1&v100*1]"),)},
-        ),
-        (
-            "mixed-gpus-hetjob",
-            "Nodes of two kinds with different numbers of GPUs, or in two partitions: a heterogeneous job, one world of ranks.",
-            {"components": (Component(constraint="a100"), Component(ntasks_per_node=2, constraint="v100"))},
-        ),
-        (
-            "preemptible",
-            "Saves a checkpoint when the job is preempted or near its time limit, is queued again, and goes on by itself.",
-            {"components": two_nodes, "requeue": True},
-        ),
-        (
-            "preemptible-mpirun",
-            "As preemptible.sbatch, the ranks started by mpirun: needs no PMIx in Slurm.",
-            {"components": two_nodes, "requeue": True, "launcher": "mpirun"},
-        ),
-    )
-    return {
-        f"{name}.sbatch": render(BatchScript(title=_title(purpose, name), **options))  # type: ignore[arg-type]
-        for name, purpose, options in scripts
-    }

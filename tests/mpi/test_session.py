@@ -252,14 +252,14 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(run_job: Any, 
     assert raised is not None and end - float(raised[1]) < 20, job.describe()
 
 
-def test_a_rank_that_exits_early_is_named(run_job: Any, tmp_path: Path, job_backend: str) -> None:
-    job = run_job(script(tmp_path, "if session.rank == 1: sys.exit(0)", job_backend), np=2, timeout=200)
+def test_a_rank_that_exits_early_is_named(run_job: Any, tmp_path: Path) -> None:
+    job = run_job(script(tmp_path, "if session.rank == 1: sys.exit(0)", "horovod"), np=2, timeout=200)
     assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
     assert "rank 1" in job.stderr, job.describe()
 
 
-def test_a_rank_stuck_in_the_users_code_is_named(run_job: Any, tmp_path: Path, job_backend: str) -> None:
-    job = run_job(script(tmp_path, "while session.rank == 1: time.sleep(0.1)", job_backend, limit_s=8), np=2, timeout=200)
+def test_a_rank_stuck_in_the_users_code_is_named(run_job: Any, tmp_path: Path) -> None:
+    job = run_job(script(tmp_path, "while session.rank == 1: time.sleep(0.1)", "horovod", limit_s=8), np=2, timeout=200)
     assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
     assert "rank 1" in job.stderr and "stuck" in job.stderr, job.describe()
 
@@ -337,41 +337,3 @@ def test_horovods_thread_looks_seldom_where_sums_are_seldom(
     found = re.findall("FOUND (.*)", job.stdout)
     assert job.returncode == 0 and found[:3] == expected, job.describe()
     assert "start a new process" in found[3], job.describe()
-
-
-WITH_WORKERS = """
-import os, signal, time, torch
-from torch.utils.data import DataLoader, TensorDataset
-import hvd_adaptive
-
-x = torch.randn(100_000, 6)
-y = torch.zeros(len(x), dtype=torch.int64)
-# An evaluation in the loop, whose loader has a worker.
-evaluation = iter(DataLoader(TensorDataset(x, y), batch_size=8, num_workers=1))
-model = torch.nn.Linear(6, 2)
-config = hvd_adaptive.Config(batch_size=8, mega_batch=10_000)
-session = hvd_adaptive.Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
-for number, batch in enumerate(session.batches(TensorDataset(x, y), num_epochs=100)):
-    with session.step(batch):
-        session.optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(batch.x), batch.y).backward()
-        session.optimizer.step()
-    next(evaluation, None)
-    if session.rank == 1 and number == 30:
-        print(f"killed at {time.time()}", flush=True)
-        os.kill(evaluation._workers[0].pid, signal.SIGKILL)
-"""
-
-
-def test_a_loaders_worker_that_dies_ends_the_job_with_its_error(run_job: Any, tmp_path: Path) -> None:
-    path = tmp_path / "own_loop.py"
-    path.write_text(WITH_WORKERS)
-    job = run_job([sys.executable, str(path)], np=2, timeout=200)
-    end = time.time() - job.outlived_s
-    assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
-    # PyTorch's words ("is killed") or ours ("was killed"), if the worker died in the middle of handing over a batch; or PyTorch's
-    # where it has lost the worker's status by asking twice.
-    assert "rank 1 failed" in job.stderr, job.describe()
-    assert re.search("killed by signal: Killed|exited unexpectedly", job.stderr), job.describe()
-    # PyTorch looks after its workers every five seconds; the stall limit is sixty.
-    assert end - float(job.stdout.partition("killed at ")[2].split()[0]) < 40, job.describe()

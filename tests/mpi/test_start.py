@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 RANK = """
 import os, time
 from hvd_adaptive.comm import connect
@@ -28,17 +26,12 @@ import os, sys, time
 if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
     time.sleep(1000)
 """
-WAYS = {
-    "run": 'from hvd_adaptive.cli.main import main\nsys.exit(main(["run", "--stall-limit-s", "1", sys.argv[1]]))',
-    "drop-in": "import hvd_adaptive.torch as hvd\nhvd.init()",
-}
+RUN = 'from hvd_adaptive.cli.main import main\nsys.exit(main(["run", "--stall-limit-s", "1", sys.argv[1]]))'
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_scripts_limit_holds_for_its_start(run_job: Any, tmp_path: Path, way: str) -> None:
+def test_a_scripts_limit_holds_for_its_start(run_job: Any, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import horovod.torch as hvd\nhvd.init()\n")
-    env = {"HVD_ADAPTIVE_STALL_LIMIT_S": "1"} if way == "drop-in" else {}
-    job = run_job([sys.executable, "-c", LATE + WAYS[way], str(script)], np=2, timeout=100, env=env)
+    job = run_job([sys.executable, "-c", LATE + RUN, str(script)], np=2, timeout=100)
     assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
     assert "has waited 5 s for all ranks to meet" in job.stderr and "raise stall_limit_s (now 1 s)" in job.stderr, job.describe()

@@ -8,21 +8,74 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hvd_adaptive.cli.main import main
-from hvd_adaptive.cluster.batch_script import BatchScript, Component, render, scripts_to_copy
+from hvd_adaptive.cluster.batch_script import BatchScript, Component, render
 
 FOLDER = Path(__file__).parents[2] / "slurm"
 LIMIT_S = 120
 
 
+def title(purpose: str, file: str) -> tuple[str, ...]:
+    return (
+        purpose,
+        f"    sbatch slurm/{file}.sbatch --data PREFIX --epochs 5     # any option of `hvd-adaptive train`",
+        "Submit it where .venv is, or with VENV=/path/to/it. Options of sbatch win over the lines below. "
+        "docs/slurm.md says more.",
+    )
+
+
+def scripts_to_copy() -> dict[str, str]:
+    """Returns the texts of slurm/*.sbatch by file name."""
+    two_nodes = (Component(nodes=2),)
+    scripts: Sequence[tuple[str, str, dict[str, object]]] = (
+        ("one-node", "All GPUs of one node.", {}),
+        (
+            "several-nodes",
+            "Several nodes, the ranks started by srun. Without --mpi=pmix at your site: several-nodes-mpirun.sbatch.",
+            {"components": two_nodes},
+        ),
+        (
+            "several-nodes-mpirun",
+            "Several nodes, the ranks started by mpirun: needs no PMIx in Slurm.",
+            {"components": two_nodes, "launcher": "mpirun"},
+        ),
+        (
+            "mixed-gpus-constraint",
+            "Nodes of two kinds in one partition, of each a given number; the names are features of your nodes "
+            "(`sinfo -o '%n %f'`).",
+            {"components": (Component(nodes=2, constraint="[a100*1&v100*1]"),)},
+        ),
+        (
+            "mixed-gpus-hetjob",
+            "Nodes of two kinds with different numbers of GPUs, or in two partitions: a heterogeneous job, one world of ranks.",
+            {"components": (Component(constraint="a100"), Component(ntasks_per_node=2, constraint="v100"))},
+        ),
+        (
+            "preemptible",
+            "Saves a checkpoint when the job is preempted or near its time limit, is queued again, and goes on by itself.",
+            {"components": two_nodes, "requeue": True},
+        ),
+        (
+            "preemptible-mpirun",
+            "As preemptible.sbatch, the ranks started by mpirun: needs no PMIx in Slurm.",
+            {"components": two_nodes, "requeue": True, "launcher": "mpirun"},
+        ),
+    )
+    return {
+        f"{name}.sbatch": render(BatchScript(title=title(purpose, name), **options))  # type: ignore[arg-type]
+        for name, purpose, options in scripts
+    }
+
+
 def test_the_scripts_to_copy_are_what_is_rendered() -> None:
     texts = {path.name: path.read_text() for path in FOLDER.glob("*.sbatch")}
-    assert texts == scripts_to_copy(), "write scripts_to_copy() of hvd_adaptive/cluster/batch_script.py to slurm/"
+    assert texts == scripts_to_copy(), "write scripts_to_copy() to slurm/"
 
 
 NASTY = ["it's", 'say "hi"', "$(touch FLAG)", "`touch FLAG`", "a b", "*", "~", "; touch FLAG", "\\", "-x", "é", "#", "$HOME", ""]
