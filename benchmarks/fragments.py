@@ -1,6 +1,6 @@
-"""Whole merges, overlapped ones and merges in fragments: held-out loss of a small GPT by samples and by time, over a slow link.
+"""Whole merges and merges in fragments: held-out loss of a small GPT by samples and by time, over a slow link.
 
-    python benchmarks/over_link.py --rate 100mbit -- python benchmarks/fragments.py --methods whole overlap fragments2 fragments4
+    python benchmarks/over_link.py --rate 100mbit -- python benchmarks/fragments.py --methods whole fragments2 fragments4
 
 Every rank trains each method in turn, once for each seed, from the same weights and in the same order of samples. Times are of
 training alone, evaluation left out. Rank 0 prints one line of JSON a run, and writes them with --out.
@@ -28,14 +28,12 @@ from hvd_adaptive.comm.protocols import Transport
 
 METHODS: dict[str, dict[str, Any]] = {
     "whole": {},
-    "overlap": {"overlap_merge": True},
     "fragments2": {"merge_fragments": 2},
     "fragments4": {"merge_fragments": 4},
     "fragments2-alpha0": {"merge_fragments": 2, "fragment_alpha": 0.0},
     "fragments4-alpha0": {"merge_fragments": 4, "fragment_alpha": 0.0},
     "fragments4-nodelay": {"merge_fragments": 4, "fragment_delay": 0.0},
     "whole-4bit": {"compression": "maxmin:4"},
-    "overlap-4bit": {"overlap_merge": True, "compression": "maxmin:4"},
     "fragments4-4bit": {"merge_fragments": 4, "compression": "maxmin:4"},
     "sync": {"strategy": "sync"},
 }
@@ -43,7 +41,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", default=["whole", "overlap", "fragments2", "fragments4"], choices=METHODS)
+    parser.add_argument("--methods", nargs="+", default=["whole", "fragments2", "fragments4"], choices=METHODS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--samples", type=int, default=9600, help="of all ranks, in each run")
     parser.add_argument("--mega-batch", type=int, default=320, help="samples between two merges of everything")

@@ -18,7 +18,7 @@ _ONE_WEIGHT = ("paper", "heterogpu", "uniform", "updates", "samples")
 # Nothing may be in a round's end only, nor differ between the merges of a round.
 _BESIDE_STEPS_NEEDS: dict[str, tuple[Any, ...]] = {
     "weight_rule": ("uniform", "updates", "samples"),
-    "overlap_merge": (False,), "merge_fragments": (1,), "auto_bits": (0,), "sparse_merge": ("auto", "never"),
+    "merge_fragments": (1,), "auto_bits": (0,), "sparse_merge": ("auto", "never"),
     "optimizer_state": (None, "keep"), "outer_state": ("device",), "perturbation": (False,),
     "island": (None,), "logical_ranks": (None,), "record": (False,), "replay": (None,),
 }  # fmt: skip
@@ -75,14 +75,13 @@ def check_combinations(config: Any) -> None:
             config,
             "outer_state 'host'",
             "its merges take the whole global model piece by piece",
-            overlap_merge=(False,),
             merge_fragments=(1,),
             sparse_merge=("auto", "never"),
             logical_ranks=(None,),
         )
     if config.island is not None:
         _check_island(config)
-    _check_overlap(config)
+    _check_merges_beside_steps(config)
     for name in ("outlier_limit", "clip_delta"):
         if getattr(config, name):
             what = f"{name} {getattr(config, name)}"
@@ -100,7 +99,6 @@ def check_combinations(config: Any) -> None:
             size_rule=("fixed",),
             dispatch=("dynamic",),
             merge_period=(None, "fixed"),
-            overlap_merge=(False,),
             merge_fragments=(1,),
             outlier_limit=(0.0,),
             clip_delta=(0.0,),
@@ -120,17 +118,15 @@ def _check_island(config: Any) -> None:
     _check_needed(config, name, "claims are repeated rank by rank", record=(False,), replay=(None,))
 
 
-def _check_overlap(config: Any) -> None:
-    name = f"merge_fragments {config.merge_fragments}" if config.merge_fragments > 1 else "overlap_merge"
-    if config.overlaps_merges and config.sparse_merge == "always":
-        raise ValueError(f"{name} exchanges all rows: it needs sparse_merge 'auto' or 'never', got 'always'")
+def _check_merges_beside_steps(config: Any) -> None:
     if config.merges_beside_steps:
         why = "a merge beside steps takes the whole model, and a rank's weight is its own work"
         _check_needed(config, f"merges_per_round {config.merges_per_round}", why, **_BESIDE_STEPS_NEEDS)
     if config.merge_fragments > 1:
+        name = f"merge_fragments {config.merge_fragments}"
+        _check_needed(config, name, "a fragment is sent with all its rows", sparse_merge=("auto", "never"))
         why = "a rank sends a fragment before it knows what others have done, so that its weight is its own work"
         _check_needed(config, name, why, weight_rule=("uniform", "updates", "samples"))
-        _check_needed(config, name, "fragments go beside the steps anyway, and fragment_delay 1 as long", overlap_merge=(False,))
         _check_needed(config, name, "codecs must stay while fragments are on the way", auto_bits=(0,))
         return
     for item in dataclasses.fields(config):

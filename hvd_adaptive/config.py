@@ -221,10 +221,6 @@ class Config:
         None, "how far strategy sma (CROSSBOW's model averaging) pulls replicas to their mean, in (0, 1] (default: 1 / ranks)",
         strategy=("sma",),
     )
-    overlap_merge: bool = option(
-        False, "exchange a round's changes during the next round's steps; the merged model is one round old",
-        strategy=_LOCAL,
-    )
     merges_per_round: int | None = option(
         None,
         "merge the whole model so often in a round, all but the last time beside the next steps (default: 1; in Session 8 for "
@@ -323,26 +319,14 @@ class Config:
         return self.outlier_limit > 0 or self.clip_delta > 0
 
     @property
-    def overlaps_merges(self) -> bool:
-        """Whether ranks go on with models of their own while what they have sent is merged."""
-        return self.overlap_merge or self.merge_fragments > 1
-
-    @property
     def merges_beside_steps(self) -> bool:
         """Whether the whole model is merged beside steps, but for the end of a round."""
         return (self.merges_per_round or 1) > 1
 
     @property
     def merge_delay(self) -> float:
-        """From sending to taking in, as a part of a round."""
-        if self.merge_fragments == 1:
-            return float(self.overlap_merge)
+        """From sending a fragment to taking its sum in, as a part of a round."""
         return 0.5 / self.merge_fragments if self.fragment_delay is None else self.fragment_delay
-
-    @property
-    def merge_alpha(self) -> float:
-        """How much of its distance to what was merged a rank keeps."""
-        return self.fragment_alpha if self.merge_fragments > 1 else 0.0
 
     @property
     def repeatable(self) -> bool:

@@ -19,7 +19,7 @@ TRAIN_MORE = {
     ),
     "batch sizes": ("micro_batch_size", "batch_size_rule", "min_batch_size", "max_batch_size"),
     "merging (strategy local)": (
-        *("island", "merge_period", "merge_share", "overlap_merge", "sparse_merge"),
+        *("island", "merge_period", "merge_share", "sparse_merge"),
         *("merges_per_round", "merge_fragments", "fragment_delay", "fragment_alpha", "outlier_limit", "clip_delta"),
         *("outer_step", "outer_lr", "outer_momentum", "outer_bias_correction", "outer_state"),
     ),
@@ -65,7 +65,7 @@ SIMULATE_MORE = {
         *("codec_gbs", "store_operation", "first_batch", "dataset_size"),
     ),
     "more on what is played": (
-        *("rounds", "settle", "min_batch_size", "max_batch_size", "merge_period", "merge_share", "overlap_merge", "reducer"),
+        *("rounds", "settle", "min_batch_size", "max_batch_size", "merge_period", "merge_share", "reducer"),
         *("global_batch_size", "seed"),
     ),
 }

@@ -27,6 +27,8 @@ else:
 ENVIRONMENT_PREFIX = "HVD_ADAPTIVE_"
 # No option: what `run --elastic` tells the script, and whatever that starts.
 LAUNCH_VARIABLE = "HVD_ADAPTIVE_LAUNCH"
+# Options that are gone, and what they are in the config.json of runs that did not set them.
+_GONE = {"overlap_merge": False}
 
 
 def read_config_file(path: str, *, measurements: bool = False, option: str = "--config") -> dict[str, Any]:
@@ -55,7 +57,8 @@ def read_config_file(path: str, *, measurements: bool = False, option: str = "--
         )
     if not measurements:
         _take_measurements(values, path)
-    return {name.replace("-", "_"): value for name, value in values.items()}
+    values = {name.replace("-", "_"): value for name, value in values.items()}
+    return {name: value for name, value in values.items() if name not in _GONE or value != _GONE[name]}
 
 
 def _take_measurements(values: dict[str, Any], path: str) -> Calibration | None:

@@ -139,7 +139,7 @@ class Merge:
         by_rows = [place for place, p in enumerate(parameters) if id(p) in sparse]
         self.rule = flat.rule = make_merge_rule(config.weight_rule, optimizer, parameters, row_parameters=by_rows)
         # A history of norms is the whole model's.
-        cuts = config.merges_beside_steps and self.rule is None and not config.measures_deltas
+        cuts = config.merges_beside_steps and not config.measures_deltas
         num_fragments = fragments_beside_steps(flat) if cuts else config.merge_fragments
         self.merges_from = ADAM_START if num_fragments == 1 else FRAGMENTS_START
         start = ADAM_START if optimizer_state.is_adam(optimizer) else 0
@@ -158,7 +158,7 @@ class Merge:
         overlap = functools.partial(
             OverlappedMerge, flat, self.outer, transport, config, self._forget, num_fragments=num_fragments
         )
-        self.overlap: OverlappedMerge | None = overlap() if config.overlaps_merges else None
+        self.overlap: OverlappedMerge | None = overlap() if config.merge_fragments > 1 else None
         self._history = NormHistory(config.outlier_limit) if config.outlier_limit and config.merge_fragments == 1 else None
         # Of who begins rounds: between two of them the model is the global one.
         self._base: BaseWatch | None = None
@@ -211,13 +211,8 @@ class Merge:
             # What is on the way goes to the old model.
             raise RuntimeError(
                 "parameters were changed between two rounds, as by model.load_state_dict in session.records, which does not go "
-                "with overlap_merge and merge_fragments: their sums are still on the way then. Leave these out, or change nothing"
+                "with merge_fragments: their sums are still on the way then. Leave it out, or change nothing"
             )
-
-    @property
-    def _weighs_when_sent(self) -> bool:
-        """Whether a rank sends its progress before it knows what others have done, so that its weight is its own work."""
-        return self.overlap is not None and not self.config.overlap_merge
 
     def measure_(self, stats: MergeStats, *, verify: bool = False) -> None:
         """Fills this rank's delta, and the statistics that are of it.
@@ -236,8 +231,9 @@ class Merge:
             if self.who is not None:
                 warn_of_copies(optimizer_state.copies_of_parameters(self._optimizer))
         stats.base = 0.0 if self._base is None else float(self._base.checksum)
-        if finite and self.config.measures_deltas and not self._weighs_when_sent:
-            stats.delta_norm = self.flat_model.delta_norm() if self.overlap is None else self.overlap.progress_norm()
+        # What is sent beside steps is measured and weighed by its own rank, before others' statistics are there.
+        if finite and self.config.measures_deltas and self.overlap is None:
+            stats.delta_norm = self.flat_model.delta_norm()
         if self._history is not None and stats.delta_norm and stats.num_updates:
             stats.outlier = float(self._history.is_outlier(stats.delta_norm, stats.num_updates))
         if self.config.perturbation:
@@ -261,7 +257,7 @@ class Merge:
         except RuntimeError as error:
             # Every rank has the same statistics, so every rank is here.
             raise AgreedError(str(error)) from None
-        clip = 0.0 if self._weighs_when_sent else self.config.clip_delta
+        clip = self.config.clip_delta if self.overlap is None else 0.0
         return weights * clip_factor(weights, gathered["delta_norm"], clip) if clip else weights
 
     def apply_(self, gathered: Gathered, weights: Array, *, present: NDArray[np.bool_] | None = None) -> None:
@@ -298,8 +294,7 @@ class Merge:
         flat.weigh_(convex)
         own, own_buffers = float(weights[rank]), float(convex[rank])
         if self.overlap is not None:
-            left_out = not gathered["finite"][rank] or (gathered["outlier"][rank] > 0 and not own)
-            self.overlap.merge_(weight=own, buffer_weight=own_buffers, left_out=left_out)
+            self.overlap.merge_(buffer_weight=own_buffers, left_out=not gathered["finite"][rank])
         else:
             flat.merge_(self.outer, weight=own, buffer_weight=own_buffers, rows=self.rows)
         flat.compressed = compressed
@@ -339,7 +334,7 @@ class Merge:
         optimizer_state.reset_(self._optimizer, self._initial_state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the global model, the outer step's velocity and what an overlapped merge has on the way (``shared``), and this
+        """Returns the global model, the outer step's velocity and what merges beside steps have on the way (``shared``), and this
         rank's optimizer state, progress and residuals (``own``). COLLECTIVE. What the loop has changed since the last round is
         in each rank's global model, whether all have made the same change or not."""
         self._adopt()

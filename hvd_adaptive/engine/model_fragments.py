@@ -11,7 +11,7 @@ from hvd_adaptive.algorithm.fragments import cut_layers
 from hvd_adaptive.algorithm.outer_step import OuterStep, cached_parts
 from hvd_adaptive.algorithm.outliers import NormHistory
 from hvd_adaptive.comm.protocols import AgreedError, Pending
-from hvd_adaptive.compress.kernels.dispatch import all_finite, sum_of_squares
+from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.engine.flat_group import FlatGroup
 from hvd_adaptive.engine.flat_model import FlatModel
 from hvd_adaptive.exchange.pipeline import UnderWay
@@ -102,14 +102,6 @@ class Fragment:
                 delta.sub_(start)
             finite &= all_finite(group.delta)
         return finite
-
-    def progress_norm(self) -> float:
-        """Returns the L2 norm of this rank's progress since it was sent."""
-        squares = 0.0
-        for piece in self.pieces:
-            group, start = piece.group, piece.start()
-            squares += float(sum_of_squares(group.gather_(torch.empty_like(start)).sub_(group.rounded(start))))
-        return squares**0.5
 
     def start_again_(self) -> None:
         """Puts this rank's own parameters to the global model's."""

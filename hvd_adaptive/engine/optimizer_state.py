@@ -45,7 +45,7 @@ def learns_from_short_rounds(config: Config, optimizer: Optimizer) -> bool:
 
     Merges beside later steps are as old as a round is long, whatever that is, and logical ranks follow no clock.
     """
-    return is_adam(optimizer) and not config.overlaps_merges and config.logical_ranks is None
+    return is_adam(optimizer) and config.merge_fragments == 1 and config.logical_ranks is None
 
 
 def is_adam(optimizer: Optimizer) -> bool:

@@ -1,4 +1,4 @@
-"""Merges whose exchange runs beside the next steps: of the whole model, or of one fragment of its layers after the other."""
+"""Merges whose exchange runs beside the next steps, one fragment of the model after the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from hvd_adaptive.algorithm.outliers import NormHistory, clip_factor
 from hvd_adaptive.comm.protocols import AgreedError, Collectives
 from hvd_adaptive.compress.kernels.dispatch import all_finite, sum_of_squares
 from hvd_adaptive.config import Config
-from hvd_adaptive.engine.flat_group import scale_
 from hvd_adaptive.engine.flat_model import FlatModel
 from hvd_adaptive.engine.model_fragments import Fragment, Piece, cut_model
 from hvd_adaptive.engine.rank_warnings import warn_of_broken, warn_of_outliers
@@ -45,9 +44,8 @@ class OverlappedMerge:
     gives up a part of the steps since the fragment was sent and sends what it keeps once more. Without a delay both are the same
     w. With one rank and no outer step, w is plain training, whatever F, delay and alpha are.
 
-    One fragment with a delay of one round and alpha 0 is ``overlap_merge``. There, the weights are known when the round ends.
-    Ranks are at different places when they send one of several fragments. Then each weights its progress by its own work, and the
-    sum of the weights, by which all divide, comes with the sum.
+    Ranks send a fragment before they know what others have done. So each weights its progress by its own work, and the sum of
+    the weights, by which all divide, comes with the sum.
 
     Between rounds the model is G: evaluation, hashes and files see what all ranks hold. Float buffers are merged at the end of
     each round: a stale variance could become negative. :meth:`drain_` merges what is left over, so that nothing is lost.
@@ -88,7 +86,7 @@ class OverlappedMerge:
         self._transport = transport
         self._config = config
         self._forget = forget
-        self._alpha = config.merge_alpha
+        self._alpha = 0.0 if config.merges_beside_steps else config.fragment_alpha
         self._beside_steps = config.merges_beside_steps
         # Where each rank has a part of its own, runs have the same bits again.
         self._takes_in_early = self._beside_steps and config.dispatch == "dynamic"
@@ -157,7 +155,7 @@ class OverlappedMerge:
             if self._takes_in_early and fragment.arrived:
                 self._arrive_(fragment)
         while self._next < len(self._phases) and self._phases[self._next].position <= min(position, _BEFORE_END):
-            self._meet_(None)
+            self._meet_()
 
     @torch.no_grad()
     def is_finite(self) -> bool:
@@ -168,27 +166,20 @@ class OverlappedMerge:
         return all_finite(*(t for group in self._flat_model.parameter_groups for t in group.tensors)) and finite
 
     @torch.no_grad()
-    def progress_norm(self) -> float:
-        """Returns the L2 norm of what this rank has not sent."""
-        return sum(fragment.progress_norm() ** 2 for fragment in self._fragments) ** 0.5
-
-    @torch.no_grad()
-    def merge_(self, *, weight: float, buffer_weight: float, left_out: bool = False) -> None:
+    def merge_(self, *, buffer_weight: float, left_out: bool = False) -> None:
         """Ends a round: goes through its last phases, merges the buffers, and loads the global model. COLLECTIVE.
 
         Args:
-            weight: this rank's merge weight.
             buffer_weight: this rank's weight for float buffers.
-            left_out: this rank was not finite or an outlier, and gives up what it has not sent.
+            left_out: this rank was not finite, and gives up what it has not sent.
         """
         if left_out:
             self._start_again_()
         while self._next < len(self._phases):
-            self._meet_(None if self._beside_steps else weight)
+            self._meet_()
         flat = self._flat_model
-        message_bytes = 0 if flat.rule is None else flat.rule.message_bytes
-        flat.payload_bytes = flat.buffers.payload_bytes + self._sent_bytes + message_bytes
-        if len(self._fragments) > 1 and not self._beside_steps:
+        flat.payload_bytes = flat.buffers.payload_bytes + self._sent_bytes
+        if not self._beside_steps:
             self._own = [g.gather_(torch.empty_like(g.weights)) for g in flat.parameter_groups]
         flat.buffers.start_(buffer_weight)
         flat.buffers.finish_()
@@ -208,7 +199,7 @@ class OverlappedMerge:
         if unsent:
             # The last one has just been sent.
             for fragment in self._fragments[:-1]:
-                self._send_(fragment, None)
+                self._send_(fragment)
             for fragment in self._fragments[:-1]:
                 self._arrive_(fragment)
         for piece in self._pieces:
@@ -285,21 +276,21 @@ class OverlappedMerge:
             for piece in self._pieces:
                 piece.rebind()
 
-    def _meet_(self, weight: float | None) -> None:
-        """Goes through the next phase; ``weight``: this rank's, where it is known."""
+    def _meet_(self) -> None:
+        """Goes through the next phase."""
         phase = self._phases[self._next]
         self._next += 1
         fragment = self._fragments[phase.fragment]
         if phase.arrives:
             self._arrive_(fragment)
         elif not self._beside_steps:
-            self._send_(fragment, weight if len(self._fragments) == 1 else None)
+            self._send_(fragment)
         # At the end of a round that is closed early come all places that are left, and nothing is left to send at most of them.
         elif (distance := min(phase.position, self._reached) - fragment.sent_at) > _LEAST_DISTANCE:
             # Then the weights of a merge sum to about one, and what codecs lose counts as much in the next one.
             fragment.work /= distance
             fragment.sent_at += distance
-            self._send_(fragment, None)
+            self._send_(fragment)
 
     def _count(self, work: float, num_updates: float) -> None:
         for fragment in self._fragments:
@@ -307,31 +298,30 @@ class OverlappedMerge:
             fragment.num_updates += num_updates - self._seen_updates
         self._seen_work, self._seen_updates = work, num_updates
 
-    def _send_(self, fragment: Fragment, weight: float | None) -> None:
-        """Starts to sum a fragment's progress; ``weight``: this rank's, where it is known."""
+    def _send_(self, fragment: Fragment) -> None:
+        """Starts to sum a fragment's progress."""
         transport, flat, num_updates = self._transport, self._flat_model, fragment.num_updates
         finite = fragment.measure_()
         if not finite:
             self._start_again_()
             self._forget()
-        if weight is None:
-            weight = fragment.work if finite else 0.0
-            if self._config.weight_rule == "uniform":
-                weight = float(weight > 0) / transport.world_size
-            norm, outlies = 0.0, False
-            if weight and self._config.measures_deltas:
-                norm = float(sum(sum_of_squares(piece.group.delta) for piece in fragment.pieces)) ** 0.5
-                # The whole model's history is that of rounds with one merge, too.
-                amount = num_updates if self._beside_steps else fragment.work
-                outlies = fragment.history is not None and fragment.history.is_outlier(norm, amount)
-            if outlies:
-                weight = 0.0
-                fragment.start_again_()
-            fragment.message = torch.zeros(transport.world_size, 5, dtype=torch.float64)
-            own = [weight, float(not finite), float(outlies), norm * weight, num_updates]
-            fragment.message[transport.rank] = torch.tensor(own, dtype=torch.float64)
-            name = f"overlap.{fragment.pieces[0].group.name}.message"
-            fragment.handles.append(transport.allreduce_sum_async_(fragment.message, name=name))
+        weight = fragment.work if finite else 0.0
+        if self._config.weight_rule == "uniform":
+            weight = float(weight > 0) / transport.world_size
+        norm, outlies = 0.0, False
+        if weight and self._config.measures_deltas:
+            norm = float(sum(sum_of_squares(piece.group.delta) for piece in fragment.pieces)) ** 0.5
+            # The whole model's history is that of rounds with one merge, too.
+            amount = num_updates if self._beside_steps else fragment.work
+            outlies = fragment.history is not None and fragment.history.is_outlier(norm, amount)
+        if outlies:
+            weight = 0.0
+            fragment.start_again_()
+        fragment.message = torch.zeros(transport.world_size, 5, dtype=torch.float64)
+        own = [weight, float(not finite), float(outlies), norm * weight, num_updates]
+        fragment.message[transport.rank] = torch.tensor(own, dtype=torch.float64)
+        name = f"overlap.{fragment.pieces[0].group.name}.message"
+        fragment.handles.append(transport.allreduce_sum_async_(fragment.message, name=name))
         fragment.work = fragment.num_updates = 0.0
         compressed = flat.compressed
         if compressed is not None:
@@ -340,16 +330,15 @@ class OverlappedMerge:
             group = piece.group
             if not weight:
                 group.delta.zero_()
-            # Encoding multiplies on its way, by one weight for all.
-            late = compressed is not None and weight > 0 and group.factors is None
-            if not late:
-                scale_(group, weight)
+            elif compressed is None:
+                # Encoding multiplies on its way.
+                group.delta.mul_(weight)
             if compressed is None:
                 fragment.handles.append(transport.allreduce_sum_async_(group.delta, name=f"overlap.{group.name}"))
                 self._sent_bytes += group.delta.nbytes
             else:
                 compressed.prepare(group.delta, group.name, group.infos)
-                for task in compressed.tasks(group.delta, group.name, weight=weight if late else 1.0):
+                for task in compressed.tasks(group.delta, group.name, weight=weight or 1.0):
                     fragment.under_way.begin(task)
                 self._sent_bytes += compressed.payload_bytes(group.delta, group.name)
         fragment.pending = True

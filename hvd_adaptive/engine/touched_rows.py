@@ -98,7 +98,7 @@ def mark_rows(model: nn.Module, optimizer: Optimizer, config: Config, transport:
         ValueError: if ``sparse_merge`` is ``always`` and there are none.
         AgreedError: on all ranks, if they differ in what can be marked.
     """
-    beside_steps = config.overlaps_merges or config.merges_beside_steps
+    beside_steps = config.merge_fragments > 1 or config.merges_beside_steps
     dense = beside_steps or config.measures_deltas or config.encodes or config.logical_ranks is not None
     if dense or config.sparse_merge == "never" or config.outer_state == "host":
         return {}

@@ -21,7 +21,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 # Options of `train` that change what is simulated.
 SHARED_OPTIONS = (
-    *("batch_size", "min_batch_size", "max_batch_size", "mega_batch", "merge_period", "merge_share", "overlap_merge"),
+    *("batch_size", "min_batch_size", "max_batch_size", "mega_batch", "merge_period", "merge_share"),
     *("compression", "reducer", "global_batch_size", "slowdown", "seed"),
 )
 

@@ -92,7 +92,6 @@ class VirtualLocal(VirtualStrategy):
         self._control = RoundControl(config, cluster.world_size, speaks=False)
         self._sizes = np.full(cluster.world_size, float(config.batch_size))
         self._shares = np.full(cluster.world_size, 1.0 / cluster.world_size)
-        self._exchanged_s = 0.0
         self.round_unit = config.micro_batch_size or 1
 
     @property
@@ -137,7 +136,7 @@ class VirtualLocal(VirtualStrategy):
         self._shares = speed_shares(stats["work"], stats["busy_s"])
         self._sizes = self._control.next_batch_sizes(self._sizes, stats, warming_up=False)
         meet_s = last_s + cluster.control_s
-        stats["merge_s"] = np.full(world_size, self._merge_s(meet_s))
+        stats["merge_s"] = np.full(world_size, self._cluster.own_merge_s + self._exchange_s)
         return meet_s + float(stats["merge_s"][0]), stats, self._sent_bytes, float(stats["num_steps"].mean())
 
     def _open_cursors(self, num_samples: int, rule_of: Callable[[Sequence[int]], ClaimRule]) -> list[Cursor]:
@@ -160,15 +159,6 @@ class VirtualLocal(VirtualStrategy):
     def after_round(self, done: Round, dataset_size: int) -> None:
         """Chooses the next merge period."""
         self._control.after_round(done, dataset_size)
-
-    def _merge_s(self, now: float) -> float:
-        """Seconds of a merge that begins now, as far as ranks stand still for it."""
-        if not self._config.overlap_merge:
-            return self._cluster.own_merge_s + self._exchange_s
-        # The exchange of the round before must have ended; this one's runs beside the next round.
-        waited_s = max(0.0, self._exchanged_s - now)
-        self._exchanged_s = now + waited_s + self._cluster.own_merge_s + self._exchange_s
-        return waited_s + self._cluster.own_merge_s
 
 
 class VirtualSync(VirtualStrategy):

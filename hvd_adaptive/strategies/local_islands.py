@@ -222,7 +222,6 @@ class IslandStrategy(LocalStrategy):
         refused = {
             "micro_batch_size": "all ranks of the island must make equally many backward passes",
             "merge_fragments": "all shards of a fragment must be finite, which ranks learn at the end of a round",
-            "overlap_merge": "all shards must be finite, which ranks learn at the end of a round",
             "auto_bits": "bits are chosen for whole layers",
             "outlier_limit": "a rank knows the norm of its shard only",
             "clip_delta": "a rank knows the norm of its shard only",

@@ -194,8 +194,8 @@ class Trainer:
             self._leave_early()
             return None
         # The last round's evaluation was of this model, and of the whole test split unless it was cut short.
-        # An overlapped merge has moved the model since.
-        same = train.eval_samples is None and not session.config.overlaps_merges
+        # A merge beside steps has moved the model since.
+        same = train.eval_samples is None and session.config.merge_fragments == 1
         final = self._last_scores if same and self._last_scores else None
         final = final or self._evaluator.evaluate(self._model)
         # Scores of a part of the test split are not comparable with these.

@@ -78,7 +78,7 @@ def train(transport: Any, optimizer: type[torch.optim.Optimizer] = torch.optim.S
     "options",
     [
         {}, {"compression": "maxmin:4"}, {"compression": "topk:0.1"}, {"compression": "sign"}, {"compression": "bf16"},
-        {"compression": "powersgd:2"}, {"overlap_merge": True}, {"merge_fragments": 2, "compression": "maxmin:4"},
+        {"compression": "powersgd:2"}, {"merge_fragments": 2}, {"merge_fragments": 2, "compression": "maxmin:4"},
         {"outer_state": "host", "outer_step": "nesterov"}, {"optimizer": torch.optim.AdamW}, {"amp": True},
         {"optimizer": torch.optim.AdamW, "compression": "maxmin:4", "outer_step": "cautious"},
         {"strategy": "sync"}, {"strategy": "sync", "compression": "maxmin:4"}, {"strategy": "sync", "compression": "topk:0.1"},

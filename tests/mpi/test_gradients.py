@@ -131,7 +131,7 @@ def test_strategy_sync_with_encoded_gradients(num_ranks: int, backend: str) -> N
         # The last round's loss by itself goes up and down.
         assert min(record.loss for record in records[-3:]) < 0.1, codec
     # In this job, as starting one takes longer.
-    options = {"strategy": "local", "overlap_merge": True, "outer_step": "none", "batch_size": 6}
+    options = {"strategy": "local", "merge_fragments": 2, "outer_step": "none", "batch_size": 6}
     model, records = train(transport, compression="maxmin:4; layers.1*=powersgd:2", **options)
     assert len(set(transport.allgather_object(model_hash(model)))) == 1
     assert min(record.loss for record in records[-3:]) < 0.1

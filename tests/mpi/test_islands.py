@@ -84,7 +84,6 @@ def test_islands_end_where_as_many_ranks_would(island: str, backend: str) -> Non
         {"adam": True},
         {"adam": False, "compression": "maxmin:4"},
         {"adam": False, "micro_batch_size": 4, "dispatch": "proportional"},
-        {"adam": False, "overlap_merge": True},
         {"adam": True, "merge_fragments": 3, "fragment_alpha": 0.3},
         {"adam": False, "merge_fragments": 2, "fragment_delay": 0.4, "compression": "maxmin:8"},
     ]

@@ -1,4 +1,4 @@
-"""Every optimizer in every strategy over real ranks; merges by mass, compressed, overlapped and resumed; early stopping."""
+"""Every optimizer in every strategy over real ranks; merges by mass, compressed and resumed; early stopping."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ def test_weights_by_mass_go_with_every_way_of_merging(train: Any, shared_tmp_pat
         "rows": ["--sparse-merge", "always"],
         "dense": ["--sparse-merge", "never"],
         "encoded": ["--compression", "maxmin:4"],
-        "overlapped": ["--overlap-merge"],
-        "overlapped-encoded": ["--overlap-merge", "--compression", "maxmin:8"],
         "adagrad": ["--optimizer", "adagrad", "--outer-step", "nesterov", "--outer-momentum", "0.5"],
     }
     for name, options in ways.items():

@@ -179,7 +179,6 @@ def test_what_cannot_be_merged_by_shards_is_refused_on_all_ranks(backend: str) -
         ({"micro_batch_size": 4}, "no micro_batch_size, got 4"),
         ({"clip_delta": 1.0}, "no clip_delta"),
         ({"merge_fragments": 2}, "no merge_fragments, got 2"),
-        ({"overlap_merge": True}, "no overlap_merge"),
         ({"island": "4"}, ""),
     ]
     for given, message in options:

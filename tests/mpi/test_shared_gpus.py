@@ -72,7 +72,7 @@ def train(options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "options",
     [
-        {"dispatch": "equal"}, {"dispatch": "equal", "overlap_merge": True}, {"dispatch": "equal", "compression": "maxmin:4"},
+        {"dispatch": "equal"}, {"dispatch": "equal", "merge_fragments": 2}, {"dispatch": "equal", "compression": "maxmin:4"},
         {"strategy": "sync", "batch_size_rule": "fixed"}, {"strategy": "horovod"},
         {"strategy": "sync", "batch_size_rule": "fixed", "compression": "maxmin:4"},
     ],

@@ -61,7 +61,7 @@ _MORE_BYTES = 3 << 30
 
 CONFIG: dict[str, Any] = {
     "strategy": "local", "batch_size": 64, "min_batch_size": 8, "batch_size_rule": "paper", "lr": 0.5, "slowdown": "0:1,2;30:2,1",
-    "epochs": 3, "merge_period": "auto", "lr_decay": 0.1, "compression": "maxmin:4; 0*=topk:0.1", "overlap_merge": False,
+    "epochs": 3, "merge_period": "auto", "lr_decay": 0.1, "compression": "maxmin:4; 0*=topk:0.1", "merge_fragments": 1,
     "outer_lr": 0.7, "record": False, "out": "runs/a", "resume": "auto", "target_p1": 0.3, "num_threads": 2, "reference_ranks": 4,
 }  # fmt: skip
 CONFIGS: tuple[dict[str, Any], ...] = (
@@ -71,7 +71,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"logical_ranks": 4, "merge_period": "fixed", "outer_step": "none", "num_threads": 1, "checkpoint_interval": 0},
     {"perturbation": True, "merge_weights": "paper", "batch_size_rule": "heterogpu", "batch_size_step": 4.0, "lr_rule": "sqrt"},
     {"record": True, "input_gradients": "dense", "momentum": 0.9, "data": "x_train.txt", "test_data": "x_test.txt"},
-    {"overlap_merge": True, "merge_period": "auto", "merge_share": 0.1, "optimizer_state": "average"},
+    {"merge_fragments": 2, "merge_period": "auto", "merge_share": 0.1, "optimizer_state": "average"},
     {"compression": "topk:0.01", "reducer": "hierarchical", "error_feedback": False, "dispatch": "equal"},
 )  # fmt: skip
 ENVIRONMENTS: tuple[dict[str, str], ...] = (

@@ -238,10 +238,9 @@ def test_a_change_on_some_ranks_is_averaged_and_said(caplog: pytest.LogCaptureFi
     ]
 
 
-@pytest.mark.parametrize("options", [{"overlap_merge": True}, {"merge_fragments": 2}], ids=str)
-def test_overlapped_merges_refuse_changes_between_rounds(options: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match="does not go with overlap_merge and merge_fragments"):
-        LocalWorld(2).run(lambda t: train(t, options, Rollback()))
+def test_fragments_on_the_way_refuse_changes_between_rounds() -> None:
+    with pytest.raises(RuntimeError, match="does not go with merge_fragments"):
+        LocalWorld(2).run(lambda t: train(t, {"merge_fragments": 2}, Rollback()))
 
 
 def test_merges_beside_steps_refuse_changes_on_some_ranks() -> None:

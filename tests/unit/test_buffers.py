@@ -55,7 +55,7 @@ def train(transport: LocalTransport, model: nn.Module, **options: Any) -> nn.Mod
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
-        (1, {}), (2, {}), (3, {"merge_weights": "samples"}), (1, {"strategy": "sync"}), (2, {"overlap_merge": True}),
+        (1, {}), (2, {}), (3, {"merge_weights": "samples"}), (1, {"strategy": "sync"}), (2, {"merges_per_round": 2}),
         (2, {"logical_ranks": 3}), (1, {"strategy": "sma"}),
     ],
     ids=str,

@@ -37,7 +37,7 @@ def make_model() -> nn.Module:
 def train(
     transport: LocalTransport, *, state: Any = None, num_epochs: float = 2, stop_at: int = 0, **options: Any
 ) -> dict[str, Any]:
-    """The state is that after round ``stop_at``, where an overlapped merge still has sums on the way, or the last."""
+    """The state is that after round ``stop_at``, where fragments still are on the way, or the last."""
     model = make_model()
     # One weight a rank: a mass for each of these short rows would be more bytes than their codes.
     fixed = {"batch_size": 15, "mega_batch": 150, "hash_interval": 1, "dispatch": "equal", "merge_weights": "updates"}
@@ -91,8 +91,8 @@ def test_fewer_bytes_and_equal_models(codec: str, largest_share: float, world_si
 
 
 @pytest.mark.parametrize("codec", ["maxmin:4", "powersgd:2"])
-def test_overlapped_merges_are_encoded_and_lose_no_progress(codec: str) -> None:
-    options = {"overlap_merge": True, "outer_step": "none"}
+def test_fragments_are_encoded_and_lose_no_progress(codec: str) -> None:
+    options = {"merge_fragments": 2, "outer_step": "none"}
     plain, exact = plain_run(3, **options), plain_run(3, compression="maxmin:4; *=none", **options)
     ours = LocalWorld(3).run(lambda t: train(t, compression=codec, **options))
     for a, b in zip(plain["model"].parameters(), exact["model"].parameters(), strict=True):
@@ -102,18 +102,18 @@ def test_overlapped_merges_are_encoded_and_lose_no_progress(codec: str) -> None:
     assert ours[0]["loss"] < plain["loss"] + 0.1 and ours[0]["loss"] < 0.8 * ours[0]["records"][0].loss
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_none_is_the_plain_merge(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_none_is_the_plain_merge(fragments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing goes through an exchange of codecs, not even unencoded."""
 
     def refuse(self: Exchange, *arguments: Any, **options: Any) -> None:
         raise RuntimeError("an exchange of codecs")
 
     monkeypatch.setattr(Exchange, "__init__", refuse)
-    results = LocalWorld(2).run(lambda t: train(t, compression="none", overlap_merge=overlap))
+    results = LocalWorld(2).run(lambda t: train(t, compression="none", merge_fragments=fragments))
     assert len({result["hash"] for result in results}) == 1 and results[0]["loss"] < 0.8 * results[0]["records"][0].loss
     with pytest.raises(RuntimeError, match="an exchange of codecs"):
-        LocalWorld(2).run(lambda t: train(t, compression="maxmin:4; *=none", overlap_merge=overlap))
+        LocalWorld(2).run(lambda t: train(t, compression="maxmin:4; *=none", merge_fragments=fragments))
 
 
 def test_what_a_codec_loses_comes_later() -> None:
@@ -131,10 +131,10 @@ def test_what_a_codec_loses_comes_later() -> None:
 
 
 @pytest.mark.parametrize("codec", ["maxmin:2", "powersgd:2"])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_resume_goes_on_with_the_residuals(codec: str, overlap: bool) -> None:
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_resume_goes_on_with_the_residuals(codec: str, fragments: int) -> None:
     # The order of claims and all seconds are out of play: parts are fixed, and no rule looks at speeds.
-    options = {"compression": codec, "overlap_merge": overlap, "outer_step": "none" if overlap else "nesterov"}
+    options = {"compression": codec, "merge_fragments": fragments, "outer_step": "nesterov" if fragments == 1 else "none"}
     whole = LocalWorld(2).run(lambda t: train(t, num_epochs=2, stop_at=6, **options))
     first = LocalWorld(2).run(lambda t: train(t, num_epochs=2, stop_at=3, **options))
     states = [result["state"] for result in first]

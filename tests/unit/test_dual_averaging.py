@@ -228,7 +228,6 @@ def test_compressed_deltas_come_near_the_exact_ones() -> None:
         (torch.optim.Adagrad, {"compression": "maxmin:4"}, "fisher-rows"),
         (torch.optim.SGD, {}, "fisher-rows"),
         (torch.optim.Adam, {}, "fisher-rows"),
-        (RowwiseAdagrad, {"overlap_merge": True}, "dual-averaging"),
         (RowwiseAdagrad, {"optimizer_state": "keep"}, "fisher-rows"),
         (RowwiseAdagrad, {"merge_weights": "fisher-rows"}, "fisher-rows"),
     ],

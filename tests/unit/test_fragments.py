@@ -386,7 +386,7 @@ MORE: list[dict[str, Any]] = [{"compression": "maxmin:4"}, {"merge_weights": "sa
 @pytest.mark.parametrize(
     # Each way to send with nothing more and with one of these.
     ("options", "more"),
-    [(o, more) for place, o in enumerate([*FRAGMENTS, {"overlap_merge": True}]) for more in ({}, MORE[place % 2])],
+    [(o, more) for place, o in enumerate(FRAGMENTS) for more in ({}, MORE[place % 2])],
 )
 def test_a_resume_with_fragments_on_the_way_goes_on_with_the_same_bits(options: dict[str, Any], more: dict[str, Any]) -> None:
     # The order of claims and all seconds are out of play: parts are fixed, and no rule looks at speeds.
@@ -456,10 +456,9 @@ def test_all_ranks_end_together_where_none_is_finite() -> None:
         ({"fragment_delay": 0.5}, "fragment_delay 0.5 needs merge_fragments of 2 or more, got 1"),
         ({"fragment_alpha": 0.25}, "fragment_alpha 0.25 needs merge_fragments of 2 or more, got 1"),
         ({"merge_fragments": 2, "strategy": "sync"}, "merge_fragments 2 needs strategy local, got 'sync'"),
-        ({"merge_fragments": 2, "overlap_merge": True}, "merge_fragments 2 needs overlap_merge False, got True"),
         ({"merge_fragments": 2, "merge_weights": "paper"}, "merge_fragments 2 needs merge_weights uniform or .*, got 'paper'"),
         ({"merge_fragments": 2, "merge_weights": "fisher-rows"}, "merge_fragments 2 needs merge_weights uniform or"),
-        ({"merge_fragments": 2, "sparse_merge": "always"}, "merge_fragments 2 exchanges all rows"),
+        ({"merge_fragments": 2, "sparse_merge": "always"}, "merge_fragments 2 needs sparse_merge auto or never, got 'always'"),
         ({"merge_fragments": 2, "auto_bits": 4, "compression": "maxmin:4"}, "merge_fragments 2 needs auto_bits 0, got 4"),
         ({"merge_fragments": 2, "outer_state": "host"}, "outer_state 'host' needs merge_fragments 1, got 2"),
         ({"merge_fragments": 2, "logical_ranks": 2}, "logical_ranks needs merge_fragments 1, got 2"),

@@ -97,7 +97,7 @@ def test_a_session_computes_what_it_does_on_the_processor(gpu: torch.device) -> 
         assert torch.allclose(ours, theirs, rtol=1e-9)
 
 
-@pytest.mark.parametrize("options", [{}, {"compression": "maxmin:4"}, {"overlap_merge": True}])
+@pytest.mark.parametrize("options", [{}, {"compression": "maxmin:4"}, {"merge_fragments": 2}])
 def test_ranks_hold_the_same_bits(options: dict[str, Any], gpu: torch.device) -> None:
     results = LocalWorld(2).run(lambda t: train(t, gpu, **options))
     assert len({model_hash(model) for _, model in results}) == 1

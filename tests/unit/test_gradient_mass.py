@@ -245,8 +245,7 @@ def test_weight_decay_moves_rows_without_gradient_by_the_scalar_weights() -> Non
 
 
 @pytest.mark.parametrize("options", [
-    {"compression": "maxmin:8"}, {"compression": "fp16"}, {"overlap_merge": True},
-    {"overlap_merge": True, "compression": "maxmin:8"}, {"optimizer_state": "average"},
+    {"compression": "maxmin:8"}, {"compression": "fp16"}, {"optimizer_state": "average"},
 ])  # fmt: skip
 def test_other_ways_of_merging_weigh_alike(options: dict[str, Any]) -> None:
     def run(transport: LocalTransport, **options: Any) -> list[Tensor]:

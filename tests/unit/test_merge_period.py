@@ -190,7 +190,6 @@ def test_merges_go_beside_steps_where_nothing_speaks_against_it(
     [
         ({"merges_per_round": 0}, "merges_per_round must be > 0, got 0"),
         ({"merges_per_round": 2, "merge_fragments": 2}, "merges_per_round 2 needs merge_fragments 1, got 2"),
-        ({"merges_per_round": 2, "overlap_merge": True}, "merges_per_round 2 needs overlap_merge False, got True"),
         ({"merges_per_round": 2, "merge_weights": "fisher-rows"}, "merges_per_round 2 needs merge_weights uniform or updates"),
         ({"merges_per_round": 2, "island": "2"}, "merges_per_round 2 needs no island, got '2'"),
         ({"merges_per_round": 2, "strategy": "sync"}, "merges_per_round 2 needs strategy local, got 'sync'"),

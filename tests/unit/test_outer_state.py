@@ -140,6 +140,6 @@ def test_bytes_a_parameter_are_those_of_the_table(
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    for other in ({"overlap_merge": True}, {"sparse_merge": "always"}, {"logical_ranks": 2}):
+    for other in ({"merge_fragments": 2}, {"sparse_merge": "always"}, {"logical_ranks": 2}):
         with pytest.raises(ValueError, match="outer_state 'host'"):
             config(outer_state="host", **other)  # type: ignore[arg-type]

@@ -153,12 +153,13 @@ CODECS = ["none", "fp16", "maxmin:4", "maxmin:4,nearest", "sign", "topk:0.1", "t
 
 # One of each kind also in the other way.
 @pytest.mark.parametrize(
-    ("codec", "overlap"), [*((codec, True) for codec in CODECS), *((codec, False) for codec in ("none", "sign", "powersgd:2"))]
+    ("codec", "fragments"), [*((codec, 2) for codec in CODECS), *((codec, 1) for codec in ("none", "sign", "powersgd:2"))]
 )
-def test_a_step_of_local_never_waits(codec: str, overlap: bool) -> None:
-    options = {"compression": codec, "overlap_merge": overlap}
-    # An overlapped merge goes on between steps, of which a round has six or more: some 50 launches for 2 tensors.
-    check(run(Dense, options=options, side_stream=True), kernels=10 if overlap else 1)
+def test_a_step_of_local_never_waits(codec: str, fragments: int) -> None:
+    """But when it sends a fragment, once a round and at the end: whether that is finite decides what is sent."""
+    log = run(Dense, options={"compression": codec, "merge_fragments": fragments}, side_stream=True)
+    # Fragments are sent and taken in between steps, of which a round has six or more: some 100 launches at most for a tensor.
+    check(log, waits=0 if fragments == 1 else (NUM_ROUNDS + 1) / log.num_steps, kernels=1 if fragments == 1 else 30)
 
 
 @pytest.mark.parametrize(

@@ -172,15 +172,6 @@ def test_drift_is_followed_by_dispatch() -> None:
     assert found["local"].utilisation > 0.97 > 0.95 > found["static"].utilisation
 
 
-def test_an_overlapped_merge_hides_the_exchange() -> None:
-    slow = but(FREE, exchange_overhead="400ms")
-    assert play("local", slow, mega_batch=4096).communication_share > 0.4
-    assert play("local", slow, mega_batch=4096, overlap_merge=True).communication_share < 1e-6
-    # Only as far as the next round lasts.
-    hidden = play("local", but(FREE, exchange_overhead="800ms"), mega_batch=4096, overlap_merge=True)
-    assert hidden.rounds_per_s == pytest.approx(1 / 0.8)
-
-
 def test_the_merge_period_follows_the_measured_share() -> None:
     slow = but(FREE, exchange_overhead="100ms")
     found = play("local", slow, mega_batch=1024, merge_period="auto", merge_share=0.05)
