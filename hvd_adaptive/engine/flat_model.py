@@ -129,6 +129,9 @@ class FlatModel:
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         tensors = by_dtype([local(p) for p in parameters])
         replace([group.tensors for group in self.parameter_groups], list(tensors.values()))
+        for group in self.parameter_groups:
+            for index, row_range in group.row_ranges.items():
+                row_range.rebind(group.tensors[index])
         self._watch(parameters)
 
     def follow(self) -> bool:

@@ -71,6 +71,12 @@ class RowRange:
         self.union = torch.empty(0, dtype=torch.int64, device=tensor.device)
         self.factor: Tensor | None = None
 
+    def rebind(self, tensor: Tensor) -> None:
+        """Takes the parameter anew. If it has other memory, all its rows count as touched."""
+        if tensor.data_ptr() != self._tensor.data_ptr():
+            self._tensor = tensor.view(self.num_rows, -1)
+            self.touched.mark_all("was put into other memory")
+
     def _rows_of(self, flat: Tensor) -> Tensor:
         return flat[self.part].view(self.num_rows, -1)
 

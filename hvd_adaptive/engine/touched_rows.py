@@ -26,7 +26,7 @@ class TouchedRows:
     Args:
         name: the parameter's, for messages.
         parameter: shape (num_rows, ...).
-        optimizer: the one that steps it; a hook is registered on it.
+        optimizer: the one that steps it; hooks are registered on it.
 
     Attributes:
         parameter_id: ``id`` of the parameter.
@@ -41,8 +41,15 @@ class TouchedRows:
         self.mask = torch.zeros(parameter.shape[0], dtype=torch.bool, device=parameter.device)
         self._version = parameter._version
         self._warned = False
-        optimizer.register_step_pre_hook(lambda *_: self.check_version())
-        optimizer.register_step_post_hook(self._after_step)
+        self._handles = [
+            optimizer.register_step_pre_hook(lambda *_: self.check_version()),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def remove(self) -> None:
+        """Takes the hooks off the optimizer."""
+        for handle in self._handles:
+            handle.remove()
 
     def clear(self) -> None:
         """Forgets all rows: the parameter is the global model now."""
@@ -52,7 +59,7 @@ class TouchedRows:
     def check_version(self) -> None:
         """Marks all rows if something other than a step has written to the parameter."""
         if self._parameter._version != self._version:
-            self._mark_all("was written outside optimizer.step")
+            self.mark_all("was written outside optimizer.step")
             self._version = self._parameter._version
 
     def _after_step(self, *_: Any) -> None:
@@ -62,15 +69,16 @@ class TouchedRows:
         self._version = self._parameter._version
         gradient = self._parameter.grad
         if gradient is None:
-            self._mark_all("was changed by a step and has no gradient")
+            self.mark_all("was changed by a step and has no gradient")
         elif gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
-            self._mark_all("got a dense gradient")
+            self.mark_all("got a dense gradient")
         elif (reason := why_dense(self._optimizer, self._parameter)) is not None:
-            self._mark_all(f"was stepped by {reason}")
+            self.mark_all(f"was stepped by {reason}")
         else:
             self.mask.index_fill_(0, gradient._indices()[0], True)
 
-    def _mark_all(self, what: str) -> None:
+    def mark_all(self, what: str) -> None:
+        """Marks all rows, and warns once of what has happened to the parameter."""
         self.mask.fill_(True)
         if not self._warned:
             self._warned = True

@@ -60,9 +60,10 @@ class LocalStrategy:
         config = self._config = self.merge.config
         self._transport = transport
         self.flat_model = self.merge.flat_model
+        self._hooks: list[Any] = [part.touched for part in self.flat_model.row_ranges]
         if (rule := self.merge.rule) is not None:
-            optimizer.register_step_pre_hook(lambda *_: rule.before_step())
-            optimizer.register_step_post_hook(lambda *_: rule.after_step())
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: rule.before_step()))
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: rule.after_step()))
         self._round = 0
         self._sizes = np.full(transport.world_size, float(config.batch_size))
         self._shares = np.full(transport.world_size, 1.0 / transport.world_size)
@@ -80,8 +81,7 @@ class LocalStrategy:
         self.claimed: list[Claim] = []
         self._claims: Claims
         self._mega_batch: MegaBatch | None = None
-        # The work that this rank's claims are from.
-        self._span = (0, 0)
+        self._span = (0, 0)  # The work that this rank's claims are from.
         # Claims that were settled before: of this round, and of the next one.
         self._settled_now: SettledClaims | None = None
         self._settled: SettledClaims | None = None
@@ -137,9 +137,9 @@ class LocalStrategy:
         return True
 
     def close(self) -> None:
-        """Takes the hooks off the model."""
-        if self._weight is not None:
-            self._weight.remove()
+        """Takes the hooks off the model and the optimizer."""
+        for hook in self._hooks if self._weight is None else (*self._hooks, self._weight):
+            hook.remove()
 
     def _weigh(self, micro: Batch) -> None:
         assert self._weight is not None

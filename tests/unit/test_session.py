@@ -50,6 +50,7 @@ def train(
     num_epochs: float = 2,
     on_batch: Callable[[Session, Any], None] = lambda session, batch: None,
     work: np.ndarray | None = None,
+    data: TensorDataset = DATA,
 ) -> dict[str, Any]:
     model = model if model is not None else make_model()
     session = Session(model, optimizer(model.parameters()), config, transport=transport)
@@ -57,7 +58,7 @@ def train(
     hashes: list[str] = []
     session.records += [records.append, lambda _: hashes.append(model_hash(model))]
     rows = []
-    for batch in session.batches(DATA, num_epochs=num_epochs, work=work):
+    for batch in session.batches(data, num_epochs=num_epochs, work=work):
         rows.append(batch.rows)
         on_batch(session, batch)
         with session.step(batch):
@@ -782,6 +783,56 @@ def test_tensors_that_a_step_replaces_are_merged(options: dict[str, Any]) -> Non
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("sparse_merge", ["auto", "always", "never"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_sparse_parameter_that_a_step_replaces_is_merged(world_size: int, sparse_merge: str) -> None:
+    rows = torch.arange(300) % 40
+
+    def run(transport: LocalTransport, replaces: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(50, 4, sparse=True, dtype=torch.float64), nn.Linear(4, 2, dtype=torch.float64))
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.3)
+        with torch.no_grad():
+            model[1].weight += torch.arange(8.0).view(2, 4)
+
+        def replace(session: Session, batch: Any) -> None:
+            if replaces and session.round % 3 == 1:
+                model[0].weight.data = model[0].weight.data.clone()
+
+        config = Config(batch_size=10, mega_batch=100, hash_interval=1, sparse_merge=sparse_merge, dispatch="equal")
+        train(transport, config, model=model, data=TensorDataset(rows, rows % 2), num_epochs=3, on_batch=replace)
+        return model
+
+    plain, ours = (LocalWorld(world_size).run(lambda t: run(t, replaces)) for replaces in (False, True))  # noqa: B023
+    for expected, model in zip(plain, ours, strict=True):
+        assert float((expected[0].weight.detach()[:40] - 0.3).abs().min()) > 1e-5
+        for a, b in zip(expected.parameters(), model.parameters(), strict=True):
+            assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"merge_weights": "fisher-rows"}, {"micro_batch_size": 5}])
+def test_a_closed_session_leaves_no_hook_behind(options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = torch.arange(100) % 40
+
+    def num_hooks() -> int:
+        of_tensors = sum(len(p._backward_hooks or ()) for p in model.parameters())
+        return len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks) + of_tensors
+
+    for _ in range(2):
+        session = Session(model, optimizer, Config(batch_size=10, mega_batch=50, **options), transport=LocalTransport())
+        for batch in session.batches(TensorDataset(rows, rows % 2)):
+            with session.step(batch):
+                optimizer.zero_grad()
+                for micro in batch.micro_batches():
+                    nn.functional.cross_entropy(model(micro.x), micro.y).backward()
+                optimizer.step()
+        session.close()
+        assert num_hooks() == 0
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_closed_session_gives_nothing_more_and_closes_once(world_size: int) -> None:
     def body(transport: LocalTransport) -> None:
@@ -855,6 +906,27 @@ def test_averaged_optimizer_state_is_the_weighted_mean_of_the_ranks_that_have_it
 
     for state in LocalWorld(3).run(run):
         assert torch.allclose(state, torch.full((3,), 0.25 * 1 + 0.75 * 2))
+
+
+def test_averaged_whole_numbers_are_rounded() -> None:
+    """Equal ones stay what they are, though weights of 10:5:4 in floating point sum to a little less than 1."""
+    weights = [10 / 19, 5 / 19, 4 / 19]
+
+    def run(transport: LocalTransport) -> dict[str, Any]:
+        parameter = nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.Adagrad([parameter], lr=0.1)
+        number = (5, 6, 8)[transport.rank]
+        optimizer.state[parameter] = {
+            "equal": 5, "unequal": number, "real": float(number), "flag": True, "count": torch.tensor(number),
+            "counts": torch.full((3,), number),
+        }  # fmt: skip
+        average_(optimizer, transport, weights[transport.rank], unions={id(parameter): torch.tensor([0, 2])})
+        return optimizer.state[parameter]
+
+    for rank, state in enumerate(LocalWorld(3).run(run)):
+        assert (state["equal"], state["unequal"], state["flag"], int(state["count"])) == (5, 6, True, 6)
+        assert state["counts"].tolist() == [6, (5, 6, 8)[rank], 6]
+        assert state["real"] == pytest.approx(112 / 19)
 
 
 def test_the_outer_step_follows_the_optimizer_and_options_without_one_are_refused() -> None:
