@@ -95,8 +95,8 @@ class PowerSgd(TensorCodec):
         p_shapes, q_shapes = zip(*(factor_shapes(shape, self.factor_rank) for shape in shapes), strict=True)
         num_p, num_q = (sum(rows * columns for rows, columns in factors) for factors in (p_shapes, q_shapes))
         start = memory.get(name)
-        if start is None:
-            start = _random(num_q, key, flat.device)
+        # A checkpoint's is on the CPU.
+        start = _random(num_q, key, flat.device) if start is None else start.to(flat.device)
         p_flat = torch.cat([(m @ q).reshape(-1) for m, q in zip(matrices, _views(start, q_shapes), strict=True)])
         yield world.allreduce_sum_async_(p_flat, f"{name}.p")
         # The same on all ranks, as the sum is. To read it would wait for a GPU.

@@ -303,6 +303,7 @@ class LogicalStrategy(LocalStrategy):
         Raises:
             ValueError: if one of them is missing.
         """
+        groups = [group for group in self.optimizer.param_groups for _ in group["params"]]
         for number, logical in self._own.items():
             saved = states.get(str(number))
             if saved is None:
@@ -314,7 +315,20 @@ class LogicalStrategy(LocalStrategy):
             logical.optimizer = defaultdict(
                 dict,
                 {
-                    self._parameters[int(i)]: copy.deepcopy(entries)
+                    self._parameters[int(i)]: _loaded(entries, self._parameters[int(i)].device, groups[int(i)])
                     for i, entries in saved["optimizer"].items()
                 },
             )
+
+
+def _loaded(value: Any, device: torch.device, group: dict[str, Any], name: str = "") -> Any:
+    """Copies a parameter's loaded state to its device, as ``Optimizer.load_state_dict`` does; dtypes stay."""
+    if isinstance(value, Tensor):
+        # Steps are counted on the CPU where the host reads the count.
+        stays = name == "step" and not (group.get("fused") or group.get("capturable"))
+        return value.clone() if stays else value.to(device, copy=True)
+    if isinstance(value, dict):
+        return {key: _loaded(item, device, group, key) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_loaded(item, device, group) for item in value)
+    return copy.deepcopy(value)

@@ -162,6 +162,23 @@ def test_saved_states_go_on_at_another_number_of_ranks(ranks: tuple[int, int], o
         whole["session"]._strategy.load_logical_states(joined)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loaded_state_is_where_its_parameters_are(fused: bool) -> None:
+    """A checkpoint is on the processor, parameters perhaps not. As with torch, Adam's count stays there unless it is fused."""
+    config = Config(logical_ranks=2, batch_size=16, mega_batch=240)
+    strategy = LocalWorld(1).run(lambda t: train(t, config, optimizer="adam", num_epochs=1))[0]["session"]._strategy
+    states = strategy.logical_states()
+    strategy._parameters = [p.to("meta") for p in strategy._parameters]
+    strategy.optimizer.param_groups[0]["fused"] = fused
+    strategy.load_logical_states(states)
+    for logical in strategy._own.values():
+        assert len(logical.optimizer) == len(strategy._parameters)
+        for entries in logical.optimizer.values():
+            assert {name: value.is_meta for name, value in entries.items()} == {
+                "step": fused, "exp_avg": True, "exp_avg_sq": True
+            }  # fmt: skip
+
+
 def test_a_logical_rank_that_is_not_finite_contributes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     seen: list[int] = []
 

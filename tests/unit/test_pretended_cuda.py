@@ -281,28 +281,28 @@ def test_a_hash_comes_in_parts_and_is_that_of_the_processor(monkeypatch: pytest.
     assert found == expected.hexdigest() and not log.count("pageable", "step")
 
 
-def test_a_checkpoint_is_taken_and_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"logical_ranks": 2}, {"compression": "powersgd:2", "error_feedback": True}], ids=str)
+def test_a_checkpoint_is_taken_and_a_run_goes_on_from_it(options: dict[str, Any], tmp_path: Path) -> None:
     def body(transport: LocalTransport, *, resumes: bool) -> str:
         with recording(Log()) as log:
             work = Dense()
-            session = Session(work.model, work.optimizer, Config(batch_size=16, mega_batch=160), transport=transport)
+            config = Config(batch_size=16, mega_batch=160, **options)
+            session = Session(work.model, work.optimizer, config, transport=transport)
             checkpointer = Checkpointer(session, tmp_path, interval=1, background=False)
-            if resumes:
-                assert checkpointer.resume() is not None
-                assert all(p.is_cuda for p in work.model.parameters())
-            else:
-                for batch in session.batches(work.data):
-                    with session.step(batch):
-                        session.optimizer.zero_grad()
-                        work.loss(batch.x, batch.y).backward()
-                        session.optimizer.step()
-                checkpointer.close()
+            found = model_hash(work.model) if resumes and checkpointer.resume() else ""
+            assert all(p.is_cuda for p in work.model.parameters())
+            for batch in session.batches(work.data, num_epochs=1 + resumes):
+                with session.step(batch):
+                    session.optimizer.zero_grad()
+                    work.loss(batch.x, batch.y).backward()
+                    session.optimizer.step()
+            checkpointer.close()
             session.close()
             wrong = [line for line in log.lines(*PHASES) if " mix " in line or " race " in line]
             assert not wrong, wrong
-            return model_hash(work.model)
+            return found or model_hash(work.model)
 
-    hashes = {LocalWorld(1).run(lambda t, resumes=resumes: body(t, resumes=resumes))[0] for resumes in (False, True)}
+    hashes = {LocalWorld(2).run(lambda t, resumes=resumes: body(t, resumes=resumes))[0] for resumes in (False, True)}
     assert len(hashes) == 1
 
 
