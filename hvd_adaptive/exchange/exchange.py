@@ -106,8 +106,11 @@ class Exchange:
 
     @property
     def _parts(self) -> str:
-        # Of these parts a rank holds what their codes lost.
-        return self._reducer if self._groups is None else f"{self._reducer} {self._transport.local_size}"
+        # Of these parts a rank holds what their codes lost. By hosts they follow from its place on its host and among hosts.
+        if self._groups is None:
+            return self._reducer
+        host, cross = self._groups
+        return f"{self._reducer} {host.world_size} {host.rank} {cross.rank}"
 
     @property
     def policy(self) -> Policy:
@@ -238,18 +241,25 @@ class Exchange:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes residuals over if policy, ranks and who sums which part are those that they were made with; else forgets them."""
+        """Takes residuals over if policy, ranks and this rank's parts are those that they were made with; else forgets them.
+
+        Ranks' places on hosts may have changed for some ranks only: these forget theirs, and the others go on with them.
+        """
         self.reset()
         self._layouts.clear()
         self._chosen.clear()
-        made_with = (state["policy"], state["world_size"], state.get("parts", "sra"))
-        fits = made_with == (self._policy.spec, self._transport.world_size, self._parts)
-        if fits and self._feedback is not None:
-            self._feedback.load_state_dict(state["residuals"])
+        fits = (state["policy"], state["world_size"]) == (self._policy.spec, self._transport.world_size)
         if fits:
+            # Equal on all ranks, as what decides on it is: it does not depend on a rank's place.
             self._memory = {name: value.clone() for name, value in state["factors"].items()}
-        elif state["residuals"]:
-            log.warning("error feedback starts anew: codecs, the number of ranks or hosts have changed since the checkpoint")
+        if not fits or state.get("parts", "sra") != self._parts:
+            if state["residuals"]:
+                log.warning(
+                    "error feedback starts anew: codecs, the number of ranks or this rank's place among hosts have changed since "
+                    "the checkpoint"
+                )
+        elif self._feedback is not None:
+            self._feedback.load_state_dict(state["residuals"])
 
     def _reduce(
         self,

@@ -242,6 +242,30 @@ def test_what_codes_lost_is_forgotten_on_other_hosts(caplog: pytest.LogCaptureFi
     assert not torch.equal(stayed[0][0], LocalWorld(4).run(body)[0][0])
 
 
+def test_a_rank_that_has_moved_among_hosts_forgets_what_it_lost(caplog: pytest.LogCaptureFixture) -> None:
+    """Two hosts of two ranks, placed in blocks and then in turns: ranks 1 and 2 sum other parts than before."""
+
+    def body(transport: LocalTransport, states: Any = None, *, in_turns: bool) -> Any:
+        if in_turns:
+            transport.host, transport.local_rank = f"host{transport.rank % 2}", transport.rank // 2
+        policy = parse_policy("maxmin:4; b.weight=powersgd:2")
+        exchange = Exchange(transport, policy, reducer="by-host", error_feedback=True)
+        if states is not None:
+            exchange.load_state_dict(states[transport.rank])
+        loaded = exchange.state_dict()
+        exchange.sum_(flat := values(transport.rank), "parameters", step=3, tensors=MODEL)
+        return flat, loaded, exchange.state_dict()
+
+    states = [state for *_, state in LocalWorld(4, num_hosts=2).run(lambda t: body(t, in_turns=False))]
+    for in_turns in (False, True):
+        moved = LocalWorld(4, num_hosts=2).run(lambda t: body(t, states, in_turns=in_turns))  # noqa: B023
+        assert all(torch.equal(flat, moved[0][0]) for flat, *_ in moved)
+        kept = [bool(loaded["residuals"]) for _, loaded, _ in moved]
+        assert kept == [True, not in_turns, not in_turns, True] and ("starts anew" in caplog.text) == in_turns
+        # What a sum goes on from must be the same everywhere.
+        assert all(loaded["factors"].keys() == states[0]["factors"].keys() != set() for _, loaded, _ in moved)
+
+
 @pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize(("text", "reducer"), [
     ("none", "sra"), ("fp16", "allreduce"), ("maxmin:4; c*=sign", "sra"), ("maxmin:4", "hierarchical"), ("powersgd:2", "sra"),
