@@ -110,11 +110,21 @@ class RowwiseAdagrad(_Lazy):
     ) -> None:
         super().__init__(params, {"lr": lr, "eps": eps, "initial_accumulator_value": initial_accumulator_value})
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a state, as torch's optimizers do; ``sum`` stays fp32 where parameters are bf16 or fp16."""
+        super().load_state_dict(state_dict)
+        places = [place for group in state_dict["param_groups"] for place in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for place, w in zip(places, parameters, strict=True):
+            total = state_dict["state"].get(place, {}).get("sum")
+            if total is not None:
+                # torch has rounded it to the parameter's dtype, in which it would soon stop growing.
+                self.state[w]["sum"] = total.to(w.device, _sum_dtype(w))
+
     def _sum(self, w: Tensor, dim: int, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
         if "sum" not in state:
             shape = [size if d == dim else 1 for d, size in enumerate(w.shape)]
-            dtype = torch.promote_types(w.dtype, torch.float32)
-            state["sum"] = w.new_full(shape, group["initial_accumulator_value"], dtype=dtype)
+            state["sum"] = w.new_full(shape, group["initial_accumulator_value"], dtype=_sum_dtype(w))
         total: Tensor = state["sum"]
         return total
 
@@ -130,6 +140,10 @@ class RowwiseAdagrad(_Lazy):
         total = self._sum(w, dim, state, group)
         total.add_(slice_squares(g, dim), alpha=total.numel() / max(1, g.numel()))
         w.addcdiv_(g, total.sqrt().add_(group["eps"]).to(g.dtype), value=-group["lr"])
+
+
+def _sum_dtype(w: Tensor) -> torch.dtype:
+    return torch.promote_types(w.dtype, torch.float32)
 
 
 class LazyMomentum(_Lazy):

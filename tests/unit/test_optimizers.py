@@ -121,6 +121,25 @@ def test_all_names_lower_a_loss_and_can_be_built_again_from_their_groups(name: s
     assert restored.param_groups[0]["lr"] == 0.02
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_accumulators_of_short_floats_are_loaded_as_they_were(dtype: torch.dtype) -> None:
+    weights = [nn.Parameter(torch.zeros(12, 4, dtype=dtype)), nn.Parameter(torch.zeros(5, dtype=dtype))]
+    optimizer = RowwiseAdagrad(weights, lr=0.1)
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 0.1)
+    for _ in range(300):
+        optimizer.step()
+    restored = RowwiseAdagrad(weights, lr=0.1)
+    restored.load_state_dict(optimizer.state_dict())
+    for weight in weights:
+        total, loaded = optimizer.state[weight]["sum"], restored.state[weight]["sum"]
+        assert loaded.dtype == torch.float32 and torch.equal(loaded, total) and not torch.equal(total, total.to(dtype).float())
+    # From another run's, of another dtype.
+    wide = RowwiseAdagrad([nn.Parameter(weight.detach().double()) for weight in weights])
+    wide.load_state_dict(optimizer.state_dict())
+    assert all(state["sum"].dtype == torch.float64 for state in wide.state.values())
+
+
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ValueError, match=r"optimizer must be one of sgd, .*, got 'lion'"):
         make_optimizer("lion", [nn.Parameter(torch.zeros(1))], lr=1.0)
