@@ -160,7 +160,7 @@ def average_(
 ) -> None:
     """Replaces the tensors and numbers of the state by their weighted mean over the ranks that have them. COLLECTIVE.
 
-    A rank without state for a parameter (it made no step) receives the others' mean.
+    A rank without state for a parameter (it made no step) receives the others' mean. Means of whole numbers are rounded.
 
     Args:
         optimizer: state of any structure that holds tensors or numbers by name, as torch's optimizers do.
@@ -204,6 +204,9 @@ def average_(
         parts[:] = flat.split([part.numel() for part in parts])
     whole: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for state, name, value, rows, group, place in places:
+        if _is_whole(value):
+            # Weights may sum to a little less than 1, and 4.9999995 is no 4.
+            group[place] = group[place].round()
         if not isinstance(value, Tensor):
             state[name] = type(value)(group[place].item())
         elif rows is None:
@@ -215,6 +218,12 @@ def average_(
     # A few launches on a GPU, not one a tensor.
     for targets, sources in whole.values():
         torch._foreach_copy_(targets, sources)
+
+
+def _is_whole(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not (value.is_floating_point() or value.is_complex())
+    return isinstance(value, int)
 
 
 def _scale_(flat: Tensor, parts: list[Tensor], factors: list[float]) -> None:
