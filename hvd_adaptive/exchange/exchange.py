@@ -244,6 +244,7 @@ class Exchange:
         """Takes residuals over if policy, ranks and this rank's parts are those that they were made with; else forgets them.
 
         Ranks' places on hosts may have changed for some ranks only: these forget theirs, and the others go on with them.
+        "auto" may choose another way than before, so all forget theirs.
         """
         self.reset()
         self._layouts.clear()
@@ -252,12 +253,15 @@ class Exchange:
         if fits:
             # Equal on all ranks, as what decides on it is: it does not depend on a rank's place.
             self._memory = {name: value.clone() for name, value in state["factors"].items()}
+        why = None
         if not fits or state.get("parts", "sra") != self._parts:
+            why = "codecs, the number of ranks or this rank's place among hosts have changed since the checkpoint"
+        elif self._reducer == "auto":
+            # Another way to sum has other parts.
+            why = "reducer 'auto' chooses again how to sum"
+        if why is not None:
             if state["residuals"]:
-                log.warning(
-                    "error feedback starts anew: codecs, the number of ranks or this rank's place among hosts have changed since "
-                    "the checkpoint"
-                )
+                log.warning("error feedback starts anew: %s", why)
         elif self._feedback is not None:
             self._feedback.load_state_dict(state["residuals"])
 

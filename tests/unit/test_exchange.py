@@ -204,6 +204,23 @@ def test_auto_takes_what_is_fastest_on_the_slowest_rank(winner: str, monkeypatch
             assert torch.equal(flat, results[0][0]) and len(residuals) == 2
 
 
+def test_auto_may_choose_otherwise_after_a_restart(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def body(transport: LocalTransport, states: Any = None) -> Any:
+        exchange = Exchange(transport, parse_policy("maxmin:4"), reducer="auto", error_feedback=True)
+        if states is not None:
+            exchange.load_state_dict(states[transport.rank])
+        exchange.sum_(flat := values(transport.rank), "parameters", step=3, tensors=MODEL)
+        return flat, exchange.state_dict()
+
+    monkeypatch.setattr("hvd_adaptive.exchange.exchange.fastest", lambda *_: ("sra", {}))
+    states = [state for _, state in LocalWorld(4, num_hosts=2).run(body)]
+    assert all(state["residuals"] for state in states)
+    monkeypatch.setattr("hvd_adaptive.exchange.exchange.fastest", lambda *_: ("hierarchical", {}))
+    anew = LocalWorld(4, num_hosts=2).run(body)
+    restarted = LocalWorld(4, num_hosts=2).run(lambda transport: body(transport, states))
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(restarted, anew, strict=True)) and "chooses again" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "num_hosts", "expected"),
     [(4, 2, "hierarchical"), (6, 3, "hierarchical"), (4, 1, "sra"), (2, 2, "sra"), (3, 2, "sra")],
