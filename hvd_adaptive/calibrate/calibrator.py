@@ -13,17 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvd_adaptive.algorithm.ledger import round_size
 from hvd_adaptive.algorithm.merge_period import SLOW_LINK_CODEC
 from hvd_adaptive.algorithm.micro_batches import multiple
 from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.algorithm.speed_model import fit_line
-from hvd_adaptive.calibrate.choices import (
-    SLOW_EXCHANGE,
-    choose,
-    may_choose,
-    may_cut,
-    settled,
-)
+from hvd_adaptive.calibrate.choices import SLOW_EXCHANGE, choose, may_choose, may_cut, settled
 from hvd_adaptive.calibrate.file import FORMAT, Calibration, Choice, MergeCalibration, RankCalibration
 from hvd_adaptive.calibrate.link import measure_claims, measure_link
 from hvd_adaptive.calibrate.memory_ceiling import (
@@ -139,6 +134,8 @@ class Calibrator:
 
         first_size = config.mega_batch if config.mega_batch is not None else 50 * chosen.batch_size
         rounds = [self._rounds(chosen, first_size)]
+        # An epoch is cut evenly, so real rounds have more or fewer samples than a mega-batch.
+        real_round = functools.partial(round_size, 0, dataset_size=len(self._data), unit=config.micro_batch_size or 1)
 
         def period(last: Rounds, seen: list[Rounds]) -> tuple[int, str | None]:
             return recommend_mega_batch(
@@ -154,7 +151,7 @@ class Calibrator:
             samples_per_s = predict(
                 step_s=line_s * together,
                 batch_size=chosen.batch_size,
-                mega_batch=mega_batch,
+                mega_batch=real_round(mega_batch=mega_batch),
                 merge_s=last.merge_s,
                 control_s=last.control_s,
                 wait_s=last.wait_s,
@@ -167,7 +164,7 @@ class Calibrator:
             samples_per_s = predict_fragments(
                 step_s=line_s * together,
                 batch_size=chosen.batch_size,
-                mega_batch=choice.mega_batch,
+                mega_batch=real_round(mega_batch=choice.mega_batch),
                 exchange_s=number * link.latency_s + link.per_byte_s * sent,
                 rest_s=max(0.0, whole.merge_s - link.latency_s - link.per_byte_s * whole.payload_bytes),
                 control_s=whole.control_s,
@@ -201,7 +198,7 @@ class Calibrator:
             ]
         sync = self._synchronous("sync", chosen)
         choices.append(self._played("sync", sync))
-        if free_codec and synchronous(sync, *lines).exchange_s * _NUM_STEPS > SLOW_EXCHANGE * sync.round_s:
+        if free_codec and synchronous(sync, *lines).exchange_s * sync.total("num_steps").max() > SLOW_EXCHANGE * sync.seconds:
             choices.append(self._played("sync", self._synchronous("sync", chosen, SLOW_LINK_CODEC), SLOW_LINK_CODEC))
         horovod = self._synchronous("horovod", chosen)
         choices.append(self._played("horovod", horovod))
@@ -209,7 +206,7 @@ class Calibrator:
         while (best := choose(allowed)).source == "computed":
             # What was only computed has to show it.
             tried = self._rounds(chosen, best.mega_batch, best.compression, best.merge_fragments)
-            shown = dataclasses.replace(best, samples_per_s=tried.mega_batch / tried.round_s, source="measured")
+            shown = dataclasses.replace(best, samples_per_s=tried.samples_per_s, source="measured")
             choices[choices.index(best)] = allowed[allowed.index(best)] = shown
         if best.strategy == "local":
             chosen.mega_batch = best.mega_batch
@@ -282,15 +279,21 @@ class Calibrator:
         with StepProbe(
             model, optimizer, step, source, seed=self._config.seed, rank=self._transport.rank, work=self._work
         ) as probe:
-            for size in sizes:
+
+            def measure(size: int) -> bool:
                 reset_peak()
                 fits, results = tried(device, optimizer, functools.partial(probe.repeat, size, repeat_s=_REPEAT_S))
-                if not fits:
-                    if micro is None:
-                        largest = largest_fitting(device, optimizer, probe, below=size, above=max(repeats, default=0))
-                    break
-                peaks[size] = peak_bytes()
-                repeats[size] = results
+                if fits:
+                    peaks[size], repeats[size] = peak_bytes(), results
+                return fits
+
+            too_large = next((size for size in sizes if not measure(size)), None)
+            if too_large is not None and micro is None:
+                largest = largest_fitting(device, optimizer, probe, below=too_large, above=max(repeats, default=0))
+                if not repeats:
+                    # Not even an eighth of the batch fits, so the step's line comes from smaller ones.
+                    for size in sorted({int(largest * part) for part in _SIZES if part <= 1} - {0}):
+                        measure(size)
             end = time.perf_counter() + self._least_s
             for size, results in itertools.chain.from_iterable(repeats.items() for _ in range(_PASSES)):
                 if time.perf_counter() > end:
@@ -311,7 +314,8 @@ class Calibrator:
             else:
                 memory = "measured: larger batches ran out of memory"
         if not repeats:
-            raise RuntimeError(f"a batch of {sizes[0]} samples does not fit into this rank's memory: use a smaller model")
+            what, other = ("one sample", "") if micro is None else (f"a micro-batch of {micro}", "micro_batch_size or ")
+            raise RuntimeError(f"{what} does not fit into this rank's memory: use a smaller {other}model")
         work = np.array([np.median([one.work / one.num_steps for one in results]) for results in repeats.values()])
         seconds = np.array([
             np.median([(one.compute_s if own_core else one.wall_s) / one.num_steps for one in results])
@@ -389,4 +393,4 @@ class Calibrator:
         )
 
     def _played(self, strategy: str, rounds: Rounds, compression: str = "none") -> Choice:
-        return self._choice(strategy, compression, rounds.mega_batch, rounds.mega_batch / rounds.round_s)
+        return self._choice(strategy, compression, rounds.mega_batch, rounds.samples_per_s)

@@ -84,7 +84,7 @@ class MergeCalibration:
     """The ends of real rounds; lists have one entry for each measured mega-batch, medians over its rounds.
 
     Attributes:
-        mega_batch: samples of a round over all ranks.
+        mega_batch: samples of a round over all ranks as asked for; an epoch is cut evenly, so real rounds have more or fewer.
         payload_bytes: that a rank sends in a merge.
         merge_s: delta, exchange and outer step; of the slowest rank.
         control_s: statistics, weights, next batch sizes; of the slowest rank.

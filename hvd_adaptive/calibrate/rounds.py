@@ -32,7 +32,9 @@ class Rounds:
     """Rounds but the first, with medians over them.
 
     Attributes:
-        mega_batch: samples of a round.
+        mega_batch: samples of a round as asked for; an epoch is cut evenly, so real rounds have more or fewer.
+        num_samples: samples that these rounds had, in sum.
+        seconds: that they took, in sum.
         model_bytes: trainable parameters and float buffers.
         payload_bytes: that a rank sends in a merge.
         merge_s: delta, exchange and outer step, of the slowest rank.
@@ -52,6 +54,8 @@ class Rounds:
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.most_fragments = most_fragments([name for name, _ in named], [one.numel() for _, one in named])
         self.mega_batch = mega_batch
+        self.num_samples = records[-1].num_samples - records[0].num_samples
+        self.seconds = records[-1].train_s - records[0].train_s
         trained = (p for p in model.parameters() if p.requires_grad)
         buffers = (b for b in model.buffers() if b.is_floating_point())
         self.model_bytes = sum(tensor.numel() * tensor.element_size() for tensor in itertools.chain(trained, buffers))
@@ -60,6 +64,11 @@ class Rounds:
         self.control_s = float(np.median([record.stats["control_s"].max() for record in self.records]))
         self.wait_s = float(np.median([record.stats["wait_s"].mean() for record in self.records]))
         self.round_s = float(np.median(np.diff([record.train_s for record in records])))
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples a second over all ranks."""
+        return self.num_samples / self.seconds
 
     def total(self, *names: str) -> Array:
         """Returns the sum of statistics over the rounds, shape (world_size,)."""

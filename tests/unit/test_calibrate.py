@@ -1,4 +1,4 @@
-"""calibrate: what follows from measured steps, the file, and one rank measured for real."""
+"""calibrate: what follows from measured steps, and the file."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adaptive.algorithm.speed_model import fit_line
-from hvd_adaptive.calibrate import calibrator
 from hvd_adaptive.calibrate.choices import choose, may_choose, may_cut, most_fragments, settled, table
 from hvd_adaptive.calibrate.file import (
     Calibration,
     Choice,
-    chosen_options,
     options_of,
     read_table,
     to_toml,
@@ -33,15 +30,12 @@ from hvd_adaptive.calibrate.recommend import (
     recommend_batches,
     recommend_mega_batch,
 )
-from hvd_adaptive.calibrate.rounds import Rounds
 from hvd_adaptive.cli.arguments import check_writable
 from hvd_adaptive.cli.calibrate_options import check_calibrate
 from hvd_adaptive.cli.option_sources import build_configs, predicted_speed, read_config_file, with_config_file
 from hvd_adaptive.cli.run import run_config
-from hvd_adaptive.comm.threads import LocalTransport
 from hvd_adaptive.config import Config
 from hvd_adaptive.wrap.run_options import RunConfig
-from hvd_adaptive.xmc.train_config import TrainConfig
 
 RANK: dict[str, Any] = {
     "host": "alpha", "device": "cpu", "threads": 1, "fixed_s": 1e-3, "per_work_s": 1e-4, "fit_error": 0.01, "jitter": 0.02,
@@ -371,60 +365,6 @@ def test_a_read_calibration_is_typed() -> None:
 def test_what_cannot_be_calibrated_is_refused(config: Config, out: str, seconds: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_calibrate(config, out, seconds)
-
-
-class FakeRounds(Rounds):
-    """Rounds over a link that takes `exchange_s`, or a quarter of it with codes; steps of 64 samples take 10 ms."""
-
-    def __init__(self, config: Config, exchange_s: float) -> None:
-        num_steps = config.mega_batch_samples / 64
-        self.mega_batch, self.model_bytes = config.mega_batch_samples, 4000
-        self.most_fragments, self.weights_rows = 4, False
-        self.payload_bytes = 4000 if config.compression == "none" else 1000
-        exchange_s *= self.payload_bytes / self.model_bytes
-        self.merge_s = exchange_s if config.merge_fragments == 1 else 0.0
-        self.control_s = self.wait_s = 0.0
-        compute_s = 0.01 * num_steps
-        beside = config.strategy == "local" and config.merge_fragments > 1
-        per_round = exchange_s * (1 if config.strategy == "local" else num_steps)
-        self.round_s = max(compute_s, per_round) if beside else compute_s + per_round
-        self._sums = {"num_steps": num_steps, "work": config.mega_batch_samples, "busy_s": compute_s, "claim_s": 0, "wait_s": 0}
-
-    def total(self, *names: str) -> Any:
-        return np.array([sum(self._sums[name] for name in names)])
-
-
-@pytest.mark.parametrize(("exchange_s", "fragments", "tried"), [(1e-3, 1, 0), (2.0, 4, 1)])
-def test_fragments_are_tried_where_they_are_predicted_to_pay_and_taken_where_they_do(
-    monkeypatch: pytest.MonkeyPatch, exchange_s: float, fragments: int, tried: int
-) -> None:
-    played: list[Config] = []
-
-    def play(config: Config, *args: Any, **options: Any) -> Rounds:
-        played.append(config)
-        return FakeRounds(config, exchange_s)
-
-    link = read_table(TABLE, "x").link
-    # A model of 4,000 bytes.
-    link = dataclasses.replace(link, latency_s=1e-6, per_byte_s=exchange_s / 4000)
-    rank = {key: value for key, value in RANK.items() if key not in ("together", "slowdown")}
-    mine = {**rank, "largest_batch": None, "fixed_s": 0.0, "per_work_s": 0.01 / 64}
-    monkeypatch.setattr(calibrator, "play_rounds", play)
-    monkeypatch.setattr(calibrator, "measure_link", lambda transport, device: link)
-    monkeypatch.setattr(calibrator.Calibrator, "_measure_rank", lambda self: dict(mine))
-    data: Any = range(6400)
-    one = calibrator.Calibrator(
-        Config(), TrainConfig(), data, device=torch.device("cpu"), transport=LocalTransport(), memory_bytes=None, least_s=0.1,
-        say=lambda line: None,
-    )  # fmt: skip
-    chosen, found = one.run()
-    assert found.predicted.merge_fragments == fragments and found.predicted.source == "measured"
-    assert sum(config.merge_fragments > 1 for config in played) == tried
-    assert any(choice.source == "computed" for choice in found.choices)
-    if tried:
-        # With codes an exchange takes as long as the 50 steps between two merges, so that fragments hide it.
-        assert found.predicted.compression == "maxmin:4" and chosen.mega_batch == found.predicted.mega_batch
-        assert build_configs({"mega_batch": chosen.mega_batch, **chosen_options(found, ())})[0].merge_fragments == 4
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path: Path) -> None:
