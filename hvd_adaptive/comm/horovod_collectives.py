@@ -2,6 +2,9 @@
 
 A CPU build of Horovod copies CUDA tensors without waiting for the stream that fills them: with such a build they go
 through host memory here.
+
+Horovod 0.28.1 casts numbers of elements to C ints, and larger ones are cut off without a word. Sums and broadcasts of more
+elements go in parts.
 """
 
 from __future__ import annotations
@@ -18,6 +21,32 @@ from hvd_adaptive.comm.horovod_wait import wait_asleep
 from hvd_adaptive.comm.host_staging import to_device, to_host
 
 log = logging.getLogger(__name__)
+
+# Of one sum or broadcast, whose bytes are elements where bytes are sent. Half of what an int holds: MPI libraries add to it.
+MOST_ELEMENTS = 1 << 30
+# Of all ranks together, in one gather or alltoall: Horovod's places in the result are ints too.
+_MOST_GATHERED_BYTES = (1 << 31) - 1
+
+
+def in_parts(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """Cuts a contiguous tensor into flat views that one collective takes, each with a name; a small one is its only part."""
+    if tensor.numel() <= MOST_ELEMENTS:
+        return [(name, tensor)]
+    # The first part keeps the name: ranks whose tensors have different sizes meet there, and Horovod tells them.
+    return [(f"{name}.part{index}" if index else name, part) for index, part in enumerate(tensor.view(-1).split(MOST_ELEMENTS))]
+
+
+def gathered_share(world_size: int) -> int:
+    """Returns how many bytes each rank may give to one gather whose total no rank knows: a multiple of 8."""
+    return max(MOST_ELEMENTS // world_size // 8 * 8, 8)
+
+
+def _check_gathered(name: str, num_bytes: int) -> None:
+    if num_bytes > _MOST_GATHERED_BYTES:
+        raise ValueError(
+            f"{name}: the ranks' parts must have at most {_MOST_GATHERED_BYTES} bytes together, which is all that Horovod "
+            f"counts, got {num_bytes}: use backend 'torch', which counts further, or a smaller model"
+        )
 
 
 class _Pending:
@@ -49,6 +78,12 @@ class HorovodCollectives:
         process_set: Horovod's own object for the group.
         waiting: marks this rank as waiting, for the heartbeats.
         prefix: of all names, where others in this process use Horovod as well.
+
+    Raises:
+        ValueError: by a gather or an alltoall, before it begins, if it has more bytes together than a C int holds. A gather raises
+            it on all ranks, which are given the same sizes; an alltoall only on the ranks that send or receive so much, and
+            the others wait until the job ends. Where a gather's sizes are not known, nothing is checked,
+            and each rank must give at most :func:`gathered_share`.
     """
 
     def __init__(
@@ -73,17 +108,22 @@ class HorovodCollectives:
         return self._allreduce_async_(tensor, to_host(tensor) if tensor.is_cuda else tensor, name, self._hvd.Max)
 
     def _allreduce_async_(self, tensor: Tensor, host: Tensor, name: str, op: Any) -> _Pending:
-        handle = self._hvd.allreduce_async_(host, name=self._prefix + name, op=op, process_set=self._process_set)
+        handles = [
+            self._hvd.allreduce_async_(part, name=self._prefix + part_name, op=op, process_set=self._process_set)
+            for part_name, part in in_parts(name, host)
+        ]
 
         def finish() -> Tensor:
-            self._synchronize(handle)
+            for handle in handles:
+                self._synchronize(handle)
             return tensor if host is tensor else tensor.copy_(host, non_blocking=True)
 
-        return _Pending(finish, lambda: self._hvd.poll(handle), lambda: self._waiting(f"allreduce of {name}"))
+        return _Pending(finish, lambda: all(map(self._hvd.poll, handles)), lambda: self._waiting(f"allreduce of {name}"))
 
     def alltoall_bytes_async(
         self, tensor: Tensor, *, send_bytes: Sequence[int], receive_bytes: Sequence[int], name: str
     ) -> _Pending:
+        _check_gathered(name, max(sum(send_bytes), sum(receive_bytes)))
         host = self._to_host(tensor)
         splits = torch.tensor(send_bytes, dtype=torch.int32)
         handle = self._hvd.alltoall_async(host, splits=splits, name=self._prefix + name, process_set=self._process_set)
@@ -99,6 +139,8 @@ class HorovodCollectives:
         return _Pending(finish, lambda: self._hvd.poll(handle), lambda: self._waiting(f"alltoall of {name}"))
 
     def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int] | None, name: str) -> _Pending:
+        if receive_bytes is not None:
+            _check_gathered(name, sum(receive_bytes))
         host = self._to_host(tensor)
         handle = self._hvd.allgather_async(host, name=self._prefix + name, process_set=self._process_set)
 
@@ -117,9 +159,13 @@ class HorovodCollectives:
             for index, tensor in enumerate(tensors):
                 # Horovod takes neither bf16 nor bool nor 0-dim tensors; bytes carry them all.
                 flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
-                if flat.numel():
-                    value = self._hvd.broadcast(flat.cpu(), root_rank=0, name=f"{self._prefix}broadcast.{index}")
-                    tensor.copy_(value.view(tensor.dtype).reshape(tensor.shape))
+                if not flat.numel():
+                    continue
+                for name, part in in_parts(f"{self._prefix}broadcast.{index}", flat):
+                    part.copy_(self._hvd.broadcast(part.cpu(), root_rank=0, name=name))
+                # Else ``flat`` is the tensor's own memory.
+                if not tensor.is_contiguous():
+                    tensor.copy_(flat.view(tensor.dtype).reshape(tensor.shape))
 
     def _synchronize(self, handle: int) -> Any:
         wait_asleep(lambda: self._hvd.poll(handle))

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hvd_adaptive.comm.horovod_collectives import in_parts
 from hvd_adaptive.comm.protocols import Group, Pending, Transport
 
 
@@ -67,10 +68,10 @@ class Inside:
     def tell_(self, tensor: Tensor, name: str) -> None:
         """Replaces a contiguous tensor by that of the island's first rank, in place. COLLECTIVE inside."""
         if self.world_size > 1 and tensor.numel():
-            raw = tensor.view(-1).view(torch.uint8)
-            told = self.tell(raw if self.rank == 0 else raw[:0], name, num_bytes=raw.numel())
-            if self.rank:
-                raw.copy_(told)
+            for part_name, raw in in_parts(name, tensor.view(-1).view(torch.uint8)):
+                told = self.tell(raw if self.rank == 0 else raw[:0], part_name, num_bytes=raw.numel())
+                if self.rank:
+                    raw.copy_(told)
 
     def tell(self, content: Tensor, name: str, *, num_bytes: int | None) -> Tensor:
         """Returns the bytes of the island's first rank. COLLECTIVE inside.

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hvd_adaptive.comm.protocols import Group
+from hvd_adaptive.comm.horovod_collectives import gathered_share
+from hvd_adaptive.comm.protocols import Group, Pending
 from hvd_adaptive.compress.policy import Policy, TensorInfo
 from hvd_adaptive.exchange.compressed import CompressedSum
 from hvd_adaptive.exchange.pipeline import Task
@@ -184,10 +185,33 @@ class SparseBucket:
         values = gradient.values() if factor == 1.0 else gradient.values() * factor
         payload = _pack(gradient.indices(), values)
         self._payload_bytes = payload.numel()
-        received = yield world.allgather_bytes_async(payload, receive_bytes=None, name=self._name)
-        indices, values = _unpack(received, gradient.indices(), values)
+        blocks = yield from self._gather(world, payload, gradient.sparse_dim(), values)
+        indices, values = _unpack(blocks, gradient.indices(), values)
         total = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
         parameter.grad = total.coalesce()
+
+    def _gather(
+        self, world: Group, payload: Tensor, sparse_dim: int, values: Tensor
+    ) -> Generator[Pending | None, Any, Sequence[Tensor]]:
+        """Returns the payloads of all ranks: as a rule from one gather. More than it can take goes in parts.
+
+        No rank knows the others' sizes before. The first part says them, so that all ranks know how many parts follow.
+        """
+        share = gathered_share(world.world_size)
+        received = yield world.allgather_bytes_async(payload[:share], receive_bytes=None, name=self._name)
+        sizes: list[int] = []
+        start = 0
+        while start < received.numel():
+            sizes.append(_payload_bytes(int(received[start : start + 8].view(torch.int64)), sparse_dim, values))
+            start += min(sizes[-1], share)
+        parts = [received.split([min(size, share) for size in sizes])]
+        for start in range(share, max(sizes), share):
+            lengths = [min(max(size - start, 0), share) for size in sizes]
+            received = yield world.allgather_bytes_async(
+                payload[start : start + share], receive_bytes=lengths, name=f"{self._name}.part{len(parts)}"
+            )
+            parts.append(received.split(lengths))
+        return parts[0] if len(parts) == 1 else [torch.cat(of_rank) for of_rank in zip(*parts, strict=True)]
 
 
 def _pack(indices: Tensor, values: Tensor) -> Tensor:
@@ -199,17 +223,26 @@ def _pack(indices: Tensor, values: Tensor) -> Tensor:
     return torch.cat([count.view(torch.uint8), indices.contiguous().view(-1).view(torch.uint8), raw, padding])
 
 
-def _unpack(received: Tensor, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def _row_bytes(values: Tensor) -> int:
+    return values.element_size() * math.prod(values.shape[1:])
+
+
+def _payload_bytes(count: int, sparse_dim: int, values: Tensor) -> int:
+    """What `_pack` makes of so many entries with values like these."""
+    content = 8 + 8 * count * sparse_dim + _row_bytes(values) * count
+    return content + -content % 8
+
+
+def _unpack(payloads: Sequence[Tensor], indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """All ranks' entries, in rank order, of the types and inner shapes of this rank's."""
-    row_bytes = values.element_size() * math.prod(values.shape[1:])
-    all_indices, all_values, start = [], [], 0
-    while start < received.numel():
-        count = int(received[start : start + 8].view(torch.int64))
-        middle = start + 8 + 8 * count * indices.shape[0]
-        stop = middle + row_bytes * count
-        all_indices.append(received[start + 8 : middle].view(torch.int64).view(indices.shape[0], count))
-        all_values.append(received[middle:stop].view(values.dtype).view(count, *values.shape[1:]))
-        start = stop + -stop % 8
+    row_bytes, sparse_dim = _row_bytes(values), indices.shape[0]
+    all_indices, all_values = [], []
+    for payload in payloads:
+        # The padding is shorter than an entry.
+        count = (payload.numel() - 8) // (8 * sparse_dim + row_bytes)
+        middle = 8 + 8 * count * sparse_dim
+        all_indices.append(payload[8:middle].view(torch.int64).view(sparse_dim, count))
+        all_values.append(payload[middle : middle + row_bytes * count].view(values.dtype).view(count, *values.shape[1:]))
     return torch.cat(all_indices, dim=1), torch.cat(all_values)
 
 
