@@ -103,7 +103,7 @@ def test_help_all_shows_the_rest(command: str, capsys: pytest.CaptureFixture[str
         main([command, "--help-all"])
     assert end.value.code == 0
     whole = capsys.readouterr().out
-    assert "--overlap" in whole or command == "run"
+    assert "--merge-share" in whole
     assert "more options" not in whole and "examples:" in whole
 
 
