@@ -80,10 +80,10 @@ class HorovodCollectives:
         prefix: of all names, where others in this process use Horovod as well.
 
     Raises:
-        ValueError: by a gather or an alltoall, before it begins, if it has more bytes together than a C int holds. A gather raises
-            it on all ranks, which are given the same sizes; an alltoall only on the ranks that send or receive so much, and
-            the others wait until the job ends. Where a gather's sizes are not known, nothing is checked,
-            and each rank must give at most :func:`gathered_share`.
+        ValueError: by a gather or an alltoall, before it begins, if it has more bytes together than a C int holds. A gather
+            raises it on all ranks, which are given the same sizes; an alltoall only on the ranks that send or receive so
+            much, and the others wait until the job ends. Where a gather's sizes are not known, nothing is checked, and each
+            rank must give at most :func:`gathered_share`.
     """
 
     def __init__(
