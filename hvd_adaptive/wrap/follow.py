@@ -132,8 +132,8 @@ class Follower:
         if stream.current.is_unequal and stream.num_unused and not stream.num_shared:
             stream.change_fractions(None, first=stream.num_handed)
             if not self._is_evaluated:
+                # Later passes change with the next exchange: this rank alone may have looked at some batches.
                 stream.loader.reasons.add(Reason.SKIPPED)
-                stream.loader.fractions = None
                 # The first batches of a pass are skipped by their number, as where training goes on in the middle of an epoch.
                 if stream.num_unused < stream.num_delivered:
                     stream.hand_out_again()

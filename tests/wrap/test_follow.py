@@ -214,6 +214,21 @@ def test_a_step_without_a_backward_belongs_to_the_batch_that_the_script_is_at(fo
     assert known.fractions == (0.25, 0.75) and not known.num_repeated
 
 
+def test_a_look_at_some_batches_by_one_rank_leaves_its_shares_as_the_others_have_them(follower: Follower) -> None:
+    loader = make_loader()
+    known = Loader(loader, 1)
+    known.num_steps, known.fractions = 20, (0.25, 0.75)
+    look = Iteration(follower, loader, known)
+    for _ in range(3):
+        look.next()
+    # The looked-at pass is equal from here on; the others learn why in the next exchange.
+    assert not look.stream.current.is_unequal and known.reasons == {Reason.SKIPPED}
+    del look
+    training = Iteration(follower, loader, known)
+    training.next()
+    assert training.stream.current.num_samples == 3 and follower.backward() == 0.5
+
+
 def test_a_reason_of_one_rank_counts_from_the_next_exchange_on() -> None:
     """Else the ranks would disagree on the shares of the pass that begins before it."""
     ranks = streams()
