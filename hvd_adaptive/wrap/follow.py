@@ -237,7 +237,12 @@ class Follower:
 
     def evaluated(self, module: nn.Module) -> None:
         """A module is called without gradients."""
-        self._is_evaluated |= module in self._tracer.places
+        if module not in self._tracer.places:
+            return
+        self._is_evaluated = True
+        # Only after model.eval(): in training mode the model may be making labels for a batch that goes into the step.
+        if self._streams and not module.training:
+            max(self._streams, key=lambda stream: stream.delivered_at).is_evaluated = True
 
     @property
     def is_at_unequal_batch(self) -> bool:
@@ -306,7 +311,9 @@ class Follower:
     def _candidates(self) -> list[IndexStream]:
         """The passes that may feed the next backward, the latest last."""
         found = [s for s in self._streams if s.delivered_at > self._last_backward and s.is_open]
-        return sorted(found, key=lambda stream: stream.delivered_at)
+        found.sort(key=lambda stream: stream.delivered_at)
+        # An iterator for validation may stay alive within the training loop.
+        return [s for s in found if not s.is_evaluated] or found
 
     def _begin_backward(self) -> None:
         candidates = self._candidates()

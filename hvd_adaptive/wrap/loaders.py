@@ -168,6 +168,7 @@ class IndexStream:
         num_unused: batches delivered since the last backward of one.
         current: the last delivered batch.
         delivered_at: when that was, in events counted by the follower.
+        is_evaluated: the last delivered batch went through a model in evaluation mode, without gradients.
         is_over: the pass has come to its end.
         num_unrelated: batches that were followed by one of another loader before backward.
         num_batches: batches of the whole pass; 0: not known.
@@ -185,6 +186,7 @@ class IndexStream:
         self.num_unused = 0
         self.current = Handed(0, 0, 1.0)
         self.delivered_at = 0
+        self.is_evaluated = False
         self.is_over = False
         self.num_unrelated = 0
         self.num_batches = 0
@@ -249,6 +251,7 @@ class IndexStream:
         """Takes note that the next batch has come to the script."""
         self.num_delivered += 1
         self.num_unused += 1
+        self.is_evaluated = False
         self.current, self._last_own = self._queue.popleft()
 
     def change_fractions(self, fractions: tuple[float, ...] | None, *, first: int) -> None:

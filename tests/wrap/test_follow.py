@@ -305,6 +305,36 @@ def test_batches_of_two_loaders_with_unequal_shares_are_an_error(follower: Follo
         follower.backward()
 
 
+@pytest.mark.parametrize("comes", ["between steps", "before forward", "before backward"])
+def test_an_iterator_for_validation_may_stay_alive(follower: Follower, comes: str) -> None:
+    model = nn.Linear(1, 1)
+    follower.trains(list(model.parameters()))
+    train, validation = (Iteration(follower, loader, Loader(loader, 1)) for loader in (make_loader(), make_loader()))
+    train.stream.change_fractions((0.25, 0.75), first=2)
+
+    def validate(when: str) -> None:
+        if when == comes and train.stream.num_handed > 2:
+            validation.next()
+            model.eval()
+            with torch.no_grad():
+                model(torch.ones(6, 1))
+            model.train()
+
+    for expected in (1.0, 1.0, 0.5, 0.5, 0.5):
+        validate("between steps")
+        next(train.stream)
+        batch = torch.ones(train.stream._queue[0][0].num_samples, 1)
+        follower.delivered(train.stream, batch)
+        validate("before forward")
+        loss = model(batch).mean()
+        validate("before backward")
+        loss.backward()
+        assert follower.backward() == expected
+        assert follower.take_step()[0] is train.stream
+    assert not train.stream.loader.reasons and not validation.stream.loader.reasons
+    follower.end()
+
+
 def test_a_batch_is_watched_until_an_optimizer_takes_its_second_step_on_it(follower: Follower) -> None:
     """A script that stays with one batch must not be watched for ever."""
     num_hooks = len(torch_module._global_forward_pre_hooks)
