@@ -36,7 +36,11 @@ def intercept_horovod(listener: Engine, *, count_other_steps: bool = False) -> N
     @functools.wraps(initialize)
     def init(*args: Any, **options: Any) -> None:
         nonlocal wait
+        # Horovod ignores a further call, as one that a helper makes on some ranks. After a shutdown it starts anew.
+        is_further = basics.is_initialized() and listener.report.is_started
         initialize(*args, **options)
+        if is_further:
+            return
         wait = asleep if is_crowded(hvd.local_size()) else own
         listener.started(hvd.size(), hvd.rank())
 

@@ -18,6 +18,10 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "wrap" / "scripts"
 
 def run(command: str) -> dict[str, Any]:
     """Runs a script as ``python`` would; returns its globals."""
+    import horovod.torch as hvd
+
+    # Its hvd.init() shall be a start: it forgets the shares of the script before.
+    hvd.shutdown()
     name, *arguments = command.split()
     sys.argv, sys.path[0] = [str(SCRIPTS / name), *arguments], str(SCRIPTS)
     values = runpy.run_path(sys.argv[0], run_name="__main__")
@@ -67,6 +71,6 @@ def run_both(
         for name, value in weights(values).items():
             assert torch.allclose(value, expected[name], rtol=rtol, atol=1e-12 * rtol), (command, name)
         loaders = engine.report.loaders[before:]
-        # The next script's hvd.init() forgets the shares.
+        # The next script's start forgets the shares.
         results.append(([loader for loader in loaders if loader.num_steps], [loader.fractions for loader in loaders]))
     return results, engine
