@@ -147,14 +147,14 @@ def _intercept_optimizer(listener: Engine, cls: Any, all_ranks: Any) -> None:
         return result
 
     @functools.wraps(cls.zero_grad)
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        # Horovod's takes no argument, though torch's does.
+    def zero_grad(self: Any, *args: Any, **options: Any) -> None:
+        # Horovod's takes no argument, though torch's does; fused optimizers' own take none, or have another default.
         if self._handles:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
-        super(self.__class__, self).zero_grad(set_to_none=set_to_none)
+        super(self.__class__, self).zero_grad(*args, **options)
 
     cls.__init__, cls._make_hook, cls.synchronize, cls.step = __init__, _make_hook, synchronize_, step_
     cls.set_backward_passes_per_step, cls.zero_grad = set_backward_passes_per_step, zero_grad

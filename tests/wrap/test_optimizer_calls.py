@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from hvd_adaptive.wrap.optimizer_calls import _intercept_optimizer
 from hvd_adaptive.wrap.run_options import RunConfig
 
 
@@ -29,3 +32,39 @@ def test_only_the_first_init_is_a_start_and_one_after_a_shutdown(num_ranks: int)
         assert starts == [num_ranks] * num_starts
         assert [ref() for ref in engine._local._optimizers] == [optimizer]
         hvd.shutdown()
+
+
+class Fused(torch.optim.SGD):
+    """As apex's and DeepSpeed's FusedAdam, whose zero_grad takes no argument."""
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad(set_to_none=False)
+
+
+class Keeping(torch.optim.SGD):
+    """One with a default of its own."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "is_none"),
+    [(Fused, {}, False), (Keeping, {}, False), (Keeping, {"set_to_none": True}, True), (torch.optim.SGD, {}, True)],
+)
+def test_zero_grad_is_the_wrapped_optimizers_own(own: Any, options: dict[str, bool], is_none: bool) -> None:
+    from horovod.torch.optimizer import _DistributedOptimizer
+
+    # As Horovod does, which makes a class of the optimizer's and its own methods.
+    wrapped: Any = type("Wrapped", (own,), dict(vars(_DistributedOptimizer)))
+    _intercept_optimizer(None, wrapped, None)  # type: ignore[arg-type]
+    optimizer = object.__new__(wrapped)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    own.__init__(optimizer, [parameter], lr=0.1)
+    optimizer._handles = {}
+    parameter.grad = torch.ones(2)
+    optimizer.zero_grad(**options)
+    assert (parameter.grad is None) == is_none and (is_none or not parameter.grad.any())
+    optimizer._handles = {parameter: None}
+    with pytest.raises(AssertionError, match="prohibited"):
+        optimizer.zero_grad(**options)
