@@ -179,7 +179,7 @@ class Follower:
     def rates(self) -> int:
         """A checksum of the learning rates of the optimizer that stepped last; 0 if there is none any more."""
         groups = getattr(self._stepped_last(), "param_groups", [])
-        return zlib.crc32(repr([float(group.get("lr", 0.0)) for group in groups]).encode())
+        return zlib.crc32(repr([float(group.get("lr") or 0.0) for group in groups]).encode())
 
     def losses(self, tensors: Sequence[Tensor]) -> None:
         """The script is about to call backward on tensors."""

@@ -128,3 +128,14 @@ def test_a_loader_that_is_made_anew_in_each_epoch_keeps_the_speeds_and_is_told_o
     told = "\n".join(engine.report.lines())
     assert told.count("adaptive: DataLoader") == told.count("left alone: DataLoader") == 1
     assert told.count("made anew 2 times; 9 steps in all") == told.count("made anew 2 times; 0 steps in all") == 1
+
+
+def test_an_optimizer_may_have_no_learning_rate_yet() -> None:
+    """As transformers' Adafactor with relative_step."""
+    engine, optimizer = make_engine(), Wrapped(nn.Linear(2, 1))
+    checksums = set()
+    for rate in (0.1, 0.2, None):
+        optimizer.param_groups[0]["lr"] = rate
+        engine.follower.take_step(optimizer)
+        checksums.add(engine.follower.rates)
+    assert len(checksums) == 3
