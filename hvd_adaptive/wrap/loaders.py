@@ -193,7 +193,8 @@ class IndexStream:
         self.num_shared = 0
         self.begins_followed = False
         if not loader.reasons & {Reason.ITERABLE, Reason.NO_BATCHING}:
-            with contextlib.suppress(TypeError):
+            # Of any kind: torch itself does not ask here.
+            with contextlib.suppress(Exception):
                 self.num_batches = len(index_sampler)
         self._index_sampler = index_sampler
         self._own = iter(index_sampler)
@@ -253,6 +254,16 @@ class IndexStream:
         self.num_unused += 1
         self.is_evaluated = False
         self.current, self._last_own = self._queue.popleft()
+
+    def drop(self, *, outstanding: int) -> None:
+        """Counts as delivered what was handed out but never comes: it could not be read, or the script asked for lists only.
+
+        Args:
+            outstanding: lists that the workers still have to bring.
+        """
+        while len(self._queue) > outstanding:
+            self._queue.popleft()
+            self.num_delivered += 1
 
     def change_fractions(self, fractions: tuple[float, ...] | None, *, first: int) -> None:
         """Changes the shares from a batch on, the same one on all ranks, that no rank has handed out yet."""
@@ -337,6 +348,8 @@ def intercept_loaders(listener: Engine) -> None:
         if stream.owner() is not self:
             stream.owner = weakref.ref(self)
         listener.fetching(stream)
+        # Without workers a list is asked for and read within the call below.
+        stream.drop(outstanding=getattr(self, "_send_idx", 0) - getattr(self, "_rcvd_idx", 0))
         try:
             batch = advance(self)
         except StopIteration:
