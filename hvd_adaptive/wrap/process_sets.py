@@ -34,16 +34,21 @@ class Refusal:
     @property
     def is_known(self) -> bool:
         """Whether every rank knows of a reason by itself."""
-        return bool(self._reasons - {Reason.PROCESS_SET})
+        return bool(self._against - {Reason.PROCESS_SET})
 
     def agree(self) -> bool:
         """Returns whether any rank knows of a reason. COLLECTIVE."""
         if self._world_size() == 1 or self.is_known:
-            return bool(self._reasons)
+            return bool(self._against)
         import horovod.torch as hvd
 
         found = torch.tensor([float(Reason.PROCESS_SET in self._reasons)])
         # A sum, as it works beside ranks that have joined.
         if float(hvd.allreduce(found, name="hvd_adaptive.refused", op=hvd.Sum)) and Reason.PROCESS_SET not in self._reasons:
             self._refuse(Reason.PROCESS_SET)
-        return bool(self._reasons)
+        return bool(self._against)
+
+    @property
+    def _against(self) -> set[Reason]:
+        # A join keeps shares equal, which only ranks with steps beside it know of; later optimizers go on after it.
+        return self._reasons - {Reason.JOIN}

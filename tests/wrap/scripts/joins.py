@@ -1,4 +1,7 @@
-"""Ranks with different numbers of batches call hvd.join() in each epoch; rank 0 also validates beside those that have."""
+"""Ranks with different numbers of batches call hvd.join() in each epoch; rank 0 also validates beside those that have.
+
+Before that comes an epoch of another model with its own optimizer, as of another fold.
+"""
 
 import hashlib
 import time
@@ -19,15 +22,21 @@ def same_everywhere():
     return len(set(hvd.allgather_object(hashlib.sha256(state).hexdigest()))) == 1
 
 
+def begin():
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.BatchNorm1d(64), Net()).double()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5), named_parameters=model.named_parameters()
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    return model, optimizer
+
+
 hvd.init()
 torch.manual_seed(3)
-model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.BatchNorm1d(64), Net()).double()
-optimizer = hvd.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5), named_parameters=model.named_parameters()
-)
-hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 dataset, same, alone_s = make_data(240, seed=hvd.rank()), [], 0.0
-for numbers in EPOCHS:
+for epoch, numbers in enumerate([EPOCHS[1], *EPOCHS]):
+    if epoch < 2:
+        model, optimizer = begin()
     for number, (data, target) in enumerate(DataLoader(Subset(dataset, range(8 * numbers[min(hvd.rank(), 1)])), batch_size=8)):
         optimizer.zero_grad()
         F.cross_entropy(model(data), target).backward()
