@@ -202,11 +202,26 @@ def test_a_changed_source_is_refused_then_rebuilt(tmp_path: Path) -> None:
     write_source(tmp_path, seed=5)
     with pytest.raises(RuntimeError, match="the source changed since"):
         open_splits(source, tmp_path / "cache")
+    os.utime(only_cache(tmp_path / "cache"), (0, 0))
     build(source, tmp_path / "cache")
     new, _ = open_splits(source, tmp_path / "cache")
     assert new.fingerprint != old.fingerprint
-    assert only_cache(tmp_path / "cache")
+    assert only_cache(tmp_path / "cache"), "one that has long been out of use goes"
     assert np.array_equal(old.x_values, old_values), "a mapped cache must survive its removal"
+
+
+def test_hosts_with_files_of_their_own_at_the_same_path_share_a_cache_folder(tmp_path: Path) -> None:
+    source = write_source(tmp_path)
+    ages = (1_000_000, 2_000_000)
+    for age in ages:
+        os.utime(tmp_path / "toy_train.txt", (age, age))
+        build(source, tmp_path / "cache")
+        for cache in (tmp_path / "cache").glob("*/"):
+            os.utime(cache, (0, 0))  # nobody has used it for long, but for who opens it now
+        open_splits(source, tmp_path / "cache")
+    for age in ages:
+        os.utime(tmp_path / "toy_train.txt", (age, age))
+        assert len(open_splits(source, tmp_path / "cache")[0]) == 20
 
 
 def truncate(path: Path) -> None:

@@ -3,7 +3,8 @@
 The directory's name contains a hash of what it was built from (paths, sizes, modification times, format
 version), so a changed source has another directory, and a directory never changes once it has its name. A
 build happens under a file lock in a temporary directory, which is forced to the disk and renamed: a crash
-leaves no half cache behind.
+leaves no half cache behind. Each use sets the directory's modification time: a build removes those of its
+paths that have long been out of use.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from hvd_adaptive.xmc.data.source import DataSource
 from hvd_adaptive.xmc.data.sparse import SparseDataset
 
 logger = logging.getLogger(__name__)
+
+# Longer than a job runs: it sets the time only when it opens its cache.
+_UNUSED_S = 30 * 86400
 
 
 def default_cache_dir() -> Path:
@@ -96,6 +100,9 @@ def open_splits(source: DataSource, cache_dir: Path | None = None) -> tuple[Spar
     directory = _directory(source, root)
     fault = _fault(directory)
     if fault is None:
+        # Another user's cache may be read-only.
+        with contextlib.suppress(OSError):
+            os.utime(directory)
         try:
             meta = _read_meta(directory)
             return _open_split(directory, meta, source.name, "train"), _open_split(
@@ -110,12 +117,17 @@ def open_splits(source: DataSource, cache_dir: Path | None = None) -> tuple[Spar
 
 
 def _build_locked(source: DataSource, root: Path, directory: Path) -> None:
-    """Build while holding the source's lock: every other directory of the source is then rubbish."""
+    """Build while holding the source's lock: nobody else works on an unfinished directory of these paths.
+
+    A finished one may be another host's, whose files at these paths are its own, or that of a running job.
+    """
     for leftover in root.glob(f"{_prefix(source)}-*"):
-        if leftover.is_dir():
-            shutil.rmtree(leftover)
-        else:
-            leftover.unlink()
+        is_unfinished = leftover.name.startswith(f"{_prefix(source)}-partial-")
+        if leftover == directory or is_unfinished or leftover.stat().st_mtime < time.time() - _UNUSED_S:
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
     started_s = time.monotonic()
     logger.info("building the cache of %s in %s", source.name, directory)
     before = _identity(source)
