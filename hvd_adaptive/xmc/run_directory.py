@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,7 +49,7 @@ class RunDirectory:
     Args:
         path: the folder; made if it is not there.
         resume: it may hold a run, which goes on; call :meth:`go_on` before the first round.
-        sinks: get every round's line too.
+        sinks: get every round's line too. One that raises OSError gets no more.
 
     Attributes:
         path: the folder.
@@ -140,8 +140,7 @@ class RunDirectory:
             if not late:
                 path = self.path / "rounds.jsonl"
                 log.error("%s cannot be written: %s. The run goes on; its rounds are written when they can be.", path, error)
-        for sink in self._sinks:
-            sink.add_round(record)
+        self._call_sinks(lambda sink: sink.add_round(record))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Writes summary.json."""
@@ -188,8 +187,18 @@ class RunDirectory:
         """
         self._flush()
         self._rounds.close()
+        self._call_sinks(lambda sink: sink.close())
+
+    def _call_sinks(self, call: Callable[[RoundSink], None]) -> None:
+        kept = []
         for sink in self._sinks:
-            sink.close()
+            try:
+                call(sink)
+                kept.append(sink)
+            except OSError as error:
+                # A writer of TensorBoard's does not recover: its thread has ended.
+                log.error("%s cannot write, and gets no more rounds: %s. rounds.jsonl has all.", type(sink).__name__, error)
+        self._sinks = kept
 
     def _save_tensors(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
         self.owner.hold()

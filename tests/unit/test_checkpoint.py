@@ -844,6 +844,34 @@ def test_rounds_that_a_full_disk_refuses_are_written_later(tmp_path: Path, caplo
     assert [json.loads(line)["round"] for line in lines] == [0, 1, 2, 3]
 
 
+def test_a_sink_that_a_full_disk_refuses_gets_no_more_rounds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Sink:
+        def __init__(self, *calls: str) -> None:
+            self.fails_at = calls
+            self.calls: list[Any] = []
+
+        def add_round(self, record: dict[str, Any]) -> None:
+            self.call(record["round"])
+
+        def close(self) -> None:
+            self.call("close")
+
+        def call(self, name: Any) -> None:
+            self.calls.append(name)
+            if name in self.fails_at:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    sinks = [Sink(1, 2), Sink("close"), Sink()]
+    directory = RunDirectory(tmp_path / "run", sinks=sinks)
+    for number in range(3):
+        directory.add_round({"round": number})
+    assert caplog.text.count("Sink cannot write, and gets no more rounds: [Errno 28] No space left on device") == 1
+    directory.close()
+    assert [sink.calls for sink in sinks] == [[0, 1], [0, 1, 2, "close"], [0, 1, 2, "close"]]
+    assert caplog.text.count("Sink cannot write") == 2
+    assert len((tmp_path / "run" / "rounds.jsonl").read_text().splitlines()) == 3
+
+
 @pytest.mark.root
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 64) as disk:
