@@ -29,6 +29,7 @@ ENVIRONMENT_PREFIX = "HVD_ADAPTIVE_"
 LAUNCH_VARIABLE = "HVD_ADAPTIVE_LAUNCH"
 # Options that are gone, and what they are in the config.json of runs that did not set them.
 _GONE = {"overlap_merge": False}
+_PATHS = ("data", "test_data", "cache_dir", "out", "resume")
 
 
 def read_config_file(path: str, *, measurements: bool = False, option: str = "--config") -> dict[str, Any]:
@@ -223,7 +224,7 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
 
 
 def build_configs(*sources: Mapping[str, Any]) -> tuple[Config, TrainConfig]:
-    """Builds both configurations from mappings of option names to values; later sources win.
+    """Builds both configurations from mappings of option names to values; later sources win. ``~`` in paths is expanded.
 
     Raises:
         ValueError: for an unknown name, or a value that its field refuses.
@@ -233,6 +234,9 @@ def build_configs(*sources: Mapping[str, Any]) -> tuple[Config, TrainConfig]:
     for name in merged:
         if name not in fields:
             raise ValueError(unknown_name(name, fields))
+        if name in _PATHS and isinstance(merged[name], str):
+            # No shell does it in --out=~/a, nor in a file.
+            merged[name] = os.path.expanduser(merged[name])
     config = Config(**{name: value for name, value in merged.items() if fields[name] is Config})
     train = TrainConfig(**{name: value for name, value in merged.items() if fields[name] is TrainConfig})
     if train.input_gradients == "dense" and config.sparse_merge == "always":

@@ -11,6 +11,7 @@ import pytest
 
 from hvd_adaptive.cli.main import main
 from hvd_adaptive.cli.option_sources import build_configs, read_config_file, read_environment
+from hvd_adaptive.cli.train import recorded
 from hvd_adaptive.config import Config
 from hvd_adaptive.validation import parse_slowdown
 from hvd_adaptive.xmc.train_config import TrainConfig
@@ -138,6 +139,20 @@ def test_a_runs_own_configuration_can_be_read_back(tmp_path: Path) -> None:
     values = {**dataclasses.asdict(train), **dataclasses.asdict(config)}
     file.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
     assert build_configs(read_config_file(str(file))) == (config, train)
+
+
+def test_a_home_directory_in_paths_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is made in a folder named ~, and config.json says where the data are."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("toy_train.txt", "toy_test.txt"):
+        (tmp_path / name).touch()
+    names = ("data", "test_data", "cache_dir", "out", "resume")
+    _, train = build_configs({name: f"~/{name}" for name in names})
+    assert [getattr(train, name) for name in names] == [str(tmp_path / name) for name in names]
+    _, train = build_configs({"data": "~/toy"})
+    assert recorded(train).data == str(tmp_path / "toy")
+    with pytest.raises(ValueError, match="data must be a str"):
+        build_configs({"data": 3})
 
 
 @pytest.mark.parametrize(
