@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import random
 import zlib
 from collections.abc import Iterator, Sequence
@@ -50,7 +51,7 @@ def find_union(index_sampler: Any, *, world_size: int, rank: int) -> Union | Rea
     except Exception:
         # A user's sampler may hold anything, and copying it may fail in any way.
         return Reason.NOT_COPYABLE
-    return Reason.NO_SAMPLER if now is None else _Replicas(now, world_size, rank)
+    return Reason.NO_SAMPLER if now is None else _Replicas(now, index_sampler, world_size, rank)
 
 
 def take_share(lists: Sequence[Sequence[Any]], sizes: Sequence[int], rank: int) -> list[Any]:
@@ -99,17 +100,20 @@ class _Replicas(Union):
 
     Args:
         sampler: a copy of the sampler as it was before the pass; the others are only made for loaders that are trained from.
+        original: that sampler itself, whose epoch the script may set within an endless pass.
         world_size: number of ranks.
         rank: the rank that it holds.
     """
 
     _KEPT = 4096
 
-    def __init__(self, sampler: Any, world_size: int, rank: int) -> None:
+    def __init__(self, sampler: Any, original: Any, world_size: int, rank: int) -> None:
         self._sampler = sampler
+        self._of_epochs = _of_epochs(original)
         self._world_size = world_size
         self._rank = rank
         self._iterators: list[Iterator[Any]] | None = None
+        self._copied_of_epochs: list[list[Any]] = []
         self._batches: dict[int, list[list[Any]]] = {}
         self._next = 0
 
@@ -121,7 +125,13 @@ class _Replicas(Union):
                     for other in range(self._world_size)
                 ]
                 self._iterators = [iter(sampler) for sampler in copies]
+                self._copied_of_epochs = [_of_epochs(sampler) for sampler in copies]
             while self._next <= number:
+                # Exact if this is asked at each batch. Else the lists may turn out not to be the rank's, and shares stay equal.
+                # The first has the epoch of before the pass.
+                for copied in self._copied_of_epochs if self._next else []:
+                    for part, original in zip(copied, self._of_epochs, strict=False):
+                        part.epoch = original.epoch
                 self._batches[self._next] = [list(next(iterator, [])) for iterator in self._iterators]
                 self._batches.pop(self._next - self._KEPT, None)
                 self._next += 1
@@ -152,6 +162,16 @@ def _parts(sampler: Any, depth: int) -> Iterator[Any]:
 
 def _holds_rank(part: Any, world_size: int, rank: int) -> bool:
     return getattr(part, "num_replicas", None) == world_size and getattr(part, "rank", None) == rank
+
+
+def _of_epochs(sampler: Any) -> list[Any]:
+    """The parts of a sampler whose epoch a script sets; a copy of one that counts its passes itself does so, too."""
+    return [part for part in _parts(sampler, 0) if hasattr(part, "set_epoch") and "epoch" in vars(part) and not _counts(part)]
+
+
+def _counts(part: Any) -> bool:
+    code = getattr(getattr(type(part), "__iter__", None), "__code__", None)
+    return code is not None and any(i.opname == "STORE_ATTR" and i.argval == "epoch" for i in dis.get_instructions(code))
 
 
 def _is_own_state(value: Any) -> bool:

@@ -45,6 +45,25 @@ class Buckets:
         return iter([mine[i : i + 5] for i in range(0, len(mine), 5)])
 
 
+class Repeated:
+    """As timm's and YOLO's, for workers that stay: one pass for all epochs."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        while True:
+            yield from iter(self.sampler)
+
+
+class Counting(DistributedSampler[Any]):
+    """Counts its passes itself."""
+
+    def __iter__(self) -> Any:
+        self.epoch += 1
+        return super().__iter__()
+
+
 def torch_sampler(rank: int, world_size: int, num_rows: int, batch_size: int, drop_last: bool) -> BatchSampler:
     sampler = DistributedSampler(
         range(num_rows),  # type: ignore[arg-type]
@@ -97,6 +116,34 @@ def test_a_sampler_of_the_scripts_own_is_foreseen_and_left_as_it_is() -> None:
         assert list(sampler) == own[rank]
         assert torch.equal(torch.get_rng_state(), torch_state)
         assert np.random.get_state()[1].tolist() == numpy_state  # type: ignore[union-attr]
+
+
+def test_an_endless_pass_is_foreseen_through_the_epochs_that_the_script_sets() -> None:
+    samplers = [torch_sampler(rank, 2, 24, 4, False) for rank in range(2)]
+    endless = [iter(Repeated(sampler)) for sampler in samplers]
+    unions = [find_union(Repeated(sampler), world_size=2, rank=rank) for rank, sampler in enumerate(samplers)]
+    seen = []
+    for number in range(12):
+        # What is set within a pass counts from the next one on.
+        epoch = {1: 9, 3: 6, 6: 7, 9: 8}.get(number)
+        for sampler in samplers if epoch else []:
+            sampler.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        seen.append([next(own) for own in endless])
+        # One is asked at each batch, as for unequal shares, the other at times.
+        asked = unions if number % 3 == 2 else unions[:1]
+        assert all(union.batch(number) == seen[number] for union in asked)  # type: ignore[union-attr]
+    assert unions[1].batch(10) == seen[10] and seen[0] != seen[3] != seen[6]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("repeated", [Repeated, lambda sampler: sampler])
+def test_a_sampler_that_counts_its_passes_is_foreseen(repeated: Any) -> None:
+    samplers = [repeated(BatchSampler(Counting(range(24), 2, rank), 4, False)) for rank in range(2)]  # type: ignore[arg-type]
+    for _ in range(3):
+        unions = [find_union(sampler, world_size=2, rank=rank) for rank, sampler in enumerate(samplers)]
+        endless = [iter(sampler) for sampler in samplers]
+        for number in range(9 if repeated is Repeated else 3):
+            batch = [next(own) for own in endless]
+            assert all(union.batch(number) == batch for union in unions)  # type: ignore[union-attr]
 
 
 def test_random_numbers_of_the_process_are_not_foreseen_and_not_used_up() -> None:
