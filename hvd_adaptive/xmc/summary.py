@@ -33,6 +33,7 @@ class Totals:
         train: what is trained.
         transport: the world.
         speeds: each rank's own speed, None where it was not measured.
+        scored: what evaluations on the way score, in words; scores of anything else are not compared with theirs.
 
     Attributes:
         best: scores of the evaluation on the way with the highest P@1; None before the first.
@@ -41,12 +42,13 @@ class Totals:
     """
 
     def __init__(
-        self, config: Config, train: TrainConfig, transport: Transport, speeds: Speeds | None
+        self, config: Config, train: TrainConfig, transport: Transport, speeds: Speeds | None, *, scored: str
     ) -> None:
         self._config = config
         self._train = train
         self._transport = transport
         self._speeds = speeds
+        self._scored = scored
         self._sums = {name: np.zeros(transport.world_size) for name in _SUMMED}
         # Means over ranks of the sums before the number of ranks changed.
         self._earlier = dict.fromkeys(_SUMMED, 0.0)
@@ -125,6 +127,7 @@ class Totals:
             "rounds": self._rounds,
             "round_start_s": self._round_start_s,
             "samples_before": self.num_samples,
+            "scored": self._scored,
             "best": self.best,
             "best_train_s": self._best_train_s,
             "epoch": self._epoch,
@@ -137,9 +140,14 @@ class Totals:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from the totals of any number of ranks; with another number, sums by rank begin anew.
 
+        Where evaluations scored something else, so does the best model.
+
         Raises:
             ValueError: if it is none of :meth:`state_dict`'s.
         """
+        if isinstance(state, dict):
+            # What older checkpoints do not have.
+            state = {"scored": self._scored, **state}
         check_like(state, self._like, "totals")
         self._earlier = dict(state["earlier"])
         sums = {name: np.array(values) for name, values in state["sums"].items()}
@@ -155,6 +163,14 @@ class Totals:
         self._best_epoch, self.num_without_better = state["best_epoch"], state["num_without_better"]
         self._epoch = state["epoch"]
         self._target_train_s = state["target_train_s"]
+        if state["scored"] != self._scored:
+            self.best = self._best_train_s = self._best_epoch = self._target_train_s = None
+            self.num_without_better = 0
+            if self._transport.rank == 0:
+                log.warning(
+                    "evaluations were of %s and are of %s: the search for the best model begins anew, and so does patience",
+                    state["scored"], self._scored,
+                )  # fmt: skip
         self._earlier_wall_s, self._start = state["wall_s"], time.perf_counter()
 
     def _wall_s(self) -> float:

@@ -144,7 +144,8 @@ class Trainer:
         directory = self.directory = attempt(transport, lambda: make_directory() if make_directory else None)
         propensity = inverse_propensity(self._data.label_counts(), num_samples=len(self._data))
         self._evaluator = Evaluator(test, propensity, transport)
-        self._totals = Totals(config, train, transport, speeds)
+        scored = f"{min(train.eval_samples or len(test), len(test))} samples of test set {test.fingerprint[:12]}"
+        self._totals = Totals(config, train, transport, speeds, scored=scored)
         self._last_scores: dict[str, float] | None = None
         self._session.register_state("totals", self._totals, shared=True)
         self._in_memory: MemoryCheckpointer | None = None

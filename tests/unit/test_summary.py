@@ -1,0 +1,68 @@
+"""What a run adds up to, across resumes that change what is scored or measured."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_adaptive.comm.threads import LocalTransport
+from hvd_adaptive.config import Config
+from hvd_adaptive.engine.records import RoundRecord
+from hvd_adaptive.engine.start_speeds import Speeds
+from hvd_adaptive.xmc.summary import _SUMMED, Totals
+from hvd_adaptive.xmc.train_config import TrainConfig
+
+# A rank of an idle world could have computed all the time.
+SESSION: Any = SimpleNamespace(slowdown=SimpleNamespace(capacity_s=lambda start_s, stop_s: np.array([stop_s - start_s])))
+
+
+def make_totals(state: dict[str, Any] | None = None, *, speed: float | None = None, scored: str = "x", **train: Any) -> Totals:
+    speeds = None if speed is None else Speeds(compute=np.array([speed]), wall=np.array([speed]))
+    totals = Totals(Config(), TrainConfig(**train), LocalTransport(), speeds, scored=scored)
+    if state is not None:
+        totals.load_state_dict(state)
+    return totals
+
+
+def add_rounds(totals: Totals, *scores: float | None) -> Totals:
+    """Adds rounds of 10 s and 100 samples each."""
+    for p1 in scores:
+        number = totals.num_samples // 100
+        record = RoundRecord(
+            round=number,
+            epoch=0.1 * (number + 1),
+            train_s=10.0 * (number + 1),
+            num_samples=100 * (number + 1),
+            loss=None,
+            weight=np.ones(1),
+            payload_bytes=0,
+            stats={name: np.ones(1) for name in (*_SUMMED, "preempted")},
+        )
+        totals.add_round(record, None if p1 is None else {"p1": p1}, SESSION)
+    return totals
+
+
+def summary(totals: Totals) -> dict[str, Any]:
+    session: Any = SimpleNamespace(train_s=10.0, num_samples=totals.num_samples, inexact=[])
+    return totals.summary(session, final={"p1": 0.0}, model_hash="", ranks_agreed=True)
+
+
+def test_a_best_score_of_other_samples_is_not_compared_with(caplog: pytest.LogCaptureFixture) -> None:
+    state = add_rounds(make_totals(scored="50 samples", target_p1=0.8), 0.9, 0.3, 0.4).state_dict()
+    same = make_totals(state, scored="50 samples", target_p1=0.8)
+    assert same.best == {"p1": 0.9} and same.num_without_better == 2 and summary(same)["target_train_s"] == 10.0
+    assert not caplog.text
+    other = make_totals(state, scored="2000 samples", target_p1=0.8)
+    assert other.best is None and other.num_without_better == 0 and summary(other)["target_train_s"] is None
+    assert "evaluations were of 50 samples and are of 2000 samples: " in caplog.text
+    add_rounds(other, 0.5)
+    assert summary(other)["best"] == {"p1": 0.5} and summary(other)["best_train_s"] == 40.0
+
+
+def test_older_checkpoints_go_on_with_their_best() -> None:
+    state = add_rounds(make_totals(), 0.9, 0.3).state_dict()
+    del state["scored"]
+    assert make_totals(state).best == {"p1": 0.9}
