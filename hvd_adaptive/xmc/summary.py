@@ -53,6 +53,8 @@ class Totals:
         # Means over ranks of the sums before the number of ranks changed.
         self._earlier = dict.fromkeys(_SUMMED, 0.0)
         self._capacity = {"compute": 0.0, "wall": 0.0}
+        # Of the rounds that the capacity is of: where ranks come and go, speeds are not known.
+        self._measured_samples = 0
         self._start = time.perf_counter()
         self._earlier_wall_s = 0.0
         self._payload_bytes = 0
@@ -113,7 +115,9 @@ class Totals:
             capacity = float(self._speeds.compute @ seconds)
             self._capacity["compute"] += capacity
             self._capacity["wall"] += float(self._speeds.wall @ seconds)
-            line["utilisation"] = round((record.num_samples - self.num_samples) / capacity, 4)
+            num_samples = record.num_samples - self.num_samples
+            self._measured_samples += num_samples
+            line["utilisation"] = round(num_samples / capacity, 4)
         self._round_start_s, self.num_samples = record.train_s, record.num_samples
         return line
 
@@ -123,6 +127,7 @@ class Totals:
             "sums": self._sums,
             "earlier": self._earlier,
             "capacity": self._capacity,
+            "measured_samples": self._measured_samples,
             "payload_bytes": self._payload_bytes,
             "rounds": self._rounds,
             "round_start_s": self._round_start_s,
@@ -147,7 +152,7 @@ class Totals:
         """
         if isinstance(state, dict):
             # What older checkpoints do not have.
-            state = {"scored": self._scored, **state}
+            state = {"scored": self._scored, "measured_samples": state.get("samples_before"), **state}
         check_like(state, self._like, "totals")
         self._earlier = dict(state["earlier"])
         sums = {name: np.array(values) for name, values in state["sums"].items()}
@@ -157,6 +162,7 @@ class Totals:
             self._earlier = {name: self._earlier[name] + float(sums[name].mean()) for name in _SUMMED}
             self._sums = {name: np.zeros(self._transport.world_size) for name in _SUMMED}
         self._capacity = dict(state["capacity"])
+        self._measured_samples = state["measured_samples"] if self._capacity["compute"] else 0
         self._payload_bytes, self._rounds = state["payload_bytes"], state["rounds"]
         self._round_start_s, self.num_samples = state["round_start_s"], state["samples_before"]
         self.best, self._best_train_s = state["best"], state["best_train_s"]
@@ -218,7 +224,7 @@ class Totals:
             "merge_share": self._share("merge_s", total_s),
             "control_share": self._share("control_s", total_s),
             "claim_share": self._share("claim_s", total_s),
-            **self._utilisation(session),
+            **self._utilisation(),
             "ranks": {name: values.round(6).tolist() for name, values in self._sums.items()},
             "peak_memory_bytes": [peak for _, peak in places],
             "payload_bytes": self._payload_bytes,
@@ -234,13 +240,13 @@ class Totals:
         }
         return summary
 
-    def _utilisation(self, session: Session) -> dict[str, Any]:
+    def _utilisation(self) -> dict[str, Any]:
         if self._speeds is None:
             return {"utilisation": None, "utilisation_wall": None, "own_speeds": None}
         values = {}
         for name, clock in (("utilisation", "compute"), ("utilisation_wall", "wall")):
             capacity = self._capacity[clock]
-            values[name] = session.num_samples / capacity if capacity else None
+            values[name] = self._measured_samples / capacity if capacity else None
         used = values["utilisation"]
         error = None
         if used is not None and used > 1:

@@ -66,3 +66,17 @@ def test_older_checkpoints_go_on_with_their_best() -> None:
     state = add_rounds(make_totals(), 0.9, 0.3).state_dict()
     del state["scored"]
     assert make_totals(state).best == {"p1": 0.9}
+
+
+def test_utilisation_is_of_the_rounds_whose_speeds_are_known() -> None:
+    # 100 samples in 10 s, where 20 a second were possible. Under a supervisor nobody has measured that.
+    elastic = add_rounds(make_totals(), None, None)
+    assert summary(elastic)["utilisation"] is None
+    alone = add_rounds(make_totals(elastic.state_dict(), speed=20.0), None)
+    assert summary(alone)["utilisation"] == summary(alone)["utilisation_wall"] == pytest.approx(0.5)
+    elastic_again = add_rounds(make_totals(alone.state_dict()), None)
+    again = add_rounds(make_totals(elastic_again.state_dict(), speed=20.0), None)
+    assert summary(again)["utilisation"] == pytest.approx(0.5) and summary(again)["samples"] == 500
+    older = elastic.state_dict()
+    del older["measured_samples"]
+    assert summary(add_rounds(make_totals(older, speed=20.0), None))["utilisation"] == pytest.approx(0.5)
