@@ -56,14 +56,14 @@ class Follower:
         self._condition = condition
         self._weighs = weighs
         self._streams: weakref.WeakSet[IndexStream] = weakref.WeakSet()
-        self._is_backward = False
-        self._has_gradients = False
+        self._is_backward = self._has_gradients = False
         # Events are numbered, to know what came after what.
-        self._event = 0
-        self._last_backward = 0
+        self._event = self._last_backward = 0
         self._used: list[tuple[IndexStream, Handed]] = []
         self._tracer = Tracer()
         self._traced: IndexStream | None = None
+        # The last batch is one of those whose losses are learnt, also of those that come after it was followed.
+        self._learns = False
         # When the last batch was followed; this thread's seconds at its beginning, and those that it took.
         self._traced_at_s = self._begun_s = self._cost_s = 0.0
         # Optimizers that have stepped on the traced batch.
@@ -97,16 +97,16 @@ class Follower:
         self._is_evaluated = False
         self.results.clear()
         stream.deliver()
-        self._event += 1
-        stream.delivered_at = self._event
-        self._is_backward, self._mismatch = False, None
+        stream.delivered_at = self._event = self._event + 1
+        self._is_backward, self._learns, self._mismatch = False, False, None
         if stream.current.is_unequal and self._unwatch is None:
             self._unwatch = watch_forwards(self._check_forward, self.evaluated)
         self._lengths = {n for tensor in tensors_in([batch]) for n in tensor.shape} if stream.weight_differs else set()
         loader = stream.loader
         loader.looks.delivered(batch)
         if self._is_to_follow(stream):
-            loader.num_traces += not loader.is_traced
+            self._learns = not loader.is_traced
+            loader.num_traces += self._learns
             self._traced, self.was_traced = stream, True
             self._stepped.clear()
             self._traced_at_s, self._begun_s = time.monotonic(), time.thread_time()
@@ -183,14 +183,17 @@ class Follower:
 
     def losses(self, tensors: Sequence[Tensor]) -> None:
         """The script is about to call backward on tensors."""
-        found = self._candidates()
+        found, learns = self._candidates(), self._traced is not None and self._learns
+        if not found and self._is_backward and self.stream is not None and self.stream.is_open:
+            # A further loss of the batch.
+            found, learns = [self.stream], self._learns
         for stream in found:
             stream.loader.num_losses += 1
         if not found or found[-1].loader.reasons:
             return
         loader = found[-1].loader
         for tensor in tensors:
-            loader.heads.look(tensor, learn=self._traced is not None and not loader.is_traced, ends=self.results)
+            loader.heads.look(tensor, learn=learns, ends=self.results)
         # One that comes later was not followed; whether shares were equal at its first step is for the report.
         if loader.heads.is_new and loader.is_traced:
             loader.reasons.add(Reason.OTHER_LOSS)
@@ -290,8 +293,7 @@ class Follower:
             return
         self._tracer.end()
         self._cost_s = time.thread_time() - self._begun_s
-        if self._stepped:
-            self.was_traced = False
+        self.was_traced &= not self._stepped
         if self.stream is not stream or not self._is_backward:
             return
         loader = stream.loader
@@ -317,8 +319,7 @@ class Follower:
 
     def _begin_backward(self) -> None:
         candidates = self._candidates()
-        self._event += 1
-        self._last_backward = self._event
+        self._last_backward = self._event = self._event + 1
         if candidates:
             self._begin_with(candidates)
         elif self.stream is not None and not self.stream.is_open:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from hvd_adaptive.wrap.follow import Follower
 from hvd_adaptive.wrap.graphs import Heads
+from hvd_adaptive.wrap.loaders import IndexStream, Loader
+from hvd_adaptive.wrap.reasons import Reason
 
 WEIGHT = torch.tensor([0.5, 1.0, 2.0])
 # The loss of the first steps, and one that comes later.
@@ -54,3 +59,42 @@ def test_another_loss_is_noticed(name: str) -> None:
 @pytest.mark.parametrize("name", SAME)
 def test_the_same_loss_is_none(name: str) -> None:
     assert not is_another(*SAME[name])
+
+
+def plain(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, y)
+
+
+def hard(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, y, reduction="none").topk(2)[0].mean()
+
+
+@pytest.mark.parametrize(
+    ("early", "late", "expected"),
+    [
+        ([plain], [plain, hard], {Reason.OTHER_LOSS}),
+        ([plain, plain, plain], [plain], set()),
+        # It is learnt, though the batch's following ends with the optimizer's second step.
+        ([plain, plain, lambda z, y: z.abs().mean()], [plain, plain, lambda z, y: z.abs().mean()], set()),
+    ],
+)
+def test_further_losses_of_a_batch_are_compared_too(early: list[Any], late: list[Any], expected: set[Reason]) -> None:
+    data = TensorDataset(torch.randn(24, 4), torch.arange(24) % 3)
+    sampler: Any = DistributedSampler(data, num_replicas=1, rank=0)
+    loader, model = DataLoader(data, batch_size=6, sampler=sampler), nn.Linear(4, 3)
+    follower, known = Follower(lambda module: [], lambda text: None), Loader(loader, 1)
+    stream = IndexStream(known, loader.batch_sampler, world_size=1, rank=0, upper=None)
+    follower.trains(list(model.parameters()))
+    follower.opened(stream)
+    stream.owner = weakref.ref(loader)
+    for losses in (early, early, late):
+        x, y = (torch.stack(column) for column in zip(*[data[i] for i in next(stream)], strict=True))
+        follower.delivered(stream, [x, y])
+        for number, loss_of in enumerate(losses):
+            loss = loss_of(model(x), y)
+            follower.losses([loss])
+            loss.backward()
+            follower.backward()
+            follower.take_step("generator's" if number == 2 else "discriminator's")
+    follower.end()
+    assert known.is_traced and known.reasons == expected
