@@ -138,6 +138,7 @@ class Totals:
             "epoch": self._epoch,
             "best_epoch": self._best_epoch,
             "num_without_better": self.num_without_better,
+            "target_p1": self._train.target_p1 or 0.0,
             "target_train_s": self._target_train_s,
             "wall_s": self._wall_s(),
         }
@@ -152,7 +153,8 @@ class Totals:
         """
         if isinstance(state, dict):
             # What older checkpoints do not have.
-            state = {"scored": self._scored, "measured_samples": state.get("samples_before"), **state}
+            new = {"scored": self._scored, "measured_samples": state.get("samples_before"), "target_p1": self._like["target_p1"]}
+            state = {**new, **state}
         check_like(state, self._like, "totals")
         self._earlier = dict(state["earlier"])
         sums = {name: np.array(values) for name, values in state["sums"].items()}
@@ -169,6 +171,11 @@ class Totals:
         self._best_epoch, self.num_without_better = state["best_epoch"], state["num_without_better"]
         self._epoch = state["epoch"]
         self._target_train_s = state["target_train_s"]
+        target = self._train.target_p1
+        if state["target_p1"] != (target or 0.0):
+            # By the time of the best evaluation at the latest; the others are not kept.
+            reached = target and self.best and self.best["p1"] >= target
+            self._target_train_s = self._best_train_s if reached else None
         if state["scored"] != self._scored:
             self.best = self._best_train_s = self._best_epoch = self._target_train_s = None
             self.num_without_better = 0

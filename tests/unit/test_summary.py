@@ -80,3 +80,14 @@ def test_utilisation_is_of_the_rounds_whose_speeds_are_known() -> None:
     older = elastic.state_dict()
     del older["measured_samples"]
     assert summary(add_rounds(make_totals(older, speed=20.0), None))["utilisation"] == pytest.approx(0.5)
+
+
+def test_time_to_target_is_that_of_the_target_after_a_resume() -> None:
+    state = add_rounds(make_totals(target_p1=0.5), 0.3, 0.55, 0.52).state_dict()
+    times = {
+        target: summary(make_totals(state, target_p1=target))["target_train_s"] for target in (0.5, 0.53, 0.4, 0.6, None)
+    }
+    assert times == {0.5: 20.0, 0.53: 20.0, 0.4: 20.0, 0.6: None, None: None}
+    assert summary(add_rounds(make_totals(state, target_p1=0.6), 0.61))["target_train_s"] == 40.0
+    del state["target_p1"]
+    assert summary(make_totals(state, target_p1=0.5))["target_train_s"] == 20.0
