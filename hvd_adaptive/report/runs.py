@@ -25,12 +25,14 @@ class Evaluation:
         samples: samples consumed before it.
         epoch: passes over the data before it; NaN: not known.
         scores: "p1", "p3", "p5", "psp1", ..., each in [0, 1].
+        comparable: False for scores of more test samples than those before it, by which the best model was chosen.
     """
 
     train_s: float
     samples: float
     scores: dict[str, float]
     epoch: float = math.nan
+    comparable: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +105,7 @@ class Run:
     @property
     def best_evaluation(self) -> Evaluation | None:
         """The first evaluation with the highest P@1, that of the best model; None before any."""
-        return max((item for item in self.evaluations if "p1" in item.scores), key=lambda item: item.scores["p1"], default=None)
+        return max((item for item in self.evaluations if item.comparable), key=lambda item: item.scores["p1"], default=None)
 
     def best(self, metric: str) -> float | None:
         """Returns a metric of the best model, None where it was not evaluated."""
@@ -112,7 +114,7 @@ class Run:
 
     def seconds_to(self, target_p1: float) -> float | None:
         """Returns the training seconds at the first evaluation with P@1 >= target_p1, None if never."""
-        return next((e.train_s for e in self.evaluations if e.scores["p1"] >= target_p1), None)
+        return next((e.train_s for e in self.evaluations if e.comparable and e.scores["p1"] >= target_p1), None)
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
@@ -172,8 +174,8 @@ def _parse_run(path: Path) -> Run:
         for record in rounds
         if record.get("eval") is not None
     ]
-    # A run that evaluates only at its end may have that evaluation in the summary alone.
-    if summary.get("final") and not (rounds and rounds[-1].get("eval")):
+    # The last model's may be in the summary alone: with --eval-samples, after merges beside steps, where no round was evaluated.
+    if summary.get("final") and not (rounds and rounds[-1].get("eval") == summary["final"]):
         _check_scores(summary["final"], f"{path / 'summary.json'}: final")
         last = rounds[-1] if rounds else {"train_s": 0.0, "samples": 0}
         evaluations.append(
@@ -182,6 +184,7 @@ def _parse_run(path: Path) -> Run:
                 samples=summary.get("samples", last["samples"]),
                 scores=summary["final"],
                 epoch=_number(summary.get("epochs")),
+                comparable=not (evaluations and config.get("eval_samples")),
             )
         )
     strategy = str(summary.get("strategy") or config.get("strategy") or "unknown")

@@ -92,6 +92,9 @@ def _notes(
         predicted, made = run.summary.get("predicted_samples_per_s"), run.summary.get("samples_per_s")
         if predicted and made:
             notes.append(f"{run.label} made {made:,.0f} samples/s; calibrate predicted {predicted:,.0f}.")
+        if run.evaluations and not run.evaluations[-1].comparable:
+            scored, last = run.config["eval_samples"], run.evaluations[-1].scores["p1"]
+            notes.append(f"{run.label} was scored on {scored} test samples, and its last model on all: P@1 {last:.4f}.")
         if not run.finished:
             rounds = f"{len(run.rounds)} round{'s' * (len(run.rounds) > 1)}"
             notes.append(f"{run.label} has not ended: {rounds}, {run.train_s:.0f} s of training so far.")

@@ -122,6 +122,27 @@ def test_an_evaluation_at_the_end_alone_counts(tmp_path: Path) -> None:
     assert cells(table_of([path]))[2][2:6:2] == ["0.4000", "0.3000"]
 
 
+def test_a_last_evaluation_of_its_own_counts_beside_the_last_round_s(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", strategy="local", num_rounds=4)
+    rounds = [evaluation.scores["p1"] for evaluation in read_runs([path])[0].evaluations]
+    assert len(rounds) == 2
+    # Merges beside steps have moved the model since the last round's.
+    summary = json.loads((path / "summary.json").read_text())
+    summary["final"] = {"p1": 0.8, "p3": 0.7, "p5": 0.6}
+    (path / "summary.json").write_text(json.dumps(summary))
+    (run,) = read_runs([path])
+    assert [evaluation.scores["p1"] for evaluation in run.evaluations] == [*rounds, 0.8]
+    assert run.best("p3") == 0.7 and run.seconds_to(0.75) == run.train_s
+    # The best model was chosen by scores of fewer samples, with which this one's is not compared.
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "eval_samples": 50}))
+    (run,) = read_runs([path])
+    assert [evaluation.scores["p1"] for evaluation in run.evaluations] == [*rounds, 0.8]
+    assert run.best("p1") == max(rounds) and run.seconds_to(0.75) is None
+    note = f"{run.label} was scored on 50 test samples, and its last model on all: P@1 0.8000."
+    assert note in table_of([path])
+
+
 def test_equal_labels_are_told_apart_and_schedules_are_shown(tmp_path: Path) -> None:
     paths = [write_run(tmp_path / name, strategy="local", num_rounds=4) for name in ("a", "b")]
     summary = json.loads((paths[1] / "summary.json").read_text())
