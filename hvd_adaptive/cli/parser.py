@@ -135,9 +135,10 @@ def _add_using(commands: Any, launch: argparse.ArgumentParser) -> None:
         "model", metavar="RUN_DIR|FILE", help="a run directory (its best model), or a .safetensors file in one"
     )
     using.add_argument("--data", metavar="PATH", help="data as for train (default: what the model was trained on)")
-    using.add_argument("--cache-dir", metavar="DIR", help="folder of the binary cache")
+    using.add_argument("--test-data", metavar="PATH", help="test data, where --data names one file")
+    using.add_argument("--cache-dir", metavar="DIR", help="folder of the binary cache (default: the run's, else the user's)")
     add_backend(using)
-    using.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:K (default: auto)")
+    using.add_argument("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:K (default: auto)")
     commands.add_parser(
         "evaluate",
         parents=[launch, using],

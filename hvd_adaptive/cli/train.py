@@ -206,6 +206,8 @@ def _is_run_of(source: Path, path: Path) -> bool:
 
 def recorded(options: TrainConfig) -> TrainConfig:
     """Returns the options as config.json records them, so that evaluate and predict find the data from any folder."""
+    if options.cache_dir:
+        options = dataclasses.replace(options, cache_dir=os.path.abspath(options.cache_dir))
     if options.data and not resolve(options.data, options.test_data).is_embedded:
         test_data = os.path.abspath(options.test_data) if options.test_data else None
         options = dataclasses.replace(options, data=os.path.abspath(options.data), test_data=test_data)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hvd_adaptive.cli.option_sources import read_config_file
+from hvd_adaptive.cli.option_sources import build_configs, read_config_file, read_environment
 from hvd_adaptive.cli.train import open_data, use_device
 from hvd_adaptive.comm.protocols import Transport, attempt
 from hvd_adaptive.xmc.data import SparseDataset
@@ -19,6 +20,7 @@ from hvd_adaptive.xmc.evaluation import BLOCK_SIZE, Evaluator
 from hvd_adaptive.xmc.metrics import inverse_propensity, top_k_labels
 from hvd_adaptive.xmc.run_directory import load_model
 from hvd_adaptive.xmc.sparse_mlp import SparseMLP
+from hvd_adaptive.xmc.train_config import TrainConfig
 
 
 def evaluate(options: argparse.Namespace, transport: Transport) -> None:
@@ -72,13 +74,10 @@ def _predictions(model: SparseMLP, test: SparseDataset, k: int, transport: Trans
 def _open(
     options: argparse.Namespace, transport: Transport
 ) -> tuple[SparseMLP, tuple[SparseDataset, SparseDataset]]:
-    device = use_device(options.device, transport)
     tensors, metadata, directory = attempt(transport, lambda: load_model(Path(options.model)))
-    data, test_data = options.data, None
-    if data is None:
-        config = attempt(transport, lambda: read_config_file(str(directory / "config.json")))
-        data, test_data = config.get("data"), config.get("test_data")
-    splits = open_data(data, test_data, options.cache_dir, transport)
+    chosen = attempt(transport, lambda: choose_data(vars(options), directory))
+    device = use_device(chosen.device, transport)
+    splits = open_data(chosen.data, chosen.test_data, chosen.cache_dir, transport)
     model = attempt(
         transport,
         lambda: build_model(
@@ -86,6 +85,28 @@ def _open(
         ),
     )
     return model.to(device).eval(), splits
+
+
+def choose_data(given: Mapping[str, Any], directory: Path) -> TrainConfig:
+    """Returns which data to use, on which device: what the command line says, else variables, else the model's own run.
+
+    Args:
+        given: options of the command line.
+        directory: the model's run directory; only its data and their cache are taken, and only if no others are named.
+
+    Raises:
+        ValueError: for a bad option, variable or file.
+    """
+    names = ("data", "test_data", "cache_dir", "device")
+    chosen = {**read_environment(), **{name: value for name, value in given.items() if value is not None}}
+    own = read_config_file(str(directory / "config.json")) if chosen.get("data") is None else {}
+    _, train = build_configs(
+        {name: own[name] for name in names[:-1] if name in own}, {name: chosen[name] for name in names if name in chosen}
+    )
+    if "cache_dir" not in chosen and train.cache_dir and not Path(train.cache_dir).is_dir():
+        # A folder of the job that trained, say, or of another host.
+        train = dataclasses.replace(train, cache_dir=None)
+    return train
 
 
 def build_model(

@@ -11,7 +11,9 @@ import pytest
 
 from hvd_adaptive.cli.main import main
 from hvd_adaptive.cli.option_sources import build_configs, read_config_file, read_environment
+from hvd_adaptive.cli.parser import make_parser
 from hvd_adaptive.cli.train import recorded
+from hvd_adaptive.cli.use_model import choose_data
 from hvd_adaptive.config import Config
 from hvd_adaptive.validation import parse_slowdown
 from hvd_adaptive.xmc.train_config import TrainConfig
@@ -153,6 +155,34 @@ def test_a_home_directory_in_paths_is_found(monkeypatch: pytest.MonkeyPatch, tmp
     assert recorded(train).data == str(tmp_path / "toy")
     with pytest.raises(ValueError, match="data must be a str"):
         build_configs({"data": 3})
+
+
+def test_a_model_is_used_on_what_arguments_then_variables_then_its_run_say(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def chosen(*arguments: str) -> tuple[str | None, ...]:
+        train = choose_data(vars(make_parser().parse_args(["evaluate", str(tmp_path), *arguments])), tmp_path)
+        return train.data, train.test_data, train.cache_dir, train.device
+
+    monkeypatch.chdir(tmp_path)
+    own = recorded(TrainConfig(cache_dir="c", device="cuda:1"))
+    own = dataclasses.replace(own, data="/own", test_data="/own-test")
+    (tmp_path / "config.json").write_text(json.dumps({**dataclasses.asdict(own), "batch_size": 8}))
+    assert chosen() == ("/own", "/own-test", None, "auto"), "the folder is gone"
+    Path("c").mkdir()
+    assert chosen() == ("/own", "/own-test", str(tmp_path / "c"), "auto")
+    # Another data set has another test file and, maybe, lies on another machine.
+    assert chosen("--data", "/a") == ("/a", None, None, "auto")
+    assert chosen("--data", "/a", "--test-data=/t", "--device", "cpu") == ("/a", "/t", None, "cpu")
+    monkeypatch.setenv("HVD_ADAPTIVE_CACHE_DIR", "/v")
+    monkeypatch.setenv("HVD_ADAPTIVE_DEVICE", "cuda:0")
+    assert chosen("--device", "cpu") == ("/own", "/own-test", "/v", "cpu")
+    monkeypatch.setenv("HVD_ADAPTIVE_DATA", "/b")
+    assert chosen() == ("/b", None, "/v", "cuda:0")
+    assert chosen("--data", "/a", "--cache-dir", "/d") == ("/a", None, "/d", "cuda:0")
+    # What is a copy of the model alone has no config.json.
+    (tmp_path / "config.json").unlink()
+    assert chosen() == ("/b", None, "/v", "cuda:0")
 
 
 @pytest.mark.parametrize(
