@@ -245,6 +245,8 @@ def build_configs(*sources: Mapping[str, Any]) -> tuple[Config, TrainConfig]:
 
 
 def run_path(config: Config, train: TrainConfig) -> Path:
-    """Returns the run directory: ``train.out``, or a new one under ``runs``, named after label and time."""
+    """Returns the run directory: ``train.out``, or a new one under ``runs``, named after label, time and any Slurm job."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    # Slurm starts several jobs of an array in one second.
+    stamp = "-".join([stamp, *filter(None, [os.environ.get("SLURM_JOB_ID")])])
     return Path(train.out) if train.out else Path("runs") / f"{train.name or config.strategy}-{stamp}"

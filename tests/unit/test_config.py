@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hvd_adaptive.cli.main import main
-from hvd_adaptive.cli.option_sources import build_configs, read_config_file, read_environment
+from hvd_adaptive.cli.option_sources import build_configs, read_config_file, read_environment, run_path
 from hvd_adaptive.cli.parser import make_parser
 from hvd_adaptive.cli.train import recorded
 from hvd_adaptive.cli.use_model import choose_data
@@ -155,6 +156,15 @@ def test_a_home_directory_in_paths_is_found(monkeypatch: pytest.MonkeyPatch, tmp
     assert recorded(train).data == str(tmp_path / "toy")
     with pytest.raises(ValueError, match="data must be a str"):
         build_configs({"data": 3})
+
+
+def test_jobs_that_slurm_starts_together_have_folders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, train = build_configs({"name": "a"})
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert re.fullmatch(r"runs/a-\d{8}-\d{6}", str(run_path(config, train)))
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert re.fullmatch(r"runs/a-\d{8}-\d{6}-17", str(run_path(config, train)))
+    assert run_path(config, dataclasses.replace(train, out="b")) == Path("b")
 
 
 def test_a_model_is_used_on_what_arguments_then_variables_then_its_run_say(
