@@ -60,6 +60,22 @@ def test_an_interrupted_run_of_one_rank_ends_with_the_same_bits(train: Any, shar
     assert json.loads((shared_tmp_path / "parts" / "config.json").read_text())["epochs"] == 4
 
 
+@pytest.mark.mpi(1)
+@pytest.mark.parametrize("limit", [("--target-p1", "0.1"), ("--time-limit", "0.05"), ("--patience", "1")])
+def test_a_run_that_reached_its_limit_trains_no_further(train: Any, shared_tmp_path: Path, limit: tuple[str, str]) -> None:
+    options = [*OPTIONS, "--eval-rounds", "1", *limit]
+    train(*options)
+    summary, rounds = read_run(shared_tmp_path / "run")
+    best = (shared_tmp_path / "run" / BEST_MODEL).read_bytes()
+    answer = train(*options, "--resume", "auto")
+    assert "the run reached its --time-limit, --patience or --target-p1 before the resume" in answer.stderr
+    again, both = read_run(shared_tmp_path / "run")
+    assert both == rounds and (shared_tmp_path / "run" / BEST_MODEL).read_bytes() == best
+    assert {name for name, value in again.items() if summary[name] != value} <= {"wall_s", "peak_memory_bytes", "checkpoints"}
+    assert "before the resume" not in train(*OPTIONS, "--epochs", "3", "--resume", "auto").stderr
+    assert len(read_run(shared_tmp_path / "run")[1]) > len(rounds)
+
+
 @pytest.mark.mpi(2)
 def test_an_error_of_all_ranks_lets_a_checkpoint_be_finished(
     train: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
