@@ -314,8 +314,8 @@ class Follower:
         """The passes that may feed the next backward, the latest last."""
         found = [s for s in self._streams if s.delivered_at > self._last_backward and s.is_open]
         found.sort(key=lambda stream: stream.delivered_at)
-        # An iterator for validation may stay alive within the training loop.
-        return [s for s in found if not s.is_evaluated] or found
+        # An iterator for validation may stay alive within the training loop. Its loader has never fed a step.
+        return [s for s in found if not s.is_evaluated or s.loader.num_steps] or found
 
     def _begin_backward(self) -> None:
         candidates = self._candidates()

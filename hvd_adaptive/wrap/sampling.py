@@ -165,13 +165,19 @@ def _holds_rank(part: Any, world_size: int, rank: int) -> bool:
 
 
 def _of_epochs(sampler: Any) -> list[Any]:
-    """The parts of a sampler whose epoch a script sets; a copy of one that counts its passes itself does so, too."""
-    return [part for part in _parts(sampler, 0) if hasattr(part, "set_epoch") and "epoch" in vars(part) and not _counts(part)]
+    """The parts of a sampler whose epoch a script sets; none where it counts its passes itself, as its copies do so, too."""
+    parts = list(_parts(sampler, 0))
+    if any(map(_counts, parts)):
+        return []
+    return [part for part in parts if hasattr(part, "set_epoch") and "epoch" in vars(part)]
 
 
 def _counts(part: Any) -> bool:
     code = getattr(getattr(type(part), "__iter__", None), "__code__", None)
-    return code is not None and any(i.opname == "STORE_ATTR" and i.argval == "epoch" for i in dis.get_instructions(code))
+    if code is None:
+        return False
+    stores = any(i.opname == "STORE_ATTR" and i.argval == "epoch" for i in dis.get_instructions(code))
+    return stores or "set_epoch" in code.co_names
 
 
 def _is_own_state(value: Any) -> bool:

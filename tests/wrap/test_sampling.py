@@ -64,6 +64,14 @@ class Counting(DistributedSampler[Any]):
         return super().__iter__()
 
 
+class Calling(DistributedSampler[Any]):
+    """The same by a call."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+
 def torch_sampler(rank: int, world_size: int, num_rows: int, batch_size: int, drop_last: bool) -> BatchSampler:
     sampler = DistributedSampler(
         range(num_rows),  # type: ignore[arg-type]
@@ -135,9 +143,10 @@ def test_an_endless_pass_is_foreseen_through_the_epochs_that_the_script_sets() -
     assert unions[1].batch(10) == seen[10] and seen[0] != seen[3] != seen[6]  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("kind", [Counting, Calling])
 @pytest.mark.parametrize("repeated", [Repeated, lambda sampler: sampler])
-def test_a_sampler_that_counts_its_passes_is_foreseen(repeated: Any) -> None:
-    samplers = [repeated(BatchSampler(Counting(range(24), 2, rank), 4, False)) for rank in range(2)]  # type: ignore[arg-type]
+def test_a_sampler_that_counts_its_passes_is_foreseen(repeated: Any, kind: Any) -> None:
+    samplers = [repeated(BatchSampler(kind(range(24), 2, rank), 4, False)) for rank in range(2)]  # type: ignore[arg-type]
     for _ in range(3):
         unions = [find_union(sampler, world_size=2, rank=rank) for rank, sampler in enumerate(samplers)]
         endless = [iter(sampler) for sampler in samplers]
