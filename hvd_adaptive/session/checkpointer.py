@@ -205,8 +205,8 @@ class Checkpointer:
 
     def _check_folder(self) -> None:
         """Sees to it that nothing counts as newer than the session, which the loop may have put back. COLLECTIVE."""
-        self.wait()
         if self._session.round < self._due_from[0]:
+            self.wait()
             self._written = resume.go_back(self.folder, self._session)
         elif not self._attempt:
             resume.refuse_newer(self.folder, self._session)
@@ -285,6 +285,7 @@ class Checkpointer:
 
     def _start(self) -> None:
         """Copies the state and starts to write it. On every rank after the same round."""
+        self.wait()
         self._check_folder()
         session = self._session
         start = time.perf_counter()

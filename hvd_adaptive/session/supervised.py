@@ -107,7 +107,6 @@ class MemoryCheckpointer(Checkpointer):
 
     def _check_folder(self) -> None:
         # The folder is the job's own: what is newer was refused at this launch, or the loop has gone back.
-        self.wait()
         for path in find_checkpoints(self.folder) if self._session.rank == 0 else ():
             if number_of(path) > self._session.round:
                 shutil.rmtree(path, ignore_errors=True)
