@@ -134,7 +134,7 @@ def _add_using(commands: Any, launch: argparse.ArgumentParser) -> None:
     using.add_argument(
         "model", metavar="RUN_DIR|FILE", help="a run directory (its best model), or a .safetensors file in one"
     )
-    using.add_argument("--data", metavar="PATH", help="data as for train (default: what the model was trained on)")
+    using.add_argument("--data", metavar="PATH", help="data as for train (default: HVD_ADAPTIVE_DATA, else the model's own)")
     using.add_argument("--test-data", metavar="PATH", help="test data, where --data names one file")
     using.add_argument("--cache-dir", metavar="DIR", help="folder of the binary cache (default: the run's, else the user's)")
     add_backend(using)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -98,13 +99,17 @@ def choose_data(given: Mapping[str, Any], directory: Path) -> TrainConfig:
         ValueError: for a bad option, variable or file.
     """
     names = ("data", "test_data", "cache_dir", "device")
-    chosen = {**read_environment(), **{name: value for name, value in given.items() if value is not None}}
-    own = read_config_file(str(directory / "config.json")) if chosen.get("data") is None else {}
+    given, variables = {name: value for name, value in given.items() if value is not None}, read_environment()
+    if "data" in given or "data" not in variables:
+        # Test data go with the data that they were named with.
+        variables.pop("test_data", None)
+    chosen = {**variables, **given}
+    own = read_config_file(str(directory / "config.json")) if "data" not in chosen else {}
     _, train = build_configs(
         {name: own[name] for name in names[:-1] if name in own}, {name: chosen[name] for name in names if name in chosen}
     )
-    if "cache_dir" not in chosen and train.cache_dir and not Path(train.cache_dir).is_dir():
-        # A folder of the job that trained, say, or of another host.
+    if "cache_dir" not in chosen and train.cache_dir and not os.access(train.cache_dir, os.W_OK | os.X_OK):
+        # A folder of the job that trained, say, of another host or of another user.
         train = dataclasses.replace(train, cache_dir=None)
     return train
 

@@ -187,7 +187,12 @@ def test_a_model_is_used_on_what_arguments_then_variables_then_its_run_say(
     monkeypatch.setenv("HVD_ADAPTIVE_CACHE_DIR", "/v")
     monkeypatch.setenv("HVD_ADAPTIVE_DEVICE", "cuda:0")
     assert chosen("--device", "cpu") == ("/own", "/own-test", "/v", "cpu")
+    # Test data go with the data that they were named with.
+    monkeypatch.setenv("HVD_ADAPTIVE_TEST_DATA", "/t")
+    assert chosen() == ("/own", "/own-test", "/v", "cuda:0") and chosen("--data", "/a")[:2] == ("/a", None)
     monkeypatch.setenv("HVD_ADAPTIVE_DATA", "/b")
+    assert chosen()[:2] == ("/b", "/t") and chosen("--data", "/a")[:2] == ("/a", None)
+    monkeypatch.delenv("HVD_ADAPTIVE_TEST_DATA")
     assert chosen() == ("/b", None, "/v", "cuda:0")
     assert chosen("--data", "/a", "--cache-dir", "/d") == ("/a", None, "/d", "cuda:0")
     # What is a copy of the model alone has no config.json.

@@ -36,7 +36,7 @@ from hvd_adaptive.xmc.data.sparse import SparseDataset
 logger = logging.getLogger(__name__)
 
 # Longer than a job runs: it sets the time only when it opens its cache.
-_UNUSED_S = 30 * 86400
+_UNUSED_S = 7 * 86400
 
 
 def default_cache_dir() -> Path:
