@@ -11,6 +11,8 @@ from hvd_adaptive.combinations import SIZE_RULES, check_combinations
 from hvd_adaptive.validation import check_codecs, check_ranges, check_types_and_choices, option
 
 _LOCAL = ("local",)
+# Options that are gone, as the files of older runs have them that did not set them.
+GONE_OPTIONS = (("overlap_merge", False),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from hvd_adaptive.calibrate.file import TABLE, Calibration, chosen_options, options_of, read_table
 from hvd_adaptive.cli.fields import fields_of
-from hvd_adaptive.config import Config
+from hvd_adaptive.config import GONE_OPTIONS, Config
 from hvd_adaptive.validation import field_type, parse_json, type_words
 from hvd_adaptive.xmc.train_config import TrainConfig
 
@@ -27,8 +27,6 @@ else:
 ENVIRONMENT_PREFIX = "HVD_ADAPTIVE_"
 # No option: what `run --elastic` tells the script, and whatever that starts.
 LAUNCH_VARIABLE = "HVD_ADAPTIVE_LAUNCH"
-# Options that are gone, and what they are in the config.json of runs that did not set them.
-_GONE = {"overlap_merge": False}
 _PATHS = ("data", "test_data", "cache_dir", "out", "resume")
 
 
@@ -59,7 +57,7 @@ def read_config_file(path: str, *, measurements: bool = False, option: str = "--
     if not measurements:
         _take_measurements(values, path)
     values = {name.replace("-", "_"): value for name, value in values.items()}
-    return {name: value for name, value in values.items() if name not in _GONE or value != _GONE[name]}
+    return {name: value for name, value in values.items() if (name, value) not in GONE_OPTIONS}
 
 
 def _take_measurements(values: dict[str, Any], path: str) -> Calibration | None:

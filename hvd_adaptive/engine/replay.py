@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 
 from hvd_adaptive.comm.protocols import AgreedError, Collectives
-from hvd_adaptive.config import Config
+from hvd_adaptive.config import GONE_OPTIONS, Config
 from hvd_adaptive.engine.claims import Claim, Claims, ClaimSize
 from hvd_adaptive.engine.records import RoundClaims, RoundRecord
 from hvd_adaptive.validation import parse_json
@@ -178,11 +178,11 @@ class Replay:
         recorded, self._rounds = read
         self._path = path
         self._rank = transport.rank
+        gone = [(f"configuration {name}", repr(value)) for name, value in GONE_OPTIONS]
         differing = [
             f"{name} is {identity.get(name, 'missing')} and was {recorded.get(name, 'missing')}"
             for name in sorted({*identity, *recorded})
-            # An option that is gone; older recordings have it.
-            if identity.get(name) != recorded.get(name) and (name, recorded.get(name)) != ("configuration overlap_merge", "False")
+            if identity.get(name) != recorded.get(name) and (name, recorded.get(name)) not in gone
         ]
         if differing:
             raise AgreedError(

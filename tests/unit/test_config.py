@@ -16,6 +16,7 @@ from hvd_adaptive.cli.parser import make_parser
 from hvd_adaptive.cli.train import recorded
 from hvd_adaptive.cli.use_model import choose_data
 from hvd_adaptive.config import Config
+from hvd_adaptive.session.resume import Identity
 from hvd_adaptive.validation import parse_slowdown
 from hvd_adaptive.xmc.train_config import TrainConfig
 
@@ -214,6 +215,19 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: str, message: s
         read_config_file(str(tmp_path / name))
     with pytest.raises(ValueError, match="cannot be read"):
         read_config_file(str(tmp_path / "absent.toml"))
+
+
+def test_an_option_that_is_gone_may_be_unset_only(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"overlap_merge": false, "batch_size": 8}')
+    assert read_config_file(str(file)) == {"batch_size": 8}
+    ours = Identity(model=[], data={}, options={"batch_size": 8})
+    assert not ours.changed_options({"options": {"overlap_merge": False, "batch_size": 8}}, frozenset())
+    [told] = ours.changed_options({"options": {"overlap_merge": True, "batch_size": 8}}, frozenset())
+    assert told == "overlap_merge was True, and there is no such option any more"
+    file.write_text('{"overlap_merge": true}')
+    with pytest.raises(ValueError, match="unknown option 'overlap_merge'"):
+        build_configs(read_config_file(str(file)))
 
 
 @pytest.mark.parametrize(
