@@ -39,11 +39,19 @@ def _around(
     @functools.wraps(register)
     def registers(self: Any, hook: Callable[..., Any], *args: Any, **options: Any) -> Any:
         # A mode of torch's functions calls this again, with what it was given.
-        if not (isinstance(hook, _Watched) or str(getattr(hook, "__module__", "")).startswith(_OWN)):
+        if not (isinstance(hook, _Watched) or _is_own(hook)):
             hook = _Watched(hook, gradients, tell, looks_closely)
         return register(self, hook, *args, **options)
 
     setattr(owner, name, registers)
+
+
+def _is_own(hook: Any) -> bool:
+    """Whether a hook is this package's."""
+    while isinstance(hook, functools.partial):
+        # Whose own module is always functools.
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith(_OWN)
 
 
 class _Watched:
