@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,7 @@ def run_simulation(options: argparse.Namespace) -> None:
     unknown = sorted(from_file.keys() - fields.keys())
     if unknown:
         raise ValueError(f"--config {options.config}: {unknown_name(unknown[0], fields)}")
+    chosen = {**from_file, **given}
     calibration = None
     measured: dict[str, Any] = {}
     of_local: dict[str, Any] = {}
@@ -68,23 +70,30 @@ def run_simulation(options: argparse.Namespace) -> None:
                 f"--calibration {options.calibration}: has no table {TABLE!r}; write one with hvd-adaptive calibrate"
             )
         calibration = read_table(content[TABLE], f"--calibration {options.calibration}")
-        # The options of the measured run; those of training itself mean nothing here.
-        content = {name: value for name, value in content.items() if name in SHARED_OPTIONS}
+        # The options of the measured run; those of training itself mean nothing here. First what all of them mean: with
+        # micro-batches, which are among those, memory sets no bound.
         measured = options_of(content, calibration, strategy="sync")
-        of_local = {name: content.get(name) for name in LOCAL_ONLY if name not in {**from_file, **given}}
+        measured = {name: value for name, value in measured.items() if name in SHARED_OPTIONS}
+        of_local = {name: content.get(name) for name in LOCAL_ONLY if name not in chosen}
         measured["ranks"] = str(len(calibration.ranks))
+    if "local_steps" in chosen:
+        measured.pop("mega_batch", None)
     with told_sources(given=given, path=options.config, in_file=from_file):
-        values = typed({**measured, **from_file, **given}, fields)
+        if "mega_batch" in chosen and "local_steps" in chosen:
+            raise ValueError(f"local_steps {chosen['local_steps']} would have no effect with mega_batch: leave one out")
+        values = typed({**measured, **chosen}, fields)
         sweep_config = SweepConfig(**{name: values[name] for name in values if name in SweepConfig.__dataclass_fields__})
         cluster_config = ClusterConfig(**{name: values[name] for name in values if name in ClusterConfig.__dataclass_fields__})
         if calibration is not None:
             for name, why in without_effect(calibration, cluster_config).items():
-                if name in from_file or name in given:
+                if name in chosen:
                     what = f"{name} {values[name]} would have no effect"
                     raise ValueError(f"{what} with --calibration {options.calibration}, {why}: leave one out")
     shared = {name: value for name, value in values.items() if name in SHARED_OPTIONS}
     outcomes = []
-    for outcome in sweep(sweep_config, cluster_config, shared, calibration, of_local):
+    # The measured one is for the measured ranks.
+    mega_batch_ranks = len(calibration.ranks) if calibration is not None and "mega_batch" not in chosen else None
+    for outcome in sweep(sweep_config, cluster_config, shared, calibration, of_local, mega_batch_ranks=mega_batch_ranks):
         outcomes.append(outcome)
         if not options.json:
             _print_row(outcome, header=len(outcomes) == 1, gap=len(outcomes) > 1 and outcome.ranks != outcomes[-2].ranks)
@@ -139,4 +148,5 @@ def _draw(outcomes: list[Outcome], png: str, title: str) -> None:
         plot_scaling(by_strategy, Path(png), title=title)
     except OSError as error:
         raise ValueError(f"--png {png}: cannot be written: {error}") from None
-    print(f"picture: {png}")
+    # Beside the table or the JSON, which others may read.
+    print(f"picture: {png}", file=sys.stderr)

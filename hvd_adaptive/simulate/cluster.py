@@ -33,14 +33,14 @@ class Measured:
 
     Attributes:
         world_size: number of ranks they were measured with.
-        claim_s: one claim.
+        claim_s: one claim; None: not measured, as there was one rank.
         control_s: statistics, weights and next batch sizes of a round.
         own_merge_s: a rank's own part of a merge.
         exchange_s: what the exchange of gradients adds to a step of this strategy; None: not measured.
     """
 
     world_size: int
-    claim_s: float
+    claim_s: float | None
     control_s: float
     own_merge_s: float
     exchange_s: float | None = None
@@ -113,7 +113,7 @@ class Cluster:
     @property
     def claim_trip_s(self) -> float:
         """Seconds of a claim on its way to the store and, as many again, on its way back, the store's own apart."""
-        if self.measured is not None:
+        if self.measured is not None and self.measured.claim_s is not None:
             return max(0.0, self.measured.claim_s - self.claim_service_s) / 2
         return _CLAIM_TRIPS * self.links.farthest_latency_s if self.world_size > 1 else 0.0
 
@@ -163,7 +163,7 @@ class Cluster:
             reducer: how encoded ones meet: by-host, sra, hierarchical or allreduce.
 
         Raises:
-            ValueError: for a reducer that this codec, or the simulator, does not know.
+            ValueError: for a reducer that this codec, these hosts, or the simulator, do not know.
         """
         if self.world_size == 1:
             return 0.0
@@ -171,7 +171,7 @@ class Cluster:
             return self.exchange_overhead_s + self.links.allreduce_s(num_bytes)
         num_elements = int(num_bytes // 4)
         coding_s = num_bytes / self.codec_bytes_per_s
-        if reducer in ("by-host", "hierarchical") and self.links.num_hosts > 1:
+        if self.links.sums_by_host(reducer):
             wire_s = self.links.hierarchical_s(codec, num_elements)
         elif reducer in ("by-host", "sra", "hierarchical"):
             wire_s = self.links.sra_s(codec, num_elements)
@@ -197,7 +197,9 @@ class Cluster:
             return max(0.0, exchange_s - self.overlap * step_s)
         # What more ranks than were measured add is as described.
         then = dataclasses.replace(self, links=dataclasses.replace(self.links, world_size=measured.world_size))
-        return max(0.0, measured.exchange_s + exchange_s - then.exchange_s(self.gradient_bytes, None, ""))
+        beside_s = self.overlap * step_s
+        added_s = max(0.0, exchange_s - beside_s) - max(0.0, then.exchange_s(self.gradient_bytes, None, "") - beside_s)
+        return max(0.0, measured.exchange_s + added_s)
 
     @property
     def own_merge_s(self) -> float:

@@ -44,6 +44,22 @@ class Links:
         """Seconds of an empty message between the two ranks that are farthest from each other."""
         return self.latency_s if self.num_hosts > 1 else self.host_latency_s
 
+    def sums_by_host(self, reducer: str) -> bool:
+        """Returns whether a reducer sums inside hosts first, as :class:`hvd_adaptive.exchange.exchange.Exchange` has it.
+
+        Raises:
+            ValueError: for hierarchical, if hosts have different numbers of ranks.
+        """
+        if reducer not in ("by-host", "hierarchical") or self.ranks_per_host == 1 or self.num_hosts == 1:
+            return False
+        is_equal = self.world_size % self.ranks_per_host == 0
+        if reducer == "hierarchical" and not is_equal:
+            raise ValueError(
+                f"reducer 'hierarchical' needs the same number of ranks on every host, got {self.world_size} ranks, "
+                f"{self.ranks_per_host} a host; use 'sra'"
+            )
+        return is_equal
+
     def allreduce_s(self, num_bytes: float) -> float:
         """Returns the seconds of a sum over all ranks, each holding so many bytes."""
         size = self.world_size
@@ -74,11 +90,15 @@ class Links:
         messages = 2 * (self.num_hosts - 1) * self.latency_s + 2 * (local - 1) * self.host_latency_s
         return inside + between + spread + messages
 
-    def sent_bytes(self, codec: ValueCodec | None, num_elements: int) -> float:
-        """Returns the bytes that a rank sends in one sum of fp32 values: encoded by SRA, or the ring's (None)."""
+    def sent_bytes(self, codec: ValueCodec | None, num_elements: int, reducer: str) -> float:
+        """Returns the bytes that a rank sends in one sum of fp32 values: as they are in a ring (None), or encoded."""
         size = self.world_size
         total = 4 * num_elements if codec is None else self.payload_bytes(codec, num_elements, size)
-        return 2 * (size - 1) / size * total
+        if codec is None or not self.sums_by_host(reducer):
+            return 2 * (size - 1) / size * total
+        # In fp32 to its host's ranks, its part of the host's sum to the other hosts, and the whole sum of this part to its own.
+        local, hosts = self.ranks_per_host, self.num_hosts
+        return (local - 1) / local * (4 * num_elements + total) + 2 * (hosts - 1) / hosts * total / local
 
     @staticmethod
     def payload_bytes(codec: ValueCodec, num_elements: int, num_pieces: int) -> int:

@@ -13,7 +13,7 @@ from hvd_adaptive.simulate.scenario_options import ClusterConfig
 from hvd_adaptive.simulate.units import parse_ranks
 
 # What a measured cluster never has from the description.
-_MEASURED = ("speeds", "samples_per_s", "step_overhead", "jitter", "model_mb", "exchange_overhead", "merge_gbs")
+_MEASURED = ("speeds", "samples_per_s", "step_overhead", "jitter", "model_mb", "merge_gbs")
 
 
 def without_effect(calibration: Calibration, described: ClusterConfig) -> dict[str, str]:
@@ -24,6 +24,8 @@ def without_effect(calibration: Calibration, described: ClusterConfig) -> dict[s
         described: the numbers of ranks.
     """
     why = dict.fromkeys(_MEASURED, "which measured it")
+    if len(calibration.ranks) > 1:
+        why["exchange_overhead"] = "which measured it"
     if _has_link(calibration):
         count, is_one_host = len(calibration.ranks), calibration.link.num_hosts == 1
         why |= dict.fromkeys(("ranks_per_host", "host_link" if is_one_host else "link"), "which measured it")
@@ -61,7 +63,8 @@ def measured_cluster(
         shorter, added_s = _beside_line(steps, calibration.ranks, contention)
         fixed_s, per_sample_s = fixed_s * shorter + added_s, per_sample_s * shorter
     base = described_cluster(described, world_size)
-    links, overhead_s = base.links, link.latency_s
+    # One rank alone exchanges nothing and has its cursor beside it: both are as described.
+    links, overhead_s = base.links, link.latency_s if count > 1 else base.exchange_overhead_s
     if _has_link(calibration):
         bandwidth = 2 * (count - 1) / count / link.per_byte_s
         links = dataclasses.replace(
@@ -77,7 +80,7 @@ def measured_cluster(
     payload_bytes = np.interp(mega_batch, np.array(merge.mega_batch)[order], np.array(merge.payload_bytes)[order])
     places = np.arange(world_size) % count
     exchange_s = None
-    if steps is not None and not described.gradient_mb:
+    if steps is not None and count > 1 and not described.gradient_mb:
         exchange_s = steps.exchange_s
     return dataclasses.replace(
         base,
@@ -91,7 +94,7 @@ def measured_cluster(
         exchange_overhead_s=overhead_s,
         measured=Measured(
             world_size=count,
-            claim_s=calibration.claim_s,
+            claim_s=calibration.claim_s if count > 1 else None,
             control_s=float(np.median(merge.control_s)),
             own_merge_s=merge.local_s,
             exchange_s=exchange_s,

@@ -91,6 +91,8 @@ def sweep(
     shared: Mapping[str, Any],
     calibration: Calibration | None = None,
     of_local: Mapping[str, Any] | None = None,
+    *,
+    mega_batch_ranks: int | None = None,
 ) -> Iterator[Outcome]:
     """Yields the outcome of each strategy at each number of ranks, the fewest ranks first.
 
@@ -100,6 +102,8 @@ def sweep(
         shared: options of :class:`Config` by name, of ``SHARED_OPTIONS``.
         calibration: what was measured of it.
         of_local: for strategy ``local`` in place of those of ``shared``.
+        mega_batch_ranks: number of ranks that ``mega_batch`` of ``shared`` is for; other numbers have as many samples a rank.
+            None: it is for any number.
 
     Raises:
         ValueError: if options do not go together.
@@ -114,6 +118,8 @@ def sweep(
             if config.mega_batch is None:
                 samples = round(sweep_config.local_steps * config.batch_size * count)
                 config = dataclasses.replace(config, mega_batch=max(1, samples))
+            elif mega_batch_ranks is not None:
+                config = dataclasses.replace(config, mega_batch=max(1, round(config.mega_batch * count / mega_batch_ranks)))
             if calibration is None:
                 cluster = described_cluster(cluster_config, count)
             else:

@@ -7,7 +7,7 @@ import re
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _BYTES_PER_S = {
     **{unit: 10.0**power / 8 for unit, power in (("kbit", 3), ("mbit", 6), ("gbit", 9))},
-    **{unit: 10.0**power for unit, power in (("kb/s", 3), ("mb/s", 6), ("gb/s", 9))},
+    **{unit: 10.0**power for unit, power in (("kB/s", 3), ("MB/s", 6), ("GB/s", 9))},
 }
 
 
@@ -24,8 +24,12 @@ def parse_rate(name: str, text: str) -> float:
     """Returns the bytes a second, > 0, that a text such as 10gbit or 1.2GB/s means.
 
     Raises:
-        ValueError: naming the option, if it means none.
+        ValueError: naming the option, if it means none, or may mean bits or bytes.
     """
+    if (unclear := re.fullmatch(r"\s*(\S*?)\s*([kKmMgG])b/s\s*", text)) is not None:
+        number, prefix = unclear.groups()
+        in_bytes = f"{number}{'k' if prefix in 'kK' else prefix.upper()}B/s"
+        raise ValueError(f"{name} must say bits or bytes, got {text!r}: write {number}{prefix.lower()}bit or {in_bytes}")
     rate = _parse(name, text, _BYTES_PER_S)
     if rate <= 0:
         raise ValueError(f"{name} must be > 0, got {text!r}")
@@ -70,8 +74,9 @@ def parse_factors(name: str, text: str) -> list[float]:
 
 def _parse(name: str, text: str, units: dict[str, float]) -> float:
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z/]+)\s*", text.lower())
+    by_name = {unit.lower(): factor for unit, factor in units.items()}
     try:
-        return float(match.group(1)) * units[match.group(2)]  # type: ignore[union-attr]
+        return float(match.group(1)) * by_name[match.group(2)]  # type: ignore[union-attr]
     except (AttributeError, KeyError, ValueError):
         raise ValueError(
             f"{name} must be a number and one of {', '.join(units)}, as in 5{next(iter(units))}, got {text!r}"

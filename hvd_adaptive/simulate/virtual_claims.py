@@ -110,7 +110,13 @@ class Times:
 
 
 def play_claims(
-    start_s: float, cursors: Sequence[Cursor], rules: Sequence[ClaimRule], steps: StepTimes, *, first_batch_s: float
+    start_s: float,
+    cursors: Sequence[Cursor],
+    rules: Sequence[ClaimRule],
+    steps: StepTimes,
+    *,
+    total_work: int,
+    first_batch_s: float,
 ) -> Times:
     """Plays a round of claims as events, the earliest first.
 
@@ -122,6 +128,7 @@ def play_claims(
         cursors: where each rank claims; ranks may share one.
         rules: each rank's size of claims.
         steps: how long steps take.
+        total_work: work of the round, over all ranks.
         first_batch_s: seconds from a rank's first claim to its batch.
     """
     count = len(rules)
@@ -130,10 +137,15 @@ def play_claims(
     pending = [0] * count
     events = [(start_s + cursor.trip_s, rank) for rank, cursor in enumerate(cursors)]
     heapq.heapify(events)
+
+    def size_for(rank: int, remaining: int) -> int:
+        others = total_work - remaining - samples[rank]
+        return rules[rank].claim(remaining, pending=pending[rank], others_claimed=others)
+
     while events:
         now, rank = events[0]
         cursor = cursors[rank]
-        served, size = cursor.take(now, functools.partial(rules[rank].claim, pending=pending[rank]))
+        served, size = cursor.take(now, functools.partial(size_for, rank))
         begin = served + cursor.trip_s
         if not size and pending[rank] and cursor.is_open:
             # It leaves the rest to others, and asks again when its batch is computed.

@@ -118,7 +118,9 @@ class VirtualLocal(VirtualStrategy):
             shares = self._shares if dispatch == "proportional" else np.ones(world_size)
             edges = own_parts(shares, num_samples, unit=self.round_unit).tolist()
             cursors = [Cursor(edges[rank], edges[rank + 1]) for rank in range(world_size)]
-        times = play_claims(start_s, cursors, rules, self._steps, first_batch_s=cluster.first_batch_s)
+        times = play_claims(
+            start_s, cursors, rules, self._steps, total_work=num_samples, first_batch_s=cluster.first_batch_s
+        )
         end_s = np.array(times.end_s)
         last_s = float(end_s.max())
         stats = statistics(
@@ -251,12 +253,8 @@ def exchange_cost(cluster: Cluster, config: Config, num_bytes: float) -> tuple[f
     Raises:
         ValueError: for a compression or reducer that the simulator does not know.
     """
-    codec = _codec(config)
-    candidates: list[tuple[ValueCodec | None, str]] = [(codec, config.reducer)]
-    if config.reducer == "auto":
-        candidates = [(codec, "sra"), (codec, "hierarchical"), (None, "sra")]
-    seconds, _, chosen = min((cluster.exchange_s(num_bytes, *c), n, c[0]) for n, c in enumerate(candidates))
-    return seconds, cluster.links.sent_bytes(chosen, int(num_bytes // 4))
+    codec, reducer = _codec(config), config.reducer
+    return cluster.exchange_s(num_bytes, codec, reducer), cluster.links.sent_bytes(codec, int(num_bytes // 4), reducer)
 
 
 def _codec(config: Config) -> ValueCodec | None:

@@ -22,13 +22,14 @@ from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.calibrate.file import read_table, to_toml
 from hvd_adaptive.cli.main import main
 from hvd_adaptive.comm.host_store import district, has_host_stores
+from hvd_adaptive.comm.protocols import has_equal_hosts
 from hvd_adaptive.comm.threads import LocalTransport
 from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.config import Config
 from hvd_adaptive.session.session import Session
 from hvd_adaptive.simulate.cluster import described_cluster
 from hvd_adaptive.simulate.links import Links
-from hvd_adaptive.simulate.measured_cluster import measured_cluster
+from hvd_adaptive.simulate.measured_cluster import measured_cluster, without_effect
 from hvd_adaptive.simulate.scenario_options import STRATEGIES, ClusterConfig, SweepConfig
 from hvd_adaptive.simulate.step_times import StepTimes
 from hvd_adaptive.simulate.sweep import Outcome, outcome, strategy_config, sweep
@@ -213,20 +214,36 @@ def test_payloads_are_those_of_the_codec_piece_by_piece(spec: str, count: int) -
     assert whole <= Links.payload_bytes(codec, count, 64) <= whole + 64 * 16 + 64 * codec.payload_bytes(1)
 
 
-def test_auto_takes_the_quickest_exchange() -> None:
-    # Many ranks of a host on a slow link; a link that is faster than the codec.
-    for link in ("1gbit", "1e6gbit"):
-        shared = ClusterConfig(ranks_per_host=8, link=link, host_link="100GB/s")
-        short: Any = {"ranks": 32, "rounds": 2, "settle": 1}
-        found = {
-            reducer: play("local", shared, compression="maxmin:4", reducer=reducer, **short).communication_share
-            for reducer in ("sra", "hierarchical", "auto")
-        }
-        plain = play("local", shared, **short).communication_share
-        assert found["auto"] == min(*found.values(), plain)
-    assert found["auto"] == plain < found["sra"]
-    encoded = play("sync", shared, ranks=32, rounds=2, settle=1, compression="maxmin:4")
-    assert encoded.sent_mb_per_s / encoded.steps_per_s < 0.2 * 2 * 100
+def test_encoded_values_go_by_host_where_they_would_in_a_run() -> None:
+    # Many ranks of a host on a slow link; 3 and 2 ranks of two hosts; one rank a host.
+    codec = parse_codec("maxmin:4")
+
+    def exchange_s(ranks: int, per_host: int, reducer: str) -> float:
+        cluster = described_cluster(ClusterConfig(ranks_per_host=per_host, link="1gbit", host_link="100GB/s"), ranks)
+        return cluster.exchange_s(1e8, codec, reducer)
+
+    assert exchange_s(32, 8, "by-host") == exchange_s(32, 8, "hierarchical") < 0.5 * exchange_s(32, 8, "sra")
+    assert exchange_s(5, 3, "by-host") == exchange_s(5, 3, "sra")
+    with pytest.raises(ValueError, match="same number of ranks on every host, got 5 ranks, 3 a host; use 'sra'"):
+        exchange_s(5, 3, "hierarchical")
+    for ranks, per_host in ((4, 1), (4, 4), (3, 8)):
+        assert len({exchange_s(ranks, per_host, reducer) for reducer in ("by-host", "hierarchical", "sra")}) == 1
+    for ranks, per_host in ((32, 8), (5, 3), (8, 1), (65, 8)):
+        hosts = [f"host {rank // per_host}" for rank in range(ranks)]
+        assert links(ranks, per_host).sums_by_host("by-host") == has_equal_hosts(hosts)
+
+
+def test_what_ranks_send_by_host_is_counted() -> None:
+    # 2 hosts of 2 ranks: half the values in fp32 to the neighbour, a quarter of the code to the other host and back, and the
+    # sum's half to the neighbour.
+    codec, count = parse_codec("maxmin:4"), 1 << 20
+    code = Links.payload_bytes(codec, count, 4)
+    assert links(4, 2).sent_bytes(codec, count, "by-host") == 4 * count / 2 + 2 * code / 4 + code / 2
+    assert links(4, 2).sent_bytes(codec, count, "sra") == links(4, 1).sent_bytes(codec, count, "by-host") == 2 * 3 / 4 * code
+    assert links(4, 2).sent_bytes(None, count, "by-host") == 2 * 3 / 4 * 4 * count
+    shared = ClusterConfig(ranks_per_host=8, link="1gbit", host_link="100GB/s")
+    sra = play("sync", shared, ranks=32, rounds=2, settle=1, compression="maxmin:4", reducer="sra")
+    assert sra.sent_mb_per_s / sra.steps_per_s < 0.2 * 2 * 100
 
 
 # What always holds
@@ -306,9 +323,32 @@ def test_a_virtual_rank_claims_what_a_real_one_does() -> None:
             drawn.append(num_samples)
             return 1.0
 
+    steps = Watched(cluster, Slowdown(None, world_size=1), seed=0)
     for _ in range(3):
-        play_claims(0.0, [Cursor(0, 300)], [rule], Watched(cluster, Slowdown(None, world_size=1), seed=0), first_batch_s=0.0)
+        play_claims(0.0, [Cursor(0, 300)], [rule], steps, total_work=300, first_batch_s=0.0)
     assert sizes == drawn
+
+
+def test_a_virtual_rank_does_not_wait_for_what_others_have_not_claimed() -> None:
+    # A round of less than two batches: the first rank's fair part is a half, as the other one holds nothing yet. Then it is half
+    # of what is left and of what is under way.
+    cluster, rules = described_cluster(but(FREE, speeds="1"), 2), [
+        ClaimRule.of_round(
+            rank, batch_sizes=np.full(2, 64.0), speed_shares=np.full(2, 0.5), work_per_sample=1.0, dynamic=True
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    drawn: list[int] = []
+
+    class Watched(StepTimes):
+        def one(self, rank: int, num_samples: int) -> float:
+            drawn.append(num_samples)
+            return super().one(rank, num_samples)
+
+    steps, cursor = Watched(cluster, Slowdown(None, world_size=2), seed=0), Cursor(0, 100)
+    steps.begin_round(0.0, 0.0)
+    play_claims(0.0, [cursor, cursor], rules, steps, total_work=100, first_batch_s=0.0)
+    assert drawn[:2] == [50, 41] and sum(drawn) == 100
 
 
 # Numbers as people write them
@@ -316,7 +356,7 @@ def test_a_virtual_rank_claims_what_a_real_one_does() -> None:
 
 def test_units() -> None:
     assert parse_seconds("x", "50us") == pytest.approx(5e-5) and parse_seconds("x", "1.5 ms") == 0.0015
-    assert parse_rate("x", "1gbit") == 125e6 and parse_rate("x", "2GB/s") == 2e9
+    assert parse_rate("x", "1gbit") == 125e6 and parse_rate("x", "2GB/s") == 2e9 == parse_rate("x", "2 gB/s")
     assert parse_ranks("2..64") == [2, 4, 8, 16, 32, 64] and parse_ranks("3,5") == [3, 5]
     assert parse_ranks("3..20") == [3, 6, 12, 20] and parse_ranks("4..4") == [4]
 
@@ -326,6 +366,9 @@ def test_units() -> None:
     [
         (lambda: ClusterConfig(latency="50"), "latency must be a number and one of s, ms, us, ns, as in 5s, got '50'"),
         (lambda: ClusterConfig(link="0gbit"), "link must be > 0, got '0gbit'"),
+        (lambda: ClusterConfig(link="10Gb/s"), "link must say bits or bytes, got '10Gb/s': write 10gbit or 10GB/s"),
+        (lambda: ClusterConfig(host_link="9 kb/s "), "host_link must say bits or bytes, got '9 kb/s ': write 9kbit or 9kB/s"),
+        (lambda: ClusterConfig(link="10 Tb/s"), "link must be a number and one of kbit, mbit, gbit, kB/s, MB/s, GB/s"),
         (lambda: ClusterConfig(speeds="1,-2"), "speeds must be numbers > 0"),
         (lambda: ClusterConfig(ranks="8..2"), "a range must rise, got '8..2'"),
         (lambda: ClusterConfig(overlap=1.5), r"overlap must be in \[0, 1\], got 1.5"),
@@ -431,9 +474,27 @@ def test_steps_that_all_make_together_take_what_was_measured_of_them() -> None:
     assert sync.exposed_s(0.02, 0.01, encoded=True) == pytest.approx(0.02 - 0.5 * 0.01)
     more = measured_cluster(calibration, ClusterConfig(), 64, **kind)
     added_s = more.exchange_s(more.gradient_bytes, None, "") - exchange_s
-    assert more.exposed_s(exchange_s + added_s, 0.1, encoded=False) == pytest.approx(0.004 + added_s)
+    assert more.exposed_s(exchange_s + added_s, 0.0, encoded=False) == pytest.approx(0.004 + added_s)
+    # Of what more ranks add, a part is beside the step.
+    step_s = 2 * exchange_s + added_s
+    assert more.exposed_s(exchange_s + added_s, step_s, encoded=False) == pytest.approx(0.004 + added_s / 2)
+    assert more.exposed_s(exchange_s + added_s, 0.1, encoded=False) == pytest.approx(0.004)
     given = measured_cluster(calibration, ClusterConfig(gradient_mb=1.0), 2, **kind)
     assert given.exposed_s(0.02, 0.01, encoded=False) == pytest.approx(0.015)
+
+
+def test_one_measured_rank_says_nothing_of_a_link() -> None:
+    table = {**MEASURED["calibration"], "ranks": [rank(1e-4, 1.0, 1.0)]}
+    table["sync"] = {"step_s": [0.008], "lengthened": [1.2], "exchange_s": 0.0}
+    table["link"] = {**table["link"], "latency_s": 5e-5, "per_byte_s": 0.0}
+    calibration, described = read_table(table, "c.toml"), ClusterConfig(exchange_overhead="3ms")
+    cluster = measured_cluster(calibration, described, 8, strategy="sync", mega_batch=4800)
+    plain = described_cluster(described, 8)
+    assert cluster.exchange_s(4e6, None, "") == plain.exchange_s(4e6, None, "") > 0.003
+    assert cluster.exposed_s(0.02, 0.01, encoded=False) == pytest.approx(0.015)
+    assert cluster.claim_trip_s == plain.claim_trip_s > 0.9e-4
+    assert "exchange_overhead" not in without_effect(calibration, described)
+    assert "exchange_overhead" in without_effect(read_table(MEASURED["calibration"], "c.toml"), described)
 
 
 def test_ranks_lengthen_steps_of_others_while_they_compute() -> None:
@@ -471,10 +532,13 @@ def test_the_command_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.Cap
     assert main(["simulate", *options, "--png", str(png)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["ranks", "strategy", "samples/s"]
-    assert [line.split()[:2] for line in lines[1:] if line and not line.startswith("picture")] == [
+    assert [line.split()[:2] for line in lines[1:] if line] == [
         ["2", "local"], ["2", "horovod"], ["8", "local"], ["8", "horovod"]
     ]  # fmt: skip
     assert png.read_bytes().startswith(b"\x89PNG")
+    assert main(["simulate", *options, "--json", "--png", str(png)]) == 0
+    said = capsys.readouterr()
+    assert len(json.loads(said.out)) == 4 and said.err == f"picture: {png}\n"
 
 
 def test_options_come_from_files_and_the_command_line_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -498,6 +562,31 @@ def test_options_come_from_files_and_the_command_line_wins(tmp_path: Path, capsy
     (free,) = rows(*by_rule)
     measured.write_text(json.dumps({**MEASURED, "min_batch_size": 32}))
     assert rows(*by_rule) == [free] and rows(*by_rule, "--min-batch-size", "32")[0]["wait_share"] > 2 * free["wait_share"]
+    # Of micro-batches any number fits into memory, so memory sets no bound on the batch.
+    short = {**MEASURED["calibration"], "ranks": [{**one, "largest_batch": 8} for one in MEASURED["calibration"]["ranks"]]}
+    sizes = {"min_batch_size": 32, "max_batch_size": 32, "micro_batch_size": 4}
+    measured.write_text(json.dumps({**MEASURED, **sizes, "calibration": short}))
+    assert rows(*by_rule) == [free] and rows("--calibration", str(measured), "--strategies", "local") == [calibrated]
+
+
+def test_a_measured_period_is_that_of_the_measured_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured, described = tmp_path / "measured.json", tmp_path / "c.toml"
+    measured.write_text(json.dumps({**MEASURED, "slowdown": None}))
+    described.write_text("local_steps = 5\n")
+
+    def merges(*arguments: str) -> int:
+        """Samples a rank between two merges."""
+        options = ["--strategies", "local", "--dataset-size", str(10**9), "--rounds", "2", "--settle", "0"]
+        assert main(["simulate", "--json", "--calibration", str(measured), *options, *arguments]) == 0
+        (found,) = json.loads(capsys.readouterr().out)
+        return round(found["samples_per_s"] / found["rounds_per_s"] / found["ranks"])
+
+    assert merges() == merges("--ranks", "8") == 3200
+    assert merges("--mega-batch", "640") == 320 and merges("--mega-batch", "640", "--ranks", "8") == 80
+    assert merges("--local-steps", "10") == 320 and merges("--config", str(described), "--ranks", "8") == 160
+    command = ["simulate", "--calibration", str(measured), "--config", str(described), "--mega-batch", "640"]
+    assert main(command) == 2
+    assert "local_steps 5 would have no effect with mega_batch: leave one out (local_steps is from" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
