@@ -109,7 +109,8 @@ class Calibrator:
         self._say("claims and the link between the ranks")
         claim_s, claim_p99_s = measure_claims(transport)
         link = measure_link(transport, self._device)
-        largest = np.array([rank["largest_batch"] or np.inf for rank in ranks], dtype=np.float64)
+        ceilings = [rank["largest_batch"] for rank in ranks]
+        largest = np.array([np.inf if one is None else one for one in ceilings], dtype=np.float64)
         fixed_s = np.array([rank["fixed_s"] for rank in ranks])
         work_s = np.array([rank["per_work_s"] for rank in ranks])
         sample_s = work_s * self._work_per_sample

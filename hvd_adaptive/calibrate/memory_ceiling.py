@@ -77,6 +77,16 @@ def largest_by_growth(peaks: dict[int, int], limit_bytes: int | None) -> tuple[i
     ), f"estimated: {per_sample / 1024:.0f} KiB a sample, and {limit_bytes / 2**30:.1f} GiB for this process"
 
 
+def limit_bytes(free_bytes: int | None, num_processes: int) -> int | None:
+    """Returns the resident memory to which this process may grow: what it has, and its part of what is free.
+
+    Args:
+        free_bytes: of the host; None: not known.
+        num_processes: that share it equally.
+    """
+    return None if free_bytes is None else _status_bytes("VmRSS") + free_bytes // num_processes
+
+
 def reset_peak() -> None:
     """Makes the system forget this process's peak memory, where it can."""
     try:
@@ -87,8 +97,12 @@ def reset_peak() -> None:
 
 def peak_bytes() -> int:
     """Returns this process's peak resident memory since `reset_peak`; 0 where the system does not tell."""
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(name: str) -> int:
     try:
-        match = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
+        match = re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     except OSError:
         return 0
     return int(match[1]) * 1024 if match else 0

@@ -12,6 +12,7 @@ from hvd_adaptive import __version__
 from hvd_adaptive.calibrate.calibrator import Calibrator
 from hvd_adaptive.calibrate.choices import table
 from hvd_adaptive.calibrate.file import Calibration, write_file
+from hvd_adaptive.calibrate.memory_ceiling import limit_bytes
 from hvd_adaptive.calibrate.recommend import Recommendation
 from hvd_adaptive.cli.arguments import check_writable
 from hvd_adaptive.cli.train import check_memory, open_data, use_device
@@ -57,7 +58,7 @@ def calibrate(
     check_memory(train, data, device, transport)
     # Before minutes of measuring.
     attempt(transport, lambda: check_writable("--out", path) if transport.rank == 0 else None)
-    free = free_memory_bytes()
+    memory_bytes = limit_bytes(free_memory_bytes(), transport.local_size)
     calibrator = attempt(
         transport,
         lambda: Calibrator(
@@ -66,7 +67,7 @@ def calibrate(
             data,
             device=device,
             transport=transport,
-            memory_bytes=None if free is None else free // transport.local_size,
+            memory_bytes=memory_bytes,
             least_s=seconds,
             given=set(given),
             say=lambda line: print(f"measuring {line} ...", flush=True),

@@ -23,7 +23,7 @@ from hvd_adaptive.calibrate.file import (
     to_toml,
     write_file,
 )
-from hvd_adaptive.calibrate.memory_ceiling import largest_by_growth
+from hvd_adaptive.calibrate.memory_ceiling import largest_by_growth, limit_bytes, peak_bytes, reset_peak
 from hvd_adaptive.calibrate.recommend import (
     predict,
     predict_fragments,
@@ -185,6 +185,13 @@ def test_growth_gives_a_ceiling_only_where_it_can_be_seen() -> None:
     assert largest == 128 + (2 * gib - gib - 64 * 2**20) // 2**20 and "1024 KiB a sample" in how
     assert largest_by_growth({64: gib, 128: gib + 4096}, 2 * gib)[0] is None
     assert largest_by_growth({64: gib}, 2 * gib)[0] is None and largest_by_growth({1: 0, 2: 0}, None)[0] is None
+    assert largest_by_growth({64: gib, 128: gib + 64 * 2**20}, gib // 2)[0] == 0
+
+
+def test_a_process_may_grow_by_its_part_of_what_is_free() -> None:
+    # Its peak, with which the limit is compared, holds what it has already.
+    reset_peak()
+    assert limit_bytes(2 << 30, 2) == pytest.approx(peak_bytes() + (1 << 30), abs=64 << 20) and limit_bytes(None, 2) is None
 
 
 @pytest.mark.parametrize("name", ["c.toml", "c.json"])

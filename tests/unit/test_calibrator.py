@@ -16,6 +16,7 @@ from hvd_adaptive.calibrate.file import Calibration, LinkCalibration, chosen_opt
 from hvd_adaptive.calibrate.recommend import Recommendation
 from hvd_adaptive.calibrate.rounds import Rounds
 from hvd_adaptive.cli.option_sources import build_configs
+from hvd_adaptive.comm.protocols import AgreedError
 from hvd_adaptive.comm.threads import LocalTransport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.records import RoundRecord
@@ -105,6 +106,13 @@ def test_codes_are_tried_by_a_steps_time_however_an_epoch_is_cut(
     # A merge takes as long as such an exchange, once a round: as predicted, so measured.
     local = next(one for config, one in played if config.strategy == "local")
     assert found.choices[0].samples_per_s == pytest.approx(local.num_samples / local.seconds)
+
+
+def test_a_rank_without_memory_for_a_sample_is_no_rank_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 1e-3, 6400)
+    monkeypatch.setattr(calibrator.Calibrator, "_measure_rank", lambda self: {**RANK, "largest_batch": 0})
+    with pytest.raises(AgreedError, match="rank 0 has no memory for a batch of one sample"):
+        calibrate(Config(), range(6400))
 
 
 def small_data(num_samples: int) -> SparseDataset:
