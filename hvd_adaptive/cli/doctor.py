@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hvd_adaptive.cli.arguments import check_writable
 from hvd_adaptive.cli.fields import add_backend
 from hvd_adaptive.cli.option_sources import chosen_backend
 from hvd_adaptive.cluster.binding import read_launcher
@@ -24,6 +25,9 @@ from hvd_adaptive.doctor.gpu import examine_gpu
 from hvd_adaptive.doctor.supervise import Ended
 from hvd_adaptive.doctor.text_page import page
 from hvd_adaptive.exit_codes import EXIT_PROBLEMS
+
+# Options that --gpu does not know, with their defaults.
+_WITHOUT_GPU = {"json": None, "device": "auto", "probe_seconds": 2.0, "limit": 60.0}
 
 
 def add_doctor(commands: Any, launch: argparse.ArgumentParser) -> None:
@@ -39,16 +43,15 @@ def add_doctor(commands: Any, launch: argparse.ArgumentParser) -> None:
         "--json", metavar="FILE|-", help="also write what was found as JSON; - prints it in place of the page"
     )
     add_backend(parser)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:K, as for train (default: auto)")
+    parser.add_argument("--device", help="auto, cpu, cuda or cuda:K, as for train (default: auto)")
     parser.add_argument(
         "--probe-seconds",
         type=float,
-        default=2.0,
         metavar="S",
         help="length of the speed test; 30 shows GPUs that get slow when hot (default: 2)",
     )
     parser.add_argument(
-        "--limit", type=float, default=60.0, metavar="S", help="seconds that each check may take (default: 60)"
+        "--limit", type=float, metavar="S", help="seconds that each check may take (default: 60)"
     )
     parser.add_argument(
         "--gpu",
@@ -58,6 +61,7 @@ def add_doctor(commands: Any, launch: argparse.ArgumentParser) -> None:
         help="check a first GPU node instead, in 3 minutes; writes FILE (default: hvd-adaptive-gpu.json)",
     )
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(**_WITHOUT_GPU)
 
 
 def doctor(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -76,6 +80,12 @@ def doctor(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise ValueError(f"--limit must be longer than --probe-seconds, got {options.limit} and {options.probe_seconds}")
     rank, backend = read_launcher(os.environ).rank or 0, chosen_backend(options)
     if options.gpu is not None:
+        for name, default in _WITHOUT_GPU.items():
+            if getattr(options, name) != default:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {getattr(options, name)} would have no effect with --gpu, whose checks have "
+                    "devices, limits and a file of their own: leave one out"
+                )
         return _doctor_gpu(options.gpu, options.num_ranks, backend)
     progress = _Progress(options.as_rank and not rank)
     if options.num_ranks is not None:
@@ -119,7 +129,7 @@ def _doctor_gpu(file: str, num_ranks: int | None, backend: str) -> int:
     if backend == "auto":
         # What is missing is for the checks to say, where MPI and Horovod are not there at all.
         backend = "horovod" if all(importlib.util.find_spec(name) for name in ("horovod", "mpi4py")) else "torch"
-    _write(file, {})
+    check_writable("--gpu", Path(file))
     progress = _Progress(as_rank=False)
     try:
         found = examine_gpu(backend=backend, on_check=progress.show)

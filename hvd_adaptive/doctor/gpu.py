@@ -56,12 +56,16 @@ def examine_gpu(
         on_check(name)
         left_s = TOTAL_S - (time.monotonic() - start)
         if left_s < 5 and results:
-            results[name] = {"error": f"was not begun: the checks before it took {TOTAL_S - left_s:.0f} s"}
+            results[name] = {"error": f"not begun after {TOTAL_S - left_s:.0f} s of other checks", "kind": "late"}
             continue
         ranks = {"allreduce": min(num_gpus, _MOST_RANKS), "sharing": 2, "training": 2}.get(name)
         one_gpu = name == "sharing" or (name == "training" and num_gpus == 1)
         device = "auto" if name == "gpu" else "cuda:0" if one_gpu else "cuda"
-        results[name] = run_check(name, device=device, num_ranks=ranks, backend=backend, limit_s=min(limit_s, left_s))
+        found = run_check(name, device=device, num_ranks=ranks, backend=backend, limit_s=min(limit_s, left_s))
+        if found.get("kind") == "hang" and left_s < limit_s:
+            # The time of all checks was over, not its own: the node is slow, and nothing says that it hung.
+            found["kind"] = "late"
+        results[name] = found
     findings = [judge_check(name, facts) for name, facts in results.items()]
     skipped = [name for name in limits_s if name not in results]
     if skipped:
@@ -76,8 +80,8 @@ def examine_gpu(
         "seconds": round(time.monotonic() - start, 1),
         "checks": results,
     }
-    found = document("hvd-adaptive doctor --gpu", findings, [facts])
-    return cleaned({**found, "verdict": verdict(results, found["problems"])})
+    page = document("hvd-adaptive doctor --gpu", findings, [facts])
+    return cleaned({**page, "verdict": verdict(results, page["problems"])})
 
 
 def verdict(results: Mapping[str, Facts], num_problems: int) -> str:
@@ -91,6 +95,8 @@ def verdict(results: Mapping[str, Facts], num_problems: int) -> str:
         return "No GPU that torch can use: nothing was tried, and nothing is shown. Training on CPUs is another question."
     if num_problems:
         return f"{count(num_problems, 'problem')}: do not train on this node's GPUs before they are mended."
+    if late := [WHAT[name] for name, facts in results.items() if facts.get("kind") == "late"]:
+        return f"What was tried works. The time was over before {' and '.join(late)}: run it again."
     return "This node's GPUs do what training needs."
 
 

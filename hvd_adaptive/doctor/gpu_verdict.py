@@ -13,6 +13,7 @@ _MOST_LAUNCHES = 0.5
 # Of a copy's speed: slower codecs are no use on any link between GPUs.
 _LEAST_CODEC_SPEED = 0.02
 _SLOW_COMPILE_S = 30.0
+_AGAIN = "run it again: libraries load and kernels compile more slowly the first time"
 _REPORT_IT = "attach the file to a report: this is ours to mend"
 
 
@@ -21,8 +22,10 @@ def judge_check(name: str, facts: Facts) -> Finding:
 
     Args:
         name: of the check.
-        facts: as it returned them; {"error": text} where it failed, with "kind" where it crashed or hung.
+        facts: as it returned them; {"error": text} where it failed, with "kind" where it crashed or hung, or was ended early.
     """
+    if facts.get("kind") == "late":
+        return Finding(name, "warning", f"{WHAT[name]}: not tried, as the time of all checks was over: {facts['error']}", _AGAIN)
     if "error" in facts:
         kind = {"crash": "crashed", "hang": "hung"}.get(facts.get("kind", ""), "failed")
         return Finding(name, "problem", f"{WHAT[name]} {kind}: {facts['error']}", _REMEDY.get(name, _REPORT_IT))

@@ -16,12 +16,14 @@ import pytest
 import torch
 from jobs import forking_environment
 
+from hvd_adaptive.cli.main import main
 from hvd_adaptive.comm import shared_gpus
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.compress.kernels import reference
 from hvd_adaptive.doctor import gpu, gpu_checks
 from hvd_adaptive.doctor.gpu import cleaned, run_check
 from hvd_adaptive.doctor.gpu_verdict import WHAT, judge_check
+from hvd_adaptive.doctor.supervise import Ended
 from hvd_adaptive.doctor.text_page import page
 
 CPU = torch.device("cpu")
@@ -178,10 +180,20 @@ def test_on_a_machine_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert socket.gethostname() not in written and str(Path.home()) + "/" not in written
 
 
-@pytest.mark.parametrize(("arguments", "text"), [(["-np", "2"], "without -np"), (["/nowhere/at/all.json"], "cannot be written")])
-def test_bad_options(arguments: list[str], text: str) -> None:
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and text in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["-np", "2"], "without -np"),
+        (["/nowhere/at/all.json"], "/nowhere/at is not there"),
+        (["--json", "-"], "--json - would have no effect with --gpu"),
+        (["--device", "cuda:1"], "--device cuda:1 would have no effect with --gpu"),
+        (["--limit", "90"], "--limit 90.0 would have no effect with --gpu"),
+        (["--probe-seconds", "30"], "--probe-seconds 30.0 would have no effect with --gpu"),
+    ],
+)
+def test_bad_options(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--gpu", *arguments]) == 2
+    assert text in capsys.readouterr().err
 
 
 def test_all_checks_run_and_make_one_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,8 +211,47 @@ def test_all_checks_run_and_make_one_page(monkeypatch: pytest.MonkeyPatch) -> No
     text = page(found, symbols=False)
     assert "H100" in text and "6 problems: do not train" in text
     monkeypatch.setattr(gpu, "TOTAL_S", 4.0)
-    late = gpu.examine_gpu(backend="horovod", limits_s={**gpu.LIMITS_S})["findings"]
-    assert ["was not begun" in finding["text"] for finding in late] == [False, *[True] * 6]
+    late = gpu.examine_gpu(backend="horovod", limits_s={**gpu.LIMITS_S})
+    assert ["not begun after" in finding["text"] for finding in late["findings"]] == [False, *[True] * 6]
+    assert late["problems"] == 0 and late["warnings"] == 6 and late["verdict"].startswith("What was tried works.")
+
+
+def test_a_slow_node_is_not_condemned_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def pretend(name: str, *, limit_s: float, **options: Any) -> dict[str, Any]:
+        nonlocal now
+        if name == "gpu":
+            return dict(GPU)
+        # Each check but the last takes its whole time and is over then.
+        now += limit_s
+        return {"error": f"not over after {limit_s:.0f} s.", "kind": "hang"} if name in ("codecs", "events") else {"right": False}
+
+    monkeypatch.setattr(gpu, "run_check", pretend)
+    monkeypatch.setattr(gpu, "TOTAL_S", 100.0)
+    monkeypatch.setattr(gpu, "time", types.SimpleNamespace(monotonic=lambda: now))
+    limits_s = {"gpu": 40.0, "codecs": 60.0, "events": 60.0, "allreduce": 60.0}
+    found = gpu.examine_gpu(backend="torch", limits_s=limits_s)
+    # The second one had 40 of its 60 s.
+    assert [finding["status"] for finding in found["findings"]] == ["ok", "problem", "warning", "warning"]
+    assert "not tried" in found["findings"][2]["text"] and found["verdict"].startswith("1 problem:")
+    now = -30.0
+    limits_s.pop("codecs")
+    monkeypatch.setattr(gpu, "TOTAL_S", 59.0)
+    found = gpu.examine_gpu(backend="torch", limits_s=limits_s)
+    assert found["problems"] == 0 and "the measurement of steps by events and sums over ranks: run it" in found["verdict"]
+
+
+def test_an_old_report_stays_until_the_checks_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "found.json"
+    file.write_text("old")
+
+    def interrupted(**options: Any) -> dict[str, Any]:
+        raise Ended
+
+    monkeypatch.setattr("hvd_adaptive.cli.doctor.examine_gpu", interrupted)
+    assert main(["doctor", "--gpu", str(file), "--backend", "torch"]) == 2
+    assert file.read_text() == "old"
 
 
 def test_one_gpu_is_shared_by_the_training_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
