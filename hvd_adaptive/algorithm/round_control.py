@@ -57,11 +57,12 @@ def round_weights(config: Config, gathered: Gathered) -> Array:
     """Returns the weight of each rank's delta, shape (world_size,).
 
     Raises:
-        RuntimeError: on every rank alike, if there is nothing to merge.
+        RuntimeError: on every rank alike, if no rank is finite.
     """
     finite = gathered["finite"] > 0
-    if finite.any() and not gathered["num_updates"].any():
-        # The ranks' loops have left out all batches: nothing has moved.
+    if finite.any() and not gathered["num_updates"][finite].any():
+        # Nothing that can be merged has moved: the ranks' loops left out all batches, or only ranks that broke had any. These
+        # go on from the global model as after any round, and ten such rounds in a row end the job.
         return finite / finite.sum()
     return merge_weights(
         config,

@@ -24,6 +24,7 @@ from hvd_adaptive.config import Config
 from hvd_adaptive.engine.flat_model import model_hash
 from hvd_adaptive.engine.optimizer_state import average_, reset_
 from hvd_adaptive.engine.optimizers import LazyAdam, LazyMomentum, RowwiseAdagrad
+from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.session.checkpointer import Checkpointer
 from hvd_adaptive.session.session import Session
 from hvd_adaptive.strategies.local import LocalStrategy
@@ -326,6 +327,36 @@ def test_a_rank_that_is_not_finite_contributes_nothing_and_starts_again(
     assert weights[1].tolist() == [1.0, 0.0] and all(w[1] > 0 for w in weights[:1] + weights[2:])
     assert all(torch.isfinite(p).all() for p in results[1]["model"].parameters())
     assert "ranks [1] had NaN or Inf" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"merge_weights": "dual-averaging"}, {"merge_weights": "fisher-rows"}, {"compression": "maxmin:8"},
+        {"outer_step": "nesterov", "clip_delta": 1.0},
+    ],
+)  # fmt: skip
+def test_a_rank_that_breaks_where_no_other_had_batches_ends_the_job_only_after_ten_rounds(options: dict[str, Any]) -> None:
+    def run(transport: LocalTransport) -> None:
+        model = make_model()
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        strategy = LocalStrategy(model, optimizer, Config(batch_size=8, **options), transport)
+        before = copy.deepcopy(model.state_dict())
+        for number in range(10):
+            if transport.rank == 1:
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, float("nan"))
+                optimizer.step()
+            stats = RoundStats(batch_size=8, num_updates=transport.rank, num_samples=8 * transport.rank)
+            if number == 9:
+                with pytest.raises(AgreedError, match=r"ranks \[1\] had NaN or Inf in their parameters in 10 rounds in a row"):
+                    strategy.end_round(stats)
+                return
+            _, weights, _ = strategy.end_round(stats)
+            assert weights.tolist() == [1.0, 0.0]
+            assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+    LocalWorld(2).run(run)
 
 
 def test_all_ranks_not_finite_stops_the_run_on_all() -> None:
