@@ -16,6 +16,7 @@ from hvd_adaptive.comm.protocols import Transport, take_turns
 from hvd_adaptive.engine.batches import Batch, BatchSource
 from hvd_adaptive.engine.emulation import compute_seconds
 from hvd_adaptive.engine.optimizer_state import reset_
+from hvd_adaptive.engine.out_of_memory import free_cached, is_out_of_memory
 
 _REPEATS = 5
 _REPEAT_S = 0.1
@@ -127,18 +128,30 @@ def measure_speeds(
         optimizer: its optimizer.
         step: a whole local step on a batch.
         source: the training data.
-        batch_size: samples in a batch.
+        batch_size: samples in a batch; a rank without the memory for it halves it until one fits.
         seed: of the rows.
         transport: the world.
     """
 
-    def measure() -> tuple[float, float]:
+    def measure_at(size: int) -> tuple[float, float]:
         with StepProbe(model, optimizer, step, source, seed=seed, rank=transport.rank) as probe:
-            results = probe.repeat(batch_size, repeat_s=_REPEAT_S)
+            results = probe.repeat(size, repeat_s=_REPEAT_S)
         return (
             float(np.median([one.num_samples / one.compute_s for one in results])),
             float(np.median([one.num_samples / one.wall_s for one in results])),
         )
+
+    def measure() -> tuple[float, float]:
+        size = batch_size
+        while True:
+            try:
+                return measure_at(size)
+            except Exception as error:
+                if size == 1 or not is_out_of_memory(error):
+                    raise
+            # Only here: while the error is handled, its traceback holds the step's tensors and the probe's copy of the model.
+            free_cached(next(model.parameters()).device)
+            size //= 2
 
     mine = take_turns(transport, "calibration", measure)
     gathered = transport.allgather_stats(np.array(mine))

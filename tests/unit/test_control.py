@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import os
@@ -28,8 +29,10 @@ from hvd_adaptive.algorithm.round_control import RoundControl
 from hvd_adaptive.algorithm.statistics import Gathered
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
+from hvd_adaptive.engine.batches import BatchSource
 from hvd_adaptive.engine.out_of_memory import cut, even_sizes, is_out_of_memory
 from hvd_adaptive.engine.records import RoundRecord, RoundStats
+from hvd_adaptive.engine.start_speeds import measure_speeds
 from hvd_adaptive.session.session import Session
 
 NUM_SAMPLES = 600
@@ -260,6 +263,32 @@ def test_out_of_memory_is_known_by_what_torch_and_numpy_raise() -> None:
         assert is_out_of_memory(caught.value)
     assert is_out_of_memory(torch.OutOfMemoryError("x"))
     assert not is_out_of_memory(RuntimeError("out of range")) and not is_out_of_memory(KeyError("memory"))
+
+
+def test_a_rank_without_the_memory_for_a_batch_measures_its_own_speed_with_smaller_ones() -> None:
+    sizes: list[list[int]] = [[], []]
+
+    def measure(transport: LocalTransport) -> tuple[Any, bool]:
+        model = nn.Linear(4, 2).double()
+        before = copy.deepcopy(model.state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(batch: Any) -> None:
+            if batch.num_samples not in sizes[transport.rank]:
+                sizes[transport.rank].append(batch.num_samples)
+            nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+            if transport.rank == 1 and batch.num_samples > 20:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            optimizer.step()
+
+        source = BatchSource(DATA, torch.device("cpu"))
+        speeds = measure_speeds(model, optimizer, step, source, batch_size=64, seed=0, transport=transport)
+        unchanged = all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        return speeds, unchanged and not optimizer.state and all(p.grad is None for p in model.parameters())
+
+    for speeds, unchanged in LocalWorld(2).run(measure):
+        assert (speeds.compute > 0).all() and (speeds.wall > 0).all() and unchanged
+    assert sizes == [[64], [64, 32, 16]]
 
 
 def test_parts_of_a_batch_are_nearly_equal_and_complete() -> None:
