@@ -123,14 +123,6 @@ class SpeedModel:
         fixed, per_work = self.coefficients()
         return fixed + per_work * batch_work
 
-    def speeds(self, batch_work: Array) -> Array:
-        """Returns each rank's work a second at steps with so much work, shape (world_size,), > 0.
-
-        Args:
-            batch_work: work of each rank's step, shape (world_size,), > 0.
-        """
-        return np.asarray(batch_work / self.seconds(batch_work))
-
     def equalize(self, total: float, lower: Array, upper: Array) -> Array:
         """Returns the batches that sum to ``total`` and make the steps of all ranks within their bounds equally long.
 

@@ -154,9 +154,9 @@ def test_whatever_is_observed_times_stay_positive(seed: int, size: list[float], 
 
 def test_a_rank_without_an_observation_counts_as_the_slowest() -> None:
     model = SpeedModel(3)
-    assert model.speeds(np.full(3, 8.0)).tolist() == [1, 1, 1]
+    assert model.seconds(np.full(3, 8.0)).tolist() == [8, 8, 8]
     model.observe(np.array([10.0, 0, 10]), np.array([100.0, 0, 100]), np.array([1.0, 0, 4]))
-    assert model.speeds(np.full(3, 10.0)) == pytest.approx([100, 25, 25])
+    assert model.seconds(np.full(3, 10.0)) == pytest.approx([0.1, 0.4, 0.4])
     assert model.observed.tolist() == [True, False, True]
 
 

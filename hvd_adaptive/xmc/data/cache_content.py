@@ -105,7 +105,6 @@ def _write_split(
         **shape._asdict(),
         "fingerprint": hashlib.sha256(content.encode()).hexdigest(),
         "lengths": {array: writer.length for array, writer in writers.items()},
-        "sha256": checksums,
     }
 
 
