@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hvd_adaptive.comm.protocols import AgreedError, Transport, agree, attempt
+from hvd_adaptive.comm.protocols import AgreedError, Transport, agree, attempt, long_task
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine import optimizers
 from hvd_adaptive.engine.batches import Batch, BatchSource
@@ -144,7 +144,8 @@ class Trainer:
         directory = self.directory = attempt(transport, lambda: make_directory() if make_directory else None)
         propensity = inverse_propensity(self._data.label_counts(), num_samples=len(self._data))
         self._evaluator = Evaluator(test, propensity, transport)
-        scored = f"{min(train.eval_samples or len(test), len(test))} samples of test set {test.fingerprint[:12]}"
+        self._scores_all = train.eval_samples is None or train.eval_samples >= len(test)
+        scored = f"{len(test) if self._scores_all else train.eval_samples} samples of test set {test.fingerprint[:12]}"
         self._totals = Totals(config, train, transport, speeds, scored=scored)
         self._last_scores: dict[str, float] | None = None
         self._session.register_state("totals", self._totals, shared=True)
@@ -201,11 +202,11 @@ class Trainer:
             return None
         # The last round's evaluation was of this model, and of the whole test split unless it was cut short.
         # A merge beside steps has moved the model since.
-        same = train.eval_samples is None and session.config.merge_fragments == 1
+        same = self._scores_all and session.config.merge_fragments == 1
         final = self._last_scores if same and self._last_scores else None
         final = final or self._evaluator.evaluate(self._model)
         # Scores of a part of the test split are not comparable with these.
-        comparable = train.eval_samples is None or self._totals.best is None
+        comparable = self._scores_all or self._totals.best is None
         is_best = comparable and self._totals.takes_last(final, session.train_s)
         for name in [*([BEST_MODEL] if is_best else []), LAST_MODEL]:
             self._write(functools.partial(RunDirectory.save_model, name=name, model=self._model, metadata=self._metadata))
@@ -234,7 +235,9 @@ class Trainer:
         error = None
         if self.directory:
             try:
-                action(self.directory)
+                # A slow disk is no stuck rank.
+                with long_task(self._transport, "writing the run directory"):
+                    action(self.directory)
             except FolderLostError as failure:
                 error = str(failure)
             except OSError as failure:
@@ -360,11 +363,12 @@ class Trainer:
 
     def _save_round(self, directory: RunDirectory, record: RoundRecord, line: dict[str, Any], *, is_best: bool) -> None:
         try:
-            if is_best:
-                directory.save_best(self._model, self._metadata, record.round)
-            elif line["eval"]:
-                with contextlib.suppress(OSError):
-                    directory.write_best()
+            if line["eval"]:
+                with long_task(self._transport, "writing the best model"), contextlib.suppress(OSError):
+                    if is_best:
+                        directory.save_best(self._model, self._metadata, record.round)
+                    else:
+                        directory.write_best()
             directory.add_round(line)
             if self._recording is not None:
                 # Before checkpoints, which are of rounds that were recorded.
@@ -376,7 +380,8 @@ class Trainer:
     def _best_files(self) -> list[Path]:
         """The best model's file, for a checkpoint: its totals say which model that is. On rank 0."""
         assert self.directory is not None
-        self.directory.write_best()
+        with long_task(self._transport, "writing the best model"):
+            self.directory.write_best()
         path = self.directory.path / BEST_MODEL
         return [path] if self._totals.best and path.exists() else []
 

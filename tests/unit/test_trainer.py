@@ -1,0 +1,93 @@
+"""The trainer in one process: which model is the best, and slow disks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_adaptive.comm.threads import LocalTransport
+from hvd_adaptive.config import Config
+from hvd_adaptive.xmc import run_directory
+from hvd_adaptive.xmc import trainer as trainer_module
+from hvd_adaptive.xmc.data import SparseDataset
+from hvd_adaptive.xmc.evaluation import Evaluator
+from hvd_adaptive.xmc.run_directory import BEST_MODEL, LAST_MODEL, RunDirectory, load_model
+from hvd_adaptive.xmc.train_config import TrainConfig
+from hvd_adaptive.xmc.trainer import Trainer
+
+NUM_TEST = 30
+
+
+def rows(split: str, num_samples: int) -> SparseDataset:
+    """Rows with one feature and one label each."""
+    ends = np.arange(num_samples + 1)
+    features, labels = (np.arange(num_samples, dtype=np.int32) % number for number in (20, 7))
+    return SparseDataset(
+        name="a", split=split, num_features=20, num_labels=7, fingerprint="", x_indptr=ends, x_indices=features,
+        x_values=np.ones(num_samples, np.float32), y_indptr=ends, y_indices=labels,
+    )  # fmt: skip
+
+
+def make_trainer(path: Path, transport: LocalTransport | None = None, **options: Any) -> Trainer:
+    """One that makes rounds of a quarter of an epoch."""
+    transport = transport or LocalTransport()
+    return Trainer(
+        Config(batch_size=8, mega_batch=20, num_threads=torch.get_num_threads()),
+        TrainConfig(hidden_size=4, calibration=False, checkpoint_interval=0, device="cpu", **options),
+        (rows("train", 80), rows("test", NUM_TEST)),
+        device=torch.device("cpu"),
+        transport=transport,
+        make_directory=None if transport.rank else lambda: RunDirectory(path),
+    )
+
+
+@pytest.mark.parametrize("samples", [None, NUM_TEST, NUM_TEST + 1, NUM_TEST - 1])
+@pytest.mark.parametrize("epochs", [1.0, 1.25])
+def test_the_last_model_is_the_best_where_all_samples_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples: int | None, epochs: float
+) -> None:
+    """Scores of a part of the test set are compared with none of the whole."""
+    scores: list[float] = []
+
+    def evaluate(self: Evaluator, model: Any, num_samples: int | None = None) -> dict[str, float]:
+        scores.append(0.1 * (len(scores) + 1))
+        return {"p1": scores[-1]}
+
+    monkeypatch.setattr(Evaluator, "evaluate", evaluate)
+    summary = make_trainer(tmp_path / "run", epochs=epochs, eval_rounds=2, eval_samples=samples).run()
+    assert summary is not None
+    best, last = (load_model(tmp_path / "run" / name)[0] for name in (BEST_MODEL, LAST_MODEL))
+    is_whole = samples is None or samples >= NUM_TEST
+    # After rounds 2 and 4, and once more where that was another model or a part of the samples.
+    assert len(scores) == (2 if is_whole and epochs == 1.0 else 3)
+    assert summary["best"] == {"p1": scores[-1] if is_whole else scores[1]} and summary["final"] == {"p1": scores[-1]}
+    assert all(torch.equal(best[name], last[name]) for name in best) == (is_whole or epochs == 1.0)
+
+
+def test_who_writes_a_model_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk is no stuck rank."""
+    under_way: list[str] = []
+    found = []
+    save_file = run_directory.save_file
+
+    @contextlib.contextmanager
+    def long_task(transport: Any, what: str) -> Iterator[None]:
+        under_way.append(what)
+        yield
+        under_way.pop()
+
+    def save(tensors: Any, path: Path, **options: Any) -> None:
+        found.append((path.name, *under_way))
+        save_file(tensors, path, **options)
+
+    monkeypatch.setattr(trainer_module, "long_task", long_task, raising=False)
+    monkeypatch.setattr(run_directory, "save_file", save)
+    make_trainer(tmp_path / "run", epochs=1, eval_rounds=3).run()
+    assert found[0] == (f"{BEST_MODEL}.part", "writing the best model")
+    assert found[-1] == (f"{LAST_MODEL}.part", "writing the run directory") and all(len(one) == 2 for one in found)
