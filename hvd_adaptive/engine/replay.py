@@ -14,13 +14,14 @@ import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from hvd_adaptive.comm.protocols import AgreedError, Collectives
 from hvd_adaptive.config import GONE_OPTIONS, Config
 from hvd_adaptive.engine.claims import Claim, Claims, ClaimSize
+from hvd_adaptive.engine.line_file import LineFile
 from hvd_adaptive.engine.records import RoundClaims, RoundRecord
 from hvd_adaptive.validation import parse_json
 
@@ -121,14 +122,14 @@ def run_identity(config: Config, values: Mapping[str, Any]) -> dict[str, str]:
 
 
 class RecordingFile:
-    """Writes a recording; one of ``Session.records``, on one rank only.
+    """Writes a recording; one of ``Session.records``, on one rank only. Rounds that find no room are written when they do.
 
     Args:
         path: the file; one that is there is gone on with.
         identity: what :func:`run_identity` gave.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if it cannot be opened.
     """
 
     def __init__(self, path: Path, identity: dict[str, str]) -> None:
@@ -136,8 +137,8 @@ class RecordingFile:
             # What stands after the last end of a line was cut off in writing.
             whole = path.read_bytes().rfind(b"\n") + 1
             os.truncate(path, whole)
-        self._file: IO[str] = path.open("a", encoding="utf-8")
-        self._write({"identity": identity})
+        self._lines = LineFile(path)
+        self._lines.add(json.dumps({"identity": identity}))
 
     def __call__(self, record: Any) -> None:
         """Adds a round.
@@ -145,11 +146,16 @@ class RecordingFile:
         Args:
             record: a RoundRecord whose ``claims`` are known.
         """
-        self._write(dataclasses.asdict(record.claims))
+        self._lines.add(json.dumps(dataclasses.asdict(record.claims)))
 
-    def _write(self, value: dict[str, Any]) -> None:
-        self._file.write(json.dumps(value) + "\n")
-        self._file.flush()
+    def close(self) -> None:
+        """Closes the file.
+
+        Raises:
+            OSError: if rounds are left that cannot be written.
+        """
+        self._lines.flush()
+        self._lines.close()
 
 
 class Replay:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hvd_adaptive import __version__
 from hvd_adaptive.config import Config
+from hvd_adaptive.engine.line_file import LineFile
 from hvd_adaptive.state.folder_owner import FolderOwner
 from hvd_adaptive.state.tensor_file import open_tensors
 from hvd_adaptive.validation import parse_json
@@ -73,8 +74,7 @@ class RunDirectory:
                     f"run directory {path} holds a run already: go on with it with --resume auto, name another with --out, or "
                     "remove it"
                 )
-            self._rounds = (path / "rounds.jsonl").open("ab" if resume else "xb", buffering=0)
-            self._unwritten = b""
+            self._rounds = LineFile(path / "rounds.jsonl", "ab" if resume else "xb")
         except OSError as error:
             raise ValueError(
                 f"run directory {path} cannot be written: {error}; name another with --out"
@@ -118,7 +118,7 @@ class RunDirectory:
         if len(kept) < num_rounds:
             log.warning("%s holds %d of the %d rounds before the resume", source, len(kept), num_rounds)
         self._write("rounds.jsonl", "".join(kept))
-        self._rounds = (self.path / "rounds.jsonl").open("ab", buffering=0)
+        self._rounds = LineFile(self.path / "rounds.jsonl")
         (self.path / "summary.json").unlink(missing_ok=True)
         if checkpoint is not None and (checkpoint / BEST_MODEL).exists():
             temporary = self.path / (BEST_MODEL + ".part")
@@ -132,14 +132,8 @@ class RunDirectory:
 
     def add_round(self, record: dict[str, Any]) -> None:
         """Appends one round to rounds.jsonl, and hands it to the sinks. What does not fit on the disk is kept for later."""
-        late = bool(self._unwritten)
-        self._unwritten += (json.dumps(record) + "\n").encode()
-        try:
-            self._flush()
-        except OSError as error:
-            if not late:
-                path = self.path / "rounds.jsonl"
-                log.error("%s cannot be written: %s. The run goes on; its rounds are written when they can be.", path, error)
+        self.owner.hold()
+        self._rounds.add(json.dumps(record))
         self._call_sinks(lambda sink: sink.add_round(record))
 
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -185,7 +179,8 @@ class RunDirectory:
         Raises:
             OSError: if rounds are left that cannot be written.
         """
-        self._flush()
+        self.owner.hold()
+        self._rounds.flush()
         self._rounds.close()
         self._call_sinks(lambda sink: sink.close())
 
@@ -213,12 +208,6 @@ class RunDirectory:
             raise OSError(f"{self.path / name} cannot be written: {error}") from None
         if name == BEST_MODEL:
             self._unwritten_best = None
-
-    def _flush(self) -> None:
-        self.owner.hold()
-        while self._unwritten:
-            # A part may be written and the next refused: it goes on from there.
-            self._unwritten = self._unwritten[self._rounds.write(self._unwritten) or 0 :]
 
     def _write_json(self, name: str, value: Any) -> None:
         self._write(name, json.dumps(value, indent=2) + "\n")

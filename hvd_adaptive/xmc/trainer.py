@@ -152,13 +152,12 @@ class Trainer:
         self._in_memory: MemoryCheckpointer | None = None
         try:
             self._checkpoints = self._make_checkpointer()
+            claims = directory.path / CLAIMS_FILE if directory and config.record else None
+            self._recording = attempt(transport, lambda: RecordingFile(claims, self._session.identity) if claims else None)
         except AgreedError:
             if directory:
                 directory.abandon()
             raise
-        self._recording: RecordingFile | None = None
-        if config.record and directory:
-            self._recording = RecordingFile(directory.path / CLAIMS_FILE, self._session.identity)
         self._metadata = {
             "num_features": str(self._data.num_features),
             "num_labels": str(self._data.num_labels),
@@ -218,7 +217,7 @@ class Trainer:
         summary = self._totals.summary(session, final=final, model_hash=digest, ranks_agreed=agreed)
         summary["predicted_samples_per_s"] = self._predicted_samples_per_s
         summary["checkpoints"] = dataclasses.asdict(counts)
-        self._write(lambda directory: directory.close())
+        self._write(self._close)
         self._write(lambda directory: directory.write_summary(summary))
         if self.directory and self._in_memory:
             shutil.rmtree(self._in_memory.folder, ignore_errors=True)
@@ -248,6 +247,11 @@ class Trainer:
                 )
         agree(self._transport, error)
 
+    def _close(self, directory: RunDirectory) -> None:
+        directory.close()
+        if self._recording:
+            self._recording.close()
+
     def _leave_early(self) -> None:
         """Saves what there is and leaves the world. COLLECTIVE."""
         session = self._session
@@ -269,7 +273,7 @@ class Trainer:
                 "Go on with --resume auto." if counts.written or self._train.checkpoint_interval != 0
                 else "checkpoint_interval is 0: what was computed is lost.",
             )  # fmt: skip
-        self._write(RunDirectory.close)
+        self._write(self._close)
         session.close()
 
     def _make_checkpointer(self) -> Checkpointer | None:

@@ -833,15 +833,16 @@ def test_a_best_model_that_a_full_disk_refuses_is_written_later(tmp_path: Path, 
 def test_rounds_that_a_full_disk_refuses_are_written_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = RunDirectory(tmp_path / "run")
     directory.add_round({"round": 0})
-    disk, directory._rounds = directory._rounds, Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
+    lines = directory._rounds
+    disk, lines._file = lines._file, Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
     for number in (1, 2):
         directory.add_round({"round": number})
     assert caplog.text.count("rounds.jsonl cannot be written: [Errno 28] No space left on device") == 1
-    directory._rounds = disk
+    lines._file = disk
     directory.add_round({"round": 3})
     directory.close()
-    lines = (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()
-    assert [json.loads(line)["round"] for line in lines] == [0, 1, 2, 3]
+    written = (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in written] == [0, 1, 2, 3]
 
 
 def test_a_sink_that_a_full_disk_refuses_gets_no_more_rounds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""The trainer in one process: which model is the best, and slow disks."""
+"""The trainer in one process: which model is the best, slow disks, and recordings that find no room."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_adaptive.comm.threads import LocalTransport
+from hvd_adaptive.comm.protocols import AgreedError
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
+from hvd_adaptive.engine.replay import CLAIMS_FILE, RecordingFile, read_recording
 from hvd_adaptive.xmc import run_directory
 from hvd_adaptive.xmc import trainer as trainer_module
 from hvd_adaptive.xmc.data import SparseDataset
@@ -34,11 +36,11 @@ def rows(split: str, num_samples: int) -> SparseDataset:
     )  # fmt: skip
 
 
-def make_trainer(path: Path, transport: LocalTransport | None = None, **options: Any) -> Trainer:
+def make_trainer(path: Path, transport: LocalTransport | None = None, *, record: bool = False, **options: Any) -> Trainer:
     """One that makes rounds of a quarter of an epoch."""
     transport = transport or LocalTransport()
     return Trainer(
-        Config(batch_size=8, mega_batch=20, num_threads=torch.get_num_threads()),
+        Config(batch_size=8, mega_batch=20, record=record, num_threads=torch.get_num_threads()),
         TrainConfig(hidden_size=4, calibration=False, checkpoint_interval=0, device="cpu", **options),
         (rows("train", 80), rows("test", NUM_TEST)),
         device=torch.device("cpu"),
@@ -91,3 +93,38 @@ def test_who_writes_a_model_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     make_trainer(tmp_path / "run", epochs=1, eval_rounds=3).run()
     assert found[0] == (f"{BEST_MODEL}.part", "writing the best model")
     assert found[-1] == (f"{LAST_MODEL}.part", "writing the run directory") and all(len(one) == 2 for one in found)
+
+
+def test_a_recording_that_cannot_be_opened_is_an_error_of_all_ranks(tmp_path: Path) -> None:
+    def begin(transport: LocalTransport) -> str:
+        with pytest.raises(AgreedError) as error:
+            make_trainer(tmp_path / "run", transport, record=True, epochs=1)
+        return str(error.value)
+
+    (tmp_path / "run" / CLAIMS_FILE).mkdir(parents=True)
+    first, second = LocalWorld(2).run(begin)
+    assert first == second and "Is a directory" in first and CLAIMS_FILE in first
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [CLAIMS_FILE]
+
+
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_a_recording_that_a_full_disk_refuses_is_written_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_freed: bool
+) -> None:
+    trainer = make_trainer(tmp_path / "run", record=True, epochs=1)
+    recording: Any = trainer._recording
+    assert isinstance(recording, RecordingFile)
+    disk, recording._lines._file = recording._lines._file, Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
+
+    def free(record: Any) -> None:
+        if is_freed and record.round == 2:
+            recording._lines._file = disk
+
+    trainer._session.records.append(free)
+    if is_freed:
+        trainer.run()
+    else:
+        with pytest.raises(AgreedError, match=r"run directory \S+run cannot be written: .*No space left on device"):
+            trainer.run()
+    assert caplog.text.count(f"{CLAIMS_FILE} cannot be written: [Errno 28] No space left on device. The run goes on") == 1
+    assert sorted(read_recording(tmp_path / "run")[1]) == ([0, 1, 2, 3] if is_freed else [])

@@ -1,0 +1,52 @@
+"""A file of lines, one a round, that outlives a full disk."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+class LineFile:
+    """Appends lines to a file. What does not fit on the disk is kept, and written before the next line.
+
+    Args:
+        path: the file.
+        mode: ``ab`` to go on with one that is there, ``xb`` for a new one.
+
+    Raises:
+        OSError: if it cannot be opened.
+    """
+
+    def __init__(self, path: Path, mode: str = "ab") -> None:
+        self._path = path
+        # Without a buffer of its own, which after an error would still hold the lines that are kept here.
+        self._file = path.open(mode, buffering=0)
+        self._unwritten = b""
+
+    def add(self, line: str) -> None:
+        """Appends a line, now or later. The first line that does not fit is told of in the log."""
+        is_late = bool(self._unwritten)
+        self._unwritten += f"{line}\n".encode()
+        try:
+            self.flush()
+        except OSError as error:
+            if not is_late:
+                log.error(
+                    "%s cannot be written: %s. The run goes on; its rounds are written when they can be.", self._path, error
+                )
+
+    def flush(self) -> None:
+        """Writes what was kept.
+
+        Raises:
+            OSError: if that still cannot be done.
+        """
+        while self._unwritten:
+            # A part may be written and the next refused: it goes on from there.
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) or 0 :]
+
+    def close(self) -> None:
+        """Closes the file; what was kept until now is lost."""
+        self._file.close()
