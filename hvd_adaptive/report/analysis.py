@@ -68,8 +68,18 @@ class Idle:
 
 
 def round_seconds(run: Run) -> Array:
-    """Returns the training seconds of each round, shape (num_rounds,)."""
-    return np.diff(run.column("train_s"), prepend=0.0)
+    """Returns the training seconds of each round, shape (num_rounds,).
+
+    A round may follow others of which there is no record, as in a run that was resumed where its earlier ones were gone. It has
+    the seconds that its ranks account for.
+    """
+    seconds = np.diff(run.column("train_s"), prepend=0.0)
+    follows_others = np.diff(run.column("round"), prepend=-1.0) != 1
+    if follows_others.any():
+        parts = [values for name in TIME_PARTS if (values := run.by_rank(name)) is not None]
+        known = np.nansum(parts, axis=0).max(axis=1) if parts else np.zeros(len(seconds))
+        seconds[follows_others] = np.minimum(seconds, known)[follows_others]
+    return seconds
 
 
 def rank_seconds(run: Run) -> dict[str, Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import struct
@@ -314,6 +315,20 @@ def test_idle_time_at_equal_shares(tmp_path: Path) -> None:
     assert parts["other"] == pytest.approx([1.0, 1.0, 1.0])
     slow, fast, _ = analysis.rank_reports(run)
     assert (slow.relative_speed, slow.last_share, fast.last_share) == (pytest.approx(1 / 3), 0.0, 1.0)
+
+
+def test_rounds_without_a_record_are_not_the_next_ones_time(tmp_path: Path) -> None:
+    # Resumed where the earlier rounds.jsonl was gone; later three lines were lost.
+    path = write_run(tmp_path / "a", strategy="local", num_rounds=40, slowdown=None)
+    lines = (path / "rounds.jsonl").read_text().splitlines(keepends=True)
+    (path / "rounds.jsonl").write_text("".join(lines[20:30] + lines[33:]))
+    (run,) = read_runs([path])
+    records = [{**record, "ranks": {**record["ranks"], "busy_s": [0.5, 1.0], "wait_s": [0.7, 0.2]}} for record in run.rounds]
+    for record in records:
+        record["ranks"] = {name: record["ranks"][name][:2] for name in ("busy_s", "wait_s")}
+    seconds = analysis.round_seconds(dataclasses.replace(run, rounds=records))
+    assert seconds == pytest.approx([1.2, *[1.5] * 9, 1.2, *[1.5] * 6])
+    assert analysis.round_seconds(dataclasses.replace(run, rounds=run.rounds[:1]))[0] == 4.0
 
 
 def test_a_slow_round_is_found(tmp_path: Path) -> None:
