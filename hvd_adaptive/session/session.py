@@ -373,8 +373,8 @@ class Session:
         final = stats.gather(self.transport.allgather_stats)
         self.train_s, self._round_start = float(final["train_s"].max()), 0.0
         self.preempted = int(final["preempted"].max())
-        self._stop = bool(gathered["stop"].any()) or self.preempted > 0
-        stats.stop = 0.0
+        self._stop = bool(final["stop"].any()) or self.preempted > 0
+        stats.stop -= float(final["stop"][self.rank])  # A wish that came since then is for the next round.
         record = RoundRecord.of(
             final,
             round=self.round,

@@ -451,6 +451,32 @@ def test_one_ranks_wish_to_stop_ends_all() -> None:
     assert [len(result["records"]) for result in results] == [3, 3]
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_wish_to_stop_during_a_merge_is_not_lost(is_late: bool) -> None:
+    """It ends this round; one that comes when the ranks have just told each other, the next one."""
+
+    def run(transport: LocalTransport) -> int:
+        gather, wishes = transport.allgather_stats, []
+
+        def wish(session: Session, batch: Any) -> None:
+            if session.rank == 1 and not session.before_gather:
+                session.before_gather.append(lambda _: wishes.append(session) if session.round == 1 else None)
+                if not is_late:
+                    session.before_gather.append(lambda _: wishes.pop().stop() if wishes else None)
+
+        def gather_and_wish(values: Any) -> Any:
+            gathered = gather(values)
+            if wishes:
+                wishes.pop().stop()
+            return gathered
+
+        transport.allgather_stats = gather_and_wish  # type: ignore[method-assign]
+        config = Config(batch_size=16, mega_batch=100, dispatch="equal")
+        return len(train(transport, config, num_epochs=9, on_batch=wish)["records"])
+
+    assert LocalWorld(2).run(run) == [3 if is_late else 2] * 2
+
+
 def test_unfreezing_during_a_session_is_refused() -> None:
     def unfreeze(session: Session, batch: Any) -> None:
         session.model[0].bias.requires_grad_(False)
