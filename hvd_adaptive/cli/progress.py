@@ -68,13 +68,13 @@ class Progress:
             self._last_line_s = time.monotonic()
             self._console.print(Text(line))
 
-    def finish(self, summary: dict[str, Any] | None, path: Path) -> None:
-        """Says how it ended; without a summary, that it stopped at a merge."""
+    def stop(self) -> None:
+        """Ends the line that changes, and shows the terminal's cursor again. However the run ends."""
         if self._live is not None:
             self._live.stop()
-        if summary is None:
-            self._console.print(Text(f"stopped at a merge, as asked; checkpoint in {path / 'checkpoints'}"))
-            return
+
+    def finish(self, summary: dict[str, Any], path: Path) -> None:
+        """Says how it ended, after :meth:`stop`."""
         best, epoch = summary["best"], summary["best_epoch"]
         scores = "  ".join(
             f"{name.upper().replace('P', 'P@')} {best[name]:.4f}"

@@ -97,7 +97,11 @@ def train(
     directory = trainer.directory
     # Only now: a refused resume leaves the run as it was.
     attempt(transport, lambda: directory.write_config(config, recorded(options)) if directory else None)
-    summary = trainer.run()
+    try:
+        summary = trainer.run()
+    finally:
+        if progress:
+            progress.stop()
     if summary is None:
         if trainer.preempted == signal.SIGINT:
             return EXIT_INTERRUPTED

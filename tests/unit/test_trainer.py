@@ -1,8 +1,9 @@
-"""The trainer in one process: which model is the best, slow disks, and recordings that find no room."""
+"""The trainer in one process: which model is the best, slow disks, recordings that find no room, and the terminal afterwards."""
 
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from hvd_adaptive.cli import train as command
 from hvd_adaptive.comm.protocols import AgreedError
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.replay import CLAIMS_FILE, RecordingFile, read_recording
+from hvd_adaptive.exit_codes import EXIT_INTERRUPTED
 from hvd_adaptive.xmc import run_directory
 from hvd_adaptive.xmc import trainer as trainer_module
 from hvd_adaptive.xmc.data import SparseDataset
@@ -128,3 +131,27 @@ def test_a_recording_that_a_full_disk_refuses_is_written_later(
             trainer.run()
     assert caplog.text.count(f"{CLAIMS_FILE} cannot be written: [Errno 28] No space left on device. The run goes on") == 1
     assert sorted(read_recording(tmp_path / "run")[1]) == ([0, 1, 2, 3] if is_freed else [])
+
+
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_the_cursor_is_there_again_however_a_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_interrupted: bool
+) -> None:
+    after_round = Trainer._after_round
+
+    def show_and_end(trainer: Trainer, record: Any) -> None:
+        after_round(trainer, record)
+        assert capsys.readouterr().out.count("\x1b[?25l") == 1
+        if is_interrupted:
+            raise KeyboardInterrupt
+        trainer._session.stop(agreed=True)
+        trainer._session.preempted = signal.SIGINT
+
+    monkeypatch.setattr(Trainer, "_after_round", show_and_end)
+    monkeypatch.setattr(command, "open_data", lambda *_: (rows("train", 80), rows("test", NUM_TEST)))
+    monkeypatch.setattr(command, "use_device", lambda *_, **options: torch.device("cpu"))
+    options = TrainConfig(out=str(tmp_path / "run"), calibration=False, checkpoint_interval=0, hidden_size=4, epochs=2)
+    with pytest.raises(KeyboardInterrupt) if is_interrupted else contextlib.nullcontext():
+        code = command.train(Config(batch_size=8, mega_batch=20), options, transport=LocalTransport(), terminal=True)
+        assert code == EXIT_INTERRUPTED
+    assert "\x1b[?25h" in capsys.readouterr().out
