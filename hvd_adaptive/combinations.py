@@ -63,8 +63,6 @@ def check_combinations(config: Any) -> None:
             logical_ranks=(None,),
             sparse_merge=("auto", "never"),
         )
-        if config.repeatable and config.reducer == "auto":
-            raise ValueError("record and replay need a fixed reducer, got 'auto', which chooses by seconds")
     if config.outer_step == "cautious" and config.outer_lr is not None and config.outer_momentum is None:
         raise ValueError(
             f"outer_lr {config.outer_lr} needs outer_momentum with outer_step 'cautious', got none: momentum that is not set "

@@ -13,6 +13,8 @@ from hvd_adaptive.validation import check_codecs, check_ranges, check_types_and_
 _LOCAL = ("local",)
 # Options that are gone, as the files of older runs have them that did not set them.
 GONE_OPTIONS = (("overlap_merge", False),)
+# Values that are gone, so that a run that had them goes on with another one.
+GONE_VALUES = (("reducer", "auto"),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,8 +264,8 @@ class Config:
     reducer: str = option(
         "by-host",
         "how encoded values are summed; by-host: hierarchical where several hosts have several ranks each, equally many, "
-        "else sra; auto: at the first exchange, tries these and no compression, and keeps the fastest",
-        *("by-host", "sra", "hierarchical", "allreduce", "auto"),
+        "else sra",
+        *("by-host", "sra", "hierarchical", "allreduce"),
         strategy=("local", "sync"),
     )
     error_feedback: bool = option(True, "add what a codec has lost to what it encodes next; costs a copy of the model")
@@ -303,7 +305,7 @@ class Config:
         :func:`hvd_adaptive.comm.connect`."""
         if self.island is not None:
             return True
-        return None if self.encodes and self.reducer == "by-host" else self.encodes and self.reducer in ("hierarchical", "auto")
+        return None if self.encodes and self.reducer == "by-host" else self.encodes and self.reducer == "hierarchical"
 
     @property
     def encodes(self) -> bool:

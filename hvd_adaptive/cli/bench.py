@@ -95,10 +95,8 @@ def bench_comm(options: argparse.Namespace, transport: Transport) -> None:
 
 
 def uses_groups(options: argparse.Namespace) -> bool | None:
-    """Returns what `connect` has to know of groups: the method auto of `bench_comm` tries reducers of its own."""
-    if options.reducer in ("hierarchical", "auto") or "auto" in _split(options.codecs or "auto"):
-        return True
-    return None if options.reducer == "by-host" else False
+    """Returns what `connect` has to know of groups."""
+    return None if options.reducer == "by-host" else options.reducer == "hierarchical"
 
 
 def add_bench(commands: Any, launch: argparse.ArgumentParser) -> None:
@@ -130,7 +128,7 @@ def add_bench(commands: Any, launch: argparse.ArgumentParser) -> None:
     comm.add_argument(
         "--codecs",
         metavar="A;B",
-        help="horovod-fp32, horovod-fp16, auto, or any codec, separated by semicolons; the first is the baseline",
+        help="horovod-fp32, horovod-fp16, or any codec, separated by semicolons; the first is the baseline",
     )
     comm.add_argument("--mb", type=float, default=100, help="MB (1e6 bytes) of fp32 values on each rank (default: 100)")
     comm.add_argument("--repeat", type=int, default=5, help="turns, of which medians count (default: 5)")

@@ -17,7 +17,7 @@ from hvd_adaptive.compress.policy import TensorInfo, parse_policy
 from hvd_adaptive.doctor.codec_speed import break_even_mbit, measure_speed, normal_values
 from hvd_adaptive.exchange.exchange import CHUNK_ELEMENTS, Exchange
 
-METHODS = ("horovod-fp32", "horovod-fp16", "maxmin:8", "maxmin:4", "maxmin:2", "auto")
+METHODS = ("horovod-fp32", "horovod-fp16", "maxmin:8", "maxmin:4", "maxmin:2")
 # TCP payload of an Ethernet frame of 1500 bytes, with time stamps, over its bytes on the wire.
 _GOODPUT = 1448 / 1538
 _SPEED_VALUES = 1 << 22
@@ -28,7 +28,7 @@ class LinkRow:
     """A line of the table.
 
     Attributes:
-        method: Horovod's own allreduce, a codec, or auto: whatever maxmin:4 or no compression is faster at.
+        method: Horovod's own allreduce, or a codec.
         reducer: how encoded values met.
         bits: on the wire, a value.
         seconds: of the slowest rank, median.
@@ -55,7 +55,7 @@ class LinkRow:
 class _Method:
     run: Callable[[Tensor], None]
     payload_bytes: Callable[[], int]
-    reducer: Callable[[], str]
+    reducer: str
     break_even: float | None = None
 
 
@@ -73,7 +73,7 @@ def measure_link(
     """Times exchanges of normal random values on the CPU, methods in turns. COLLECTIVE. Sets torch's threads to one.
 
     Args:
-        transport: the world, with groups for reducers hierarchical and auto.
+        transport: the world, with groups for reducer hierarchical.
         methods: of `METHODS`, or any codec; the first is the baseline.
         num_values: fp32 values on each rank.
         repeat: turns, after one that compiles and connects.
@@ -107,14 +107,14 @@ def measure_link(
     rows = []
     for method, made in runs.items():
         # Inside hosts nothing counts, so the ranks that meet over the link are one a host there.
-        over_link = transport.world_size // (transport.local_size if made.reducer() == "hierarchical" else 1)
+        over_link = transport.world_size // (transport.local_size if made.reducer == "hierarchical" else 1)
         # A ring or SRA sends 2 (N - 1) / N of the payload.
         sent_bits = 16 * (over_link - 1) / over_link * made.payload_bytes()
         taken = statistics.median(seconds[method])
         rows.append(
             LinkRow(
                 method=method,
-                reducer=made.reducer(),
+                reducer=made.reducer,
                 bits=8 * made.payload_bytes() / num_values,
                 seconds=taken,
                 wire_seconds=None if rate_mbit is None else sent_bits / (rate_mbit * 1e6 * _GOODPUT),
@@ -132,7 +132,7 @@ def _make(
 ) -> _Method:
     if method == "horovod-fp32":
         run = lambda flat: transport.allreduce_sum_(flat, method)  # noqa: E731
-        return _Method(run, lambda: 4 * num_values, lambda: "allreduce")
+        return _Method(run, lambda: 4 * num_values, "allreduce")
     if method == "horovod-fp16":
 
         def half(flat: Tensor) -> None:
@@ -141,11 +141,10 @@ def _make(
             transport.allreduce_sum_(values, method)
             flat.copy_(values)
 
-        return _Method(half, lambda: 2 * num_values, lambda: "allreduce")
-    spec, reducer = ("maxmin:4", "auto") if method == "auto" else (method, reducer)
+        return _Method(half, lambda: 2 * num_values, "allreduce")
     exchange = Exchange(
         transport,
-        parse_policy(f"{spec}; size>0={spec}"),
+        parse_policy(f"{method}; size>0={method}"),
         reducer=reducer,
         error_feedback=error_feedback,
         chunk_elements=chunk_elements,
@@ -163,7 +162,7 @@ def _make(
         break_even = min(transport.allgather_object(own))
     return _Method(
         lambda flat: exchange.sum_(flat, method, step=next(steps), tensors=tensors),
-        lambda: 4 * num_values if exchange.reducer(method) == "none" else exchange.payload_bytes(method),
-        lambda: exchange.reducer(method),
+        lambda: exchange.payload_bytes(method),
+        exchange.reducer,
         break_even,
     )

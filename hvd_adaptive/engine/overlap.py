@@ -340,7 +340,7 @@ class OverlappedMerge:
                 compressed.prepare(group.delta, group.name, group.infos)
                 for task in compressed.tasks(group.delta, group.name, weight=weight or 1.0):
                     fragment.under_way.begin(task)
-                self._sent_bytes += compressed.payload_bytes(group.delta, group.name)
+                self._sent_bytes += compressed.payload_bytes(group.name)
         fragment.pending = True
 
     def _wait(self, fragment: Fragment) -> None:

@@ -93,9 +93,6 @@ class DenseBucket:
             slot.bucket = self
 
     def prepare(self, total: CompressedSum) -> None:
-        for slot in self.missing():
-            self.take(slot)
-        # "auto" tries the reducers on gradients as they are.
         total.prepare(self._flat, self._name, [slot.info for slot in self.slots])
 
     def missing(self) -> list[Slot]:
@@ -127,7 +124,7 @@ class DenseBucket:
         self._missing = dict.fromkeys(self.slots)
         for slot, gradient in self._strided.items():
             slot.parameter.grad = gradient.copy_(self._views[slot])
-        return total.payload_bytes(self._flat, self._name)
+        return total.payload_bytes(self._name)
 
     def values(self) -> Tensor:
         return self._flat

@@ -123,7 +123,7 @@ class CompressedSum:
         """
         self.prepare(flat, name, tensors)
         run_pipeline(self.tasks(flat, name, weight=weight))
-        return self.payload_bytes(flat, name)
+        return self.payload_bytes(name)
 
     def prepare(self, flat: Tensor, name: str, tensors: Sequence[TensorInfo]) -> None:
         """See :meth:`Exchange.prepare`. COLLECTIVE."""
@@ -139,10 +139,8 @@ class CompressedSum:
             self._chooser.measure(flat, self._tensors[name])
         return self._exchange.tasks(flat, name, step=self._num_rounds, weight=weight)
 
-    def payload_bytes(self, flat: Tensor, name: str) -> int:
+    def payload_bytes(self, name: str) -> int:
         """Returns the bytes of a rank's values of that group in encoded form."""
-        if self._exchange.reducer(name) == "none":
-            return flat.numel() * flat.element_size()
         return self._exchange.payload_bytes(name)
 
     def reset(self) -> None:

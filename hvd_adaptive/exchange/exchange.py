@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
@@ -13,18 +12,17 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.comm.protocols import Collectives, Group, agree, agree_equal, has_equal_hosts
-from hvd_adaptive.compress.codec import Cast, TensorCodec, of_values
+from hvd_adaptive.compress.codec import TensorCodec, of_values
 from hvd_adaptive.compress.feedback import ErrorFeedback
 from hvd_adaptive.compress.kernels.reference import mix_key
 from hvd_adaptive.compress.policy import Policy, TensorInfo
-from hvd_adaptive.exchange.auto import fastest
 from hvd_adaptive.exchange.layout import PACKED_ELEMENTS, Run, lay_out
 from hvd_adaptive.exchange.pipeline import Task, run_pipeline
 from hvd_adaptive.exchange.reducers import Job, allreduce, hierarchical, scatter_reduce_allgather
 
 log = logging.getLogger(__name__)
 
-REDUCERS = ("allreduce", "by-host", "sra", "hierarchical", "auto")
+REDUCERS = ("allreduce", "by-host", "sra", "hierarchical")
 CHUNK_ELEMENTS = 1 << 20
 
 
@@ -46,15 +44,14 @@ class Exchange:
     Construction is COLLECTIVE, and so is each method that says so. Every rank ends with the same bits.
 
     Attributes:
-        trials: for each name that "auto" has decided on, the seconds that each way took.
+        reducer: how tensors whose codec loses something are summed: "allreduce", "sra" or "hierarchical".
 
     Args:
         transport: the world; for ``hierarchical``, and for the others to have it, connected with ``groups``.
         policy: the codec of each tensor.
         reducer: for tensors whose codec loses something: "allreduce" (linear codes), "sra", "hierarchical", or "by-host":
             hierarchical where the transport has groups and several hosts have several ranks each, equally many, else SRA.
-            Uncompressed tensors always take allreduce. "auto" tries at the first `sum_` of each name: SRA, hierarchical as
-            by-host, and no compression, and stays with the fastest.
+            Hierarchical on one host, or on hosts of one rank each, is SRA. Uncompressed tensors always take allreduce.
         error_feedback: whether what a code loses is sent in the next step.
         residuals_on_host: what it loses is kept in host memory.
         seed: of stochastic rounding.
@@ -81,7 +78,6 @@ class Exchange:
         self._transport = transport
         self._seed = seed
         self._chunk_elements = chunk_elements
-        self._one_host = False
         self._feedback = ErrorFeedback(on_host=residuals_on_host) if error_feedback else None
         self._layouts: dict[str, list[Run]] = {}
         self._memory: dict[str, Tensor] = {}
@@ -90,27 +86,20 @@ class Exchange:
             {"reducer": reducer, "seed": seed, "error_feedback": error_feedback, "chunk_elements": chunk_elements},
             "Start all ranks with the same configuration.",
         )
-        by_host = reducer in ("by-host", "auto") and transport.groups
-        by_host = by_host and has_equal_hosts(transport.allgather_object(transport.host))
         if reducer == "by-host":
+            by_host = transport.groups and has_equal_hosts(transport.allgather_object(transport.host))
             reducer = "hierarchical" if by_host else "sra"
-        self._reducer = reducer
-        self._groups = self._make_groups() if by_host or reducer == "hierarchical" else None
-        self._chosen: dict[str, str] = {}
-        self.trials: dict[str, dict[str, float]] = {}
+        self._groups = self._make_groups() if reducer == "hierarchical" else None
+        self.reducer = "sra" if reducer == "hierarchical" and self._groups is None else reducer
         self.set_policy(policy)
-
-    def reducer(self, name: str) -> str:
-        """Returns how that group of tensors is summed: a reducer, or "none" where compression would lose."""
-        return self._chosen.get(name, self._reducer)
 
     @property
     def _parts(self) -> str:
         # Of these parts a rank holds what their codes lost. By hosts they follow from its place on its host and among hosts.
         if self._groups is None:
-            return self._reducer
+            return self.reducer
         host, cross = self._groups
-        return f"{self._reducer} {host.world_size} {host.rank} {cross.rank}"
+        return f"{self.reducer} {host.world_size} {host.rank} {cross.rank}"
 
     @property
     def policy(self) -> Policy:
@@ -130,7 +119,6 @@ class Exchange:
         """As `set_policy`, by this rank alone: the caller sees to it that all ranks take the same before the next `sum_`."""
         self._policy = policy
         self._layouts.clear()
-        self._chosen.clear()
         self.reset()
 
     @torch.no_grad()
@@ -156,7 +144,7 @@ class Exchange:
         run_pipeline(self.tasks(flat, name, step=step, weight=weight))
 
     def prepare(self, flat: Tensor, name: str, tensors: Sequence[TensorInfo]) -> None:
-        """Lays out a group of tensors before its first `tasks`; "auto" tries the reducers. COLLECTIVE.
+        """Lays out a group of tensors before its first `tasks`. COLLECTIVE.
 
         Args:
             flat: as for `sum_`; stays as it is.
@@ -168,8 +156,6 @@ class Exchange:
         """
         if name not in self._layouts:
             self._layouts[name] = self._lay_out(name, flat, tensors)
-        if self._reducer == "auto" and name not in self._chosen and self._transport.world_size > 1:
-            self._try_reducers(flat, name)
 
     @torch.no_grad()
     def tasks(self, flat: Tensor, name: str, *, step: int, weight: float = 1.0) -> list[Task]:
@@ -185,29 +171,11 @@ class Exchange:
             if weight != 1.0:
                 flat.mul_(weight)
             return []
-        reducer = self._chosen.get(name, self._reducer)
-        return self._tasks(self._layouts[name], flat, name, step, reducer, self._feedback, weight)
-
-    def _tasks(
-        self,
-        runs: list[Run],
-        flat: Tensor,
-        name: str,
-        step: int,
-        reducer: str,
-        feedback: ErrorFeedback | None,
-        weight: float = 1.0,
-    ) -> list[Task]:
-        if reducer == "none":
-            job = Job(flat, name, Cast("none"), 0, self._chunk_elements, weight=weight)
-            return allreduce(self._transport, job)
         tasks = []
-        for run in runs:
+        for run in self._layouts[name]:
             first = run.spans[0]
             key = mix_key(self._seed, step, crc32(name.encode()), first.start)
-            reduce = functools.partial(
-                self._reduce, run, reducer, name=f"{name}.{first.start}", key=key, weight=weight, feedback=feedback
-            )
+            reduce = functools.partial(self._reduce, run, name=f"{name}.{first.start}", key=key, weight=weight)
             tasks += reduce(flat[first.start : first.stop]) if len(run.spans) == 1 else [self._packed(flat, run, reduce)]
         return tasks
 
@@ -244,55 +212,38 @@ class Exchange:
         """Takes residuals over if policy, ranks and this rank's parts are those that they were made with; else forgets them.
 
         Ranks' places on hosts may have changed for some ranks only: these forget theirs, and the others go on with them.
-        "auto" may choose another way than before, so all forget theirs.
         """
         self.reset()
         self._layouts.clear()
-        self._chosen.clear()
         fits = (state["policy"], state["world_size"]) == (self._policy.spec, self._transport.world_size)
         if fits:
             # Equal on all ranks, as what decides on it is: it does not depend on a rank's place.
             self._memory = {name: value.clone() for name, value in state["factors"].items()}
-        why = None
         if not fits or state.get("parts", "sra") != self._parts:
-            why = "codecs, the number of ranks or this rank's place among hosts have changed since the checkpoint"
-        elif self._reducer == "auto":
-            # Another way to sum has other parts.
-            why = "reducer 'auto' chooses again how to sum"
-        if why is not None:
             if state["residuals"]:
-                log.warning("error feedback starts anew: %s", why)
+                log.warning(
+                    "error feedback starts anew: codecs, the number of ranks or this rank's place among hosts have changed "
+                    "since the checkpoint"
+                )
         elif self._feedback is not None:
             self._feedback.load_state_dict(state["residuals"])
 
-    def _reduce(
-        self,
-        run: Run,
-        reducer: str,
-        flat: Tensor,
-        *,
-        name: str,
-        key: int,
-        weight: float,
-        feedback: ErrorFeedback | None,
-    ) -> list[Task]:
+    def _reduce(self, run: Run, flat: Tensor, *, name: str, key: int, weight: float) -> list[Task]:
+        feedback = self._feedback
         if isinstance(run.codec, TensorCodec):
             task = run.codec.sum_tensors(
                 self._transport, flat, run.shapes, name=name, key=key, weight=weight, feedback=feedback, memory=self._memory
             )
             return [task]
         job = Job(flat, name, of_values(run.codec), key, self._chunk_elements, feedback, weight)
-        if run.codec.exact or reducer == "allreduce":
+        if run.codec.exact or self.reducer == "allreduce":
             return allreduce(self._transport, job)
-        if reducer == "hierarchical" and self._groups is not None:
+        if self._groups is not None:
             return hierarchical(*self._groups, job)
-        if reducer == "hierarchical" and self._one_host:
-            # All is full precision inside a host.
-            return allreduce(self._transport, replace(job, codec=Cast("none"), feedback=None))
         return scatter_reduce_allgather(self._transport, job)
 
     def _lay_out(self, name: str, flat: Tensor, tensors: Sequence[TensorInfo]) -> list[Run]:
-        error, size = misfit(self._policy, self._reducer, tensors), sum(tensor.size for tensor in tensors)
+        error, size = misfit(self._policy, self.reducer, tensors), sum(tensor.size for tensor in tensors)
         if size != flat.numel():
             error = f"{name}: the tensors' shapes have {size} elements, but the flat tensor has {flat.numel()}"
         agree(self._transport, error)
@@ -307,22 +258,6 @@ class Exchange:
         agree_equal(self._transport, {"layout": layout}, "All ranks must hold the same model.")
         return runs
 
-    def _try_reducers(self, flat: Tensor, name: str) -> None:
-        runs = self._layouts[name]
-        if all(run.codec.exact for run in runs):
-            self._chosen[name] = "sra"  # nothing to choose
-            return
-        options = ["none", "sra", *(["hierarchical"] if self._groups is not None else [])]
-
-        def candidate(reducer: str) -> Callable[[Tensor], None]:
-            # No residuals, and other names: trials must leave no trace.
-            return lambda values: run_pipeline(self._tasks(runs, values, f"{name}.{reducer}", 0, reducer, None))
-
-        self._chosen[name], self.trials[name] = fastest(
-            self._transport, {option: candidate(option) for option in options}, flat
-        )
-        self._memory = {key: value for key, value in self._memory.items() if not key.startswith(f"{name}.")}
-
     def _make_groups(self) -> tuple[Group, Group] | None:
         transport = self._transport
         hosts = transport.allgather_object((transport.host, transport.local_size))
@@ -334,8 +269,7 @@ class Exchange:
             if len(sizes) == 1
             else f"reducer 'hierarchical' needs the same number of ranks on every host, got {sorted(sizes)}; use 'sra'",
         )
-        self._one_host = len(names) == 1
-        if self._one_host or sizes == {1}:
+        if len(names) == 1 or sizes == {1}:
             return None
         host = transport.split(names.index(transport.host))
         cross = transport.split(len(names) + transport.local_rank)

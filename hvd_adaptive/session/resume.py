@@ -14,7 +14,7 @@ from typing import Any
 from hvd_adaptive.algorithm.world_scale import global_batch_size
 from hvd_adaptive.cluster.last_checkpoint import find_checkpoints, newest_checkpoint, number_of
 from hvd_adaptive.comm.protocols import AgreedError, Transport, agree, agree_equal, long_task
-from hvd_adaptive.config import GONE_OPTIONS, Config
+from hvd_adaptive.config import GONE_OPTIONS, GONE_VALUES, Config
 from hvd_adaptive.engine.shards import describe_type
 from hvd_adaptive.session.sameness import compare_models
 from hvd_adaptive.session.session import Session
@@ -97,6 +97,7 @@ class Identity:
             f"{name} was {theirs[name]!r} and is {value!r}"
             for name, value in self.options.items()
             if name in theirs and theirs[name] != value and name not in may_change | _MAY_CHANGE
+            and (name, theirs[name]) not in GONE_VALUES
         ]
 
 

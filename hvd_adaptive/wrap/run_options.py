@@ -92,8 +92,8 @@ class RunConfig:
     reducer: str = _as_in_train(
         "reducer",
         default="sra",
-        text="how encoded values are summed; auto: at the first exchange, tries these and no compression, and keeps the fastest",
-        choices=("sra", "allreduce", "auto"),
+        text="how encoded values are summed",
+        choices=("sra", "allreduce"),
         strategy=("local", "sync"),
     )
     error_feedback: bool = _as_in_train("error_feedback", strategy=("local", "sync"))

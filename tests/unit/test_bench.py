@@ -79,11 +79,10 @@ def test_one_rank_has_no_link(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "groups"),
     [
-        ([], True),
-        (["--codecs", "maxmin:4; auto"], True),
+        ([], False),
         (["--codecs", "maxmin:4", "--reducer", "hierarchical"], True),
-        (["--codecs", "maxmin:4"], False),
+        (["--reducer", "by-host"], None),
     ],
 )
-def test_auto_may_choose_hierarchical(options: list[str], groups: bool) -> None:
+def test_groups_are_made_where_a_reducer_needs_them(options: list[str], groups: bool | None) -> None:
     assert uses_groups(make_parser().parse_args(["bench", "comm", *options])) is groups

@@ -59,7 +59,7 @@ from hvd_adaptive.xmc.train_config import TrainConfig
         ({"compression": "fp16", "sparse_merge": "always"}, "compression 'fp16' needs sparse_merge auto or never, got 'always'"),
         ({"compression": "fp16", "sparse_merge": "always"}, "compression .fp16. needs sparse_merge auto or never, got .always."),
         ({"strategy": "sync", "merge_weights": "fisher-rows"}, "merge_weights 'fisher-rows' needs strategy local, got 'sync'"),
-        ({"compression": "fp16", "reducer": "auto", "record": True}, "need a fixed reducer"),
+        ({"compression": "fp16", "reducer": "auto"}, "reducer must be one of by-host, sra, hierarchical, allreduce, got 'auto'"),
         ({"logical_ranks": 2, "dispatch": "equal"}, "logical_ranks needs dispatch dynamic, got 'equal'"),
         ({"outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\), got 1.0"),
         ({"perturbation": True}, "perturbation True needs merge_weights paper or heterogpu, got 'auto'"),
@@ -225,6 +225,13 @@ def test_an_option_that_is_gone_may_be_unset_only(tmp_path: Path) -> None:
     assert not ours.changed_options({"options": {"overlap_merge": False, "batch_size": 8}}, frozenset())
     [told] = ours.changed_options({"options": {"overlap_merge": True, "batch_size": 8}}, frozenset())
     assert told == "overlap_merge was True, and there is no such option any more"
+    # A value that is gone is refused, and any other one may go on in its place.
+    ours = Identity(model=[], data={}, options={"batch_size": 8, "reducer": "by-host"})
+    assert not ours.changed_options({"options": {"reducer": "auto", "batch_size": 8}}, frozenset())
+    assert len(ours.changed_options({"options": {"reducer": "sra", "batch_size": 8}}, frozenset())) == 1
+    file.write_text('{"reducer": "auto", "compression": "fp16"}')
+    with pytest.raises(ValueError, match="reducer must be one of by-host, sra, hierarchical, allreduce, got 'auto'"):
+        build_configs(read_config_file(str(file)))
     file.write_text('{"overlap_merge": true}')
     with pytest.raises(ValueError, match="unknown option 'overlap_merge'"):
         build_configs(read_config_file(str(file)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hvd_adaptive.comm.protocols import AgreedError
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.compress.policy import TensorInfo, parse_policy
+from hvd_adaptive.exchange.codec_choice import fastest
 from hvd_adaptive.exchange.exchange import Exchange
 
 MODEL = [
@@ -87,11 +89,6 @@ def test_tensors_of_one_codec_travel_together_wherever_they_lie(monkeypatch: pyt
     assert torch.equal(ours[biases], exact[biases])
 
 
-def test_one_host_needs_no_codes_inside() -> None:
-    results = LocalWorld(3).run(lambda t: summed(t, "maxmin:2", reducer="hierarchical"))
-    assert torch.allclose(results[0], sum(values(rank) for rank in range(3)), atol=1e-6)
-
-
 def test_hosts_of_different_sizes_are_refused_on_all_ranks() -> None:
     with pytest.raises(AgreedError, match=r"same number of ranks on every host, got \[1, 2\]; use 'sra'"):
         LocalWorld(3, num_hosts=2).run(lambda t: summed(t, "maxmin:2", reducer="hierarchical"))
@@ -122,7 +119,7 @@ def test_ranks_that_do_not_fit_together_all_fail(arguments: Any, message: str) -
 def test_shapes_that_do_not_fill_the_tensor_are_refused() -> None:
     with pytest.raises(AgreedError, match=rf"have {NUM} elements, but the flat tensor has 7"):
         LocalWorld(2).run(lambda t: summed(t, "maxmin:4", flat=torch.zeros(7)))
-    with pytest.raises(ValueError, match="reducer must be one of allreduce, by-host, sra, hierarchical, auto, got 'ring'"):
+    with pytest.raises(ValueError, match="reducer must be one of allreduce, by-host, sra, hierarchical, got 'ring'"):
         Exchange(LocalTransport(), parse_policy("none"), reducer="ring")
 
 
@@ -173,52 +170,25 @@ def test_residuals_of_another_world_are_dropped_with_a_warning(caplog: pytest.Lo
     assert exchange.state_dict()["residuals"] == {} and "starts anew" in caplog.text
 
 
-@pytest.mark.parametrize("winner", ["none", "sra", "hierarchical"])
-def test_auto_takes_what_is_fastest_on_the_slowest_rank(winner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Exchange._tasks
+@pytest.mark.parametrize("winner", ["none", "codes"])
+def test_the_fastest_way_is_that_of_the_slowest_rank(winner: str) -> None:
+    def body(transport: LocalTransport) -> tuple[str, dict[str, float]]:
+        def way(name: str) -> Callable[[torch.Tensor], None]:
+            def run(flat: torch.Tensor) -> None:
+                # Only the last rank finds the other one slow.
+                if transport.rank == 2 and name != winner:
+                    time.sleep(0.25)
+                flat.add_(1)
 
-    def slowed(self: Exchange, runs: Any, flat: Any, name: str, step: int, reducer: str, *others: Any) -> Any:
-        # Only the last rank finds the others slow.
-        if self._transport.rank == 3 and name != "parameters" and reducer != winner:
-            time.sleep(0.25)
-        return real(self, runs, flat, name, step, reducer, *others)
+            return run
 
-    monkeypatch.setattr(Exchange, "_tasks", slowed)
-
-    def body(transport: LocalTransport) -> tuple[torch.Tensor, str, Any, Any]:
-        exchange = Exchange(transport, parse_policy("maxmin:4"), reducer="auto", error_feedback=True)
         flat = values(transport.rank)
-        exchange.sum_(flat, "parameters", step=3, tensors=MODEL)
-        return flat, exchange.reducer("parameters"), exchange.trials, set(exchange.state_dict()["residuals"])
+        found = fastest(transport, {name: way(name) for name in ("none", "codes")}, flat, num_trials=2, least_gain=1.5)
+        assert torch.equal(flat, values(transport.rank))
+        return found
 
-    results = LocalWorld(4, num_hosts=2).run(body)
-    expected = LocalWorld(4, num_hosts=2).run(
-        lambda t: summed(t, "none" if winner == "none" else "maxmin:4", reducer="sra" if winner == "none" else winner)
-    )
-    for flat, chosen, trials, residuals in results:
-        assert chosen == winner and set(trials["parameters"]) == {"none", "sra", "hierarchical"}
-        assert trials == results[0][2]
-        if winner == "none":
-            assert torch.allclose(flat, expected[0], atol=1e-6) and not residuals
-        else:
-            assert torch.equal(flat, results[0][0]) and len(residuals) == 2
-
-
-def test_auto_may_choose_otherwise_after_a_restart(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def body(transport: LocalTransport, states: Any = None) -> Any:
-        exchange = Exchange(transport, parse_policy("maxmin:4"), reducer="auto", error_feedback=True)
-        if states is not None:
-            exchange.load_state_dict(states[transport.rank])
-        exchange.sum_(flat := values(transport.rank), "parameters", step=3, tensors=MODEL)
-        return flat, exchange.state_dict()
-
-    monkeypatch.setattr("hvd_adaptive.exchange.exchange.fastest", lambda *_: ("sra", {}))
-    states = [state for _, state in LocalWorld(4, num_hosts=2).run(body)]
-    assert all(state["residuals"] for state in states)
-    monkeypatch.setattr("hvd_adaptive.exchange.exchange.fastest", lambda *_: ("hierarchical", {}))
-    anew = LocalWorld(4, num_hosts=2).run(body)
-    restarted = LocalWorld(4, num_hosts=2).run(lambda transport: body(transport, states))
-    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(restarted, anew, strict=True)) and "chooses again" in caplog.text
+    results = LocalWorld(3).run(body)
+    assert all(found == results[0] for found in results) and results[0][0] == winner
 
 
 @pytest.mark.parametrize(
@@ -226,19 +196,18 @@ def test_auto_may_choose_otherwise_after_a_restart(monkeypatch: pytest.MonkeyPat
     [(4, 2, "hierarchical"), (6, 3, "hierarchical"), (4, 1, "sra"), (2, 2, "sra"), (3, 2, "sra")],
 )
 def test_by_host_sums_in_two_steps_where_hosts_are_alike(num_ranks: int, num_hosts: int, expected: str) -> None:
-    def body(transport: LocalTransport) -> tuple[str, list[torch.Tensor], list[str]]:
-        sums: list[torch.Tensor] = []
-        tried: list[str] = []
-        for reducer in (expected, "auto", "by-host"):
+    def body(transport: LocalTransport) -> tuple[list[str], list[torch.Tensor]]:
+        chosen, sums = [], []
+        # Asked for by name, hierarchical needs equally many ranks a host.
+        for reducer in (expected, "by-host", *(["hierarchical"] if num_ranks % num_hosts == 0 else [])):
             exchange = Exchange(transport, parse_policy("maxmin:4"), reducer=reducer)
             sums.append(values(transport.rank))
             exchange.sum_(sums[-1], "parameters", step=3, tensors=MODEL)
-            tried += exchange.trials.get("parameters", [])
-        return exchange.reducer("parameters"), sums, tried
+            chosen.append(exchange.reducer)
+        return chosen, sums
 
-    for chosen, sums, tried in LocalWorld(num_ranks, num_hosts=num_hosts).run(body):
-        assert chosen == expected and torch.equal(sums[0], sums[-1])
-        assert tried == ["none", "sra", *(["hierarchical"] if expected == "hierarchical" else [])]
+    for chosen, sums in LocalWorld(num_ranks, num_hosts=num_hosts).run(body):
+        assert set(chosen) == {expected} and all(torch.equal(sums[0], other) for other in sums)
 
 
 def test_what_codes_lost_is_forgotten_on_other_hosts(caplog: pytest.LogCaptureFixture) -> None:

@@ -105,9 +105,13 @@ def assert_close(ours: nn.Module, theirs: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("options", "world_size"),
-    [({}, 2), ({"accumulation_steps": 3, "clip": 0.05}, 3), ({"sparse": True}, 3), ({"sparse": True, "accumulation_steps": 2}, 2),
-     ({"reducer": "auto", "error_feedback": False}, 2)],
-)  # fmt: skip
+    [
+        ({}, 2),
+        ({"accumulation_steps": 3, "clip": 0.05}, 3),
+        ({"sparse": True}, 3),
+        ({"sparse": True, "accumulation_steps": 2}, 2),
+    ],
+)
 def test_exempt_gradients_make_one_ranks_step(options: dict[str, Any], world_size: int) -> None:
     one = LocalWorld(1).run(lambda t: train(t, **options))[0]
     ours = LocalWorld(world_size).run(lambda t: train(t, **options))

@@ -121,7 +121,7 @@ def test_options_are_checked() -> None:
         ({"mega_batch": 64}, "mega_batch 64 needs strategy local, got 'sync'"),
         ({"strategy": "local", "mega_batch": -1}, "mega_batch must be > 0"),
         ({"strategy": "local", "merge_share": 1.5}, "merge_share must be in"),
-        ({"strategy": "local", "reducer": "hierarchical"}, "reducer must be one of sra, allreduce, auto"),
+        ({"strategy": "local", "reducer": "hierarchical"}, "reducer must be one of sra, allreduce, got"),
         ({"stall_limit_s": 0.5}, "must be >= 1"),
         ({"strategy": "local", "merge_weights": "samples"}, "merge_weights 'samples' needs lr_rule 'none', got 'linear'"),
         ({"strategy": "local", "merge_weights": "samples", "lr_rule": "sqrt"}, "needs lr_rule 'none', got 'sqrt'"),
