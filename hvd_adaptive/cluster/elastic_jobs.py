@@ -88,9 +88,9 @@ class Job(Protocol):
     def beginning(self, launch: Launch) -> Beginning | None:
         """How the launch goes on; None while it has neither merged nor stepped."""
 
-    def has_got_on(self, launch: Launch, *, blamed: bool) -> bool:
-        """Whether a launch that has ended brought the job on, so that the next ones may fail again; ``blamed``: the fault was
-        another's."""
+    def has_got_on(self, launch: Launch, code: int, *, blamed: bool) -> bool:
+        """Whether a launch that has ended with an exit code brought the job on, so that the next ones may fail again; ``blamed``:
+        the fault was another's."""
 
     def was_stopped(self, code: int) -> bool:
         """Whether the ranks ended so because they were asked to."""
@@ -116,7 +116,7 @@ class TrainJob:
     """
 
     stops_at = "merge"
-    no_progress = "ended before a merge"
+    no_progress = "ended before a new checkpoint"
     stops_in_order = True
 
     def __init__(self, argv: Sequence[str], directory: Path, resume: str | None, memory: Path) -> None:
@@ -125,6 +125,7 @@ class TrainJob:
         self._resume = resume
         self._memory = memory
         self._checkpoints = (memory, directory / "checkpoints")
+        self._first_round = 0
         self.records: Path | None = directory / RECORDS
 
     def num_done(self) -> int:
@@ -146,11 +147,14 @@ class TrainJob:
         first = next((line for line in rounds if line.get("start", {}).get("launch") == launch.number), None)
         if first is None:
             return None
+        self._first_round = first["round"]
         record = {"round": first["round"], "rounds_repeated": max(0, launch.num_before - first["round"])}
         return Beginning(record, f"at round {first['round'] + 1}", first["start"]["seconds"])
 
-    def has_got_on(self, launch: Launch, *, blamed: bool) -> bool:
-        return launch.has_begun
+    def has_got_on(self, launch: Launch, code: int, *, blamed: bool) -> bool:
+        # An error that comes back after each merge of the same round comes before the next new checkpoint.
+        newest = newest_checkpoint(*self._checkpoints)
+        return launch.has_begun and newest is not None and number_of(newest) > self._first_round
 
     def was_stopped(self, code: int) -> bool:
         return code == EXIT_PREEMPTED
@@ -199,7 +203,7 @@ class ScriptJob:
     """
 
     stops_at = "commit"
-    no_progress = "ended without progress (a commit; without hvd.elastic a minute of optimizer steps and no error of the script)"
+    no_progress = "ended without progress (a commit; without hvd.elastic a minute of optimizer steps that another's fault ended)"
 
     def __init__(
         self,
@@ -250,6 +254,9 @@ class ScriptJob:
     def hear(self, line: str) -> bool:
         text = line.partition(EVENT)[2]
         if not text:
+            # Open MPI's word for a rank that has ended and not left MPI, as by os._exit.
+            if "exiting improperly" in line:
+                self._events["left"] = {}
             return False
         # Ranks that are ended may be in the midst of one.
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -269,11 +276,13 @@ class ScriptJob:
             text = "as the script goes on from what it has saved itself (it uses no hvd.elastic)"
         return Beginning({"commit": commit}, text, step["seconds"])
 
-    def has_got_on(self, launch: Launch, *, blamed: bool) -> bool:
+    def has_got_on(self, launch: Launch, code: int, *, blamed: bool) -> bool:
         if self.stops_in_order:
             # An error that comes back at the same place comes before the next new commit.
             return self.num_done() > launch.num_before
-        return "steady" in self._events and (blamed or "raised" not in self._events)
+        # A script that leaves by os._exit would be started again for ever.
+        is_own = code == 0 or not self._events.keys().isdisjoint(("raised", "left"))
+        return "steady" in self._events and (blamed or not is_own)
 
     def was_stopped(self, code: int) -> bool:
         return code == EXIT_PREEMPTED and "stopped" in self._events
@@ -297,12 +306,30 @@ class ScriptJob:
                     shutil.rmtree(path, ignore_errors=True)
             self._remove_folder()
             return ""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._move_out_of_memory()
-        if newest_checkpoint(self._directory, kind=COMMIT) is None:
+        newest = newest_checkpoint(*self._commits, kind=COMMIT)
+        if newest is None:
             self._remove_folder()
             return ""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._move_out_of_memory()
+        except OSError as error:
+            return self._leave_in_memory(newest, error)
         return f"the same command with --commit-dir {self._directory} goes on from its commit {self.num_done()}"
+
+    def _leave_in_memory(self, newest: Path, error: OSError) -> str:
+        """Keeps the newest commit where it is, as it cannot be moved to the disk; returns how to go on from it."""
+        shutil.rmtree(self._directory / f".part-{newest.name}", ignore_errors=True)
+        if newest_checkpoint(self._directory, kind=COMMIT) is None:
+            self._remove_folder()
+        # By a name that the next supervisor does not take for an abandoned one's.
+        kept = self._memory.with_name(f"hvd-adaptive-commits-{secrets.token_hex(4)}")
+        self._memory.rename(kept)
+        (kept / "lock").unlink(missing_ok=True)
+        return (
+            f"the last commit cannot be moved to {self._directory}: {error}. It stays in memory, and is lost when this machine "
+            f"restarts: the same command with --commit-dir {kept} goes on from its commit {number_of(newest)}"
+        )
 
     def _lost_to(self) -> str | None:
         """Which other job has taken over the folder that was this one's."""

@@ -6,11 +6,17 @@ import logging
 import re
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 
 from hvd_adaptive.cluster.binding import expand_counts
 
 log = logging.getLogger(__name__)
+
+
+class NoAnswerError(ValueError):
+    """Slurm's commands failed. Its controller may be too busy, or starting again: a later question may be answered."""
+
 
 Hosts = dict[str, int]
 """Slots by host name, in the order in which they are to be used."""
@@ -124,7 +130,10 @@ def slurm_environment(env: Mapping[str, str], hosts: Hosts) -> dict[str, str]:
 def _ask(*command: str) -> list[str]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SCRIPT_LIMIT_S, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
+    except subprocess.SubprocessError as error:
+        said = str(getattr(error, "stderr", None) or "").strip()[-500:]
+        raise NoAnswerError(f"{' '.join(command)}: {error}" + (f" {said}" if said else "")) from None
+    except OSError as error:
         raise ValueError(f"{' '.join(command)}: {error}") from None
     return [line for line in done.stdout.splitlines() if line.strip()]
 
@@ -175,9 +184,10 @@ class Discovery:
     Args:
         ask: returns the hosts, or raises ValueError.
         interval_s: seconds between two questions.
+        first_limit_s: how long to ask for the first answer, if Slurm fails.
     """
 
-    def __init__(self, ask: Callable[[], Hosts], interval_s: float) -> None:
+    def __init__(self, ask: Callable[[], Hosts], interval_s: float, first_limit_s: float = 0.0) -> None:
         self._ask = ask
         self._interval_s = interval_s
         self._done = False
@@ -185,8 +195,18 @@ class Discovery:
         self._answered = threading.Event()
         self._failing = ""
         # A first answer must come: later ones may fail.
-        self.hosts = ask()
+        self.hosts = self._ask_first(time.monotonic() + first_limit_s)
         threading.Thread(target=self._run, name="discovery", daemon=True).start()
+
+    def _ask_first(self, end_s: float) -> Hosts:
+        while True:
+            try:
+                return self._ask()
+            except NoAnswerError as error:
+                if time.monotonic() + self._interval_s > end_s:
+                    raise
+                log.warning("%s; asking again in %g s", error, self._interval_s)
+            time.sleep(self._interval_s)
 
     def close(self) -> None:
         """Asks no more."""

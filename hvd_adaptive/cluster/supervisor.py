@@ -45,6 +45,8 @@ _TRIES = 3
 _TICK_S = 0.1
 _ANSWER_LIMIT_S = 5.0
 _CHUNK_BYTES = 1 << 16
+# A launcher that has told of a fault ends within seconds, if it can end at all.
+_LAUNCHER_END_S = 30.0
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -97,16 +99,18 @@ class Supervisor:
     def __init__(self, options: Elastic, make_job: Callable[[Path], Job]) -> None:
         self._options = options
         self._backoff = Backoff()
-        self._discovery = Discovery(options.ask, 1.0 if options.script else 10.0)
+        self._discovery = Discovery(options.ask, 1.0 if options.script else 10.0, options.timeout_s)
         self._memory, self._memory_lock = make_memory()
         self._job = make_job(self._memory)
         self._child: subprocess.Popen[bytes] | None = None
         self._signal: int | None = None
+        self._unsent: int | None = None
         self._forwarded: tuple[signal.Signals, ...] = ()
         self._asked = self._ended = self._is_finished = False
         self._waiting_hosts = ""
         self._is_amid_line = False
         self._failed_s: float | None = None
+        self._blamed_s: float | None = None
         self._blamed: list[str] = []
         self._silent_s = 0.0
 
@@ -141,16 +145,13 @@ class Supervisor:
         cause, parts_s, tries = "start", {}, 0
         hosts: Hosts = {}
         blamed: list[str] = []
+        ended_s = time.monotonic()
         for number in range(1, sys.maxsize):
-            begin_s = time.monotonic()
-            if number > 1:
-                # What was lost is not to be tried once more.
-                self._discovery.ask_now(_ANSWER_LIMIT_S)
             found = self._wait_for_hosts(hosts)
             if found is None:
                 return EXIT_TOO_FEW_HOSTS if self._signal is None else self._stopped_code()
             hosts = found
-            parts_s["wait"] = time.monotonic() - begin_s
+            parts_s["wait"] = time.monotonic() - ended_s
             launch = Launch(number, hosts, cause, blamed, self._job.num_done(), parts_s)
             code = self._run_once(launch)
             ended_s = time.monotonic()
@@ -158,12 +159,20 @@ class Supervisor:
             if self._is_finished or code == EXIT_BAD_INPUT:
                 return code
             if self._signal is not None:
-                return EXIT_INTERRUPTED if self._signal == signal.SIGINT else code
+                # Ranks that do not yet catch the order to stop are killed by it. They have nothing to save.
+                was_asked = self._signal == signal.SIGINT or (code >= 128 and self._job.stops_in_order)
+                return self._stopped_code() if was_asked else code
+            # What was lost is not to be tried once more.
+            self._discovery.ask_now(_ANSWER_LIMIT_S)
             parts_s = {"notice": self._silent_s, "teardown": ended_s - (self._failed_s or ended_s)}
             if self._ended or self._job.was_stopped(code):
                 cause, blamed = "hosts changed", []
+                # What made earlier launches fail did not keep this one from its work.
+                tries = 0 if launch.has_begun else tries
                 continue
-            tries = 0 if self._job.has_got_on(launch, blamed=bool(self._blamed)) else tries + 1
+            # mpirun may say nothing of a host that was taken from the job.
+            is_others = bool(self._blamed) or not launch.hosts.keys() <= self._discovery.hosts.keys()
+            tries = 0 if self._job.has_got_on(launch, code, blamed=is_others) else tries + 1
             cause = f"job ended with exit code {code}" if code else "mpirun ended, and not the job"
             blamed = self._count_failures(launch)
             self._say(f"{cause}; {self._job.saved()}")
@@ -198,7 +207,7 @@ class Supervisor:
 
     def _run_once(self, launch: Launch) -> int:
         """Starts the job and watches it; returns its exit code."""
-        self._failed_s, self._blamed, self._silent_s = None, [], 0.0
+        self._failed_s, self._blamed_s, self._blamed, self._silent_s = None, None, [], 0.0
         # In a Slurm job mpirun would go to all its nodes, also to those that are lost.
         local = all(map(is_local, launch.hosts))
         places = None if local and "SLURM_JOB_ID" not in os.environ else launch.hosts
@@ -215,12 +224,18 @@ class Supervisor:
             if self._signal is not None:
                 return self._stopped_code()
             self._child = child = start(command, env, stderr=subprocess.PIPE)
+        if self._unsent is not None:
+            # The thread that asks for hosts has taken it in, and this one's handler ran when there was no child yet.
+            child.send_signal(self._unsent)
         self._say(f"launch {launch.number} ({launch.cause}): ranks {launch.hosts}")
         assert child.stderr is not None
         reader = threading.Thread(target=self._pass_on, args=(child.stderr,), daemon=True)
         reader.start()
         while child.poll() is None:
             time.sleep(_TICK_S)
+            if self._blamed_s is not None and time.monotonic() - self._blamed_s > _LAUNCHER_END_S:
+                self._end_launcher(child)
+                continue
             if not launch.has_begun:
                 self._look_for_beginning(launch)
             elif not self._asked and self._signal is None:
@@ -230,6 +245,15 @@ class Supervisor:
         if not launch.has_begun:
             self._look_for_beginning(launch)
         return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+    def _end_launcher(self, child: subprocess.Popen[bytes]) -> None:
+        """Kills a launcher that cannot end, as mpirun waits for its daemon on a host that it no longer reaches.
+
+        Ranks see to that where they run beside it (launcher_end, which says why by SIGKILL); here may be none.
+        """
+        self._say(f"the launcher still runs {_LAUNCHER_END_S:g} s after the fault was told: it is killed")
+        child.kill()
+        child.wait()
 
     def _move(self, launch: Launch, child: subprocess.Popen[bytes]) -> None:
         """Has the ranks stop if they should be elsewhere."""
@@ -327,6 +351,7 @@ class Supervisor:
         if self._failed_s is None and (found is not None or is_first_sign(line)):
             self._failed_s = time.monotonic()
         if found is not None:
+            self._blamed_s = self._blamed_s or time.monotonic()
             # Whom the launcher ends may be heard after its first sign.
             self._silent_s = max(self._silent_s, found[1])
             self._blamed.append(found[0])
@@ -344,9 +369,13 @@ class Supervisor:
             first = self._signal is None
             self._signal = self._signal or number
             # Ranks that were asked to move would take another SIGUSR1 for the order to end at once.
-            if self._child is None or (first and self._asked):
+            if first and self._asked:
                 return
-            self._child.send_signal(for_launcher(number, in_order=first and self._job.stops_in_order))
+            passed_on = for_launcher(number, in_order=first and self._job.stops_in_order)
+            if self._child is None:
+                self._unsent = passed_on
+            else:
+                self._child.send_signal(passed_on)
 
         self._forwarded = (*ending_signals(), signal.SIGUSR1)
         with handled(self._forwarded, forward):

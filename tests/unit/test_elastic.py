@@ -286,6 +286,25 @@ def test_discovery_goes_on_with_what_it_knew(caplog: pytest.LogCaptureFixture) -
         hosts.Discovery(lambda: (_ for _ in ()).throw(ValueError("no first answer")), 1.0)
 
 
+def test_a_first_answer_that_slurm_owes_is_asked_for_again(
+    slurm_commands: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "2"}
+    once = "if [ ! -e asked ]; then touch asked; echo no controller >&2; exit 1; fi"
+    slurm_commands(squeue=f'{once}; echo "7 n1"', sinfo="echo n1 mixed")
+    discovery = hosts.Discovery(lambda: slurm_hosts(env), 0.02, 60.0)
+    assert discovery.hosts == {"n1": 2}
+    discovery.close()
+    (tmp_path / "asked").unlink()
+    with pytest.raises(ValueError, match="no controller"):
+        hosts.Discovery(lambda: slurm_hosts(env), 1.0, 0.1)
+    # What another question does not change is told at once.
+    for wrong in (lambda: slurm_hosts({**env, "SLURM_TASKS_PER_NODE": "2,1"}), lambda: run_script("/no/such")):
+        with pytest.raises(ValueError, match=r"but the job has 1 nodes|/no/such"):
+            hosts.Discovery(wrong, 1.0, 600.0)
+
+
 def test_limits() -> None:
     assert Elastic(min_np=1, max_np=1).timeout_s == 600
 

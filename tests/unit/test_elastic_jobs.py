@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hvd_adaptive.cluster.elastic_jobs import EVENT, Launch, ScriptJob, job_name
+from hvd_adaptive.cluster.elastic_jobs import EVENT, Launch, ScriptJob, TrainJob, job_name
 from hvd_adaptive.cluster.last_checkpoint import COMMIT, directory_name, newest_checkpoint, number_of
 from hvd_adaptive.cluster.output import Lines
 from hvd_adaptive.state.folder_owner import FolderOwner
@@ -71,12 +72,14 @@ def test_a_script_without_commits_gets_on_by_stepping_for_a_while_and_not_by_fai
     assert job.hear("10%|" + event("step", commit=0, seconds={"imports": 1.5}))
     beginning = job.beginning(launch())
     assert beginning is not None and beginning.parts_s == {"imports": 1.5} and beginning.record == {"commit": 0}
-    assert not job.has_got_on(launch(), blamed=True)
+    assert not job.has_got_on(launch(), 1, blamed=True)
     job.hear(event("steady"))
-    assert job.has_got_on(launch(), blamed=False)
+    assert job.has_got_on(launch(), 1, blamed=False)
+    # The script ends itself without an error, and so that nobody hears that it is finished: os._exit(0).
+    assert not job.has_got_on(launch(), 0, blamed=False) and job.has_got_on(launch(), 0, blamed=True)
     job.hear(event("raised"))
     # Unless another's end was first.
-    assert not job.has_got_on(launch(), blamed=False) and job.has_got_on(launch(), blamed=True)
+    assert not job.has_got_on(launch(), 1, blamed=False) and job.has_got_on(launch(), 1, blamed=True)
     assert not job.hear("a line of the script's") and job.hear(EVENT + "{cut") and job.hear(EVENT + "[]")
     assert not job.is_finished(0) and not job.was_stopped(75)
     job.hear(event("finished"))
@@ -91,9 +94,9 @@ def test_a_script_with_commits_gets_on_by_new_ones(folders: tuple[Path, Path]) -
     assert job.num_done() == 4
     job.hear(event("commits"))
     job.hear(event("steady"))
-    assert job.stops_in_order and not job.has_got_on(launch(num_before=4), blamed=True)
+    assert job.stops_in_order and not job.has_got_on(launch(num_before=4), 1, blamed=True)
     (disk / commit_name(5)).mkdir()
-    assert job.has_got_on(launch(num_before=4), blamed=False) and commit_name(5) in job.saved()
+    assert job.has_got_on(launch(num_before=4), 1, blamed=False) and commit_name(5) in job.saved()
     job.hear(event("stopped"))
     assert job.was_stopped(75) and not job.was_stopped(1)
     # In a folder that was chosen, so not to memory, wherever the ranks are.
@@ -104,6 +107,37 @@ def test_a_script_with_commits_gets_on_by_new_ones(folders: tuple[Path, Path]) -
     (disk / "restarts.jsonl").touch()
     job.hear(event("has folder"))
     assert job.close(finished=True) == "" and [path.name for path in disk.iterdir()] == ["restarts.jsonl"]
+
+
+def test_a_script_that_ends_itself_within_mpi_is_not_started_again_for_ever(folders: tuple[Path, Path]) -> None:
+    job = ScriptJob([], ["x.py"], None, folders[0])
+    for line in (event("step", commit=0, seconds={}), event("steady"), "node alpha exiting improperly. There are three reasons"):
+        job.hear(line)
+    assert not job.hear("node alpha exiting improperly. There are three reasons")
+    assert not job.has_got_on(launch(), 1, blamed=False) and job.has_got_on(launch(), 1, blamed=True)
+
+
+def test_a_training_gets_on_by_new_checkpoints_and_not_by_the_same_merge_again(tmp_path: Path) -> None:
+    memory, run = tmp_path / "memory", tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    memory.mkdir()
+    job = TrainJob([], run, None, memory)
+
+    def begin(number: int, *, first: int) -> Launch:
+        with (run / "rounds.jsonl").open("a") as file:
+            file.write(json.dumps({"round": first, "start": {"launch": number, "seconds": {}}}) + "\n")
+        one = launch(number)
+        one.has_begun = job.beginning(one) is not None
+        return one
+
+    assert not job.has_got_on(launch(1), 1, blamed=True)
+    assert not job.has_got_on(begin(1, first=0), 1, blamed=False)
+    (memory / directory_name(1)).mkdir()
+    assert job.has_got_on(begin(1, first=0), 1, blamed=False)
+    # It fails after the merge of round 2, each time, and nothing newer is saved.
+    assert not job.has_got_on(begin(2, first=1), 1, blamed=True)
+    (run / "checkpoints" / directory_name(2)).mkdir()
+    assert job.has_got_on(begin(3, first=1), 1, blamed=False)
 
 
 def test_a_folder_that_another_job_has_taken_over_is_left_to_it(folders: tuple[Path, Path]) -> None:
@@ -149,3 +183,28 @@ def test_commits_in_memory_go_where_other_hosts_find_them(
     assert job.close(finished=True) == "" and not list(disk.iterdir()) and not list(memory.glob("commit*"))
     # Nothing was committed: nothing is left, and nothing said.
     assert ScriptJob([], ["x.py"], None, memory).close(finished=False) == "" and not list(disk.iterdir())
+
+
+def test_a_commit_that_finds_no_room_on_the_disk_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, disk = tmp_path / "hvd-adaptive-0-0123", tmp_path / "disk"
+    (memory / commit_name(3)).mkdir(parents=True)
+    (memory / "lock").touch()
+    disk.mkdir()
+    monkeypatch.chdir(disk)
+
+    def fails(source: Path, target: Path) -> None:
+        target.mkdir()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copytree", fails)
+    said = ScriptJob([], ["x.py"], None, memory).close(finished=False)
+    kept = next(tmp_path.glob("hvd-adaptive-commits-*"))
+    assert "No space left on device" in said and f"--commit-dir {kept} goes on from its commit 3" in said
+    # What supervisors look for is gone, and so is what was begun on the disk.
+    assert not memory.exists() and [path.name for path in kept.iterdir()] == [commit_name(3)] and not list(disk.iterdir())
+    # As in a working directory that cannot be written.
+    kept.rename(memory)
+    job = ScriptJob([], ["x.py"], None, memory)
+    disk.rmdir()
+    disk.touch()
+    assert "goes on from its commit 3" in job.close(finished=False)
