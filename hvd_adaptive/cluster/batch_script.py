@@ -146,10 +146,15 @@ def render(script: BatchScript) -> str:
         lines.append(f"set +u; module load {' '.join(map(shlex.quote, script.modules))}; set -u")
     venv = '"${VENV:-.venv}/bin/activate"' if script.venv is None else shlex.quote(f"{script.venv}/bin/activate")
     lines += [f". {venv}", *script.prologue]
-    lines += [
-        "# One thread a rank is right only where --cpus-per-task=1; srun of Slurm 22.05 and later asks for this variable.",
-        'export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}" SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"',
-    ]
+    if len(script.components) > 1:
+        lines.append("# Each component has its own number of cores a rank, and srun's variable would be all components'.")
+        numbers = enumerate(component.cpus_per_task for component in script.components)
+        lines += [f'cpus_{index}="${{SLURM_CPUS_PER_TASK_HET_GROUP_{index}:-{number}}}"' for index, number in numbers]
+    else:
+        lines += [
+            "# One thread a rank is right only where --cpus-per-task=1; srun of Slurm 22.05 and later asks for this variable.",
+            'export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}" SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"',
+        ]
     if script.launcher == "mpirun":
         lines.append("# -np calls the MPI's own mpirun with the flags that it needs; mpirun takes the hosts from Slurm.")
     command = _command(script)
@@ -162,14 +167,20 @@ def _command(script: BatchScript) -> str:
     words = ["hvd-adaptive", shlex.quote(first)]
     if script.launcher == "mpirun":
         words += ["-np", '"$SLURM_NTASKS"']
-    else:
-        het_group = [f"--het-group={','.join(map(str, range(len(script.components))))}"] * (len(script.components) > 1)
-        words = ["srun", "--mpi=pmix", *het_group, *words]
     if script.requeue:
         # The same folder after each start; options that follow win.
         words += ["--out", '"runs/$SLURM_JOB_ID"', "--resume", "auto"]
     words += [shlex.quote(word) for word in rest] if script.command else ['"$@"']
-    return " ".join(words)
+    command = " ".join(words)
+    if script.launcher == "mpirun":
+        return command
+    if len(script.components) == 1:
+        return f"srun --mpi=pmix {command}"
+    parts = [
+        f'--mpi=pmix --het-group={index} --cpus-per-task="$cpus_{index}" env OMP_NUM_THREADS="$cpus_{index}" {command}'
+        for index in range(len(script.components))
+    ]
+    return "srun " + " : \\\n    ".join(parts)
 
 
 def _with_requeue(command: str) -> list[str]:
@@ -180,9 +191,17 @@ def _with_requeue(command: str) -> list[str]:
         f"trap 'kill -USR1 \"$ranks\" && again=1 told={EXIT_PREEMPTED}' USR1 TERM",
         'while [ "$again" = 1 ]; do again=0 code=0; wait "$ranks" || code=$?; done',
         "# Ranks that were told but not ready in time go on from an older checkpoint. A cancelled job is not RUNNING.",
-        f'if [ "$code" != 0 ] && [ "${{told:-$code}}" = {EXIT_PREEMPTED} ] &&',
-        '    [ "$(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID")" = RUNNING ]; then',
-        '    scontrol requeue "$SLURM_JOB_ID"',
+        f'if [ "$code" != 0 ] && [ "${{told:-$code}}" = {EXIT_PREEMPTED} ]; then',
+        "    # Slurm's controller may be too busy to answer. A signal may end a sleep.",
+        "    for pause in 1 2 4 8 0; do",
+        '        if state=$(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID"); then',
+        '            if [ "$state" != RUNNING ] || scontrol requeue "$SLURM_JOB_ID"; then break; fi',
+        "        fi",
+        '        if [ "$pause" = 0 ]; then',
+        '            echo "job $SLURM_JOB_ID: Slurm fails, so it is not queued again: scontrol requeue $SLURM_JOB_ID" >&2',
+        "        fi",
+        '        sleep "$pause" || true',
+        "    done",
         "fi",
         'exit "$code"',
     ]

@@ -100,11 +100,11 @@ SCRIPTS = [
 
 
 def submit_and_wait(
-    run_in_slurm: Callable[..., Any], options: list[str], folder: Path, name: str, constraints: list[str], expected: list[str]
+    run_in_slurm: Callable[..., Any], options: list[str], folder: Path, name: str, of_each: list[list[str]], expected: list[str]
 ) -> None:
     output = folder / "output"
     smaller = ["--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1", "--time=5", f"--output={output}"]
-    of_jobs = [[*smaller, constraint] for constraint in constraints] or [smaller]
+    of_jobs = [[*smaller, *own] for own in of_each or [[]]]
     sbatch = [word for words in of_jobs for word in (":", *words)][1:]
     script = str(ROOT / "slurm" / f"{name}.sbatch")
     job = run_in_slurm("bash", "-c", SUBMIT_AND_WAIT, "submit", *sbatch, script, *options)
@@ -118,14 +118,14 @@ def submit_and_wait(
 def test_batch_scripts(
     run_in_slurm: Callable[..., Any], train_options: Options, folder: Path, name: str, constraints: list[str], expected: list[str]
 ) -> None:
-    submit_and_wait(run_in_slurm, train_options(folder, NUM_EPOCHS), folder, name, constraints, expected)
+    submit_and_wait(run_in_slurm, train_options(folder, NUM_EPOCHS), folder, name, [constraints], expected)
 
 
 @pytest.mark.usefixtures("pmix")
 def test_a_batch_script_of_two_jobs(run_in_slurm: Callable[..., Any], train_options: Options, folder: Path) -> None:
     # Not beside others: there srun has once waited for its two steps when both were over.
-    constraints = [f"--constraint=gpus-of-{name}" for name in NAMES]
-    submit_and_wait(run_in_slurm, train_options(folder, NUM_EPOCHS), folder, "mixed-gpus-hetjob", constraints, BOTH)
+    of_each = [[f"--constraint=gpus-of-{name}", f"--cpus-per-task={1 + index}"] for index, name in enumerate(NAMES)]
+    submit_and_wait(run_in_slurm, train_options(folder, NUM_EPOCHS), folder, "mixed-gpus-hetjob", of_each, BOTH)
 
 
 def test_every_batch_script_is_tested() -> None:

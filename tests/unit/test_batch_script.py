@@ -159,6 +159,51 @@ def test_when_a_job_is_queued_again(tmp_path: Path, is_told: bool, code: int, st
     assert not is_requeued or (tmp_path / "requeued").read_text() == "requeue 7\n"
 
 
+@pytest.mark.parametrize(("num_failures", "program"), [(2, "squeue"), (2, "scontrol"), (99, "squeue"), (99, "scontrol")])
+def test_a_slurm_that_does_not_answer_at_once_queues_the_job_again_all_the_same(
+    tmp_path: Path, num_failures: int, program: str
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").touch()
+    fails = f"echo x >> calls; if [ $(wc -l < calls) -le {num_failures} ]; then exit 1; fi"
+    programs = {"srun": "exit 75", "squeue": "echo RUNNING", "scontrol": 'echo "$@" > requeued', "sleep": "echo $1 >> pauses"}
+    programs[program] = f"{fails}; {programs[program]}"
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    script = render(BatchScript(requeue=True, venv=str(tmp_path)))
+    job = subprocess.run(["bash"], input=script, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    assert job.returncode == 75
+    gives_up = num_failures == 99
+    assert (tmp_path / "requeued").exists() != gives_up
+    assert ("so it is not queued again: scontrol requeue 7" in job.stderr) == gives_up
+    assert (tmp_path / "pauses").read_text().split() == (["1", "2", "4", "8", "0"] if gives_up else ["1", "2"])
+
+
+def test_each_component_has_its_own_number_of_cores(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").touch()
+    (tmp_path / "bin" / "srun").write_text(f'#!{sys.executable}\nimport sys\nprint(sys.argv[1:])\n')
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    components = (Component(cpus_per_task=8), Component(cpus_per_task=3))
+    script = render(BatchScript(components=components, command=("run", "a b.py"), venv=str(tmp_path)))
+
+    def parts(**env: str) -> list[list[str]]:
+        path = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", **env}
+        done = subprocess.run(["bash"], input=script, env=path, capture_output=True, text=True, timeout=LIMIT_S)
+        words = eval(done.stdout)
+        return [words[: words.index(":")], words[words.index(":") + 1 :]]
+
+    def part(index: int, num_cores: int) -> list[str]:
+        options = ["--mpi=pmix", f"--het-group={index}", f"--cpus-per-task={num_cores}"]
+        return [*options, "env", f"OMP_NUM_THREADS={num_cores}", "hvd-adaptive", "run", "a b.py"]
+
+    assert parts() == [part(0, 8), part(1, 3)]
+    # Options of sbatch win, and Slurm tells them so.
+    assert parts(SLURM_CPUS_PER_TASK_HET_GROUP_0="6", SLURM_CPUS_PER_TASK_HET_GROUP_1="1") == [part(0, 6), part(1, 1)]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -203,7 +248,7 @@ def test_the_command_shows_saves_and_checks(
     assert main(["submit", "--nodes", "2", "--output", str(saved), *second, "--", "train", "--epochs", "2"]) == 0
     text = capsys.readouterr().out
     assert saved.read_text() == text
-    assert text.count("#SBATCH hetjob") == 1 and "srun --mpi=pmix --het-group=0,1 hvd-adaptive train --epochs 2" in text
+    assert text.count("#SBATCH hetjob") == 1 and text.count(" hvd-adaptive train --epochs 2") == 2
     # A mistake is found now, not when the job's turn comes.
     for arguments, message in (
         (["--output", str(saved), "--", "train"], f"--output {saved} cannot be written"),
