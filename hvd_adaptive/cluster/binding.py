@@ -54,7 +54,7 @@ class DevicePlace(NamedTuple):
         host: its host's name.
         uuid: its GPU, by a name that is the same for every rank of the host; None on the CPU.
         visible: the GPUs that it sees, by such names.
-        named: the user asked for this GPU by its number.
+        named: the user asked for this GPU by its number, or for the CPU.
     """
 
     host: str
@@ -68,9 +68,7 @@ def _read_int(env: Mapping[str, str], *names: str) -> int | None:
         value = env.get(name)
         if value:
             if not value.isdecimal():
-                raise ValueError(
-                    f"{name} must be a whole number >= 0, got {value!r}: the launcher should have set it"
-                )
+                raise ValueError(f"{name} must be a whole number >= 0, got {value!r}: the launcher should have set it")
             return int(value)
     return None
 
@@ -224,9 +222,7 @@ def check_world(info: LauncherInfo, mpi_world_size: int) -> None:
     # A heterogeneous srun joins several components in one world, and each counts only its own tasks.
     if info.name == "slurm" and mpi_world_size > expected:
         return
-    disagreement = (
-        f"{info.name} started {expected} ranks (this is rank {info.rank}), but MPI sees {mpi_world_size}"
-    )
+    disagreement = f"{info.name} started {expected} ranks (this is rank {info.rank}), but MPI sees {mpi_world_size}"
     library = "python -c 'from mpi4py import MPI; print(MPI.Get_library_version())'"
     remedies = {
         "horovodrun-gloo": "horovodrun ran with Gloo, where MPI is not set up. Start the same command with "
@@ -292,10 +288,11 @@ def choose_device(option: str, *, local_rank: int, local_size: int, cuda_device_
 
 
 def shared_devices(places: Sequence[DevicePlace]) -> str | None:
-    """Judge GPUs that several ranks use, from what only all ranks together know.
+    """Judge the devices of all ranks, from what only all ranks together know.
 
     More ranks than GPUs may share them; two ranks on one GPU beside an idle one is a mistake, unless each asked for that
-    GPU by its number.
+    GPU by its number. So is a rank that took the CPU because it saw no GPU, beside ranks that have one: it would slow all down,
+    and Horovod exchanges nothing between the two.
 
     Args:
         places: of every rank, in rank order.
@@ -304,8 +301,15 @@ def shared_devices(places: Sequence[DevicePlace]) -> str | None:
         A warning to show, or None. (`choose_device` has warned ranks that see several GPUs but fewer than ranks.)
 
     Raises:
-        RuntimeError: ranks share a GPU unasked, and another one that ranks of that host see is idle.
+        RuntimeError: ranks share a GPU unasked, and another one that ranks of that host see is idle; or only some see a GPU.
     """
+    without = [rank for rank, place in enumerate(places) if place.uuid is None and not place.named]
+    if without and len(without) < len(places):
+        hosts = ", ".join(sorted({places[rank].host for rank in without}))
+        raise RuntimeError(
+            f"ranks {', '.join(map(str, without))} on {hosts} see no GPU, and the others have one: check `nvidia-smi`, "
+            "CUDA_VISIBLE_DEVICES and the scheduler's request there, leave these hosts out, or use --device cpu on all ranks"
+        )
     ranks_by_gpu: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, place in enumerate(places):
         if place.uuid is not None:

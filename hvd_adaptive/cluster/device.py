@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -26,7 +26,6 @@ def bind_device(
     *,
     local_rank: int | None = None,
     local_size: int | None = None,
-    environment: Mapping[str, str] | None = None,
 ) -> torch.device:
     """Chooses this rank's device and makes it torch's current one. Call it before building the model.
 
@@ -36,13 +35,12 @@ def bind_device(
         option: ``auto`` (a GPU where there is one), ``cpu``, ``cuda`` (a GPU, or an error) or ``cuda:K``.
         local_rank: this rank among those of its host; by default what the launcher says, else 0.
         local_size: ranks on this host; by default what the launcher says, else ``local_rank + 1``.
-        environment: the variables to read; by default the process's.
 
     Raises:
         ValueError: for another option.
         RuntimeError: if a GPU is asked for that is not there.
     """
-    info = read_launcher(os.environ if environment is None else environment)
+    info = read_launcher(os.environ)
     rank = local_rank if local_rank is not None else info.local_rank or 0
     size = local_size if local_size is not None else info.local_size or rank + 1
     choice = choose_device(
@@ -65,7 +63,7 @@ def device_place(device: torch.device, option: str, host: str) -> DevicePlace:
         host: this rank's host.
     """
     if device.type != "cuda":
-        return DevicePlace(host)
+        return DevicePlace(host, named=option == "cpu")
     visible = visible_gpus()
     return DevicePlace(host, visible[device.index], visible, option.startswith("cuda:"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # The cores of a control group, in versions 2 and 1.
@@ -125,11 +126,19 @@ def _groups() -> dict[str, Path]:
         return {}
 
 
+def _upwards(folder: Path | None, file: str) -> Iterator[Path]:
+    """Yields the folders of a control group and of those above it that have a file: all set limits, and not every one has each
+    controller's files."""
+    for level in (folder, *folder.parents) if folder is not None else ():
+        if (level / file).exists():
+            yield level
+
+
 def host_cores(groups: dict[str, Path] | None = None) -> list[int]:
     """Returns the cores that ranks on this host could be given: those of the control group, else all that are online."""
     groups = _groups() if groups is None else groups
     candidates = [
-        *(groups[name] / file for name, file in _CPUSETS.items() if name in groups),
+        *(level / file for name, file in _CPUSETS.items() for level in _upwards(groups.get(name), file)),
         Path("/sys/devices/system/cpu/online"),
     ]
     for file in candidates:
@@ -147,16 +156,14 @@ def cpu_quota(groups: dict[str, Path] | None = None) -> float | None:
     groups = _groups() if groups is None else groups
     quotas = []
     for name, file in (("", "cpu.max"), ("cpu", "cpu.cfs_quota_us")):
-        folder = groups.get(name)
-        while folder is not None and (folder / file).exists():
+        for folder in _upwards(groups.get(name), file):
             try:
                 quota, *period = (folder / file).read_text(encoding="utf-8").split()
                 length = period[0] if period else (folder / "cpu.cfs_period_us").read_text(encoding="utf-8")
                 if quota != "max" and int(quota) > 0:
                     quotas.append(int(quota) / int(length))
             except (OSError, ValueError):
-                break
-            folder = folder.parent
+                continue
     return min(quotas, default=None)
 
 
@@ -181,13 +188,11 @@ def free_memory_bytes(groups: dict[str, Path] | None = None, meminfo: Path = Pat
         match = None
     free = [int(match[1]) * 1024] if match else []
     for name, (limit_file, usage_file) in _MEMORY.items():
-        folder = groups.get(name)
-        while folder is not None and (folder / limit_file).exists():
+        for folder in _upwards(groups.get(name), limit_file):
             try:
                 limit, usage = ((folder / file).read_text(encoding="utf-8").strip() for file in (limit_file, usage_file))
                 if limit != "max":
                     free.append(max(0, int(limit) - int(usage) + _cached_bytes(folder)))
             except (OSError, ValueError):
-                break
-            folder = folder.parent
+                continue
     return min(free, default=None)

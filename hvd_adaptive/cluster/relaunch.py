@@ -28,7 +28,7 @@ Flavour = Literal["openmpi4", "openmpi5", "hydra", "torchrun"]
 
 _SCHEDULER_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 _FORWARDED = re.compile(
-    r"PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CUDA_VISIBLE_DEVICES"
+    r"PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV|CUDA_DEVICE_ORDER"
     r"|OMP_.*|HVD_ADAPTIVE_.*|HOROVOD_.*|GLOO_.*|NCCL_.*|TORCH_.*|MASTER_(ADDR|PORT)"
 )
 _QUIET_S = 1.0
@@ -194,8 +194,10 @@ def launch_command(
         if not scheduled and launcher.flavour == "openmpi4":
             command.append("--oversubscribe")
         if scheduled or places:
+            # A scheduler gives each node GPUs of its own, and this node's names for them would win there.
+            also = set() if scheduled else {"CUDA_VISIBLE_DEVICES"}
             for name in sorted(whole):
-                command += ["-x", name] if _FORWARDED.fullmatch(name) else []
+                command += ["-x", name] if _FORWARDED.fullmatch(name) or name in also else []
     return [*command, *argv], whole
 
 

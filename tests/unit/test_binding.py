@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +24,8 @@ from hvd_adaptive.cluster.binding import (
     shared_devices,
     starts_alone,
 )
-from hvd_adaptive.cluster.host import free_memory_bytes, own_cores
+from hvd_adaptive.cluster.device import device_place
+from hvd_adaptive.cluster.host import cpu_quota, free_memory_bytes, host_cores, own_cores
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -259,6 +261,15 @@ def test_ranks_that_share_a_gpu_beside_an_idle_one_are_refused():
         shared_devices(places)
 
 
+def test_ranks_without_a_gpu_beside_ranks_with_one_are_refused():
+    with pytest.raises(RuntimeError, match=r"ranks 1, 2 on b, c see no GPU, and the others have one: .*--device cpu"):
+        shared_devices([on("G0"), DevicePlace("b"), DevicePlace("c")])
+    # Who asked for the CPU has it.
+    cpu = device_place(torch.device("cpu"), "cpu", "b")
+    assert cpu.named and not device_place(torch.device("cpu"), "auto", "b").named
+    assert shared_devices([on("G0"), cpu]) is None
+
+
 def test_who_asks_for_a_gpu_by_its_number_may_share_it_beside_an_idle_one():
     assert "ranks 0, 1 on a share the GPU G0" in (shared_devices([on("G0", "G1", named=True)] * 2) or "")
     with pytest.raises(RuntimeError, match="G1 there is idle"):
@@ -353,3 +364,18 @@ def test_what_files_have_in_memory_counts_as_free(tmp_path: Path, version: int) 
     prefix = "" if version == 2 else "total_"
     (tmp_path / "memory.stat").write_text(f"anon 300\n{prefix}inactive_file 500\n{prefix}active_file 50\n")
     assert free_memory_bytes(group, tmp_path / "none") == 650
+
+
+def test_limits_of_control_groups_above_one_without_the_controllers_files_count(tmp_path: Path) -> None:
+    step = tmp_path / "job/step/task"
+    step.mkdir(parents=True)
+    (tmp_path / "job/cpu.max").write_text("150000 100000\n")
+    (tmp_path / "job/cpuset.cpus.effective").write_text("4-5\n")
+    (tmp_path / "job/memory.max").write_text("1000\n")
+    (tmp_path / "job/memory.current").write_text("900\n")
+    groups = {"": step}
+    assert cpu_quota(groups) == 1.5 and host_cores(groups) == [4, 5] and free_memory_bytes(groups, tmp_path / "none") == 100
+    # What cannot be read hides nothing above it.
+    (tmp_path / "job/step/cpu.max").mkdir()
+    (tmp_path / "job/step/memory.max").mkdir()
+    assert cpu_quota(groups) == 1.5 and free_memory_bytes(groups, tmp_path / "none") == 100

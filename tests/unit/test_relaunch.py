@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -67,6 +68,21 @@ def test_in_a_schedulers_job_its_slots_count_and_variables_travel():
     assert "OMP_NUM_THREADS" not in result
     assert command[command.index("HVD_ADAPTIVE_X") - 1] == "-x"
     assert "HOME" not in command
+
+
+def test_each_node_of_a_schedulers_job_keeps_the_gpus_that_it_was_given():
+    env = {"CUDA_VISIBLE_DEVICES": "GPU-1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    launcher = Launcher("/opt/bin/mpirun", "openmpi4")
+
+    def forwarded(env):
+        command, _ = launch_command(
+            2, ["prog"], env=env, launcher=launcher, num_cores=2, is_root=False, hosts={"a": 1, "b": 1}
+        )
+        return {name for before, name in itertools.pairwise(command) if before == "-x"}
+
+    # Over ssh nothing else would tell the other host.
+    assert forwarded(env) >= set(env)
+    assert forwarded({**env, "SLURM_JOB_ID": "1"}) & set(env) == {"CUDA_DEVICE_ORDER"}
 
 
 @pytest.mark.parametrize(
