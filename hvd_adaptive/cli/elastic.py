@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_adaptive.cli.arguments import NUM_RANKS, without_options
 from hvd_adaptive.cli.option_sources import run_path
+from hvd_adaptive.cluster.binding import num_restarts
 from hvd_adaptive.cluster.elastic_jobs import ScriptJob, TrainJob, job_name
+from hvd_adaptive.cluster.last_checkpoint import resume_when_requeued
 from hvd_adaptive.cluster.supervisor import Elastic, Supervisor
 from hvd_adaptive.combinations import check_elastic, check_elastic_script
 from hvd_adaptive.config import Config
@@ -42,10 +45,11 @@ def supervise_training(options: argparse.Namespace, arguments: Sequence[str], co
     if train.checkpoint_interval == 0:
         raise ValueError("--elastic goes on from the disk where ranks are on several hosts: leave --checkpoint-interval 0 out")
     path = run_path(config, train).absolute()
+    resume = resume_when_requeued(train.resume, train.out) if num_restarts(os.environ) else train.resume
     argv = without_options(arguments, (*_OPTIONS, "--out", "--resume"), flags=("--elastic",))
     if config.reference_ranks is None and config.logical_ranks is None:
         argv += ["--reference-ranks", str(limits.max_np)]
-    return Supervisor(limits, lambda memory: TrainJob(argv, path, train.resume, memory)).run()
+    return Supervisor(limits, lambda memory: TrainJob(argv, path, resume, memory)).run()
 
 
 def supervise_script(options: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import torch
 
+from hvd_adaptive.cli.early_checks import check_slowdown_early
 from hvd_adaptive.cli.option_sources import run_path
 from hvd_adaptive.cli.progress import Progress
 from hvd_adaptive.cluster.binding import idle_nodes, num_restarts, shared_devices
 from hvd_adaptive.cluster.device import bind_device, compute_threads, device_place
 from hvd_adaptive.cluster.host import free_memory_bytes, own_cores
+from hvd_adaptive.cluster.last_checkpoint import resume_when_requeued
 from hvd_adaptive.comm.protocols import Transport, agree_equal, attempt, long_task
 from hvd_adaptive.comm.shared_gpus import settle_shared_gpus
 from hvd_adaptive.config import Config
@@ -52,10 +54,12 @@ def train(
     Raises:
         AgreedError: on all ranks, for bad input on any.
     """
-    if options.resume is None and options.out and _is_restarted(transport):
-        options = dataclasses.replace(options, resume="auto")
+    is_restarted = bool(options.out) and _is_restarted(transport)
+    if is_restarted and options.resume != "auto":
+        resume = transport.allgather_object(resume_when_requeued(options.resume, options.out))[0]
+        options = dataclasses.replace(options, resume=resume)
         if transport.rank == 0:
-            log.info("Slurm has started this job again: --resume auto")
+            log.info("Slurm has started this job again: --resume %s", resume)
     agree_equal(
         transport,
         {**dataclasses.asdict(options), **dataclasses.asdict(config)},
@@ -69,10 +73,11 @@ def train(
         torch.use_deterministic_algorithms(True)
     splits = open_data(options.data, options.test_data, options.cache_dir, transport)
     check_memory(options, splits[0], device, transport)
-    attempt(transport, lambda: _check_slowdown(config, transport.world_size))
+    attempt(transport, lambda: check_slowdown_early(config.slowdown, transport.world_size))
     path = run_path(config, options)
     make_directory = attempt(
-        transport, lambda: _run_directory(path, config, options, supervised) if transport.rank == 0 else None
+        transport,
+        lambda: _run_directory(path, config, options, supervised, is_restarted=is_restarted) if transport.rank == 0 else None,
     )
     if transport.rank == 0 and (warning := idle_nodes(os.environ, len(set(hosts)))):
         log.warning(warning)
@@ -183,20 +188,14 @@ def _is_restarted(transport: Transport) -> bool:
     return bool(transport.allgather_object(attempt(transport, lambda: num_restarts(os.environ)))[0])
 
 
-def _check_slowdown(config: Config, world_size: int) -> None:
-    from hvd_adaptive.algorithm.slowdown import Slowdown
-
-    Slowdown(config.slowdown, world_size=world_size)
-
-
 def _run_directory(
-    path: Path, config: Config, options: TrainConfig, supervised: Supervised | None
+    path: Path, config: Config, options: TrainConfig, supervised: Supervised | None, *, is_restarted: bool
 ) -> Callable[[], RunDirectory]:
     """Tries whether the run directory can be made, leaves none behind, and returns what makes it."""
     # A missing package must be found before the folder is made.
     sinks = [ScalarWriter(path / "tensorboard")] if options.tensorboard else []
-    # The folder of a job's earlier launches is this one's.
-    resume = bool(supervised and supervised.launch > 1) or (
+    # The folder of a job's earlier launches and starts is this one's.
+    resume = is_restarted or bool(supervised and supervised.launch > 1) or (
         options.resume is not None and (options.resume == "auto" or _is_run_of(Path(options.resume), path))
     )
     RunDirectory(path, resume=resume).abandon()

@@ -38,6 +38,19 @@ def newest_checkpoint(*folders: Path, kind: str = ROUND) -> Path | None:
     return next(iter(find_checkpoints(*folders, kind=kind)), None)
 
 
+def resume_when_requeued(resume: str | None, out: str | None) -> str | None:
+    """Returns what a run that a scheduler has started again resumes from: "auto", unless it is to go on from another run's
+    checkpoint and has written none of its own yet.
+
+    Args:
+        resume: what it was to resume from, None for nothing.
+        out: its run directory; None for a new one at each start.
+    """
+    if out is None or (resume is not None and newest_checkpoint(Path(out) / "checkpoints") is None):
+        return resume
+    return "auto"
+
+
 def describe_newest(*folders: Path) -> str:
     """Says in a part of a sentence which checkpoint is the last."""
     newest = newest_checkpoint(*folders)
