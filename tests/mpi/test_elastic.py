@@ -190,28 +190,24 @@ def test_ranks_end_with_a_supervisor_that_is_killed(elastic: Any) -> None:
     assert job.returncode == -signal.SIGKILL and not job.leftover, job.describe()
 
 
-@pytest.mark.parametrize("elastic", [[], ["--elastic", "--max-np", "1"]], ids=["alone", "elastic"])
-def test_a_job_that_is_queued_again_goes_on_from_its_own_checkpoints(
-    run_job: Any, data: Path, tmp_path: Path, elastic: list[str]
-) -> None:
+def test_a_job_that_is_queued_again_goes_on_from_its_own_checkpoints(run_job: Any, data: Path, tmp_path: Path) -> None:
     """It began from another run's, which its command line still says."""
     first, second = tmp_path / "first", tmp_path / "second"
 
-    def train(out: Path, epochs: int, *options: str, env: dict[str, str] | None = None) -> Any:
+    def train(out: Path, epochs: int, *options: str, **env: str) -> Any:
         where = ["--data", str(data), "--cache-dir", str(data / "cache"), "--out", str(out), "--epochs", str(epochs)]
         command = [sys.executable, "-m", "hvd_adaptive", "train", *where, *QUICK, *options]
-        job = run_job(command, env=env or {}, timeout=2 * LIMIT_S)
+        job = run_job(command, env=env, timeout=2 * LIMIT_S)
         assert job.returncode == 0, job.describe()
         return job
 
     train(first, 1)
-    from_first, requeued = ["--resume", str(first), *elastic], {"SLURM_RESTART_COUNT": "1"}
-    train(second, 2, *from_first)
-    again = train(second, 3, *from_first, env=requeued)
+    train(second, 2, "--resume", str(first))
+    again = train(second, 3, "--resume", str(first), SLURM_RESTART_COUNT="1")
     assert f"resumed from {second}/checkpoints/round-00000010" in again.stderr, again.describe()
     # Where it was lost before it had one, it begins as it did.
     shutil.rmtree(second / "checkpoints")
-    again = train(second, 2, *from_first, env=requeued)
+    again = train(second, 2, "--resume", str(first), "--elastic", "--max-np", "1", SLURM_RESTART_COUNT="1")
     assert f"resumed from {first}/checkpoints/round-00000005" in again.stderr, again.describe()
     rounds = [json.loads(line) for line in (second / "rounds.jsonl").read_text().splitlines()]
     check_ledger(rounds, 2000, 400)
