@@ -137,7 +137,8 @@ class FlatBuffers:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads buffers of the same shapes, into the model as well."""
+        """Loads buffers of the same shapes, into the model as well. Raises RuntimeError as :meth:`rebind`."""
+        self.rebind()
         for group in self.groups:
             group.weights.copy_(state["weights"][group.name])
             load_(group, range(len(group.tensors)))

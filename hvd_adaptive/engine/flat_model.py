@@ -263,7 +263,13 @@ class FlatModel:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads a global model of the same shapes, into the model as well."""
+        """Loads a global model of the same shapes, into the model as well.
+
+        Raises:
+            RuntimeError: if the model has other parameters or buffers than at construction, or of other shapes.
+        """
+        # Other memory than at the last merge, as by `p.data = ...` or memory_format=channels_last, would keep its values.
+        self.rebind()
         for group in self.parameter_groups:
             group.weights.copy_(state["weights"][group.name])
         self.buffers.load_state_dict(state["buffers"])

@@ -840,6 +840,27 @@ def test_tensors_that_a_step_replaces_are_merged(options: dict[str, Any]) -> Non
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("strategy", ["local", "sync"])
+def test_a_state_is_loaded_into_the_memory_that_tensors_have_now(strategy: str) -> None:
+    """A script may give them other memory between Session(...) and its resume."""
+
+    def run(transport: LocalTransport) -> None:
+        done = train(transport, Config(batch_size=10, mega_batch=100, strategy=strategy), num_epochs=1)
+        model = make_model(1)
+        session = Session(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), Config(batch_size=10, strategy=strategy), transport=transport
+        )
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        norm: Any = model[1]
+        norm.running_mean, norm.num_batches_tracked = norm.running_mean.clone(), norm.num_batches_tracked.clone()
+        session.load_state_dict(done["session"].state_dict())
+        assert model_hash(model) == model_hash(done["model"])
+        session.close()
+
+    LocalWorld(1).run(run)
+
+
 @pytest.mark.parametrize("sparse_merge", ["auto", "always", "never"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_sparse_parameter_that_a_step_replaces_is_merged(world_size: int, sparse_merge: str) -> None:
