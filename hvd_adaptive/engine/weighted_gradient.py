@@ -79,12 +79,13 @@ class GradientWeight:
     sparse gradient, all values for one row are added up first: what comes after, on every rank, has so many fewer of them.
 
     Args:
-        optimizer: over the parameters.
+        optimizer: over the parameters; it may get more of them between two steps.
         sparse: those whose gradients may be sparse.
     """
 
     def __init__(self, optimizer: Optimizer, sparse: Iterable[Tensor]) -> None:
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._optimizer = optimizer
+        self._num_parameters = 0
         self._coalescing = [p.register_hook(_coalesced) for p in sparse]
         self._weighted: list[WeightedGradient] = []
         self._value = 1.0
@@ -99,8 +100,15 @@ class GradientWeight:
         self._value = value
         if value == 1.0:
             self._remove_weights()
-        elif not self._weighted:
-            self._weighted = [WeightedGradient(p, lambda: self._value) for p in self._parameters if p.requires_grad]
+            return
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        num_parameters = sum(map(len, groups))
+        if num_parameters != self._num_parameters:
+            # add_param_group has brought others since.
+            self._remove_weights()
+            self._num_parameters = num_parameters
+        if not self._weighted:
+            self._weighted = [WeightedGradient(p, lambda: self._value) for group in groups for p in group if p.requires_grad]
 
     def _remove_weights(self) -> None:
         for weighted in self._weighted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -239,3 +240,29 @@ def test_another_number_of_ranks_has_whole_micro_batches() -> None:
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Config(**options)
+
+
+def test_parameters_that_the_optimizer_gets_later_are_weighted_as_well() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    first, _, last = model
+    optimizer = torch.optim.SGD(last.parameters(), lr=0.1)
+    session = Session(model, optimizer, Config(batch_size=20, micro_batch_size=5), transport=LocalTransport())
+    trained: list[str] = []
+    for batch in session.batches(DATA, num_epochs=0.5):
+        if batch.number == 2:
+            optimizer.add_param_group({"params": list(first.parameters())})
+        with session.step(batch):
+            model.zero_grad()
+            plain = copy.deepcopy(model)
+            nn.functional.cross_entropy(plain(X[batch.rows]), Y[batch.rows]).backward()
+            for micro in batch.micro_batches():
+                nn.functional.cross_entropy(model(micro.x), micro.y).backward()
+            known = {p for group in optimizer.param_groups for p in group["params"]}
+            trained = [name for name, p in model.named_parameters() if p in known]
+            for name in trained:
+                ours, theirs = (net.get_parameter(name).grad for net in (model, plain))
+                assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12), (batch.number, name)
+            session.optimizer.step()
+    assert len(trained) == 4
+    session.close()
