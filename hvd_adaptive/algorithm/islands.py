@@ -105,16 +105,21 @@ def own_part(num_samples: int, *, member: int, size: int, unit: int, smallest: i
         num_samples: of the batch, >= 1.
         member: this rank, in [0, size).
         size: ranks of the island.
-        unit: samples of a micro-batch, of which parts are whole numbers but for the last one; 1: they have any size.
+        unit: samples of a micro-batch, of which parts are whole numbers but for the last one; 1: they have any size. Of fewer
+            samples than that the last rank has all.
         smallest: samples of the smallest part, where ``unit`` is 1. Ranks beyond the last such part have none, but the first has
             one.
     """
+    if num_samples < unit:
+        # They take several micro-batches, and the first rank must have no more than others (below).
+        return (0 if member == size - 1 else num_samples), num_samples
     num_units = -(-num_samples // unit)
     num_parts = max(1, min(size, num_units if unit > 1 else num_samples // smallest))
     if member >= num_parts:
         return num_samples, num_samples
     # Samples are rounded to the nearest, so that what is over goes to no rank more often than to others. Of micro-batches the
-    # first rank must have no more than others: it claims ahead for all, as far as its own reads go.
+    # first rank must have no more than others: it claims ahead for all, as far as its own reads go. Who has fewer would wait for
+    # a claim that the first one makes only after this step, for which it waits.
     half = num_parts if unit == 1 else 0
     edges = ((2 * num_units * edge + half) // (2 * num_parts) for edge in (member, member + 1))
     start, stop = (min(num_samples, edge * unit) for edge in edges)

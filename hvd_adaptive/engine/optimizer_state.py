@@ -134,9 +134,10 @@ def reset_(optimizer: Optimizer, initial: dict[str, Any]) -> None:
 
 
 def structure(optimizer: Optimizer) -> dict[tuple[int, str], tuple[tuple[int, ...], torch.dtype]]:
-    """Returns shape and dtype of each tensor or number of the state, by the parameter's place among all and the entry's name."""
+    """Returns shape and dtype of each tensor or number of the state, by the parameter's place among all and the entry's name. Of
+    what is in shards, the shape of all of it: the same on every rank."""
     return {
-        (index, name): (tuple(local(value).shape), value.dtype) if isinstance(value, Tensor) else ((), torch.float64)
+        (index, name): (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else ((), torch.float64)
         for index, parameter in enumerate(_parameters(optimizer))
         for name, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, (Tensor, int, float))

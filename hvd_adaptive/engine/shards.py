@@ -55,14 +55,18 @@ def check_shards(model: nn.Module, ranks: list[int]) -> bool:
         ranks: of this rank's island.
 
     Raises:
-        ValueError: if only a part of it is, or otherwise.
+        ValueError: if only a part of it is, or otherwise. Frozen parameters may be whole beside trainable ones in shards, but not
+            the other way round.
     """
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    cut = {name: p for name, p in trainable.items() if is_sharded(p)}
+    cut = {name: p for name, p in model.named_parameters() if is_sharded(p)}
     if not cut:
         return False
     remedy = "call fully_shard(..., mesh=hvd_adaptive.island_mesh(config)) on its layers and on the model itself"
-    whole = sorted(trainable.keys() - cut.keys())
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    whole = sorted(set(trainable) - cut.keys())
+    if len(whole) == len(trainable):
+        # Whole trainable parameters have one state for all ranks, which has no place for each rank's frozen shards.
+        raise ValueError(f"only frozen parameters are sharded, such as {next(iter(cut))}: shard the trainable ones too; {remedy}")
     if whole:
         raise ValueError(f"all trainable parameters must be sharded, or none, got {', '.join(whole[:3])} unsharded: {remedy}")
     if not hasattr(model, "unshard"):
@@ -75,8 +79,8 @@ def check_shards(model: nn.Module, ranks: list[int]) -> bool:
                 f"{name} is sharded over ranks {found} on a mesh of {mesh.ndim} dimensions, and must be over the ranks of its "
                 f"island, {ranks}, on one of 1: {remedy}"
             )
-    if not sum(local(parameter).numel() for parameter in cut.values()):
-        raise ValueError("this rank has no part of any parameter: the model is too small for so many ranks in an island")
+    if not sum(local(cut[name]).numel() for name in trainable):
+        raise ValueError("this rank has no part of what is trained: the model is too small for so many ranks in an island")
     return True
 
 
@@ -102,9 +106,9 @@ def sharded_state(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]
 
 
 def zeros(parameter: Tensor, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """Returns an entry of an optimizer's state, cut up as its parameter is where it has the shape of the shard."""
+    """Returns an entry of an optimizer's state, cut up as its parameter is where it has the shape of all shards together."""
     shape = tuple(shape)
-    if is_sharded(parameter) and shape == tuple(local(parameter).shape) and shape:
+    if is_sharded(parameter) and shape == tuple(parameter.shape) and shape:
         return torch.zeros_like(parameter.detach(), dtype=dtype)
     return torch.zeros(shape, dtype=dtype, device=parameter.device if shape else torch.device("cpu"))
 

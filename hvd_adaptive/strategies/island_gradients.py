@@ -13,6 +13,7 @@ from hvd_adaptive.config import Config
 from hvd_adaptive.engine.touched_rows import sparse_parameters
 from hvd_adaptive.engine.weighted_gradient import GradientWeight
 from hvd_adaptive.exchange.gradients import GradientExchange
+from hvd_adaptive.strategies.untouched_gradients import UntouchedGradients
 
 
 class IslandGradients(Protocol):
@@ -23,6 +24,9 @@ class IslandGradients(Protocol):
     """
 
     weight: float
+
+    def begin(self) -> None:
+        """Begins a step."""
 
     def expect(self, num_micro_batches: int) -> None:
         """Tells how many backward passes the next step has on this rank."""
@@ -42,13 +46,15 @@ class ExchangedGradients:
         optimizer: of its parameters.
         config: without what compresses between islands.
         inside: the ranks of the island.
+        rank: this rank among all, for errors.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, inside: Inside) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, inside: Inside, *, rank: int) -> None:
         sparse = sparse_parameters(model).values() if inside.world_size > 1 else ()
         self._weight = GradientWeight(optimizer, sparse)
         ranks = cast(Collectives, inside)
         self._exchange = GradientExchange(model.named_parameters(), config, ranks, average=True, name="island")
+        self._untouched = UntouchedGradients(model, rank) if inside.world_size > 1 else None
 
     @property
     def weight(self) -> float:
@@ -59,18 +65,31 @@ class ExchangedGradients:
     def weight(self, value: float) -> None:
         self._weight.value = value
 
+    def begin(self) -> None:
+        """Begins a step."""
+        if self._untouched is not None:
+            self._untouched.begin()
+
     def expect(self, num_micro_batches: int) -> None:
         """Tells how many backward passes the next step has on this rank."""
         self._exchange.set_backward_passes_per_step(num_micro_batches)
 
     def synchronize(self) -> None:
-        """Waits until the gradients are the means. COLLECTIVE inside the island."""
+        """Waits until the gradients are the means. COLLECTIVE inside the island.
+
+        Raises:
+            RuntimeError: if the loop has changed them since backward.
+        """
+        if self._untouched is not None:
+            self._untouched.check()
         self._exchange.synchronize()
 
     def close(self) -> None:
         """Takes the hooks off the model."""
         self._weight.remove()
         self._exchange.remove()
+        if self._untouched is not None:
+            self._untouched.remove()
 
 
 class ShardedGradients:
@@ -93,6 +112,9 @@ class ShardedGradients:
         self._name = name
         self._was_called = False
         self._handle = model.register_forward_hook(self._called)
+
+    def begin(self) -> None:
+        """Does nothing: the model averages before a loop can change gradients."""
 
     def expect(self, num_micro_batches: int) -> None:
         """Does nothing: there is one backward pass a step."""

@@ -12,23 +12,26 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.algorithm.islands import Islands, own_part
 from hvd_adaptive.algorithm.ledger import ClaimRule
 from hvd_adaptive.algorithm.statistics import Array, Gathered
-from hvd_adaptive.comm.island_world import IslandWorld, ShardWorld
-from hvd_adaptive.comm.protocols import AgreedError, Transport, attempt
+from hvd_adaptive.comm.island_world import Inside, IslandWorld, ShardWorld
+from hvd_adaptive.comm.protocols import AgreedError, Collectives, Transport, attempt
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.claims import Claims, IslandClaims
+from hvd_adaptive.engine.optimizer_state import checksum
 from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.engine.shards import check_shards
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.engine.touched_rows import sparse_parameters
 from hvd_adaptive.strategies.island_gradients import ExchangedGradients, IslandGradients, ShardedGradients
 from hvd_adaptive.strategies.local import LocalStrategy
+from hvd_adaptive.strategies.sync_optimizer import start_state_
+from hvd_adaptive.strategies.synchronous import SynchronousClock
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +73,7 @@ class IslandStrategy(LocalStrategy):
         world = self._world = IslandWorld(transport, self._islands.of_rank)
         self._inside = world.inside
         self._is_sharded = attempt(transport, lambda: self._check_shards(model, config))
+        self._start_state(optimizer)
         super().__init__(model, optimizer, config, cast(Transport, ShardWorld(world) if self._is_sharded else world))
         speaks = transport.rank == 0
         self.merge.who = "islands" if speaks else None
@@ -86,7 +90,12 @@ class IslandStrategy(LocalStrategy):
             self._gradients = ShardedGradients(model, f"rank {transport.rank}")
         else:
             plain = dataclasses.replace(self._config, compression="none", reducer="sra", auto_bits=0, error_feedback=False)
-            self._gradients = ExchangedGradients(model, optimizer, plain, self._inside)
+            self._gradients = ExchangedGradients(model, optimizer, plain, self._inside, rank=transport.rank)
+        # Of shards it sees nothing: their ranks wait for each other within forward and backward passes.
+        emulates = config.slowdown is not None
+        self._clock = SynchronousClock(self._gradients, next(model.parameters()).device, transport, emulates=emulates)
+        # Seconds of the islands' steps in the last round, their ranks' waiting for each other included.
+        self._step_s: Array | None = None
         self._hook = optimizer.register_step_pre_hook(self._before_step)
         self._share = 1.0
         self._is_reduced = True
@@ -103,6 +112,10 @@ class IslandStrategy(LocalStrategy):
             self._gradients.synchronize()
             self._is_reduced = True
         return True
+
+    def take_foreign_seconds(self) -> float:
+        """Returns compute seconds of this step spent polling for gradients, which an emulated slowdown must not stretch."""
+        return self._clock.take_foreign_seconds()
 
     def take_back(self, batch: Batch) -> bool:
         """Returns False: the other ranks of the island wait for this step."""
@@ -123,10 +136,12 @@ class IslandStrategy(LocalStrategy):
             RuntimeError: if a step was left out, for which the other ranks of the island wait.
         """
         parts = cast(BatchSource, _Parts(source, self._own_part))
+        self._clock.times = source.times
         for batch in super().round_batches(rows, work=work, source=parts, round_id=round_id, stats=stats):
             # The mean over the ranks of gradients so weighted is the mean over the island's samples.
             self._share = self._inside.world_size * batch.num_samples / batch.work
             self._gradients.weight = self._share
+            self._gradients.begin()
             if self._config.micro_batch_size is not None:
                 self._gradients.expect(batch.num_micro_batches)
                 batch._weigh = self._weigh
@@ -176,6 +191,9 @@ class IslandStrategy(LocalStrategy):
             and the bytes that this rank sent to other islands.
         """
         gathered, weight, payload_bytes = super().end_round(stats)
+        # An island is as fast as its steps, and a rank as its own part of them.
+        self._step_s = gathered["busy_s"]
+        self._clock.end_round(stats)
         if self._island_claims is not None and self._world.leads:
             self._island_claims.forget()
         of_rank = self._islands.of_rank
@@ -187,7 +205,10 @@ class IslandStrategy(LocalStrategy):
 
     def after_round(self, record: RoundRecord) -> None:
         """Chooses the next merge period, by what the islands did."""
-        super().after_round(dataclasses.replace(record, stats=self._islands.combine(record.stats)))
+        stats = self._islands.combine(record.stats)
+        if self._step_s is not None:
+            stats["busy_s"] = self._step_s
+        super().after_round(dataclasses.replace(record, stats=stats))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the strategy's state, and which ranks made up which island. Of a model in shards, each rank has its own."""
@@ -214,6 +235,25 @@ class IslandStrategy(LocalStrategy):
             shared = {**shared, **own_of(rank)["shard"]}
         of_island: OwnState = lambda island: own_of(rank if self._is_sharded else leaders[island])  # noqa: E731
         super().load_state_dict(shared, of_island, world_size=len(leaders))
+
+    def _start_state(self, optimizer: Optimizer) -> None:
+        """Has the ranks of an island begin with one state of the optimizer: that of its first rank, which alone may have loaded
+        one. COLLECTIVE.
+
+        Raises:
+            AgreedError: on all ranks, if those of an island have different entries for their shards.
+        """
+        mine = self._islands.members[self._world.rank]
+        if not self._is_sharded:
+            start_state_(optimizer, optimizer, cast(Collectives, _Start(self._all, self._inside, mine)))
+            return
+        found = self._all.allgather_object(checksum(optimizer))
+        apart = [ranks for ranks in self._islands.members if len({found[rank] for rank in ranks}) > 1]
+        if apart:
+            raise AgreedError(
+                f"ranks {apart[0]} of an island have different entries in their optimizers' states, of which each has a shard: "
+                "load the state on all ranks of the island, or on none"
+            )
 
     def _check_shards(self, model: nn.Module, config: Config) -> bool:
         if not check_shards(model, self._islands.members[self._world.rank]):
@@ -244,6 +284,35 @@ class IslandStrategy(LocalStrategy):
                 "'node', or sizes that fit the hosts",
                 apart,
             )
+
+
+class _Start:
+    """What :func:`start_state_` needs of :class:`Collectives`, of the ranks of an island.
+
+    Args:
+        world: all ranks, which make an optimizer's state known: it may hold what is no JSON.
+        inside: the ranks of the island.
+        members: their ranks in the world.
+    """
+
+    def __init__(self, world: Transport, inside: Inside, members: Sequence[int]) -> None:
+        self._world = world
+        self._inside = inside
+        self._members = members
+        self.rank = inside.rank
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Gathers from every rank of the island. COLLECTIVE over the world."""
+        gathered = self._world.allgather_object(value)
+        return [gathered[rank] for rank in self._members]
+
+    def broadcast_(self, tensors: Sequence[Tensor]) -> None:
+        """Replaces tensors by those of the island's first rank, in place. COLLECTIVE inside."""
+        for index, tensor in enumerate(tensors):
+            flat = tensor.contiguous()
+            self._inside.tell_(flat, f"state.{index}")
+            if flat is not tensor:
+                tensor.copy_(flat)
 
 
 class _Parts:

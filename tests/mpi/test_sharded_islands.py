@@ -170,8 +170,89 @@ def test_a_resume_has_the_same_bits(backend: str, shared_tmp_path: Path) -> None
 
 
 @pytest.mark.mpi(4, timeout=200)
+def test_an_island_that_made_no_step_gets_the_others_optimizer_state_in_its_own_shards(backend: str) -> None:
+    """Also where the shards of a parameter have other lengths, and one has none of it."""
+    transport = connect(stall_limit_s=60, backend=backend, groups=True)
+    options = {"batch_size": 2, "mega_batch": 2, "dispatch": "dynamic", "optimizer_state": "average"}
+    session = start(transport, sharded=True, adam=True, **options)
+    seen: list[list[bool]] = []
+    session.records.append(lambda record: seen.append((record.stats["num_steps"] > 0).tolist()))
+    for batch in session.batches(DATA, num_epochs=0.01):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            nn.functional.cross_entropy(session.model(batch.x), batch.y).backward()
+            session.optimizer.step()
+    assert sum(seen[0]) == 2, "both islands had a batch of the first round"
+    for parameter in session.model.parameters():
+        state = session.optimizer.state[parameter]
+        assert {name: value.shape for name, value in state.items() if name != "step"} == dict.fromkeys(
+            ("exp_avg", "exp_avg_sq"), parameter.shape
+        )
+        local: Any = state["exp_avg_sq"]
+        values = session.gather((session.rank % 2, local.to_local().tolist()))
+        assert all(a == b for a in values for b in values if a[0] == b[0])
+    session.close()
+
+
+@pytest.mark.mpi(4, timeout=200)
+def test_ranks_of_an_island_begin_with_one_optimizer_state_or_none(backend: str) -> None:
+    transport = connect(stall_limit_s=60, backend=backend, groups=True)
+    config = Config(island="2", batch_size=16, mega_batch=150)
+    mesh = island_mesh(config, transport=transport)
+
+    def begin(loads: bool) -> Session:
+        model = shard(make_model(), mesh)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        model(X[:4]).sum().backward()
+        optimizer.step()
+        if not loads:
+            optimizer.state.clear()
+        return Session(model, optimizer, config, transport=transport)
+
+    begin(True)._strategy.close()
+    with pytest.raises(AgreedError, match=r"ranks \[2, 3\] of an island have different entries in their optimizers' states"):
+        begin(transport.rank != 3)
+    transport.close()
+
+
+@pytest.mark.mpi(4, timeout=200)
+def test_frozen_shards_are_each_rank_s_own(backend: str, shared_tmp_path: Path) -> None:
+    transport = connect(stall_limit_s=60, backend=backend, groups=True)
+    config = Config(island="2", batch_size=16, mega_batch=150, hash_interval=1)
+    mesh = island_mesh(config, transport=transport)
+
+    def make() -> Session:
+        model = make_model()
+        with torch.no_grad():
+            model[0].weight.copy_(torch.rand(15, 5, generator=torch.Generator().manual_seed(transport.rank // 2)))
+        model[0].requires_grad_(False)
+        shard(model, mesh)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return Session(model, torch.optim.SGD(trained, lr=0.1), config, transport=transport)
+
+    session = make()
+    expected = torch.rand(15, 5, generator=torch.Generator().manual_seed(0))
+    learn(session, num_epochs=1)
+    # All islands have those of the first one, which do not move.
+    assert torch.equal(whole(session.model)[:75], expected.double().reshape(-1))
+    checkpointer = Checkpointer(session, shared_tmp_path / "checkpoints", interval=1)
+    checkpointer.save()
+    assert checkpointer.close().failed == 0
+    saved = whole(session.model)
+    session._strategy.close()
+
+    session = make()
+    with torch.no_grad():
+        session.model[0].weight.to_local().zero_()  # type: ignore[index, union-attr]
+    Checkpointer(session, shared_tmp_path / "checkpoints", interval=1).resume()
+    assert torch.equal(whole(session.model), saved)
+    session.close()
+
+
+@pytest.mark.mpi(4, timeout=200)
 def test_what_cannot_be_merged_by_shards_is_refused_on_all_ranks(backend: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
     transport = connect(stall_limit_s=60, backend=backend, groups=True)
     options = [
@@ -199,6 +280,14 @@ def test_what_cannot_be_merged_by_shards_is_refused_on_all_ranks(backend: str) -
     part = make_model()
     shard(nn.Sequential(part[0]), mesh)
     refuse(part, r"got 1\.bias, 1\.weight, 3\.bias unsharded", island="2")
+    # Each rank has another shard of what is frozen, and a checkpoint of whole models has the first one's for all.
+    part[0].requires_grad_(False)
+    refuse(part, r"only frozen parameters are sharded, such as 0\.weight: shard the trainable ones too", island="2")
+    part = make_model()
+    shard(nn.Sequential(part[0]), world)
+    part[0].requires_grad_(False)
+    fully_shard(part, mesh=mesh)
+    refuse(part, r"0\.weight is sharded over ranks \[0, 1, 2, 3\]", island="2")
     mixed = shard(make_model(), mesh) if transport.rank < 2 else make_model()
     refuse(mixed, r"is \(\(15, 5\), 'torch.float64 in 2 shards', True\) on rank 0", island="2")
     transport.close()

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adaptive.algorithm.islands import Islands, own_part
+from hvd_adaptive.algorithm.micro_batches import micro_batches, stand_in
 from hvd_adaptive.cli.calibrate_options import check_calibrate
 from hvd_adaptive.combinations import check_elastic
 from hvd_adaptive.comm.in_process_store import InProcessStore
@@ -72,13 +73,20 @@ def test_commands_that_measure_ranks_or_change_them_refuse_islands() -> None:
         check_elastic(config)
 
 
+def num_passes(num_samples: int, unit: int) -> int:
+    rows = np.arange(max(1, num_samples))
+    return len(micro_batches(rows, unit) if num_samples else stand_in(rows, unit))
+
+
 @given(st.integers(1, 300), st.integers(1, 9), st.integers(1, 9), st.integers(1, 2))
 def test_the_parts_of_a_batch_make_it_up(num_samples: int, size: int, unit: int, smallest: int) -> None:
     parts = [own_part(num_samples, member=m, size=size, unit=unit, smallest=smallest) for m in range(size)]
     assert [row for start, stop in parts for row in range(start, stop)] == list(range(num_samples))
     lengths = [stop - start for start, stop in parts]
-    assert lengths[0] > 0
+    assert lengths[0] > 0 or (size > 1 and num_samples < unit)
     if unit > 1:
+        reads = [num_passes(length, unit) for length in lengths]
+        assert reads[0] == min(reads), "others would wait for claims that the first rank makes after this step only"
         whole = [length for (_, stop), length in zip(parts, lengths, strict=True) if stop < num_samples]
         assert all(length % unit == 0 for length in whole)
     elif num_samples >= smallest:
