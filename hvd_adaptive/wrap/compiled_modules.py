@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -71,8 +72,16 @@ class MicroBatches:
         """
         follower = self._follower
         if follower.is_tracing:
+            num_samples = follower.num_samples
             result = eager(*args, **kwargs)
-            return self._learn(module, result) if torch.is_grad_enabled() else result
+            if not torch.is_grad_enabled() or not num_samples:
+                # Without a batch: its backward has come before, and this is a further forward on it.
+                return result
+            if num_samples > 1 and any(_is_for_each_sample(part, num_samples) for part in (*args, *kwargs.values())):
+                # It would go whole into each micro-batch.
+                self._refused.add(module)
+                follower.refuse(Reason.UNSEEN)
+            return self._learn(module, result)
         if not torch.is_grad_enabled():
             follower.evaluated(module)
         else:
@@ -151,6 +160,17 @@ class MicroBatches:
             result = compiled(*part[0], **part[1])
             results.append(result if count == size else _shortened(result, places, count))
         return _join(results, places, counts)
+
+
+def _is_for_each_sample(value: Any, num_samples: int) -> bool:
+    """Whether an argument is or holds something other than a tensor with an entry for each sample."""
+    if isinstance(value, Mapping):
+        return any(_is_for_each_sample(item, num_samples) for item in value.values())
+    if isinstance(value, np.ndarray):
+        return num_samples in value.shape[:1]
+    if not isinstance(value, (list, tuple)) or isinstance(value, torch.Size):
+        return False
+    return len(value) == num_samples or any(_is_for_each_sample(item, num_samples) for item in value)
 
 
 def _part(tensor: Tensor, *, cut: dict[int, _Rows], start: int, count: int, size: int) -> Tensor:

@@ -7,10 +7,57 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 from wrapped_scripts import SCRIPTS, run_both
 
+from hvd_adaptive.wrap.closing_report import Report
+from hvd_adaptive.wrap.compiled_modules import MicroBatches
 from hvd_adaptive.wrap.reasons import Reason
+
+
+class Traced:
+    """As much of a follower as is asked while it follows a batch."""
+
+    is_tracing = True
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+        self.results: set[Any] = set()
+        self.refused: set[Reason] = set()
+
+    def refuse(self, reason: Reason) -> None:
+        self.refused.add(reason)
+
+
+@pytest.mark.parametrize(
+    ("more", "is_refused"),
+    [
+        ({"scores": [0.5] * 4}, True),
+        ([{"boxes": ((0, 1),) * 4}], True),
+        (tuple(torch.ones(3, 2) for _ in range(4)), True),
+        ({"names": np.ones(4)}, True),
+        (torch.Size([4, 1, 2, 2]), False),
+        ({"sizes": [3, 4, 5], "layers": (torch.ones(4, 2), "four")}, False),
+    ],
+)
+def test_an_entry_for_each_sample_beside_tensors_cannot_be_cut(more: Any, is_refused: bool) -> None:
+    follower, module = Traced(4), nn.Linear(2, 1)
+    micro = MicroBatches(2, follower, Report())  # type: ignore[arg-type]
+    for args, options in (((torch.ones(4, 2), more), {}), ((torch.ones(4, 2),), {"more": more})):
+        follower.refused.clear()
+        result = micro.call(module, lambda x, more: module(x), lambda: pytest.fail("compiled"), args, options)
+        assert result.shape == (4, 1) and follower.refused == ({Reason.UNSEEN} if is_refused else set())
+
+
+def test_a_further_forward_after_a_batchs_backward_may_give_anything() -> None:
+    """There is no batch then whose samples could be looked for."""
+    module = nn.Linear(2, 1)
+    micro = MicroBatches(2, Traced(0), Report())  # type: ignore[arg-type]
+    result = micro.call(module, module, lambda: pytest.fail("compiled"), (torch.ones(4, 2),), {})
+    assert result.shape == (4, 1)
 
 
 @pytest.mark.mpi(2, timeout=600)
@@ -42,6 +89,7 @@ def test_what_cannot_be_put_together_keeps_equal_shares_and_says_why(num_ranks: 
     commands = {
         "compiled.py --returns table": Reason.MICRO_RESULT,
         "compiled.py --centered": Reason.MIXED,
+        "compiled.py --lists": Reason.UNSEEN,
         "shapes.py compile_step": Reason.COMPILED,
     }
     results, engine = run_both(list(commands), num_ranks, rtol=0.0, shares="1,3", micro_batch_size=4)

@@ -17,6 +17,7 @@ parser.add_argument("--centered", action="store_true")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--rows", type=int, default=240)
 parser.add_argument("--sleep", type=float, default=0.0)
+parser.add_argument("--lists", action="store_true", help="a list of numbers for each sample, within a dictionary")
 args = parser.parse_args()
 BATCH, LENGTH, VOCABULARY = 8, 12, 20
 
@@ -30,7 +31,7 @@ class LanguageModel(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
         self.head = nn.Linear(16, VOCABULARY)
 
-    def forward(self, x, y):
+    def forward(self, x, y, more=None):
         hidden = self.embedding(x) + self.position
         hidden = hidden + self.mlp(self.norm(hidden)).cumsum(1)
         if args.centered:
@@ -41,6 +42,8 @@ class LanguageModel(nn.Module):
         if args.returns == "table":
             return logits, self.head.weight
         loss = F.cross_entropy(logits.view(-1, VOCABULARY), y.view(-1))
+        if more is not None:
+            loss = loss * 0.5 + 0.1 * (hidden.mean((1, 2)).sum() * sum(more["scores"]) / len(more["scores"]) / len(x))
         return {"loss": loss, "logits": logits} if args.returns == "dict" else (logits, loss)
 
 
@@ -73,7 +76,7 @@ for epoch in range(args.epochs):
     for x, y in loader:
         sizes.add(len(x))
         optimizer.zero_grad()
-        result = compiled_model(x, y)
+        result = compiled_model(x, y, *([{"scores": [float(row[0]) for row in y]}] if args.lists else []))
         if args.returns in ("logits", "table"):
             logits = result if args.returns == "logits" else result[0]
             loss = F.cross_entropy(logits.view(-1, VOCABULARY), y.view(-1))
