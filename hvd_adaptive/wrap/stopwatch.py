@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from hvd_adaptive.algorithm.slowdown import Slowdown
 
@@ -52,6 +53,7 @@ class Stopwatch:
         self._emulation: Slowdown | None = None
         self._rank = 0
         self._first_s: float | None = None
+        self._device: torch.device | None = None
 
     @property
     def is_waiting(self) -> bool:
@@ -62,9 +64,17 @@ class Stopwatch:
         """Stretches all that is measured from now on by this rank's factor, whose schedule begins with the first step."""
         self._emulation, self._rank = emulation, rank
 
+    def trains(self, parameters: Sequence[Tensor]) -> None:
+        """Adds parameters that are trained: the device of the first one on a GPU is the one whose seconds count."""
+        device = next((parameter.device for parameter in parameters if parameter.is_cuda), None)
+        if self._device is None and device is not None:
+            self._device = device
+            # It may have begun on another one.
+            self.drop()
+
     def start(self) -> None:
         """Begins a stretch of computing; one that had begun does not count."""
-        self._begin = self._clock(), self._waiting_clock_s, _record_event()
+        self._begin = self._clock(), self._waiting_clock_s, self._record_event()
 
     def drop(self) -> None:
         """Ends a stretch that does not count."""
@@ -77,7 +87,7 @@ class Stopwatch:
         begin, waited_before, event = self._begin
         self._begin = None
         waited_s = self._waiting_clock_s - waited_before
-        end_event = None if event is None else _record_event()
+        end_event = None if event is None else self._record_event()
         stretch = Stretch(
             max(self._clock() - begin - waited_s, 0.0), waited_s, None if end_event is None else (event, end_event)
         )
@@ -105,11 +115,11 @@ class Stopwatch:
             self.waiting_s += time.perf_counter() - begin_s
             self._waiting_clock_s += self._clock() - begin
 
-
-def _record_event() -> Any:
-    # A process that does not compute on a GPU must not begin to use one here.
-    if not torch.cuda.is_initialized():
-        return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    def _record_event(self) -> Any:
+        # A process that does not compute on a GPU must not begin to use one here.
+        if not torch.cuda.is_initialized():
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        # Not of this thread's current device: a script may leave that at the first one, and train on another.
+        event.record(torch.cuda.current_stream(self._device))
+        return event

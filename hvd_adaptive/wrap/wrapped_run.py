@@ -180,6 +180,7 @@ class Engine:
         import horovod.torch as hvd
 
         self.report.optimizer(optimizer)
+        self._watch.trains(parameters)
         self.follower.trains(parameters)
         self.own_use.trains(parameters)
         if self._refusal.is_known or is_over_set(optimizer):
