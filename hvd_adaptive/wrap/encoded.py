@@ -53,10 +53,17 @@ class EncodedGradients:
         setattr(optimizer, _EXCHANGE, _Owner(_Sent()))
         self._names.add(_parameters(optimizer))
 
-    @property
-    def is_used(self) -> bool:
-        """Whether a step's gradients were exchanged here."""
-        return bool(self._sent)
+    def joining(self) -> None:
+        """The script calls hvd.join().
+
+        Raises:
+            RuntimeError: if a step's gradients were exchanged here.
+        """
+        if self._sent:
+            raise RuntimeError(
+                "hvd.join() does not go with --compression in strategy sync: encoded gradients need every rank in every step. "
+                "Run the script without --compression, or with its own compression=hvd.Compression.fp16"
+            )
 
     def exchanges(self, optimizer: Any) -> bool:
         """Whether an optimizer's gradients are exchanged here, as far as is known now."""
@@ -68,12 +75,15 @@ class EncodedGradients:
         if owner is not None and owner.exchange is not None:
             owner.exchange.set_backward_passes_per_step(optimizer.backward_passes_per_step)
 
-    def synchronize(self, optimizer: Any, *, refused: Callable[[], bool]) -> bool:
+    def synchronize(
+        self, optimizer: Any, *, refused: Callable[[], bool], tell: Callable[[], None] = lambda: None
+    ) -> bool:
         """Waits until the gradients are those of all ranks. COLLECTIVE.
 
         Args:
             optimizer: whose gradients.
             refused: at the first step, whether something of the script forbids it. COLLECTIVE.
+            tell: is called if so.
 
         Returns:
             False if Horovod exchanges this optimizer's gradients, from now on.
@@ -82,10 +92,13 @@ class EncodedGradients:
             BadOptions: on all ranks, at the first step, for a pattern that is no parameter's.
             AgreedError: on all ranks, at the first step, for codecs that do not fit the reducer.
         """
-        owner: _Owner = getattr(optimizer, _EXCHANGE)
+        owner: _Owner | None = getattr(optimizer, _EXCHANGE, None)
+        if owner is None:
+            return False
         if owner.exchange is None:
             if refused():
                 delattr(optimizer, _EXCHANGE)
+                tell()
                 return False
             owner.exchange = self._begin(optimizer)
             owner.sent.dense_bytes = owner.exchange.dense_bytes

@@ -120,9 +120,9 @@ def intercept(
         return lambda: engine.refuse_batch(reason) if torch.is_grad_enabled() else None
 
     micro = engine.micro_batches
-    intercept_compile(engine.unwatched, in_training(Reason.COMPILED), None if micro is None else micro.call)
+    intercept_compile(engine.follower.unwatched, in_training(Reason.COMPILED), None if micro is None else micro.call)
     # Whoever takes graphs for autograd replays them without gradients, and inductor as well.
-    intercept_graphs(engine.unwatched, in_training(Reason.GRAPHED))
+    intercept_graphs(engine.follower.unwatched, in_training(Reason.GRAPHED))
     if config.strategy == "local":
         intercept_modules(engine)
     # Before the collectives are watched: who watches shall see the script's own tensors.

@@ -56,6 +56,12 @@ class GradientWeights:
             for parameter, trainer in self._trainers.items():
                 self._hook(parameter, trainer)
 
+    def averages(self, optimizer: Any) -> None:
+        """Takes the weight for local steps off gradients that an optimizer has so far: they are about to be averaged."""
+        for parameter, trainer in self._trainers.items():
+            if trainer.optimizer() is optimizer and trainer.local_weight != 1.0 and parameter.grad is not None:
+                parameter.grad.div_(trainer.local_weight)
+
     def _hook(self, parameter: Tensor, trainer: _Trainer) -> None:
         if trainer.is_hooked or not (self.are_needed or trainer.local_weight != 1.0):
             return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -86,8 +86,8 @@ class Engine:
         self._local = LocalSteps(config, make_world=self._make_world, note=self.report.note)
         self.copied = self._local.copies.add
         self._encoded = EncodedGradients(config, self._make_world)
-        of_micro_batches = lambda: self.micro_batches.lines() if self.micro_batches else []  # noqa: E731
-        self.report.more = lambda: [*self._local.lines(), *self._encoded.lines(), *of_micro_batches()]
+        of_run = [part for part in (self._local, self._encoded, self.micro_batches) if part is not None]
+        self.report.more = lambda: [line for part in of_run for line in part.lines()]
         # The pass that fed the last step.
         self._fed_by: IndexStream | None = None
         self._exchange_due = self._exchanging = False
@@ -127,11 +127,7 @@ class Engine:
         Raises:
             RuntimeError: if the gradients are exchanged encoded, in which a rank that has joined cannot take part.
         """
-        if self._encoded.is_used:
-            raise RuntimeError(
-                "hvd.join() does not go with --compression in strategy sync: encoded gradients need every rank in every step. "
-                "Run the script without --compression, or with its own compression=hvd.Compression.fp16"
-            )
+        self._encoded.joining()
         self.report.note(Reason.JOIN.value)
         self._settle()
         self._local.joining()
@@ -170,10 +166,6 @@ class Engine:
         if self.world_size > 1:
             self.follower.losses(tensors)
             self.own_use.backward(tensors, num_samples=self.follower.num_samples, closely=self.follower.is_tracing)
-
-    def unwatched(self) -> AbstractContextManager[None]:
-        """Returns a context within which the script is not watched."""
-        return self.follower.unwatched()
 
     def registered(self, optimizer: Any, parameters: list[Tensor]) -> None:
         """The script has wrapped an optimizer."""
@@ -225,10 +217,12 @@ class Engine:
             stream.loader.num_shared += any(handed.is_unequal for handed in batches)
         # A step that began with the start of workers, or before it was known to be one, says nothing of speed.
         stretches = [] if untimed or stretch is None else [part for part in (self._tail, stretch) if part is not None]
+        tell_unencoded = lambda: self._shares.tell_unencoded(describe_optimizer(optimizer))  # noqa: E731
         if local:
             local = self._local.begin_step(optimizer, stream, batches, refused=self._refusal.agree)
             if not local:
-                self._shares.tell_unencoded(describe_optimizer(optimizer))
+                tell_unencoded()
+                self._weights.averages(optimizer)
         of_set = is_over_set(optimizer)
         exchange = not of_set and self._shares.count(is_local=local)
         finish = None
@@ -240,7 +234,7 @@ class Engine:
         elif exchange:
             finish = self._shares.begin(self._fed_by, self._meter.take(), self.follower.rates)
         before_s = self._watch.waiting_s
-        by_horovod = not local and not self._exchange_encoded(optimizer)
+        by_horovod = not local and not self._encoded.synchronize(optimizer, refused=self._refusal.agree, tell=tell_unencoded)
         if by_horovod:
             # One wait around those for each gradient, of which there may be hundreds.
             with self._watch.waiting():
@@ -277,13 +271,12 @@ class Engine:
         Raises:
             RuntimeError: as the action does; where unequal shares may be the cause, it says so.
         """
-        if self._watch.is_waiting:
-            return self._wait(action, what)
-        self._settle()
-        if not self._exchanging:
-            self._local.goes_on()
-        with self._watch.waiting():
-            return self._wait(action, what)
+        if not self._watch.is_waiting:
+            self._settle()
+            if not self._exchanging:
+                self._local.goes_on()
+        with self._watch.waiting(), self._waits.of(what):
+            return action()
 
     # -- of modules
 
@@ -291,6 +284,8 @@ class Engine:
         """The script is about to validate (``eval()``) or save a model (``state_dict()``): merges it first, if all are here."""
         if self._exchanging:
             return
+        # Else a rank that has left out its last step would wait here for the others, and they for its merge.
+        self._settle()
         if mergers := self._local.looked_at(kind, module):
             with self._merging():
                 self._local.merge_if_all_here(kind, mergers)
@@ -355,22 +350,10 @@ class Engine:
         finally:
             self._exchanging = False
 
-    def _wait(self, action: Callable[[], Any], what: object) -> Any:
-        with self._waits.of(what):
-            return action()
-
     def _make_world(self) -> ScriptWorld:
         import horovod.torch as hvd
 
         return ScriptWorld(hvd, self._watch.waiting)
-
-    def _exchange_encoded(self, optimizer: Any) -> bool:
-        if not self._encoded.exchanges(optimizer):
-            return False
-        if self._encoded.synchronize(optimizer, refused=self._refusal.agree):
-            return True
-        self._shares.tell_unencoded(describe_optimizer(optimizer))
-        return False
 
     def _weigh(self, optimizer: Any, local_weight: float) -> float:
         weight = self.follower.backward()

@@ -18,7 +18,9 @@ OPTIONS = [{}, {"strategy": "local", "shares": None}, {"compression": "maxmin:4"
 @pytest.mark.mpi(3, timeout=300)
 @pytest.mark.parametrize("options", OPTIONS, ids=["sync", "local", "encoded"])
 def test_an_optimizer_of_some_ranks(options: dict[str, Any], num_ranks: int) -> None:
-    results, engine = run_both([f"process_sets.py {mode}" for mode in ("first", "second", "only")], num_ranks, **options)
+    # With a sum, the first local step's gradients would be multiplied by the number of ranks, and then summed.
+    modes = ("first", "second", "only", "first sum")
+    results, engine = run_both([f"process_sets.py {mode}" for mode in modes], num_ranks, **options)
     for trained, fractions in results:
         assert not any(fractions) and all(Reason.PROCESS_SET in loader.reasons for loader in trained[:1])
     lines = engine.report.lines()

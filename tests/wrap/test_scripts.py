@@ -191,3 +191,16 @@ def test_merged_models_have_the_same_bits_on_all_ranks(num_ranks: int) -> None:
         assert (1e-5 < error < 0.05) if encoded else error < 1e-9, (command, error)
     lines = engine.report.lines()
     assert any("encoded as 'maxmin:8'" in line for line in lines), lines
+
+
+@pytest.mark.mpi(2, timeout=300)
+def test_a_merge_that_one_rank_has_not_come_to_is_made_before_it_validates(num_ranks: int) -> None:
+    """Its GradScaler has left the step out, and the other rank waits in the merge."""
+    from hvd_adaptive.wrap.script import intercept, start_world
+
+    world = start_world()
+    engine = intercept(RunConfig(strategy="local", mega_batch=10_000), comm=world)
+    values = run("skipped_step.py")
+    assert values["same"] and values["stood_s"] < 20, values["stood_s"]
+    # The first step, and the end of the pass.
+    assert engine._local._logs[-1].num_merges == 2

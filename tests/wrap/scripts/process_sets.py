@@ -32,7 +32,8 @@ if hvd.rank() in some:
     optimizers = [wrap(model if mode == "only" else head, process_set=group)]
 if mode != "only":
     # The optimizer of all ranks steps before or after the others'.
-    optimizers.insert(0 if mode == "second" else 1, wrap(model))
+    op = hvd.Sum if "sum" in sys.argv else hvd.Average
+    optimizers.insert(0 if mode == "second" else 1, wrap(model, op=op))
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 for epoch in range(2):
     sampler.set_epoch(epoch)
