@@ -205,7 +205,9 @@ class IndexStream:
         self._unit = unit
         self._union: Union | None = None
         self._fractions: tuple[float, ...] | None = None
-        self._changes: deque[tuple[int, tuple[float, ...] | None]] = deque()
+        self._smallest = 1
+        # From which list on there are other fractions, and another smallest share.
+        self._changes: deque[tuple[int, tuple[float, ...] | None, int]] = deque()
         self._queue: deque[tuple[Handed, Any]] = deque()
         self._last_own: Any = None
         self._again: deque[Any] = deque()
@@ -227,7 +229,7 @@ class IndexStream:
     def __next__(self) -> Any:
         if self.num_handed == 0:
             # Not by this rank's own counts: it alone may evaluate, or leave out a backward.
-            self.begins_followed = self.loader.begins_followed
+            self.begins_followed, self._smallest = self.loader.begins_followed, self.loader.smallest
         # A reason that this rank has found since the shares were agreed on counts from the next exchange on, as for the others.
         if self.num_handed == 0 and (not self.loader.reasons or self.loader.fractions is not None):
             found = find_union(self._index_sampler, world_size=self._world_size, rank=self._rank)
@@ -239,7 +241,7 @@ class IndexStream:
                 self._fractions = self.loader.fractions if isinstance(found, OneOrder) else None
         own = indices = self._again.popleft() if self._again else next(self._own)
         while self._changes and self.num_handed >= self._changes[0][0]:
-            self._fractions = self._changes.popleft()[1]
+            _, self._fractions, self._smallest = self._changes.popleft()
         handed = Handed(len(indices), len(indices) * self._world_size, 1.0) if isinstance(indices, list) else None
         is_own = self.begins_followed and self.num_handed == 0
         if self._fractions is not None and handed is not None and self._union is not None and not is_own:
@@ -266,8 +268,25 @@ class IndexStream:
             self.num_delivered += 1
 
     def change_fractions(self, fractions: tuple[float, ...] | None, *, first: int) -> None:
-        """Changes the shares from a batch on, the same one on all ranks, that no rank has handed out yet."""
-        self._changes.append((first, fractions))
+        """Changes the shares from a batch on, the same one on all ranks, that no rank has handed out yet; and with them, to the
+        loader's of now, the smallest share."""
+        self._changes.append((first, fractions, self.loader.smallest))
+
+    def look_at_unused(self, *, is_evaluated: bool) -> None:
+        """Ends unequal shares where the script leaves out their batches, at the same batch on all ranks that leave it out.
+
+        Args:
+            is_evaluated: the script only evaluates on them, as for the accuracy on training data: they end for this pass.
+        """
+        # Not by this rank's own size: all ranks must change at the same batch.
+        if self.current.is_unequal and self.num_unused and not self.num_shared:
+            self.change_fractions(None, first=self.num_handed)
+            if not is_evaluated:
+                # Later passes change with the next exchange: this rank alone may have looked at some batches.
+                self.loader.reasons.add(Reason.SKIPPED)
+                # The first batches of a pass are skipped by their number, as where training goes on in the middle of an epoch.
+                if self.num_unused < self.num_delivered:
+                    self.hand_out_again()
 
     def hand_out_again(self) -> None:
         """Has the last delivered batch come once more, as the script has it: none of its samples was trained on."""
@@ -308,7 +327,7 @@ class IndexStream:
         sizes = integer_shares(
             self._fractions,
             total // unit,
-            lower=-(-min(self.loader.smallest, len(own)) // unit),
+            lower=-(-min(self._smallest, len(own)) // unit),
             upper=None if self._upper is None else [max(self._upper, len(own)) // unit] * self._world_size,
         )
         sizes = [unit * size for size in sizes]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,9 +14,13 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import _get_current_function_mode
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from hvd_adaptive.wrap.closing_report import Report
 from hvd_adaptive.wrap.follow import Follower
 from hvd_adaptive.wrap.loaders import IndexStream, Loader
 from hvd_adaptive.wrap.reasons import Reason
+from hvd_adaptive.wrap.run_options import RunConfig
+from hvd_adaptive.wrap.share_exchange import Shares
+from hvd_adaptive.wrap.share_rules import Window
 
 
 def make_loader(rank: int = 0, world_size: int = 2, num_rows: int = 60) -> DataLoader[Any]:
@@ -60,6 +65,27 @@ def test_bounds_of_a_share_are_kept() -> None:
             stream.loader.smallest = smallest
             stream.change_fractions((0.01, 0.99), first=0)
         assert [len(next(stream)) for stream in ranks] == expected
+
+
+def test_a_smallest_share_changes_at_the_same_batch_on_ranks_that_have_handed_out_other_numbers() -> None:
+    """As workers fetch ahead. Else the shares of a batch would not add up."""
+    expected, ranks = list(zip(*[list(stream) for stream in streams()], strict=True)), streams()
+    all_shares = []
+    for rank, stream in enumerate(ranks):
+        shares = Shares(RunConfig(), Report())
+        shares.started(2, rank)
+        all_shares.append(shares)
+        stream.loader.fractions = (0.1, 0.9)
+    handed = [[next(ranks[0])], [next(ranks[1]) for _ in range(3)]]
+    rows = [Window(num_handed=len(lists), smallest=4).table(rank=rank, world_size=2) for rank, lists in enumerate(handed)]
+    gathered = Window.by_name(rows[0] + rows[1])
+    for stream, shares in zip(ranks, all_shares, strict=True):
+        shares._change(stream, gathered, set(), np.array([0.1, 0.9]))
+    for stream, lists in zip(ranks, handed, strict=True):
+        lists.extend(stream)
+    assert [len(part) for part in handed[0]] == [1, 1, 1, 4, 4]
+    for first, second, batches in zip(*handed, expected, strict=True):
+        assert [*first, *second] == [*batches[0], *batches[1]]
 
 
 class Iteration:
