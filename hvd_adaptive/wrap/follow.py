@@ -87,13 +87,20 @@ class Follower:
         """A pass of a loader begins."""
         for other in self._streams:
             if other.loader is stream.loader and not other.is_over:
-                self._look_at_unused(other)
-        self._streams.add(stream)
+                other.look_at_unused(is_evaluated=self._is_evaluated)
+                other.is_over = other.is_beside
+        # Another one, as another thread may be at the old one.
+        self._streams = weakref.WeakSet([*self._streams, stream])
 
     def delivered(self, stream: IndexStream, batch: Any) -> None:
-        """The script has got a batch."""
+        """The script has got a batch, or another thread has read one for it."""
+        if stream.is_beside:
+            # Nothing is followed there: the script is at another batch.
+            stream.deliver()
+            stream.delivered_at = self._event = self._event + 1
+            return
         self.finish_trace()
-        self._look_at_unused(stream)
+        stream.look_at_unused(is_evaluated=self._is_evaluated)
         self._is_evaluated = False
         self.results.clear()
         stream.deliver()
@@ -122,21 +129,6 @@ class Follower:
         # Each rank looks at its own time: what one of them finds counts for all.
         is_cheap = self._cost_s <= max(_CHEAP_S, _CHEAP * (time.monotonic() - self._traced_at_s))
         return is_cheap and stream.begins_followed and stream.num_delivered == 1 and not loader.reasons
-
-    def _look_at_unused(self, stream: IndexStream) -> None:
-        """Ends unequal shares where the script leaves out their batches, at the same batch on all ranks that leave it out.
-
-        In a pass that only evaluates, as for the accuracy on training data, they end for this pass.
-        """
-        # Not by this rank's own size: all ranks must change at the same batch.
-        if stream.current.is_unequal and stream.num_unused and not stream.num_shared:
-            stream.change_fractions(None, first=stream.num_handed)
-            if not self._is_evaluated:
-                # Later passes change with the next exchange: this rank alone may have looked at some batches.
-                stream.loader.reasons.add(Reason.SKIPPED)
-                # The first batches of a pass are skipped by their number, as where training goes on in the middle of an epoch.
-                if stream.num_unused < stream.num_delivered:
-                    stream.hand_out_again()
 
     def exhausted(self, stream: IndexStream) -> None:
         """A pass is over."""
@@ -170,6 +162,10 @@ class Follower:
             self._stepped_last = weakref.ref(optimizer)
         stream = self.stream if self._has_gradients else self._step_without_gradients()
         batches = [handed for used, handed in self._used if used is stream]
+        if stream is not None and stream.is_beside:
+            # Which ones cannot be seen. They are the script's own, equally long.
+            batches = [stream.current] * getattr(optimizer, "backward_passes_per_step", 1)
+            self._is_backward = False
         self._used.clear()
         self._has_gradients = self._tracer.gradients.are_here = False
         self.was_traced = self._traced is not None
@@ -313,7 +309,8 @@ class Follower:
     def _candidates(self) -> list[IndexStream]:
         """The passes that may feed the next backward, the latest last."""
         found = [s for s in self._streams if s.delivered_at > self._last_backward and s.is_open]
-        found.sort(key=lambda stream: stream.delivered_at)
+        # One that the script itself has got rather than one that another thread reads.
+        found.sort(key=lambda stream: (not stream.is_beside, stream.delivered_at))
         # An iterator for validation may stay alive within the training loop. Its loader has never fed a step.
         return [s for s in found if not s.is_evaluated or s.loader.num_steps] or found
 

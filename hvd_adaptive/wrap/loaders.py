@@ -76,6 +76,7 @@ class Loader:
         controller: what proposes its shares.
         looks: what its first batches show.
         ends_together: its passes are known to have as many batches on all ranks.
+        beside: the last pass that another thread has read than the one that trains. Nobody else may keep it that long.
     """
 
     def __init__(self, loader: DataLoader[Any], number: int) -> None:
@@ -101,6 +102,7 @@ class Loader:
         self.controller: Controller | None = None
         self.looks = FirstBatches()
         self.ends_together = False
+        self.beside: IndexStream | None = None
         if isinstance(loader.dataset, IterableDataset):
             self.reasons.add(Reason.ITERABLE)
         elif loader.batch_sampler is None:
@@ -214,9 +216,15 @@ class IndexStream:
         self._looked_at = 0
 
     @property
+    def is_beside(self) -> bool:
+        """Whether another thread reads it than the one that trains, which is at an earlier batch."""
+        return self.loader.beside is self
+
+    @property
     def is_open(self) -> bool:
         """Whether the script may still ask for batches; a loop that was left early has freed its iterator."""
-        return not self.is_over and self.owner() is not None
+        # What another thread has read to the end may still be trained on.
+        return not self.is_over and (self.is_beside or self.owner() is not None)
 
     @property
     def weight_differs(self) -> bool:

@@ -144,7 +144,8 @@ class Shares:
             reasons |= loader.reasons | (set() if loader.is_traced else {Reason.NO_FORWARD})
             window.num_delivered, window.num_handed = stream.num_delivered, stream.num_handed
             window.dataset = loader.fingerprint()
-            window.num_batches = stream.num_batches
+            # Whether the script has come to the end of a pass that another thread reads cannot be known.
+            window.num_batches = 0 if stream.is_beside else stream.num_batches
             window.smallest = max(loader.smallest, loader.smallest_seen)
             window.checksum = stream.last_checksum() or 0
             proposal = self.controller(loader).proposal

@@ -6,6 +6,7 @@ All that ranks tell each other goes within synchronize, where Horovod needs ever
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -83,6 +84,8 @@ class Engine:
         self.micro_batches = None if size is None else MicroBatches(size, self.follower, self.report)
         self._tail: Stretch | None = None
         self._untimed = True
+        # The thread that trains.
+        self._thread = threading.get_ident()
         self._local = LocalSteps(config, make_world=self._make_world, note=self.report.note)
         self.copied = self._local.copies.add
         self._encoded = EncodedGradients(config, self._make_world)
@@ -172,6 +175,7 @@ class Engine:
         import horovod.torch as hvd
 
         self.report.optimizer(optimizer)
+        self._thread = threading.get_ident()
         self._watch.trains(parameters)
         self.follower.trains(parameters)
         self.own_use.trains(parameters)
@@ -282,7 +286,7 @@ class Engine:
 
     def looked_at(self, kind: str, module: nn.Module) -> None:
         """The script is about to validate (``eval()``) or save a model (``state_dict()``): merges it first, if all are here."""
-        if self._exchanging:
+        if self._exchanging or self._is_elsewhere:
             return
         # Else a rank that has left out its last step would wait here for the others, and they for its merge.
         self._settle()
@@ -318,6 +322,11 @@ class Engine:
 
     def fetching(self, stream: IndexStream) -> None:
         """The script asks for a batch: begins what counts as computing for a step."""
+        if self._is_elsewhere:
+            stream.loader.beside = stream
+            stream.loader.reasons.add(Reason.FETCHED_AHEAD)
+        if stream.is_beside:
+            return
         self._settle()
         self.own_use.settle()
         self.follower.finish_trace()
@@ -335,11 +344,19 @@ class Engine:
 
     def exhausted(self, stream: IndexStream) -> None:
         """Takes note that a pass is over."""
+        if stream.is_beside:
+            # The script may still be at earlier batches of it.
+            return
         self.follower.exhausted(stream)
         self._watch.drop()
         self._settle(stream if stream.loader.ends_together else None)
 
     # -- inside
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether this is another thread than the one that trains, amid whose computing nothing may be merged."""
+        return threading.get_ident() != self._thread
 
     @contextmanager
     def _merging(self) -> Iterator[None]:
@@ -365,7 +382,7 @@ class Engine:
         Called after each step; where a rank left the step out, before anything in which it could wait for others.
         """
         local = self._local
-        if local.is_merging or self._exchanging:
+        if local.is_merging or self._exchanging or self._is_elsewhere:
             return
         merge = local.is_due() or (over is not None and local.ended_with(over))
         if not merge and not self._exchange_due:

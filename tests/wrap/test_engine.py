@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import time
 import weakref
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from hvd_adaptive.wrap.local_steps import LocalSteps
+from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.run_options import RunConfig
 from hvd_adaptive.wrap.share_weights import GradientWeights
 from hvd_adaptive.wrap.wrapped_run import Engine
@@ -139,3 +141,43 @@ def test_an_optimizer_may_have_no_learning_rate_yet() -> None:
         engine.follower.take_step(optimizer)
         checksums.add(engine.follower.rates)
     assert len(checksums) == 3
+
+
+def test_nothing_is_merged_timed_or_followed_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, model = make_engine(strategy="local"), nn.Linear(1, 1)
+    register(engine, Wrapped(model))
+    engine.report.started(2)
+    merged: list[int] = []
+    monkeypatch.setattr(engine._local, "is_due", lambda: True)
+    monkeypatch.setattr(engine._local, "ended_with", lambda stream: True)
+    monkeypatch.setattr(engine._local, "merge", lambda stream: merged.append(threading.get_ident()))
+    monkeypatch.setattr(engine._shares, "begin", lambda *_: lambda: None)
+    data = TensorDataset(torch.arange(24.0)[:, None])
+    loader = DataLoader(data, batch_size=6, sampler=DistributedSampler(data, num_replicas=2, rank=0))
+    stream = engine.open_stream(loader, loader.batch_sampler)
+    assert stream is not None
+    stream.owner = weakref.ref(loader)
+    stream.loader.ends_together, stream.loader.num_steps = True, 3
+
+    def read() -> None:
+        for indices in stream:
+            engine.fetching(stream)
+            engine.delivered(stream, [data[index][0] for index in indices])
+        engine.exhausted(stream)
+        engine.looked_at("state_dict()", model)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    assert not merged and not engine.follower.is_tracing and engine._watch.stop() is None
+    assert stream.loader.reasons == {Reason.FETCHED_AHEAD} and stream.num_delivered == 2
+    # The script is still at the pass, also if the thread has let go of it.
+    del loader
+    assert stream.is_open
+    for _ in range(2):
+        engine.accumulated(engine.report)
+        fed_by, batches = engine.follower.take_step()
+        assert fed_by is stream and [handed.num_samples for handed in batches] == [6]
+    # The next place of the thread that trains.
+    engine.waited(lambda: None)
+    assert merged == [threading.get_ident()]
