@@ -193,6 +193,8 @@ class Follower:
         # One that comes later was not followed; whether shares were equal at its first step is for the report.
         if loader.heads.is_new and loader.is_traced:
             loader.reasons.add(Reason.OTHER_LOSS)
+        if loader.heads.is_hidden:
+            loader.reasons.add(Reason.HIDDEN_LOSS)
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:

@@ -25,11 +25,12 @@ class Heads:
 
     Attributes:
         is_new: a loss of another kind was seen since this was last reset.
+        is_hidden: of a loss it could not be seen how many targets it took.
     """
 
     def __init__(self) -> None:
         self._seen: set[tuple[str, ...]] = set()
-        self.is_new = False
+        self.is_new = self.is_hidden = False
         # Targets of each loss so far, and how many of them it took, on the device: to read a number is to wait for it.
         self._targets: list[tuple[int, Tensor]] = []
         self._is_ignored = False
@@ -76,7 +77,10 @@ class Heads:
 
     def _count_ignored(self, node: Any) -> None:
         # Reduced as a mean, and not by class weights.
-        if getattr(node, "_saved_reduction", 0) == 1 and getattr(node, "_saved_weight", None) is None:
+        if getattr(node, "_saved_reduction", 0) == 1 and not _is_weighted(node):
+            if _is_packed(node, "total_weight"):
+                self.is_hidden = True
+                return
             self._targets.append((node._saved_target.numel(), node._saved_total_weight.detach()))
             # Of a loader at whose steps no exchange comes, nobody else would ask.
             if len(self._targets) == _MOST_TARGETS:
@@ -86,8 +90,17 @@ class Heads:
 def _options(node: Any) -> str:
     """Returns what makes another loss of a node of the same name: how it is reduced, and whether classes have weights."""
     options = str(getattr(node, "_saved_reduction", ""))
-    is_weighted = node.name().startswith("NllLoss") and getattr(node, "_saved_weight", None) is not None
-    return f"{options} by class" if is_weighted else options
+    return f"{options} by class" if node.name().startswith("NllLoss") and _is_weighted(node) else options
+
+
+def _is_weighted(node: Any) -> bool:
+    return _is_packed(node, "weight") or getattr(node, "_saved_weight", None) is not None
+
+
+def _is_packed(node: Any, name: str) -> bool:
+    """Whether a node's tensor is in the hands of hooks, as within torch.utils.checkpoint: to read it would run a part of the
+    model again."""
+    return getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None
 
 
 def intercept_backward(looks: Callable[[Sequence[Tensor]], None]) -> None:

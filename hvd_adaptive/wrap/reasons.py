@@ -92,6 +92,10 @@ class Reason(enum.Enum):
         "without the weights of unequal shares"
     )
     NOT_FOLLOWED = "a batch could not be followed through the script"
+    HIDDEN_LOSS = (
+        "whether the loss leaves out targets (ignore_index) cannot be seen: it is computed within torch.utils.checkpoint, or "
+        "under hooks for saved tensors"
+    )
 
     @property
     def bit(self) -> int:

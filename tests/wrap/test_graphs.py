@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from hvd_adaptive.wrap.follow import Follower
@@ -65,8 +66,30 @@ def plain(z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(z, y)
 
 
+def checkpointed(z: Tensor, y: Tensor) -> Tensor:
+    return checkpoint(plain, z, y, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 def hard(z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(z, y, reduction="none").topk(2)[0].mean()
+
+
+@pytest.mark.parametrize("weight", [None, WEIGHT])
+def test_a_checkpointed_loss_is_not_computed_again_to_look_at_it(weight: Tensor | None) -> None:
+    """Its model would move the statistics of a BatchNorm once more."""
+    heads, model, y = Heads(), nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), torch.arange(6) % 3
+    num_forwards = 0
+
+    def compute(x: Tensor) -> Tensor:
+        nonlocal num_forwards
+        num_forwards += 1
+        return F.cross_entropy(model(x), y, weight=weight)
+
+    for learn in (True, False):
+        num_forwards = 0
+        heads.look(checkpoint(compute, torch.randn(6, 4), use_reentrant=False), learn=learn)
+        assert num_forwards == 1 and not heads.is_new
+    assert heads.is_hidden is (weight is None) and not heads.take_ignored()
 
 
 @pytest.mark.parametrize(
@@ -74,6 +97,8 @@ def hard(z: Tensor, y: Tensor) -> Tensor:
     [
         ([plain], [plain, hard], {Reason.OTHER_LOSS}),
         ([plain, plain, plain], [plain], set()),
+        # Ignored targets would not be seen there.
+        ([checkpointed], [checkpointed], {Reason.HIDDEN_LOSS}),
         # It is learnt, though the batch's following ends with the optimizer's second step.
         ([plain, plain, lambda z, y: z.abs().mean()], [plain, plain, lambda z, y: z.abs().mean()], set()),
     ],
