@@ -229,7 +229,7 @@ def test_an_island_is_as_fast_as_its_slowest_rank(backend: str) -> None:
     assert samples[0] > 1.8 * samples[1:].sum(), samples
     # A rank's own seconds are without its waiting for the slow one, which is more than that at the ends of rounds.
     own_s, waited_s = (sum(record.stats[name] for record in records) for name in ("busy_s", "wait_s"))
-    assert own_s[2] > 0.07 * num_steps[2] and own_s[[1, 3]].max() < own_s[2] / 2, own_s
+    assert own_s[2] > own_s[[1, 3]].max() + 0.03 * num_steps[2], own_s
     assert waited_s[[1, 3]].min() > waited_s[2] + 0.03 * num_steps[2], waited_s
     weights = sum(record.weight for record in records) / len(records)
     assert weights.sum() == pytest.approx(1.0) and weights[0] > 0.6
