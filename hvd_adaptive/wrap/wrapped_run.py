@@ -84,7 +84,7 @@ class Engine:
         self.micro_batches = None if size is None else MicroBatches(size, self.follower, self.report)
         self._tail: Stretch | None = None
         self._untimed = True
-        # The thread that trains.
+        # The thread that trains: until the first step the one that has wrapped the optimizer.
         self._thread = threading.get_ident()
         self._local = LocalSteps(config, make_world=self._make_world, note=self.report.note)
         self.copied = self._local.copies.add
@@ -206,6 +206,7 @@ class Engine:
         Returns:
             False if Horovod exchanged nothing.
         """
+        self._thread = threading.get_ident()
         local = self._local.steps_alone(optimizer)
         if self.world_size == 1 and not local:
             action()

@@ -10,7 +10,7 @@ from wrapped_scripts import run, run_both
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.run_options import RunConfig
 
-COMMANDS = ["background.py 2", "background.py 1000", "background.py 2 workers"]
+COMMANDS = ["background.py 2", "background.py 1000", "background.py 2 workers", "background.py 2 thread"]
 
 
 @pytest.mark.mpi(2, timeout=300)

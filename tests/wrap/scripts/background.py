@@ -44,14 +44,25 @@ optimizer = hvd.DistributedOptimizer(
 )
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 losses = []
-for epoch in range(3):
-    sampler.set_epoch(epoch)
-    for data, target in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(data), target).backward()
-        optimizer.step()
-    model.eval()
-    with torch.no_grad():
-        loss = sum(F.cross_entropy(model(data), target) for data, target in validation_loader)
-    model.train()
-    losses.append(hvd.allgather_object(loss.item(), name="losses"))
+
+
+def train():
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for data, target in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(data), target).backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            loss = sum(F.cross_entropy(model(data), target) for data, target in validation_loader)
+        model.train()
+        losses.append(hvd.allgather_object(loss.item(), name="losses"))
+
+
+if "thread" in sys.argv:
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    trainer.join()
+else:
+    train()
