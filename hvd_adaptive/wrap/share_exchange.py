@@ -215,9 +215,9 @@ class Shares:
         if loader.fractions is not None:
             # For as long as the trial goes: a change would show less of them.
             agreed = np.array(loader.fractions)
-        elif np.ptp(agreed) <= 1e-9:
+        is_tried = not reasons and not loader.reasons and not self.reasons and self._num_steps >= _TRIAL
+        if is_tried and np.ptp(agreed) <= 1e-9:
             agreed = np.linspace(*_TRIED, self._world_size)
             agreed = agreed / agreed.sum()
             self._report.is_only_tried = True
-        is_possible = not reasons and not loader.reasons and not self.reasons
-        return is_possible and self._num_steps >= _TRIAL, agreed
+        return is_tried, agreed
