@@ -146,7 +146,8 @@ class Shares:
             window.dataset = loader.fingerprint()
             # Whether the script has come to the end of a pass that another thread reads cannot be known.
             window.num_batches = 0 if stream.is_beside else stream.num_batches
-            window.smallest = max(loader.smallest, loader.smallest_seen)
+            # A part of a micro-batch takes as long as all of it.
+            window.smallest = max(loader.smallest, loader.smallest_seen, self.config.micro_batch_size or 1)
             window.checksum = stream.last_checksum() or 0
             proposal = self.controller(loader).proposal
             is_due = loader.num_steps >= loader.followed_from
