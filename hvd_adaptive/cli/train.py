@@ -56,7 +56,9 @@ def train(
     """
     is_restarted = bool(options.out) and _is_restarted(transport)
     if is_restarted and options.resume != "auto":
-        resume = transport.allgather_object(resume_when_requeued(options.resume, options.out))[0]
+        # One rank looks, as another may see an old state of a shared folder.
+        look = lambda: resume_when_requeued(options.resume, options.out) if transport.rank == 0 else None  # noqa: E731
+        resume = transport.allgather_object(attempt(transport, look))[0]
         options = dataclasses.replace(options, resume=resume)
         if transport.rank == 0:
             log.info("Slurm has started this job again: --resume %s", resume)
@@ -133,7 +135,9 @@ def use_device(option: str, transport: Transport, *, threads: int | None = None)
         lambda: bind_device(option, local_rank=transport.local_rank, local_size=transport.local_size),
     )
     devices = transport.allgather_object(device_place(device, option, transport.host))
-    attempt(transport, lambda: shared_devices(devices))
+    warning = attempt(transport, lambda: shared_devices(devices))
+    if warning and transport.rank == 0:
+        log.warning(warning)
     settle_shared_gpus(transport, device)
     places = transport.allgather_object((transport.host, own_cores()))
     threads = threads or compute_threads(places, transport.rank)

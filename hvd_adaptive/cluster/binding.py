@@ -291,8 +291,7 @@ def shared_devices(places: Sequence[DevicePlace]) -> str | None:
     """Judge the devices of all ranks, from what only all ranks together know.
 
     More ranks than GPUs may share them; two ranks on one GPU beside an idle one is a mistake, unless each asked for that
-    GPU by its number. So is a rank that took the CPU because it saw no GPU, beside ranks that have one: it would slow all down,
-    and Horovod exchanges nothing between the two.
+    GPU by its number. A rank on the CPU beside ranks that have a GPU is rarely meant, and a Horovod that sums on GPUs fails.
 
     Args:
         places: of every rank, in rank order.
@@ -301,14 +300,15 @@ def shared_devices(places: Sequence[DevicePlace]) -> str | None:
         A warning to show, or None. (`choose_device` has warned ranks that see several GPUs but fewer than ranks.)
 
     Raises:
-        RuntimeError: ranks share a GPU unasked, and another one that ranks of that host see is idle; or only some see a GPU.
+        RuntimeError: ranks share a GPU unasked, and another one that ranks of that host see is idle.
     """
+    missing = None
     without = [rank for rank, place in enumerate(places) if place.uuid is None and not place.named]
     if without and len(without) < len(places):
         hosts = ", ".join(sorted({places[rank].host for rank in without}))
-        raise RuntimeError(
-            f"ranks {', '.join(map(str, without))} on {hosts} see no GPU, and the others have one: check `nvidia-smi`, "
-            "CUDA_VISIBLE_DEVICES and the scheduler's request there, leave these hosts out, or use --device cpu on all ranks"
+        missing = (
+            f"ranks {', '.join(map(str, without))} on {hosts} see no GPU, and the others have one: they use the CPU. Check "
+            "`nvidia-smi`, CUDA_VISIBLE_DEVICES and the scheduler's request there, or use --device cpu on all ranks"
         )
     ranks_by_gpu: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, place in enumerate(places):
@@ -330,8 +330,8 @@ def shared_devices(places: Sequence[DevicePlace]) -> str | None:
         if any(places[rank].named or len(places[rank].visible) == 1 for rank in ranks):
             warnings.append(f"ranks {numbers} on {host} share the GPU {uuid}")
     if not warnings:
-        return None
-    return (
+        return missing
+    return (f"{missing}. " if missing else "") + (
         f"{'; '.join(warnings)}: they take turns, and exchange through host memory. If the host has more GPUs, make them "
         "visible (CUDA_VISIBLE_DEVICES, the scheduler's request); else start one rank per GPU"
     )

@@ -351,7 +351,9 @@ class Supervisor:
         if self._failed_s is None and (found is not None or is_first_sign(line)):
             self._failed_s = time.monotonic()
         if found is not None:
-            self._blamed_s = self._blamed_s or time.monotonic()
+            # A script may call ssh, too, and a launcher that cannot ends by itself.
+            if not line.startswith("ssh: "):
+                self._blamed_s = self._blamed_s or time.monotonic()
             # Whom the launcher ends may be heard after its first sign.
             self._silent_s = max(self._silent_s, found[1])
             self._blamed.append(found[0])

@@ -108,7 +108,9 @@ def start_state_(wrapped: Any, own: Optimizer, transport: Collectives) -> None:
     outline = {key: (v.shape, v.dtype, v.is_cpu) if isinstance(v, Tensor) else [v] for key, v in entries.items()}
     first = transport.allgather_object(None if transport.rank else outline)[0]
     if transport.rank:
-        own.state.clear()
+        # What is under other keys than parameters, such as modules, is the rank's own.
+        for parameter in parameters:
+            own.state.pop(parameter, None)
         for (number, name), spec in first.items():
             parameter = parameters[number]
             if isinstance(spec, tuple):

@@ -170,6 +170,9 @@ def _is_for_each_sample(value: Any, num_samples: int) -> bool:
         return num_samples in value.shape[:1]
     if not isinstance(value, (list, tuple)) or isinstance(value, torch.Size):
         return False
+    if all(isinstance(item, Tensor) and item.shape[:1] == (num_samples,) for item in value):
+        # Feature maps, or a state's parts, are cut each.
+        return False
     return len(value) == num_samples or any(_is_for_each_sample(item, num_samples) for item in value)
 
 

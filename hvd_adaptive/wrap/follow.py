@@ -164,6 +164,7 @@ class Follower:
         batches = [handed for used, handed in self._used if used is stream]
         if stream is not None and stream.is_beside:
             # Which ones cannot be seen. They are the script's own, equally long.
+            stream.loader.reasons.add(Reason.FETCHED_AHEAD)
             batches = [stream.current] * getattr(optimizer, "backward_passes_per_step", 1)
             self._is_backward = False
         self._used.clear()
@@ -185,7 +186,7 @@ class Follower:
             found, learns = [self.stream], self._learns
         for stream in found:
             stream.loader.num_losses += 1
-        if not found or found[-1].loader.reasons:
+        if not found or found[-1].loader.reasons or found[-1].is_beside:
             return
         loader = found[-1].loader
         for tensor in tensors:

@@ -8,6 +8,7 @@ handed out, which with workers is some batches before its batch is delivered.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 import zlib
 from collections import deque
@@ -190,6 +191,8 @@ class IndexStream:
         self.delivered_at = 0
         self.is_evaluated = False
         self.is_over = False
+        # The other thread that reads it.
+        self.reader: threading.Thread | None = None
         self.num_unrelated = 0
         self.num_batches = 0
         self.num_shared = 0
@@ -295,6 +298,10 @@ class IndexStream:
                 # The first batches of a pass are skipped by their number, as where training goes on in the middle of an epoch.
                 if self.num_unused < self.num_delivered:
                     self.hand_out_again()
+
+    def release(self) -> None:
+        """Lets go of the sampler, and with it of the data set: all lists are handed out."""
+        self._index_sampler, self._own, self._union = None, iter(()), None
 
     def hand_out_again(self) -> None:
         """Has the last delivered batch come once more, as the script has it: none of its samples was trained on."""

@@ -6,7 +6,6 @@ All that ranks tell each other goes within synchronize, where Horovod needs ever
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +32,7 @@ from hvd_adaptive.wrap.run_options import BadOptions, RunConfig
 from hvd_adaptive.wrap.share_exchange import Shares
 from hvd_adaptive.wrap.share_weights import GradientWeights
 from hvd_adaptive.wrap.stopwatch import Stopwatch, Stretch
+from hvd_adaptive.wrap.training_thread import TrainingThread
 
 
 class Engine:
@@ -84,8 +84,7 @@ class Engine:
         self.micro_batches = None if size is None else MicroBatches(size, self.follower, self.report)
         self._tail: Stretch | None = None
         self._untimed = True
-        # The thread that trains: until the first step the one that has wrapped the optimizer.
-        self._thread = threading.get_ident()
+        self._training = TrainingThread()
         self._local = LocalSteps(config, make_world=self._make_world, note=self.report.note)
         self.copied = self._local.copies.add
         self._encoded = EncodedGradients(config, self._make_world)
@@ -175,7 +174,7 @@ class Engine:
         import horovod.torch as hvd
 
         self.report.optimizer(optimizer)
-        self._thread = threading.get_ident()
+        self._training.is_this(self.report.loaders)
         self._watch.trains(parameters)
         self.follower.trains(parameters)
         self.own_use.trains(parameters)
@@ -206,7 +205,7 @@ class Engine:
         Returns:
             False if Horovod exchanged nothing.
         """
-        self._thread = threading.get_ident()
+        self._training.is_this(self.report.loaders)
         local = self._local.steps_alone(optimizer)
         if self.world_size == 1 and not local:
             action()
@@ -287,7 +286,7 @@ class Engine:
 
     def looked_at(self, kind: str, module: nn.Module) -> None:
         """The script is about to validate (``eval()``) or save a model (``state_dict()``): merges it first, if all are here."""
-        if self._exchanging or self._is_elsewhere:
+        if self._exchanging or not self._training.is_here:
             return
         # Else a rank that has left out its last step would wait here for the others, and they for its merge.
         self._settle()
@@ -323,10 +322,7 @@ class Engine:
 
     def fetching(self, stream: IndexStream) -> None:
         """The script asks for a batch: begins what counts as computing for a step."""
-        if self._is_elsewhere:
-            stream.loader.beside = stream
-            stream.loader.reasons.add(Reason.FETCHED_AHEAD)
-        if stream.is_beside:
+        if self._training.reads_ahead(stream):
             return
         self._settle()
         self.own_use.settle()
@@ -347,17 +343,13 @@ class Engine:
         """Takes note that a pass is over."""
         if stream.is_beside:
             # The script may still be at earlier batches of it.
+            stream.release()
             return
         self.follower.exhausted(stream)
         self._watch.drop()
         self._settle(stream if stream.loader.ends_together else None)
 
     # -- inside
-
-    @property
-    def _is_elsewhere(self) -> bool:
-        """Whether this is another thread than the one that trains, amid whose computing nothing may be merged."""
-        return threading.get_ident() != self._thread
 
     @contextmanager
     def _merging(self) -> Iterator[None]:
@@ -383,7 +375,7 @@ class Engine:
         Called after each step; where a rank left the step out, before anything in which it could wait for others.
         """
         local = self._local
-        if local.is_merging or self._exchanging or self._is_elsewhere:
+        if local.is_merging or self._exchanging or not self._training.is_here:
             return
         merge = local.is_due() or (over is not None and local.ended_with(over))
         if not merge and not self._exchange_due:

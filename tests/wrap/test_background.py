@@ -24,6 +24,14 @@ def test_a_whole_script_trains_right(options: dict[str, Any], num_ranks: int) ->
 
 
 @pytest.mark.mpi(2, timeout=300)
+def test_a_thread_of_its_own_may_train(num_ranks: int) -> None:
+    """It gets unequal shares as any other, from its second batch on."""
+    results, _ = run_both(["background.py 0 thread"], num_ranks, shares="1,3")
+    ((trained, fractions),) = results
+    assert not trained[-1].reasons and trained[-1].num_shared and any(fractions), trained[-1].reasons
+
+
+@pytest.mark.mpi(2, timeout=300)
 def test_merges_come_by_count_and_before_validation(num_ranks: int) -> None:
     from hvd_adaptive.wrap.script import intercept, start_world
 

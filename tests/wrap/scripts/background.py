@@ -29,7 +29,8 @@ class BackgroundGenerator(threading.Thread):
 
 class LoaderX(DataLoader):
     def __iter__(self):
-        return iter(BackgroundGenerator(super().__iter__(), int(sys.argv[1])))
+        own = super().__iter__()
+        return iter(BackgroundGenerator(own, int(sys.argv[1]))) if int(sys.argv[1]) else own
 
 
 hvd.init()
