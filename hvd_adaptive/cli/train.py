@@ -14,8 +14,9 @@ import torch
 from hvd_adaptive.cli.early_checks import check_slowdown_early
 from hvd_adaptive.cli.option_sources import run_path
 from hvd_adaptive.cli.progress import Progress
-from hvd_adaptive.cluster.binding import idle_nodes, num_restarts, shared_devices
+from hvd_adaptive.cluster.binding import idle_nodes, num_restarts
 from hvd_adaptive.cluster.device import bind_device, compute_threads, device_place
+from hvd_adaptive.cluster.device_places import missing_gpus, shared_devices
 from hvd_adaptive.cluster.host import free_memory_bytes, own_cores
 from hvd_adaptive.cluster.last_checkpoint import resume_when_requeued
 from hvd_adaptive.comm.protocols import Transport, agree_equal, attempt, long_task
@@ -135,8 +136,8 @@ def use_device(option: str, transport: Transport, *, threads: int | None = None)
         lambda: bind_device(option, local_rank=transport.local_rank, local_size=transport.local_size),
     )
     devices = transport.allgather_object(device_place(device, option, transport.host))
-    warning = attempt(transport, lambda: shared_devices(devices))
-    if warning and transport.rank == 0:
+    attempt(transport, lambda: shared_devices(devices))
+    if transport.rank == 0 and (warning := missing_gpus(devices)):
         log.warning(warning)
     settle_shared_gpus(transport, device)
     places = transport.allgather_object((transport.host, own_cores()))

@@ -9,13 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hvd_adaptive.cluster.binding import (
-    DevicePlace,
-    choose_device,
-    num_threads,
-    read_launcher,
-    requested_threads,
-)
+from hvd_adaptive.cluster.binding import choose_device, num_threads, read_launcher, requested_threads
+from hvd_adaptive.cluster.device_places import DevicePlace
 from hvd_adaptive.cluster.host import quota_of_ranks
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-from hvd_adaptive.cluster.binding import DevicePlace, shared_devices
+from hvd_adaptive.cluster.device_places import DevicePlace, missing_gpus, shared_devices
 from hvd_adaptive.cluster.patience import BUSY_WAITING, NOT_BUILT
 from hvd_adaptive.doctor.findings import (
     MOST_NAMED,
@@ -40,9 +40,8 @@ def devices(ranks: Sequence[Facts]) -> list[Finding]:
     chosen = [good(facts, "device") for facts in ranks]
     places = [DevicePlace(**{**one["place"], "visible": tuple(one["place"]["visible"])}) for one in chosen if one]
     try:
-        warning = shared_devices(places)
-        if warning:
-            findings.append(Finding("devices", "warning", warning))
+        warnings = [missing_gpus(places), shared_devices(places)]
+        findings += [Finding("devices", "warning", warning) for warning in warnings if warning]
     except RuntimeError as error:
         findings.append(Finding("devices", "problem", str(error)))
     for facts in ranks:

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adaptive.cluster.binding import (
-    DevicePlace,
     LauncherInfo,
     check_srun,
     check_world,
@@ -22,10 +21,10 @@ from hvd_adaptive.cluster.binding import (
     num_threads,
     read_launcher,
     requested_threads,
-    shared_devices,
     starts_alone,
 )
 from hvd_adaptive.cluster.device import device_place
+from hvd_adaptive.cluster.device_places import DevicePlace, missing_gpus, shared_devices
 from hvd_adaptive.cluster.host import cpu_quota, free_memory_bytes, host_cores, own_cores
 
 OPEN_MPI = {
@@ -263,12 +262,12 @@ def test_ranks_that_share_a_gpu_beside_an_idle_one_are_refused():
 
 
 def test_ranks_without_a_gpu_beside_ranks_with_one_are_named():
-    warning = shared_devices([on("G0"), DevicePlace("b"), DevicePlace("c")])
+    warning = missing_gpus([on("G0"), DevicePlace("b"), DevicePlace("c")])
     assert warning and re.match(r"ranks 1, 2 on b, c see no GPU, and the others have one: .*--device cpu", warning)
     # Who asked for the CPU has it.
     cpu = device_place(torch.device("cpu"), "cpu", "b")
     assert cpu.named and not device_place(torch.device("cpu"), "auto", "b").named
-    assert shared_devices([on("G0"), cpu]) is None
+    assert missing_gpus([on("G0"), cpu]) is None and missing_gpus([DevicePlace("b")] * 2) is None
 
 
 def test_who_asks_for_a_gpu_by_its_number_may_share_it_beside_an_idle_one():
