@@ -24,8 +24,8 @@ def add_calibrate(commands: Any, launch: argparse.ArgumentParser) -> None:
         "calibrate",
         parents=[launch],
         help="measure ranks, link and merges, and write the options that fit them",
-        description="Trains for about a minute, writes what it measured to one file, and recommends batch-size bounds and a "
-        "mega-batch.",
+        description="Trains for about a minute, writes what it measured to one file, and recommends a strategy, compression, "
+        "fragments, batch-size bounds and a mega-batch.",
     )
     parser.add_argument("--config", metavar="FILE", help=".toml or .json of options to start from")
     parser.add_argument(

@@ -63,7 +63,7 @@ class RunConfig:
         None, "emulate unequal ranks: for each rank, how many times as long its steps take, as in 1,2"
     )
     mega_batch: int | None = _as_in_train(
-        "mega_batch", text="samples over all ranks between two merges (default: 50 batches of one rank)"
+        "mega_batch", text="samples over all ranks between two merges (default: 50 batches of all ranks together)"
     )
     merge_period: str | None = _as_in_train("merge_period")
     merge_share: float = _as_in_train("merge_share")

@@ -52,7 +52,7 @@ class TrainConfig:
     )
     weight_decay: float | None = option(
         None,
-        "weight decay (default: 0.01 for adamw, else 0); with sparse gradients only for adamw, in rows that have a gradient",
+        "weight decay (adamw: 0.01, else 0); needs adamw, or dense gradients and not rowwise-adagrad",
     )
     device: str = option("auto", "auto, cpu, cuda or cuda:K")
     patience: int | None = option(
