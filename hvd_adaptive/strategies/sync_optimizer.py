@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -98,6 +99,8 @@ class _Never(dict[Any, Any]):
 def start_state_(wrapped: Any, own: Optimizer, transport: Collectives) -> None:
     """Has an optimizer go on from the state that rank 0's own one holds, as the model is rank 0's. COLLECTIVE.
 
+    The groups, where learning rates are, stay shared with the script's own one whatever state is loaded later.
+
     Args:
         wrapped: Horovod's, which begins without a state; or ``own``.
         own: what it wraps; other ranks' gets rank 0's state.
@@ -121,6 +124,13 @@ def start_state_(wrapped: Any, own: Optimizer, transport: Collectives) -> None:
             own.state[parameter][name] = entries[number, name] = value
     transport.broadcast_([entries[key] for key, spec in first.items() if isinstance(spec, tuple)])
     wrapped.state.update(own.state)
+    if wrapped is not own:
+        wrapped.register_load_state_dict_post_hook(functools.partial(_share_groups, own))
+
+
+def _share_groups(own: Optimizer, wrapped: Optimizer) -> None:
+    # An optimizer that loads a state gets new groups, and a scheduler over the script's own one would write into the old ones.
+    own.param_groups[:] = wrapped.param_groups
 
 
 def detach(wrapped: Any, own: Optimizer) -> None:

@@ -429,3 +429,27 @@ def test_a_global_batch_that_a_resume_changes_is_told_with_what_keeps_it(
     told = "is 16 samples with 2 ranks, and was 8 with 1: the learning rate may not fit it. Set reference_ranks=1 to keep it"
     assert caplog.text.count(told) == (transport.rank == 0)
     transport.close()
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("strategy", ["sync", "horovod"])
+def test_a_schedule_of_the_scripts_own_optimizer_goes_on_after_a_resume(strategy: str, shared_tmp_path: Path) -> None:
+    """Horovod's copy of an optimizer has its groups, where the learning rate is; a state that is loaded brings new ones."""
+    data = TensorDataset(torch.ones(64, 4), torch.zeros(64, 2))
+    for num_epochs in (1, 2):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        session = Session(model, optimizer, Config(strategy=strategy, batch_size=8, mega_batch=16))
+        session.schedule(scheduler, steps_per_epoch=2)
+        checkpoints = Checkpointer(session, shared_tmp_path / "checkpoints")
+        checkpoints.resume()
+        for batch in session.batches(data, num_epochs=num_epochs):
+            with session.step(batch):
+                session.optimizer.zero_grad()
+                nn.functional.mse_loss(model(batch.x), batch.y).backward()
+                session.optimizer.step()
+            assert session.optimizer.param_groups[0]["lr"] == 0.1 * 0.5 ** (batch.num_samples_before // 32)
+        checkpoints.save()
+        session.close()
+        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5 ** (2 * num_epochs - 1)
