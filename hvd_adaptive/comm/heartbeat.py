@@ -14,6 +14,7 @@ import select
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -219,6 +220,11 @@ class Heartbeat:
         except (DistError, ConnectionError):
             self._cut_s = self._awake_s
             return
+        except Exception:
+            # Else the others, or this rank's own watch, would call a healthy rank frozen for want of its beats.
+            if not self._over.is_set():
+                self._report_own_end(traceback.format_exc())
+            return
         self._over.set()
 
     def _beat(self, store: TCPStore) -> None:
@@ -278,8 +284,15 @@ class Heartbeat:
             time.sleep(max(_LEAVE_POLL_S, 1e-4 * self._side.world_size))
         elif self._lifeline is None:
             self._leaving.wait(self._interval_s)
-        elif select.select([self._lifeline], [], [], self._interval_s)[0] and not self._leaving.is_set():
+        elif self._ends_within(self._interval_s) and not self._leaving.is_set():
             raise ConnectionError("rank 0 closed its end")
+
+    def _ends_within(self, seconds: float) -> bool:
+        """Sleeps until rank 0's process ends, or this rank leaves, for at most so many seconds."""
+        # Not select, which knows no descriptors from 1024 on: a rank may have so many shards of its data open.
+        poll = select.poll()
+        poll.register(self._lifeline, select.POLLIN)  # type: ignore[arg-type]
+        return bool(poll.poll(1e3 * seconds))
 
     def _watch(self) -> None:
         tick_s = min(self._interval_s, 0.5)
@@ -334,3 +347,10 @@ class Heartbeat:
                 end_later(launcher)
                 text += f" If {launcher.name} (pid {launcher.pid}) still runs {GRACE_S} s later, it is ended, too."
         end_job(f"{text} {self._last_words()}".rstrip(), self._abort)
+
+    def _report_own_end(self, reason: str) -> None:
+        text = (
+            f"hvd_adaptive: the heartbeat of rank {self._rank} on {self._host} (pid {self._pid}) has failed, so nobody could "
+            "tell any more whether it is alive, and it ends the job. This is no fault of your script: report it with these lines."
+        )
+        end_job(f"{text}\n{reason}{self._last_words()}".rstrip(), self._abort)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hvd_adaptive.comm import host_store, side_channel
+from hvd_adaptive.comm import heartbeat, host_store, side_channel
 from hvd_adaptive.comm.heartbeat import Heartbeat
 from hvd_adaptive.comm.seal import UnsealedError
 from hvd_adaptive.comm.side_channel import SideChannel
@@ -392,3 +393,47 @@ def test_a_strangers_beat_is_no_sign_of_life(make_ranks, caplog):
     # Nor is one that is right under another rank's key.
     assert beats[0]._read_beat("beat/0", bytes(store.get("beat/1")), None) is None
     assert caplog.text.count("that no rank of this job has put there") == 1
+
+
+@pytest.fixture
+def many_files():
+    """More open files than select() can tell apart, as a rank has that maps many shards of data."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    yield
+    for file in files:
+        os.close(file)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def make_beats(ranks, abort):
+    return [
+        Heartbeat(channel, rank=rank, host="here", pid=os.getpid(), limit_s=4.0, abort=abort)
+        for rank, channel in enumerate(ranks.channels)
+    ]
+
+
+def test_a_rank_with_many_open_files_goes_on_beating(many_files, make_ranks):
+    ranks = make_ranks(2)
+    beats = make_beats(ranks, abort=os.abort)
+    list(ranks.pool.map(Heartbeat.start, beats))
+    assert beats[1]._lifeline.fileno() >= 1024
+    deadline = time.monotonic() + 3.0
+    while beats[1]._num_beats < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert beats[1]._num_beats >= 3
+    list(ranks.pool.map(Heartbeat.leave, beats))
+
+
+def test_a_heartbeat_that_fails_says_what_it_failed_of(make_ranks, monkeypatch):
+    said, ended = [], threading.Event()
+    monkeypatch.setattr(heartbeat, "end_job", lambda text, abort: (said.append(text), ended.set()))
+    ranks = make_ranks(2)
+    beats = make_beats(ranks, abort=os.abort)
+    list(ranks.pool.map(Heartbeat.start, beats))
+    beats[1].progress(7)
+    assert ended.wait(3.0)
+    assert list(ranks.pool.map(Heartbeat.abandon, beats)) == [True, True]
+    (text,) = said
+    assert "the heartbeat of rank 1 on here" in text and "TypeError: 'int' object is not subscriptable" in text
