@@ -57,6 +57,7 @@ class WatchedWorld:
         self.local_size = hosts.count(self.host)
         self.last_words: Callable[[], str] = lambda: ""
         self._end = end
+        self._pid = os.getpid()
         self.side = SideChannel(
             rank=rank,
             world_size=self.world_size,
@@ -70,7 +71,7 @@ class WatchedWorld:
             self.side,
             rank=rank,
             host=self.host,
-            pid=os.getpid(),
+            pid=self._pid,
             limit_s=stall_limit_s,
             abort=lambda: end(EXIT_FAULT),
             last_words=lambda: self.last_words(),
@@ -128,8 +129,11 @@ class WatchedWorld:
         end_job(text, lambda: self._end(code), code=code)
 
     def leave(self) -> None:
-        """Ends the heartbeat when all ranks have come here, and the side channel. COLLECTIVE; repeated calls do nothing."""
-        if not self._has_left:
+        """Ends the heartbeat when all ranks have come here, and the side channel. COLLECTIVE.
+
+        Repeated calls do nothing, nor do those in a forked child, which would talk over its parent's connections.
+        """
+        if not self._has_left and os.getpid() == self._pid:
             self._has_left = True
             self.heartbeat.leave()
             self.side.close()
@@ -137,6 +141,6 @@ class WatchedWorld:
     def abandon(self) -> None:
         """Ends the heartbeat and the side channel of a rank that ends in failure, which waits for no other."""
         self._has_left = True
-        # Else the store does not answer.
+        # Else the store does not answer, or this is a forked child.
         if self.heartbeat.abandon():
             self.side.close(waits=False)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
@@ -18,6 +19,7 @@ from hvd_adaptive.comm.heartbeat import Heartbeat
 from hvd_adaptive.comm.seal import UnsealedError
 from hvd_adaptive.comm.side_channel import SideChannel
 from hvd_adaptive.comm.store_address import PROBE_S, find_server, own_addresses, serve
+from hvd_adaptive.comm.watched_world import WatchedWorld
 
 
 class Ranks:
@@ -26,26 +28,26 @@ class Ranks:
     def __init__(self, world_size, *, same_host=True, stall_limit_s=20.0, hosts=None):
         self.world_size = world_size
         self.pool = ThreadPoolExecutor(world_size)
-        barrier, box = threading.Barrier(world_size), {}
-
-        def gather(rank, value):
-            box[rank] = value
-            barrier.wait()
-            values = [box[other] for other in range(world_size)]
-            barrier.wait()
-            return values
+        self.barrier, self.box = threading.Barrier(world_size), {}
 
         def open_channel(rank):
             return SideChannel(
                 rank=rank,
                 world_size=world_size,
-                gather=lambda value: gather(rank, value),
+                gather=lambda value: self.gather(rank, value),
                 same_host=same_host,
                 stall_limit_s=stall_limit_s,
                 hosts=hosts,
             )
 
         self.channels = list(self.pool.map(open_channel, range(world_size)))
+
+    def gather(self, rank, value):
+        self.box[rank] = value
+        self.barrier.wait()
+        values = [self.box[other] for other in range(self.world_size)]
+        self.barrier.wait()
+        return values
 
     def run(self, function):
         return list(self.pool.map(function, self.channels))
@@ -437,3 +439,27 @@ def test_a_heartbeat_that_fails_says_what_it_failed_of(make_ranks, monkeypatch):
     assert list(ranks.pool.map(Heartbeat.abandon, beats)) == [True, True]
     (text,) = said
     assert "the heartbeat of rank 1 on here" in text and "TypeError: 'int' object is not subscriptable" in text
+
+
+@pytest.mark.parametrize("end", [WatchedWorld.leave, WatchedWorld.abandon])
+def test_the_end_of_a_forked_child_is_not_its_ranks(make_ranks, end):
+    ranks = make_ranks(2)
+
+    def join(rank):
+        end_job, gather = os.abort, functools.partial(ranks.gather, rank)
+        world = WatchedWorld(rank=rank, hosts=["here"] * 2, gather=gather, end=end_job, stall_limit_s=20.0)
+        world.start()
+        return world
+
+    worlds = list(ranks.pool.map(join, range(2)))
+    if (pid := os.fork()) == 0:
+        # As atexit does in a child that ends by sys.exit().
+        try:
+            end(worlds[0])
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    for name in ("first", "second"):
+        list(ranks.pool.map(lambda world, name=name: world.rendezvous(name), worlds))
+    list(ranks.pool.map(WatchedWorld.leave, worlds))
