@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.algorithm.ledger import MegaBatch, claim_size
+from hvd_adaptive.algorithm.merge_period import capped_mega_batch
 from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.config import Config
@@ -96,6 +97,10 @@ class LogicalStrategy(LocalStrategy):
                 "%d logical ranks on %d ranks: shares and batch sizes are fixed, adaptivity is off",
                 self._num_logical, transport.world_size,
             )  # fmt: skip
+
+    def mega_batch_of(self, dataset_size: int) -> int:
+        """Returns the samples of the next round over all logical ranks, however many ranks play them."""
+        return capped_mega_batch(self._config, self._control.mega_batch, dataset_size, self._num_logical)
 
     def round_batches(
         self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats

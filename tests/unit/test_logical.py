@@ -106,6 +106,14 @@ def test_the_same_bits_for_any_number_of_ranks(optimizer: str, options: dict[str
             assert many.weight.sum() == pytest.approx(one.weight.sum(), rel=1e-12)
 
 
+def test_rounds_of_few_data_are_as_long_for_any_number_of_ranks() -> None:
+    """Where no mega-batch is set, a round has a batch of each logical rank at least."""
+    config = Config(logical_ranks=4, batch_size=32)
+    results = [LocalWorld(world_size).run(lambda t: train(t, config, num_epochs=1))[0] for world_size in (1, 2, 4)]
+    assert [record.num_samples for record in results[0]["records"]] == [125, 250, 375, 500]
+    assert results[0]["hashes"] == results[1]["hashes"] == results[2]["hashes"]
+
+
 def test_sums_in_double_precision_and_left_over_gradients() -> None:
     # In float64 the order of the additions shows; steps on some batches only leave gradients over.
     config = Config(logical_ranks=4, batch_size=25, mega_batch=500)
