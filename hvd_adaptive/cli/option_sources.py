@@ -99,7 +99,7 @@ def with_config_file(
             values = {**chosen_options(calibration, {*environment, *values, *given}), **values}
         strategy = {"strategy": Config().strategy, **environment, **values, **given}["strategy"]
         values = options_of(values, calibration, strategy=strategy, for_script=for_script)
-    return {**values, **given}
+    return merge_sources(values, given)
 
 
 def predicted_speed(path: str | None, config: Config, *, world_size: int) -> float | None:
@@ -221,13 +221,28 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
     )
 
 
+def merge_sources(*sources: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of several sources, by name; later ones win. Test data go with the data that they were named with:
+    they are left out where a later source names other data."""
+    merged: dict[str, Any] = {}
+    for source in sources:
+        if "data" in source and _place(source["data"]) != _place(merged.get("data")):
+            merged.pop("test_data", None)
+        merged.update(source)
+    return merged
+
+
+def _place(path: Any) -> Any:
+    return os.path.abspath(os.path.expanduser(path)) if isinstance(path, str) else path
+
+
 def build_configs(*sources: Mapping[str, Any]) -> tuple[Config, TrainConfig]:
-    """Builds both configurations from mappings of option names to values; later sources win. ``~`` in paths is expanded.
+    """Builds both configurations from sources of options, as :func:`merge_sources`. ``~`` in paths is expanded.
 
     Raises:
         ValueError: for an unknown name, or a value that its field refuses.
     """
-    merged = {name: value for source in sources for name, value in source.items()}
+    merged = merge_sources(*sources)
     fields = fields_of(Config, TrainConfig)
     for name in merged:
         if name not in fields:

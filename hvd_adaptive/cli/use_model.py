@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hvd_adaptive.cli.option_sources import build_configs, read_config_file, read_environment
+from hvd_adaptive.cli.option_sources import build_configs, merge_sources, read_config_file, read_environment
 from hvd_adaptive.cli.train import open_data, use_device
 from hvd_adaptive.comm.protocols import Transport, attempt
 from hvd_adaptive.xmc.data import SparseDataset
@@ -100,10 +100,10 @@ def choose_data(given: Mapping[str, Any], directory: Path) -> TrainConfig:
     """
     names = ("data", "test_data", "cache_dir", "device")
     given, variables = {name: value for name, value in given.items() if value is not None}, read_environment()
-    if "data" in given or "data" not in variables:
-        # Test data go with the data that they were named with.
+    if "data" not in variables:
+        # They are not those of the model's own data.
         variables.pop("test_data", None)
-    chosen = {**variables, **given}
+    chosen = merge_sources(variables, given)
     own = read_config_file(str(directory / "config.json")) if "data" not in chosen else {}
     _, train = build_configs(
         {name: own[name] for name in names[:-1] if name in own}, {name: chosen[name] for name in names if name in chosen}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hvd_adaptive.cli.main import main
+from hvd_adaptive.cli.main import _train_configs, main
 from hvd_adaptive.cli.option_sources import build_configs, read_config_file, read_environment, run_path
 from hvd_adaptive.cli.parser import make_parser
 from hvd_adaptive.cli.train import recorded
@@ -135,6 +135,32 @@ def test_arguments_beat_the_file_and_that_beats_the_environment(tmp_path: Path) 
         {"lr_rule": "none"},
     )
     assert (config.batch_size, config.seed, config.lr_rule, train.lr) == (32, 7, "none", 2.0)
+
+
+def test_test_data_go_with_the_data_that_they_were_named_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run would train on one data set and be scored on another."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "config.json"
+
+    def chosen(*arguments: str, command: str = "train") -> tuple[str | None, str | None]:
+        train = _train_configs(make_parser().parse_args([command, *arguments]))[1]
+        return train.data, train.test_data
+
+    a, of_file = str(tmp_path / "a"), ("--config", str(file))
+    file.write_text(json.dumps({"data": a, "test_data": "/test-of-a"}))
+    for command in ("train", "calibrate"):
+        assert chosen(*of_file, command=command) == (a, "/test-of-a")
+        assert chosen(*of_file, "--data", "b", command=command) == ("b", None)
+        assert chosen(*of_file, "--data", "b", "--test-data", "t", command=command) == ("b", "t")
+        assert chosen(*of_file, "--test-data", "t", command=command) == (a, "t")
+        # As docs/calibrate.md has it: the same data.
+        assert chosen(*of_file, "--data", "a", command=command) == ("a", "/test-of-a")
+    monkeypatch.setenv("HVD_ADAPTIVE_TEST_DATA", "/t")
+    assert chosen("--data", "b") == ("b", None)
+    monkeypatch.setenv("HVD_ADAPTIVE_DATA", "/v")
+    assert chosen() == ("/v", "/t") and chosen("--data", "b") == ("b", None) and chosen(*of_file) == (a, "/test-of-a")
+    file.write_text(json.dumps({"data": a}))
+    assert chosen(*of_file) == (a, None)
 
 
 def test_a_runs_own_configuration_can_be_read_back(tmp_path: Path) -> None:
