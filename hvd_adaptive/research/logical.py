@@ -207,7 +207,7 @@ class LogicalStrategy(LocalStrategy):
                 factor = float((weight if parameters else convex)[number])
                 # Not delta * 0: NaN times 0 is NaN.
                 delta.mul_(factor) if factor else delta.zero_()
-            if self._config.optimizer_state == "reset" or not finite[number]:
+            if self.merge.state_rule == "reset" or not finite[number]:
                 logical.optimizer = self._fresh_state()
         self._sum_in_logical_order()
         self.merge.outer.count(float(logical_stats["num_updates"].max()))

@@ -207,6 +207,31 @@ def test_a_logical_rank_that_is_not_finite_contributes_nothing(caplog: pytest.Lo
     assert caplog.text.count("had NaN or Inf") == 2
 
 
+def test_lbfgs_begins_again_at_each_merge() -> None:
+    """Its history is of another model, as on real ranks."""
+
+    def run(transport: LocalTransport) -> list[int]:
+        model = nn.Linear(6, 2)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+        session = Session(model, optimizer, Config(logical_ranks=2, batch_size=50, mega_batch=250), transport=transport)
+        num_before: dict[int, int] = {}
+        for batch in session.batches(DATA):
+
+            def loss(batch: Any = batch) -> Any:
+                optimizer.zero_grad()
+                value = nn.functional.cross_entropy(model(batch.x), batch.y)
+                value.backward()
+                return value
+
+            num_before.setdefault(session.round, optimizer.state[model.weight].get("n_iter", 0))
+            with session.step(batch):
+                optimizer.step(loss)
+        session.close()
+        return list(num_before.values())
+
+    assert LocalWorld(1).run(run) == [[0, 0]]
+
+
 def test_more_ranks_than_logical_ranks_are_refused() -> None:
     with pytest.raises(AgreedError, match=r"logical_ranks must be >= the number of ranks, got 2 < 3"):
         LocalWorld(3).run(lambda t: train(t, Config(logical_ranks=2)))
