@@ -6,6 +6,7 @@ mpi4py comes first: MPI then belongs to it, and Horovod neither initializes nor 
 from __future__ import annotations
 
 import atexit
+import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +26,9 @@ from hvd_adaptive.comm.mpi_library import check_one_mpi, hold_back_mpi
 from hvd_adaptive.comm.protocols import has_equal_hosts
 from hvd_adaptive.comm.through_host import host_route
 from hvd_adaptive.comm.watched_world import WatchedWorld
+
+# Process sets that can be added later, for which Horovod's ranks send each other a message in every cycle.
+_DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
 def start_mpi(info: LauncherInfo, *, seldom: bool = False) -> Any:
@@ -92,7 +96,13 @@ class HorovodMpiTransport(WatchedWorld):
         groups = has_equal_hosts(hosts) if groups is None else groups
         import horovod.torch as hvd
 
+        preset = os.environ.get(_DYNAMIC)
         hvd.init(process_sets="dynamic" if groups else None)
+        # Horovod has set it, and has read it; a later world of this process may be without groups.
+        if preset is None:
+            os.environ.pop(_DYNAMIC, None)
+        else:
+            os.environ[_DYNAMIC] = preset
         if hvd.size() != world_size:
             raise RuntimeError(
                 f"Horovod has {hvd.size()} ranks and MPI has {world_size}: Horovod is not using MPI. "

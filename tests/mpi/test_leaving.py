@@ -1,10 +1,15 @@
-"""A rank that has done its work leaves, also where MPI does not end."""
+"""A rank that has done its work leaves, also where MPI does not end; what follows in its process finds nothing of it."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
+
+import pytest
+
+from hvd_adaptive.comm import connect
 
 SCRIPT = """
 import time
@@ -22,3 +27,18 @@ def test_mpi_that_does_not_end_is_left(run_job: Any) -> None:
     job = run_job([sys.executable, "-c", SCRIPT], np=2)
     assert job.returncode != 0 and time.monotonic() - start < 25
     assert "Timeout (0:00:01)!" in job.stderr and "in leave_process" in job.stderr
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("preset", [None, "0", "1"])
+def test_groups_of_one_world_are_no_cost_to_the_next(preset: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "HOROVOD_DYNAMIC_PROCESS_SETS"
+    monkeypatch.delenv(name, raising=False)
+    if preset is not None:
+        monkeypatch.setenv(name, preset)
+    for groups in (True, False):
+        transport = connect(stall_limit_s=60, backend="horovod", groups=groups)
+        assert os.environ.get(name) == preset
+        if groups:
+            assert transport.split(transport.rank).world_size == 1
+        transport.close()
