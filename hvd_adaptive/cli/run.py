@@ -53,10 +53,9 @@ def run_config(
     if unknown:
         raise ValueError(f"--config {path}: {unknown_name(unknown[0], known)}")
     # A file may serve several commands; what the command line or a variable says is still checked.
-    without = LOCAL_OPTIONS if from_file.get("strategy", strategy["strategy"]) == "sync" else ()
-    if from_file.get("lr_rule") == "auto":
-        # Of train, where it follows the optimizer.
-        without = (*without, "lr_rule")
+    without = _not_chosen(from_file)
+    if from_file.get("strategy", strategy["strategy"]) == "sync":
+        without.update(LOCAL_OPTIONS)
     from_file = {name: value for name, value in from_file.items() if name not in without}
     with told_sources(given=given, path=path, in_file=from_file, variables=variables):
         config = RunConfig(**typed({**variables, **from_file, **given}, fields))
@@ -70,6 +69,20 @@ def run_config(
         _leave_out_python(options)
         _check_script(options.script, is_module=options.module)
     return config
+
+
+def _not_chosen(values: Mapping[str, Any]) -> set[str]:
+    """Returns the options of a file that have train's default where run has no such choice; or, in a run's config.json, which has
+    all of train's options, wherever run has a default of its own."""
+    has_all = values.keys() >= {name for name, item in TrainConfig.__dataclass_fields__.items() if item.default is not None}
+    own, trains = RunConfig.__dataclass_fields__, Config.__dataclass_fields__
+    # Whoever names a training's file wants its strategy.
+    return {
+        name
+        for name in (values.keys() & own.keys() & trains.keys()) - {"strategy"}
+        if values[name] == trains[name].default
+        and (has_all or (own[name].metadata["choices"] and values[name] not in own[name].metadata["choices"]))
+    }
 
 
 def _leave_out_python(options: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import re
@@ -13,11 +14,13 @@ import pytest
 from hvd_adaptive.cli.main import _train_configs, main
 from hvd_adaptive.cli.option_sources import build_configs, read_config_file, read_environment, run_path
 from hvd_adaptive.cli.parser import make_parser
+from hvd_adaptive.cli.run import run_config
 from hvd_adaptive.cli.train import recorded
 from hvd_adaptive.cli.use_model import choose_data
 from hvd_adaptive.config import Config
 from hvd_adaptive.session.resume import Identity
 from hvd_adaptive.validation import parse_slowdown
+from hvd_adaptive.wrap.run_options import RunConfig
 from hvd_adaptive.xmc.train_config import TrainConfig
 
 
@@ -169,6 +172,25 @@ def test_a_runs_own_configuration_can_be_read_back(tmp_path: Path) -> None:
     values = {**dataclasses.asdict(train), **dataclasses.asdict(config)}
     file.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
     assert build_configs(read_config_file(str(file))) == (config, train)
+
+
+@pytest.mark.parametrize("strategy", ["sync", "local"])
+def test_a_trainings_own_configuration_goes_for_a_script(tmp_path: Path, strategy: str) -> None:
+    """It has all options of train, whose defaults are for its own model."""
+    file = tmp_path / "config.json"
+
+    def of_script(**chosen: Any) -> RunConfig:
+        config, train = build_configs({"strategy": strategy, **chosen})
+        values = {**dataclasses.asdict(train), **dataclasses.asdict(config)}
+        file.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
+        return run_config(argparse.Namespace(config=str(file)), {})
+
+    assert of_script() == RunConfig(strategy=strategy)
+    chosen = {"compression": "maxmin:4", "reducer": "allreduce", "stall_limit_s": 20.0}
+    assert of_script(**chosen) == RunConfig(strategy=strategy, **chosen)
+    # A short file has only what somebody has chosen.
+    file.write_text(json.dumps({"strategy": strategy, "stall_limit_s": 60.0, "reducer": "by-host"}))
+    assert run_config(argparse.Namespace(config=str(file)), {}) == RunConfig(strategy=strategy, stall_limit_s=60.0)
 
 
 def test_a_home_directory_in_paths_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
