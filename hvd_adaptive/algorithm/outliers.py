@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 from hvd_adaptive.algorithm.statistics import Array
 
-# Norms before which none is judged.
+log = logging.getLogger(__name__)
+
+# Norms before which none is judged. As many outliers in a row are what a rank does now.
 _LEAST_COUNT = 8
 # Weight of the latest norm in a long history, the paper's.
 _LATEST = 0.02
@@ -18,16 +21,18 @@ class NormHistory:
     """What norms a rank's progress usually has: their exponential mean and variance.
 
     A norm is an outlier if it is more than ``limit`` standard deviations above the mean. The history learns an outlier as if it
-    were just at that limit. So a rank whose norms have grown for good, as after a change of the learning rate, is soon let in
-    again; the paper's learns none.
+    were just at that limit, and begins again after eight in a row. So a rank whose norms have grown for good, as after a change
+    of the learning rate, is soon let in again; the paper's learns none.
 
     Args:
         limit: standard deviations, > 0; 3 in the paper.
+        whose: whose progress it is, for the log.
     """
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, whose: str = "a rank") -> None:
         self._limit = limit
-        self._count = 0
+        self._whose = whose
+        self._count = self._num_outliers = 0
         self._mean = 0.0
         self._variance = 0.0
 
@@ -35,12 +40,24 @@ class NormHistory:
         """Returns whether a norm is an outlier, and learns it.
 
         Args:
-            norm: of the progress, finite.
-            work: updates that made it, > 0: norms are compared over its square root, as progress is partly a random walk.
+            norm: of the progress, finite. 0 does not count: beside a mean of 0 all that follows would be outliers.
+            work: updates that made it: norms are compared over its square root, as progress is partly a random walk. 0: none.
         """
+        if not norm or not work:
+            return False
         value = norm / math.sqrt(work)
         highest = self._mean + self._limit * max(math.sqrt(self._variance), _LEAST_SPREAD * self._mean)
         outlies = self._count >= _LEAST_COUNT and value > highest
+        self._num_outliers = self._num_outliers + 1 if outlies else 0
+        if self._num_outliers == _LEAST_COUNT:
+            log.warning(
+                "%s: the progress was left out as an outlier %d times in a row (outlier_limit). It is judged by its own size from "
+                "now on, and the next %d merges take it in, however large it is. If it is too large, look at the rank's data or "
+                "lower the learning rate.",
+                self._whose, _LEAST_COUNT, _LEAST_COUNT,
+            )  # fmt: skip
+            self.load_state_dict([0.0, 0.0, 0.0, 0.0])
+            return True
         self._count += 1
         share = max(1 / self._count, _LATEST)
         difference = (highest if outlies else value) - self._mean
@@ -50,12 +67,13 @@ class NormHistory:
 
     def state_dict(self) -> list[float]:
         """Returns what :meth:`load_state_dict` takes."""
-        return [float(self._count), self._mean, self._variance]
+        return [float(self._count), self._mean, self._variance, float(self._num_outliers)]
 
     def load_state_dict(self, state: list[float]) -> None:
         """Goes on from a state."""
-        count, self._mean, self._variance = state
-        self._count = int(count)
+        # Older states do not count outliers in a row.
+        count, self._mean, self._variance, num_outliers = (*state, 0.0)[:4]
+        self._count, self._num_outliers = int(count), int(num_outliers)
 
 
 def clip_factor(weights: Array, norms: Array, largest: float) -> float:

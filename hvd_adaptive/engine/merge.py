@@ -159,7 +159,9 @@ class Merge:
             OverlappedMerge, flat, self.outer, transport, config, self._forget, num_fragments=num_fragments
         )
         self.overlap: OverlappedMerge | None = overlap() if config.merge_fragments > 1 else None
-        self._history = NormHistory(config.outlier_limit) if config.outlier_limit and config.merge_fragments == 1 else None
+        self._history: NormHistory | None = None
+        if config.outlier_limit and config.merge_fragments == 1:
+            self._history = NormHistory(config.outlier_limit, f"{'rank' if config.island is None else 'island'} {transport.rank}")
         # Of who begins rounds: between two of them the model is the global one.
         self._base: BaseWatch | None = None
         self._within_round = False
@@ -234,7 +236,7 @@ class Merge:
         # What is sent beside steps is measured and weighed by its own rank, before others' statistics are there.
         if finite and self.config.measures_deltas and self.overlap is None:
             stats.delta_norm = self.flat_model.delta_norm()
-        if self._history is not None and stats.delta_norm and stats.num_updates:
+        if self._history is not None:
             stats.outlier = float(self._history.is_outlier(stats.delta_norm, stats.num_updates))
         if self.config.perturbation:
             stats.norm_per_parameter = self.flat_model.norm_per_parameter()

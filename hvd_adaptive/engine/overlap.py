@@ -97,7 +97,8 @@ class OverlappedMerge:
         for fragment in self._fragments if threaded and flat_model.device.type == "cpu" else ():
             fragment.under_way = UnderWay(threaded=True)
         for fragment in self._fragments if config.outlier_limit else ():
-            fragment.history = history or NormHistory(config.outlier_limit)
+            whose = f"rank {transport.rank}, fragment {fragment.number}"
+            fragment.history = history or NormHistory(config.outlier_limit, whose)
         # This rank's own model between rounds. One fragment has just been sent then: it is `ahead` of the global model.
         self._own: list[Tensor] | None = None
         # How far the round has come, and one over its work.

@@ -37,6 +37,22 @@ def test_norms_that_have_grown_for_good_are_let_in_again_and_the_first_ones_are_
     assert judged[20] and not any(judged[:20]) and not any(judged[60:])
 
 
+def test_a_history_begins_again_after_as_many_outliers_as_it_takes_to_judge(caplog: pytest.LogCaptureFixture) -> None:
+    history = NormHistory(3.0, "rank 2")
+    judged = [history.is_outlier(1e-9 if number < 20 else 1e-3, 1.0) for number in range(60)]
+    assert judged == 20 * [False] + 8 * [True] + 32 * [False]
+    assert caplog.text.count("rank 2: the progress was left out as an outlier 8 times in a row") == 1
+    # It is judged again, and single outliers never are enough.
+    assert [history.is_outlier(norm, 1.0) for norm in 20 * (1.0, 1e-3)] == 20 * [True, False]
+
+
+def test_norms_of_zero_and_no_work_do_not_count() -> None:
+    history = NormHistory(3.0)
+    assert not any(history.is_outlier(norm, work) for norm, work in 20 * [(0.0, 1.0), (0.0, 0.0)])
+    assert history.state_dict() == NormHistory(3.0).state_dict()
+    assert not any(history.is_outlier(1.0, 1.0) for _ in range(20))
+
+
 def test_a_history_goes_on_from_its_state() -> None:
     one, two = NormHistory(3.0), NormHistory(3.0)
     for norm in np.linspace(1, 2, 20):
@@ -108,6 +124,18 @@ def test_outlying_progress_of_a_rank_is_left_out(options: dict[str, Any], caplog
     assert caplog.text.count("ranks [1]: their progress") == num_named
     plain = LocalWorld(2).run(lambda t: drift(t, large=large, **options))
     assert not torch.allclose(plain[0]["final"], expected, atol=3.0)
+
+
+@pytest.mark.parametrize("options", KINDS[:2])
+def test_who_has_made_no_progress_yet_is_let_in(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """As a layer that is thawed later, or a warm-up that begins at a learning rate of 0."""
+
+    def large(rank: int, number: int) -> float:
+        return float(number >= 9)
+
+    ours = LocalWorld(2).run(lambda t: drift(t, large=large, outlier_limit=8.0, **options))
+    plain = LocalWorld(2).run(lambda t: drift(t, large=large, **options))
+    assert torch.equal(ours[0]["final"], plain[0]["final"]) and not caplog.text
 
 
 @pytest.mark.parametrize("options", KINDS[:2])
