@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-NUM_RANKS = ("-np", "--num-ranks")
+NUM_RANKS = ("-np", "-n", "--num-ranks")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -41,7 +41,8 @@ class Parser(argparse.ArgumentParser):
     commands: Mapping[str, argparse.ArgumentParser] = MappingProxyType({})
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"formatter_class": HelpFormatter, **options})
+        # Whoever starts ranks takes options out of the command by name: none may be abbreviated.
+        super().__init__(*args, **{"formatter_class": HelpFormatter, "allow_abbrev": False, **options})
         self._more: list[Any] = []
 
     def add_more_group(self, title: str) -> Any:
@@ -114,16 +115,17 @@ def without_options(arguments: Sequence[str], names: Sequence[str], flags: Seque
 
     Args:
         arguments: the command's.
-        names: options that take a value, as ``--name VALUE`` or ``--name=VALUE``.
+        names: options that take a value, as ``--name VALUE`` or ``--name=VALUE``, and ``-nVALUE`` where they are one letter.
         flags: options that take none.
     """
+    joined = tuple(name if len(name) == 2 else f"{name}=" for name in names)
     kept, skip = [], False
     for argument in arguments:
         if skip:
             skip = False
         elif argument in names:
             skip = True
-        elif argument not in flags and not argument.startswith(tuple(f"{name}=" for name in names)):
+        elif argument not in flags and not argument.startswith(joined):
             kept.append(argument)
     return kept
 

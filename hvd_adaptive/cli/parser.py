@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from hvd_adaptive import __version__
-from hvd_adaptive.cli.arguments import Parser
+from hvd_adaptive.cli.arguments import NUM_RANKS, Parser
 from hvd_adaptive.cli.bench import add_bench
 from hvd_adaptive.cli.calibrate_options import add_calibrate
 from hvd_adaptive.cli.doctor import add_doctor
@@ -71,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     launch = argparse.ArgumentParser(add_help=False)
     launch.add_argument(
-        "-np", "--num-ranks", type=int, metavar="N", help="start N ranks (default: those of mpirun or srun, else one)"
+        *NUM_RANKS, type=int, metavar="N", help="start N ranks (default: those of mpirun or srun, else one)"
     )
     launch.add_argument("--terminal", action="store_true", help=argparse.SUPPRESS)
     _add_train(commands, launch)
@@ -90,14 +90,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_train(commands: Any, launch: argparse.ArgumentParser) -> None:
-    # The supervisor must find its own options in the command: none may be abbreviated.
     train = commands.add_parser(
         "train",
         parents=[launch],
         help="train a model on sparse data with many labels",
         usage="hvd-adaptive train [-np N] [--data PATH] [--out DIR] [options]",
         description="Trains the model of the Adaptive SGD paper on sparse multi-label data, and writes a run directory.",
-        allow_abbrev=False,
     )
     train.add_argument("--config", metavar="FILE", help=".toml or .json of these options; a run's config.json is one")
     _add_elastic(train, "continue when ranks or hosts are lost or added; docs/elastic.md")
@@ -111,8 +109,6 @@ def _add_run(commands: Any, launch: argparse.ArgumentParser) -> None:
         help="run an existing PyTorch Horovod script, unedited; faster ranks get more of each batch",
         usage="hvd-adaptive run [-np N] [options] {script.py | -m module} [its arguments]",
         description="Runs a Horovod script. Options of run come first. At the end rank 0 says what was intercepted and gained.",
-        # argparse would look for them among the script's own options, too.
-        allow_abbrev=False,
     )
     run.add_argument("--config", metavar="FILE", help=".toml or .json of options of run and train")
     elastic = _add_elastic(run, "start the script again when ranks or hosts are lost or added; docs/elastic.md")

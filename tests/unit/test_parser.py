@@ -19,12 +19,15 @@ from hvd_adaptive.cli.parser import make_parser
         (["trian"], "did you mean train?; hvd-adaptive --help shows what there is"),
         (["train", "--batchsize", "3"], "unknown arguments --batchsize 3: did you mean --batch-size"),
         (["train", "--epoch=3"], "unknown arguments --epoch=3: did you mean --epochs"),
-        (["train", "-np", "x"], "argument -np/--num-ranks: invalid int value: 'x'; hvd-adaptive train --help-all shows"),
+        (["train", "-np", "x"], "argument -np/-n/--num-ranks: invalid int value: 'x'; hvd-adaptive train --help-all shows"),
         (["report"], "the following arguments are required: RUN_DIR; hvd-adaptive report --help shows"),
-        (["submit", "--node", "x"], "argument --nodes: invalid int value: 'x'; hvd-adaptive submit --help shows"),
+        (["submit", "--nodes", "x"], "argument --nodes: invalid int value: 'x'; hvd-adaptive submit --help shows"),
         (["submit", "--partitoin", "a", "--", "train"], "unknown arguments --partitoin a: did you mean --partition"),
         (["calibrate", "-np", "2", "own.py"], "takes no script. hvd-adaptive run own.py starts a Horovod script"),
         (["calibrate", "own.py", "--learn", "2"], "run --dry-run own.py says what unequal shares would gain"),
+        (["evaluate", "--num-r", "4", "runs/a"], "unknown arguments --num-r"),
+        (["submit", "--node", "2", "--", "train"], "unknown arguments --node 2: did you mean --nodes"),
+        (["submit", "--", "train", "-n", "2"], "submit: leave -np out"),
         (["predict", "runs/a", "zzz"], "unknown arguments zzz; hvd-adaptive predict --help shows"),
     ],
 )
@@ -63,6 +66,20 @@ def test_what_ranks_would_find_is_found_before_they_start(
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert said.startswith("hvd-adaptive: error: ") and message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", ["-n 4", "-n4", "-np 4", "-np=4", "--num-ranks 4"])
+@pytest.mark.parametrize("before", ["train", "calibrate", "run", "evaluate", "predict a", "bench comm"])
+def test_the_ranks_do_not_get_the_number_of_ranks(before: str, number: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would start ranks themselves. -n is what mpirun and srun call it."""
+    after = {"run": [__file__, "-n", "5"], "evaluate": ["a"]}.get(before, [])
+    started: list[Any] = []
+    monkeypatch.setattr("hvd_adaptive.cli.main.relaunch", lambda *given, **_: started.append(given) or 0)
+    assert main([*before.split(), *number.split(), *after]) == 0
+    ((num_ranks, argv),) = started
+    assert num_ranks == 4 and make_parser().parse_args(argv).num_ranks is None
+    expected = [*before.split(), *after]
+    assert argv[: len(expected)] == expected
 
 
 def test_one_of_many_ranks_speaks(
