@@ -39,7 +39,7 @@ from hvd_adaptive.engine.flat_model import FlatModel
 from hvd_adaptive.engine.merge_rule import make_merge_rule
 from hvd_adaptive.engine.model_fragments import cut_model, fragments_beside_steps
 from hvd_adaptive.engine.overlap import OverlappedMerge
-from hvd_adaptive.engine.rank_warnings import warn_of_broken, warn_of_copies, warn_of_outliers
+from hvd_adaptive.engine.rank_warnings import BrokenRounds, warn_of_broken, warn_of_copies, warn_of_outliers
 from hvd_adaptive.engine.row_merge import RowMerge
 from hvd_adaptive.engine.shards import local, local_state, sharded_state
 from hvd_adaptive.engine.touched_rows import mark_rows, sparse_parameters
@@ -47,9 +47,6 @@ from hvd_adaptive.exchange.codec_choice import chosen_codec
 from hvd_adaptive.exchange.compressed import CompressedSum
 
 log = logging.getLogger(__name__)
-
-# Rounds in a row in which a rank loses all its work to NaN or Inf, after which the job ends.
-_MOST_BROKEN = 10
 
 
 @dataclass(slots=True)
@@ -172,7 +169,7 @@ class Merge:
             # Already now, so that memory that is too small is found at the start.
             self._beside_steps = overlap(history=self._history, threaded=beside_steps)
         self.num_rows = 0
-        self._num_broken = np.zeros(1)
+        self._broken = BrokenRounds("ranks" if config.island is None else "islands")
         self.who = "ranks" if transport.rank == 0 else None
 
     @staticmethod
@@ -275,7 +272,7 @@ class Merge:
         """
         start = time.perf_counter()
         finite = (gathered["finite"] > 0) | (False if present is None else ~present)
-        self._count_broken(finite, gathered["num_updates"] > 0)
+        self._broken.count(finite, gathered["num_updates"] > 0)
         flat, rank = self.flat_model, self._transport.rank
         convex = weights / weights.sum()
         if self._base is not None and not self._base.settle_(gathered["base"], who=self.who):
@@ -308,18 +305,6 @@ class Merge:
         if self.who is not None:
             warn_of_broken(finite, self.who)
             warn_of_outliers((gathered["outlier"] > 0) & (weights == 0), who=self.who)
-
-    def _count_broken(self, finite: NDArray[np.bool_], works: NDArray[np.bool_]) -> None:
-        """Raises AgreedError if a rank has lost all its work for too long; rounds in which it had none do not count."""
-        before = self._num_broken if len(self._num_broken) == len(finite) else np.zeros(len(finite))
-        self._num_broken = np.where(finite & works, 0, before + ~finite)
-        if (self._num_broken >= _MOST_BROKEN).any():
-            what = "ranks" if self.config.island is None else "islands"
-            broken = np.flatnonzero(self._num_broken >= _MOST_BROKEN).tolist()
-            raise AgreedError(
-                f"{what} {broken} had NaN or Inf in their parameters in {_MOST_BROKEN} rounds in a row, so that nothing they "
-                "computed was merged: look at their data and devices, or lower the learning rate"
-            )
 
     def _merge_state(self, gathered: Gathered, weight: float, *, everyone: bool) -> None:
         averages = self.state_rule == "average" and everyone

@@ -1,4 +1,4 @@
-"""What is said of ranks whose progress a merge leaves out, and of optimizers that undo merges."""
+"""What is said of ranks whose progress a merge leaves out, when that ends the job, and of optimizers that undo merges."""
 
 from __future__ import annotations
 
@@ -7,7 +7,43 @@ import logging
 import numpy as np
 from numpy.typing import NDArray
 
+from hvd_adaptive.comm.protocols import AgreedError
+
 log = logging.getLogger(__name__)
+
+# Rounds in a row in which a rank loses all its work to NaN or Inf, after which the job ends.
+_MOST_BROKEN = 10
+
+
+class BrokenRounds:
+    """Counts the rounds in a row in which each rank has lost all its work to NaN or Inf.
+
+    Args:
+        who: what the error calls the ranks.
+    """
+
+    def __init__(self, who: str = "ranks") -> None:
+        self._who = who
+        self._counts = np.zeros(1)
+
+    def count(self, finite: NDArray[np.bool_], works: NDArray[np.bool_]) -> None:
+        """Counts a round, the same on every rank.
+
+        Args:
+            finite: whether a rank's parameters are, shape (world_size,).
+            works: whether it made updates, shape (world_size,): a round without them ends no count.
+
+        Raises:
+            AgreedError: on all ranks, if a rank has lost its work in ten rounds in a row.
+        """
+        before = self._counts if len(self._counts) == len(finite) else np.zeros(len(finite))
+        self._counts = np.where(finite & works, 0, before + ~finite)
+        if (self._counts >= _MOST_BROKEN).any():
+            raise AgreedError(
+                f"{self._who} {np.flatnonzero(self._counts >= _MOST_BROKEN).tolist()} had NaN or Inf in their parameters in "
+                f"{_MOST_BROKEN} rounds in a row, so that nothing they computed was merged: look at their data and devices, or "
+                "lower the learning rate"
+            )
 
 
 def warn_of_broken(finite: NDArray[np.bool_], who: str = "ranks") -> None:

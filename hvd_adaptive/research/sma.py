@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Iterator
@@ -16,9 +17,10 @@ from hvd_adaptive.algorithm.outer_step import OuterStep
 from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.config import Config
+from hvd_adaptive.engine import optimizer_state
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.flat_model import FlatModel
-from hvd_adaptive.engine.rank_warnings import warn_of_broken
+from hvd_adaptive.engine.rank_warnings import BrokenRounds, warn_of_broken
 from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.strategies.synchronous import FixedWorkStrategy
@@ -30,12 +32,14 @@ class SmaStrategy(FixedWorkStrategy):
     """Replicas that train by themselves and are pulled towards a central average model z after every round.
 
     The paper's Algorithm 1: c_i = alpha (w_i - z); w_i -= c_i; z += sum c_i + mu (z - z_previous); alpha = 1 / k for k
-    learners, mu = ``outer_momentum``. When the learning rate is lowered, all replicas start again from z.
+    learners, mu = ``outer_momentum``. When the learning rate is lowered, all replicas start again from z: at the end of a round
+    whose last step has at most half of the highest rate since they did so before, schedule and ``lr_decay`` included.
 
     Deviations: a rank is one learner; a round of tau steps stands between two corrections, as the paper's released code has it
     with its synchronisation frequency; c_i takes w_i after the round's last step (the paper: before it). Batch
     normalization's buffers are averaged, and the last batches of a round are padded from its beginning. A replica that is
-    not finite contributes nothing and starts again from z. The momentum starts anew with the replicas.
+    not finite contributes nothing and starts again from z, with a new optimizer state. The momentum starts anew with the
+    replicas.
 
     Between rounds the model is z, so that evaluation and saving see it; a replica waits in a copy. Construction is COLLECTIVE.
 
@@ -51,7 +55,9 @@ class SmaStrategy(FixedWorkStrategy):
         self._outer = self._new_outer()
         self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
         self._replica: list[Tensor] | None = None
-        self._lr = self._learning_rate()
+        self._lr = 0.0
+        self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
+        self._broken = BrokenRounds("replicas")
 
     def round_batches(
         self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats
@@ -67,13 +73,13 @@ class SmaStrategy(FixedWorkStrategy):
         """Corrects the replicas and moves the average model. COLLECTIVE.
 
         Args:
-            stats: this rank's round; gets the seconds of waiting, control and merge.
+            stats: this rank's round, with the learning rate of its last step; gets the seconds of waiting, control and merge.
 
         Returns:
             The statistics of all ranks, each rank's alpha, and the bytes this rank sent.
 
         Raises:
-            AgreedError: on all ranks, if no rank's parameters are finite.
+            AgreedError: on all ranks, if no rank's parameters are finite, or one's were not in ten rounds in a row.
         """
         start = time.perf_counter()
         stats.finite = float(self.flat_model.compute_delta())
@@ -91,14 +97,19 @@ class SmaStrategy(FixedWorkStrategy):
             )
         alpha = self._config.sma_alpha if self._config.sma_alpha is not None else 1.0 / finite.sum()
         weight = np.where(finite, alpha, 0.0)
-        lr = self._learning_rate()
-        restart = bool(self._transport.allgather_stats(np.array([float(lr < self._lr)])).any())
-        self._lr = lr
+        self._broken.count(finite, gathered["num_updates"] > 0)
+        lr = float(gathered["lr"].min())
+        # A schedule that moves with every batch is no restart in every round.
+        restart = 0 < lr <= self._lr / 2
+        self._lr = lr if restart else max(lr, self._lr)
         stats.control_s = time.perf_counter() - start
 
         start = time.perf_counter()
         rank = self._transport.rank
         self._replica = None if restart or not finite[rank] else self._corrected(alpha)
+        if not finite[rank]:
+            # NaN in its momentum would break each later round.
+            optimizer_state.reset_(self.optimizer, self._initial_state)
         self.flat_model.merge_(
             self._outer, weight=float(weight[rank]), buffer_weight=float(finite[rank] / finite.sum())
         )
@@ -106,7 +117,7 @@ class SmaStrategy(FixedWorkStrategy):
             self._outer = self._new_outer()
         if rank == 0:
             if restart:
-                log.info("the learning rate was lowered: all replicas start again from the average model")
+                log.info("the learning rate has fallen to half or less: all replicas start again from the average model")
             warn_of_broken(finite, "replicas")
         stats.merge_s += time.perf_counter() - start
         return gathered, weight, self.flat_model.payload_bytes
@@ -136,6 +147,3 @@ class SmaStrategy(FixedWorkStrategy):
 
     def _new_outer(self) -> OuterStep:
         return OuterStep("momentum", momentum=self._config.momentum_of_merges)
-
-    def _learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0].get("lr") or 0.0)

@@ -52,6 +52,7 @@ def drift(
         with torch.no_grad():
             model.weight += progress_of(transport.rank, number).view(3, 4)
         change(transport.rank, number, strategy, model)
+        stats.lr = strategy.optimizer.param_groups[0]["lr"]
         _, weight, _ = strategy.end_round(stats)
         centres.append(model.weight.detach().view(-1).clone())
     return {"starts": starts, "centres": centres, "weight": weight}
@@ -90,6 +91,74 @@ def test_a_lower_learning_rate_starts_all_replicas_again() -> None:
         # Without a velocity left over: the average moves by the corrections alone.
         change = sum(progress_of(rank, 3) for rank in range(2)) / 2
         assert torch.allclose(result["centres"][3] - result["centres"][2], change, rtol=1e-9)
+
+
+def test_a_learning_rate_that_falls_slowly_starts_replicas_again_at_each_half() -> None:
+    def lower(rank: int, number: int, strategy: SmaStrategy, model: nn.Linear) -> None:
+        strategy.optimizer.param_groups[0]["lr"] = 0.1 * 0.7**number
+
+    for result in LocalWorld(2).run(lambda t: drift(t, lower)):
+        again = [torch.equal(start, centre) for start, centre in zip(result["starts"][1:], result["centres"], strict=False)]
+        assert again == [False, False, True, False]
+
+
+def train(
+    transport: Transport,
+    config: Config,
+    *,
+    lose: Callable[[int, int], bool] = lambda rank, round_number: False,
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+) -> dict[str, list[list[float]]]:
+    """Three epochs of 15 rounds: which replicas were finite after each, and whether all started again.
+
+    Args:
+        transport: the world.
+        config: with rounds of 20 samples.
+        lose: whether a rank's losses of a round are NaN.
+        schedule: makes a scheduler that steps with every batch.
+    """
+    model = nn.Linear(6, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = None if schedule is None else schedule(optimizer)
+    session = Session(model, optimizer, config, transport=transport)
+    finite: list[list[float]] = []
+    again: list[bool] = []
+    session.records.append(lambda record: finite.append(record.stats["finite"].tolist()))
+    session.records.append(lambda record: again.append(session._strategy._replica is None))
+    for batch in session.batches(DATA, num_epochs=3):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(batch.x), batch.y)
+            (loss * (float("nan") if lose(transport.rank, session.round) else 1.0)).backward()
+            session.optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    session.close()
+    return {"finite": finite, "again": again}
+
+
+def test_momentum_that_is_not_finite_breaks_one_round_and_a_rank_that_stays_broken_ends_the_job() -> None:
+    config = Config(strategy="sma", batch_size=10, mega_batch=20)
+    once = LocalWorld(2).run(lambda t: train(t, config, lose=lambda rank, number: rank == 1 and number == 4))[0]
+    assert [number for number, finite in enumerate(once["finite"]) if finite != [1.0, 1.0]] == [4]
+    with pytest.raises(AgreedError, match=r"replicas \[1\] had NaN or Inf in their parameters in 10 rounds in a row"):
+        LocalWorld(2).run(lambda t: train(t, config, lose=lambda rank, number: rank == 1))
+
+
+def test_schedules_and_decays_start_replicas_again_at_each_half() -> None:
+    """A scheduler that steps with every batch has lowered the rate in every round."""
+    steps = 3 * 15
+    cosine = LocalWorld(2).run(
+        lambda t: train(
+            t,
+            Config(strategy="sma", batch_size=10, mega_batch=20),
+            schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=0.02),
+        )
+    )[0]["again"]
+    assert sum(cosine) == 2 and cosine.index(True) > steps // 3
+    decay = Config(strategy="sma", batch_size=10, mega_batch=20, lr_decay=1.0)
+    # Rates of 1, 1/2 and 1/3.
+    assert [n for n, again in enumerate(LocalWorld(2).run(lambda t: train(t, decay))[0]["again"]) if again] == [15]
 
 
 def test_a_replica_that_is_not_finite_starts_again(caplog: pytest.LogCaptureFixture) -> None:
