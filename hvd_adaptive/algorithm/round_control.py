@@ -23,6 +23,7 @@ from hvd_adaptive.algorithm.merge_period import (
 from hvd_adaptive.algorithm.merge_weights import merge_weights
 from hvd_adaptive.algorithm.speed_model import Damping, SpeedModel
 from hvd_adaptive.algorithm.statistics import Array, Gathered
+from hvd_adaptive.algorithm.world_scale import planned_mega_batch
 from hvd_adaptive.config import Config
 
 log = logging.getLogger(__name__)
@@ -101,9 +102,8 @@ class RoundControl:
         self.ceilings = np.full(world_size, np.inf)
         self._speed_model = SpeedModel(world_size)
         self._damping = Damping(world_size)
-        self._period = MergePeriod(
-            config.merge_period or "fixed", start=config.mega_batch_samples, share=config.merge_share
-        )
+        self._planned = planned_mega_batch(config, world_size)
+        self._period = MergePeriod(config.merge_period or "fixed", start=self._planned, share=config.merge_share)
         self.merges = config.merges_per_round or 1
         if merges_from is not None and self.merges > 1:
             self.merges = 1
@@ -229,7 +229,7 @@ class RoundControl:
             self._num_updates += float(num_updates.max())
             if self._merges_from is not None:
                 may = self._num_updates >= self._merges_from and self.takes_whole_batches
-                planned = max(self.mega_batch, config.mega_batch_samples)
+                planned = max(self.mega_batch, self._planned)
                 fits = self._most_merges(min(planned, max(1, dataset_size // LEAST_MERGES_AN_EPOCH))) > 1
                 self.merges = (config.merges_per_round or 1) if self._merges_take_long and may and fits else 1
             part = part_of_short_rounds(num_updates, config, merges=self.merges)
@@ -246,10 +246,10 @@ class RoundControl:
             # Rounds with several hide what merges take.
             self._merge_s.append(float(stats["merge_s"].max()))
         if self.merges == 1:
-            self._merges_take_long = self.mega_batch > _LONG_ROUNDS * part * config.mega_batch_samples
+            self._merges_take_long = self.mega_batch > _LONG_ROUNDS * part * self._planned
         self._num_samples, self._train_s = record.num_samples, record.train_s
         taken = self._period.communication_share
-        at_limit = self.mega_batch >= max(config.mega_batch_samples, dataset_size // LEAST_MERGES_AN_EPOCH)
+        at_limit = self.mega_batch >= max(self._planned, dataset_size // LEAST_MERGES_AN_EPOCH)
         # One rank has no link, and no round is longer than an epoch.
         helps = len(self.ceilings) > 1 and self.mega_batch < dataset_size
         if config.merge_period == "auto" and at_limit and helps and taken > 2 * config.merge_share:

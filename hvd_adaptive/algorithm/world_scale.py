@@ -20,7 +20,8 @@ from hvd_adaptive.config import Config
 def scaled_config(config: Config, world_size: int) -> Config:
     """Returns the configuration that ``config`` means for this many ranks; itself where it names no ``reference_ranks``.
 
-    Batch sizes are rounded to whole samples, or micro-batches, at least 1; with strategy ``sync`` the total stays exact.
+    Batch sizes are rounded to whole samples, or micro-batches, at least 1; with strategy ``sync`` the total stays exact. A
+    mega-batch that is not set stays so, as the rules for it differ: :func:`planned_mega_batch` knows of its scale.
 
     Args:
         config: as the user gave it.
@@ -35,7 +36,7 @@ def scaled_config(config: Config, world_size: int) -> Config:
         growth = world_size / reference
         fixed = config.global_batch_size
         changes = {
-            "mega_batch": multiple(config.mega_batch_samples * growth, 1),
+            "mega_batch": None if config.mega_batch is None else multiple(config.mega_batch * growth, 1),
             "global_batch_size": None if fixed is None else multiple(fixed * growth, unit),
         }
     else:
@@ -49,7 +50,6 @@ def scaled_config(config: Config, world_size: int) -> Config:
             "batch_size_step": config.batch_size_step_samples * ratio,
             # A rank's learning rate follows its batch, but not through a change that all ranks share.
             "reference_batch_size": multiple((config.reference_batch_size or config.batch_size) * ratio, 1),
-            "mega_batch": config.mega_batch_samples,
             "global_batch_size": config.global_batch_size or config.batch_size * reference,
         }
     if config.strategy == "sync":
@@ -57,6 +57,19 @@ def scaled_config(config: Config, world_size: int) -> Config:
         changes = {n: v for n, v in changes.items() if n not in ("min_batch_size", "max_batch_size") or getattr(config, n)}
     changes = {name: value for name, value in changes.items() if has_effect(config, name)}
     return dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+
+
+def planned_mega_batch(config: Config, world_size: int) -> int:
+    """Returns the samples between two merges over all ranks, for data that are large enough: as many steps of all ranks as
+    ``reference_ranks`` make.
+
+    Args:
+        config: scaled.
+        world_size: number of ranks, >= 1.
+    """
+    if config.mega_batch is not None or config.reference_ranks is None:
+        return config.mega_batch_samples
+    return multiple(config.mega_batch_samples * world_size / config.reference_ranks, 1)
 
 
 def global_batch_size(config: Config, world_size: int) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_adaptive.algorithm.merge_period import capped_mega_batch
-from hvd_adaptive.algorithm.world_scale import lr_factor
+from hvd_adaptive.algorithm.world_scale import lr_factor, planned_mega_batch
 from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
@@ -122,8 +122,8 @@ class FixedWorkStrategy:
 
     def mega_batch_of(self, dataset_size: int) -> int:
         """Returns the samples of a round over all ranks."""
-        config = self._config
-        return capped_mega_batch(config, config.mega_batch_samples, dataset_size, self._transport.world_size)
+        config, world_size = self._config, self._transport.world_size
+        return capped_mega_batch(config, planned_mega_batch(config, world_size), dataset_size, world_size)
 
     def warm_up(self, active: bool) -> None:
         """Batches keep their size; only the learning rate warms up."""

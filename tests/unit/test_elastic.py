@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hvd_adaptive.algorithm.world_scale import lr_factor, scaled_config
+from hvd_adaptive.algorithm.world_scale import lr_factor, planned_mega_batch, scaled_config
 from hvd_adaptive.cli.main import main
 from hvd_adaptive.cli.option_sources import read_environment
 from hvd_adaptive.cli.run import run_config
@@ -182,7 +183,8 @@ def test_a_fixed_total_batch_keeps_learning_rate_and_steps() -> None:
         scaled = scaled_config(config, ranks)
         assert scaled.batch_size * ranks == 64 * 4
         assert scaled.reference_batch_size == scaled.batch_size and lr_factor(config, ranks) == 1
-        assert scaled.mega_batch_samples == config.mega_batch_samples
+        assert scaled.mega_batch is None and planned_mega_batch(scaled, ranks) == planned_mega_batch(config, 4) == 3200
+        assert planned_mega_batch(scaled_config(dataclasses.replace(config, mega_batch=700), ranks), ranks) == 700
         low, high = scaled.batch_size_bounds
         assert (low * ranks, high * ranks) == (8 * 4, 64 * 4)
         assert scaled.batch_size_step_samples == pytest.approx(config.batch_size_step_samples * 4 / ranks)
@@ -204,7 +206,8 @@ def test_a_fixed_batch_a_rank_scales_the_learning_rate_of_synchronous_steps() ->
     for strategy, factor in (("local", 1.0), ("sma", 1.0), ("sync", 0.5), ("horovod", 0.5)):
         config = Config(strategy=strategy, batch_size=64, reference_ranks=4, elastic_batch="fixed-per-rank")
         scaled = scaled_config(config, 2)
-        assert (scaled.batch_size, scaled.mega_batch_samples) == (64, 1600)
+        assert (scaled.batch_size, scaled.mega_batch, planned_mega_batch(scaled, 2)) == (64, None, 1600)
+        assert scaled_config(dataclasses.replace(config, mega_batch=700), 2).mega_batch == 350
         assert lr_factor(config, 2) == lr_factor(scaled, 2) == factor
     config = Config(strategy="sync", global_batch_size=100, reference_ranks=4, elastic_batch="fixed-per-rank")
     assert scaled_config(config, 3).global_batch_size == 75

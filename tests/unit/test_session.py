@@ -27,6 +27,7 @@ from hvd_adaptive.engine.optimizers import LazyAdam, LazyMomentum, RowwiseAdagra
 from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.session.checkpointer import Checkpointer
 from hvd_adaptive.session.session import Session
+from hvd_adaptive.session.strategy_names import make_strategy
 from hvd_adaptive.strategies.local import LocalStrategy
 
 NUM_SAMPLES = 500
@@ -737,6 +738,27 @@ def test_lazy_modules_are_told_to_run_first() -> None:
     model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
     with pytest.raises(ValueError, match=r"lazy modules have no shape yet, the first is 0\.weight: run one forward pass"):
         Session(model, torch.optim.SGD(model.parameters(), lr=0.1), Config())
+
+
+@pytest.mark.parametrize("strategy", ["local", "sma", "sync"])
+@pytest.mark.parametrize(("elastic_batch", "growth"), [("fixed-global", 1.0), ("fixed-per-rank", 0.5)])
+def test_rounds_that_were_not_set_are_as_long_for_fewer_ranks_than_the_reference(
+    strategy: str, elastic_batch: str, growth: float
+) -> None:
+    """So a job that loses ranks merges as often as before."""
+    config = Config(strategy=strategy, batch_size=16, reference_ranks=4, elastic_batch=elastic_batch)
+
+    def mega_batches(transport: LocalTransport, make: Any) -> tuple[list[int], int]:
+        model = make_model()
+        made = make_strategy(model, make(model.parameters(), lr=0.1), config, transport)
+        return [made.mega_batch_of(size) for size in (0, 800, 10**6)], made.round_unit
+
+    for make in (torch.optim.SGD, torch.optim.AdamW):
+        whole, fewer = (LocalWorld(count).run(lambda t: mega_batches(t, make))[0] for count in (4, 2))  # noqa: B023
+        assert whole[0] == ([64, 100, 800] if make is torch.optim.SGD or strategy != "local" else [320] * 3)
+        # However long they are, few data have eight of them.
+        expected = [100 if size == 100 else growth * size for size in whole[0]]
+        assert fewer == (expected, growth * whole[1]) and whole[1] == 64
 
 
 def test_lbfgs_forgets_what_it_knew_of_another_model() -> None:
