@@ -265,6 +265,7 @@ class RoundControl:
     def state_dict(self) -> dict[str, Any]:
         """Returns what :meth:`load_state_dict` takes; the same on every rank."""
         return {
+            "batch_size": self._config.batch_size,
             "ceilings": self.ceilings.copy(),
             "speed_model": self._speed_model.state_dict(),
             "damping": self._damping.state_dict(),
@@ -282,3 +283,15 @@ class RoundControl:
             self.ceilings = np.array(state["ceilings"], dtype=np.float64)
             self._speed_model.load_state_dict(state["speed_model"])
             self._damping.load_state_dict(state["damping"])
+
+    def resumed_batch_sizes(self, sizes: Array, state: dict[str, Any]) -> Array:
+        """Returns the batch sizes that saved ones are here, where another ``reference_ranks`` may have changed all of them.
+
+        Args:
+            sizes: of as many ranks, when ``state`` was saved.
+            state: which this control has loaded.
+        """
+        if state["batch_size"] == self._config.batch_size:
+            return sizes.copy()
+        scaled = np.clip(sizes * self._config.batch_size / state["batch_size"], *self._config.batch_size_bounds)
+        return np.minimum(scaled, self.ceilings)

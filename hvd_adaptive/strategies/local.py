@@ -384,10 +384,10 @@ class LocalStrategy:
 
     def _load_shared(self, shared: dict[str, Any], *, world_size: int) -> None:
         self.merge.load_shared(shared)
-        if world_size == self._transport.world_size:
-            self._sizes, self._shares = shared["batch_sizes"].copy(), shared["shares"].copy()
-            self._warming_up = shared["warming_up"]
         self._control.load_state_dict(shared["control"])
+        if world_size == self._transport.world_size:
+            self._sizes = self._control.resumed_batch_sizes(shared["batch_sizes"], shared["control"])
+            self._shares, self._warming_up = shared["shares"].copy(), shared["warming_up"]
 
     def _rebalance(self, gathered: Gathered) -> None:
         self._shares = speed_shares(gathered["work"], gathered["busy_s"])

@@ -210,6 +210,29 @@ def test_another_number_of_ranks_consumes_every_sample_once(
     assert sorted(seeded) == [(rank, 5) for rank in range(before, after)]
 
 
+def test_another_reference_scales_the_batch_sizes_that_were_saved(tmp_path: Path) -> None:
+    """As in a fresh run, whose learning rate is for the new size."""
+    rates: list[float] = []
+
+    def watch(session: Session) -> None:
+        session.optimizer.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+
+    def go_on(num_epochs: int, **options: Any) -> set[float]:
+        rates.clear()
+        sgd = lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)  # noqa: E731
+        config = Config(batch_size=16, mega_batch=150, **options)
+        results = run(2, tmp_path, num_epochs=num_epochs, config=config, optimizer=sgd, on_start=watch, resume=num_epochs > 1)
+        return {float(size) for record in results[0]["records"] for size in record.stats["batch_size"]}
+
+    for num_epochs, options, size in (
+        (1, {}, 16), (2, {"reference_ranks": 4}, 32), (3, {"reference_ranks": 4, "elastic_batch": "fixed-per-rank"}, 16),
+        (4, {"reference_ranks": 3}, 24), (5, {"reference_ranks": 2}, 16),
+    ):  # fmt: skip
+        assert go_on(num_epochs, **options) == {size}
+        # A round's last batch may be a sixteenth larger.
+        assert 0.1 <= max(rates) < 0.107
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

@@ -382,6 +382,18 @@ def test_proportional_sizes_count_work_in_its_own_unit() -> None:
     assert sizes == pytest.approx([32, 96], rel=0.05)
 
 
+def test_saved_batch_sizes_are_scaled_to_this_batch_size_within_its_bounds() -> None:
+    state = RoundControl(Config(batch_size=32, batch_size_rule="paper"), world_size=3, speaks=False).state_dict()
+    sizes = np.array([4.0, 20.0, 32.0])
+    same = RoundControl(Config(batch_size=32, batch_size_rule="paper"), world_size=3, speaks=False)
+    assert same.resumed_batch_sizes(sizes, state).tolist() == [4, 20, 32]
+    small = RoundControl(Config(batch_size=4, min_batch_size=1, batch_size_rule="paper"), world_size=3, speaks=False)
+    assert small.resumed_batch_sizes(sizes, state).tolist() == [1, 2.5, 4]
+    large = RoundControl(Config(batch_size=64, batch_size_rule="paper"), world_size=3, speaks=False)
+    large.load_state_dict({**state, "ceilings": np.array([np.inf, np.inf, 48.0])})
+    assert large.resumed_batch_sizes(sizes, state).tolist() == [8, 40, 48]
+
+
 def test_a_ceiling_bounds_one_rank_and_the_others_take_what_it_leaves() -> None:
     control = RoundControl(Config(batch_size=64, batch_size_rule="proportional"), world_size=3, speaks=False)
     gathered = statistics(
