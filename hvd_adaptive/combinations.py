@@ -192,6 +192,19 @@ def goes_with_dual_averaging(config: Any) -> bool:
     return all(getattr(config, name) in allowed for name, allowed in _DUAL_NEEDS.items())
 
 
+def check_reference(config: Any) -> None:
+    """Raises ValueError for ``elastic_batch`` without ``reference_ranks``; not on construction, as --elastic tells it the ranks.
+
+    Args:
+        config: a valid :class:`hvd_adaptive.Config`, of a rank.
+    """
+    if config.elastic_batch != "fixed-global" and config.reference_ranks is None:
+        raise ValueError(
+            f"elastic_batch {config.elastic_batch!r} needs reference_ranks, the number of ranks that batch_size and the learning "
+            "rate are meant for, got none: it would have no effect"
+        )
+
+
 def check_elastic(config: Any) -> None:
     """Raises ValueError for options that do not go with ``--elastic``.
 

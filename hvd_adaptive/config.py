@@ -49,11 +49,13 @@ class Config:
     )
     batch_size: int = option(64, "samples in a rank's batch, at the start")
     min_batch_size: int | None = option(
-        None, "smallest batch of a rank, samples (default: batch_size / 8, as in the paper)"
+        None, "smallest batch of a rank, samples (default: batch_size / 8, as in the paper)",
+        strategy=("local", "sync"),
     )
     max_batch_size: int | None = option(
         None,
         "largest batch, a round's last: 1/16 more; samples (default: batch_size; proportional: 8 x)",
+        strategy=("local", "sync"),
     )
     mega_batch: int | None = option(
         None, "samples over all ranks between two merges (default: 50 batches, at most 1/8 of the data)"

@@ -20,8 +20,8 @@ TABLE = "calibration"
 LOCAL_ONLY = ("min_batch_size", "max_batch_size")
 # What is chosen by the predicted time, unless one of them is given by hand.
 BY_CHOICE = frozenset({"strategy", "compression", "merge_fragments"})
-# Strategies that take a step in micro-batches.
-_MICRO_BATCHES = ("local", "sync")
+# Strategies whose batches have bounds, and that take a step in micro-batches.
+_BOUNDED = ("local", "sync")
 # Memory is never used to its last byte: fragments, and batches heavier than the measured ones.
 MEMORY_PART = 0.8
 Table = TypeVar("Table")
@@ -278,7 +278,7 @@ def options_of(
     values: Mapping[str, Any], calibration: Calibration, *, strategy: str, for_script: bool = False
 ) -> dict[str, Any]:
     """Returns the options of a calibration's file that are meant for a strategy; of bounds on the batch size, for another than
-    ``local``, only the one that every rank's memory sets.
+    ``local``, at most the one that every rank's memory sets.
 
     Args:
         values: the options in the file.
@@ -294,10 +294,10 @@ def options_of(
     if strategy == "local":
         return dict(values)
     kept = {name: value for name, value in values.items() if name not in LOCAL_ONLY}
-    if kept.get("micro_batch_size") is not None:
-        # These fit into memory, as many as you like.
-        return {name: value for name, value in kept.items() if name != "micro_batch_size" or strategy in _MICRO_BATCHES}
-    return {**kept, **by_memory}
+    if strategy not in _BOUNDED:
+        return {name: value for name, value in kept.items() if name != "micro_batch_size"}
+    # Micro-batches fit into memory, as many as you like.
+    return kept if kept.get("micro_batch_size") is not None else {**kept, **by_memory}
 
 
 def write_file(path: Path, options: Mapping[str, Any], calibration: Calibration, *, comment: str) -> None:

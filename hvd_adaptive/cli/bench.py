@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvd_adaptive import __version__
+from hvd_adaptive.cli.option_sources import world_config
 from hvd_adaptive.config import Config
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ def bench_comm(options: argparse.Namespace, transport: Transport) -> None:
     Raises:
         AgreedError: on all ranks, for bad options, or if the file cannot be written.
     """
+    import torch
+
     from hvd_adaptive.comm.protocols import AgreedError, agree
     from hvd_adaptive.doctor.link_speed import METHODS, measure_link
 
@@ -70,6 +73,8 @@ def bench_comm(options: argparse.Namespace, transport: Transport) -> None:
             raise ValueError(
                 "bench comm measures Horovod's link: start it by -np, mpirun, horovodrun or srun, without backend 'torch'"
             )
+        if (threads := world_config(options).compute_threads) is not None:
+            torch.set_num_threads(threads)
         if transport.world_size < 2:
             raise ValueError("bench comm needs 2 ranks or more: use -np 2, or start it with mpirun, horovodrun or srun")
         rows = measure_link(

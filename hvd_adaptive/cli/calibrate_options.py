@@ -9,6 +9,7 @@ from typing import Any
 
 from hvd_adaptive.cli.fields import add_options, fields_of
 from hvd_adaptive.cli.option_groups import CALIBRATE, TRAIN, TRAIN_MORE
+from hvd_adaptive.combinations import check_reference
 from hvd_adaptive.config import Config
 from hvd_adaptive.xmc.train_config import TrainConfig
 
@@ -60,6 +61,7 @@ def check_calibrate(config: Config, out: str, seconds: float) -> None:
             f"calibrate measures strategy local without logical_ranks, got {got}: leave that out; what it measures of ranks and "
             "link holds for the others too (hvd-adaptive simulate --calibration FILE)"
         )
+    check_reference(config)
     if config.repeatable:
         raise ValueError("calibrate records and replays nothing: leave --record and --replay out")
     if config.island is not None:

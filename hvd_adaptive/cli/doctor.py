@@ -13,7 +13,7 @@ from typing import Any
 
 from hvd_adaptive.cli.arguments import check_writable
 from hvd_adaptive.cli.fields import add_backend
-from hvd_adaptive.cli.option_sources import chosen_backend
+from hvd_adaptive.cli.option_sources import world_config
 from hvd_adaptive.cluster.binding import read_launcher
 from hvd_adaptive.doctor.examine import (
     examine_by_launching,
@@ -78,7 +78,7 @@ def doctor(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         raise ValueError(f"--probe-seconds must be > 0, got {options.probe_seconds}")
     if not options.limit > options.probe_seconds:
         raise ValueError(f"--limit must be longer than --probe-seconds, got {options.limit} and {options.probe_seconds}")
-    rank, backend = read_launcher(os.environ).rank or 0, chosen_backend(options)
+    rank, backend = read_launcher(os.environ).rank or 0, world_config(options).backend
     if options.gpu is not None:
         for name, default in _WITHOUT_GPU.items():
             if getattr(options, name) != default:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.cluster.binding import num_restarts
+from hvd_adaptive.combinations import check_reference
 from hvd_adaptive.config import Config
 from hvd_adaptive.xmc.train_config import TrainConfig
 
@@ -17,8 +18,9 @@ def check_slowdown_early(slowdown: str | None, num_ranks: int) -> None:
 
 
 def check_train_early(config: Config, train: TrainConfig, num_ranks: int) -> None:
-    """Raises ValueError for a slowdown that does not fit, data or a checkpoint that is not there, and a folder with a run."""
+    """Raises ValueError for options that do not fit the ranks, data or a checkpoint not there, and a folder with a run."""
     check_slowdown_early(config.slowdown, num_ranks)
+    check_reference(config)
     check_data_early(train)
     if train.resume not in (None, "auto") and not Path(train.resume).exists():
         raise ValueError(f"resume: there is no checkpoint in {Path(train.resume).resolve()}")

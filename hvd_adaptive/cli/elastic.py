@@ -66,7 +66,7 @@ def supervise_script(options: argparse.Namespace, arguments: Sequence[str]) -> i
     # What follows the script is the script's.
     first = len(arguments) - len(options.arguments) - 1
     argv = without_options(arguments[1:first], (*_OPTIONS, "--commit-dir"), flags=("--elastic",))
-    folder = None if options.commit_dir is None else Path(options.commit_dir).absolute()
+    folder = None if options.commit_dir is None else Path(options.commit_dir).expanduser().absolute()
 
     def make_job(memory: Path) -> ScriptJob:
         if folder is None:

@@ -20,13 +20,13 @@ from hvd_adaptive.cli.elastic import check_only_elastic, supervise_script, super
 from hvd_adaptive.cli.fields import fields_of
 from hvd_adaptive.cli.option_sources import (
     build_configs,
-    chosen_backend,
     predicted_speed,
     read_environment,
     run_path,
     told_sources,
     typed,
     with_config_file,
+    world_config,
 )
 from hvd_adaptive.cli.parser import make_parser
 from hvd_adaptive.cli.simulate import run_simulation
@@ -41,6 +41,7 @@ from hvd_adaptive.cluster.binding import read_launcher
 from hvd_adaptive.cluster.last_checkpoint import describe_newest
 from hvd_adaptive.cluster.output import refuse
 from hvd_adaptive.cluster.relaunch import relaunch
+from hvd_adaptive.combinations import check_reference
 from hvd_adaptive.config import Config
 from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from hvd_adaptive.state.preemption import PREEMPTION, SIGNALS
@@ -98,12 +99,13 @@ def _main(arguments: list[str]) -> int:
             if options.elastic:
                 return supervise_training(options, [*arguments, *_terminal_flag()], configs)
             check_only_elastic(options)
+        config = configs[0] if configs is not None else world_config(options)
         if options.num_ranks is not None:
             if configs is not None and options.command == "train":
                 check_train_early(*configs, options.num_ranks)
             elif configs is not None:
                 check_data_early(configs[1])
-            return _start_ranks(options, arguments, configs)
+            return _start_ranks(options, arguments, configs, config.backend)
     except (ValueError, RuntimeError) as error:
         return refuse(error, speaks=rank == 0)
     if options.command == "train":
@@ -112,7 +114,7 @@ def _main(arguments: list[str]) -> int:
         interrupt = () if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else (signal.SIGINT,)
         PREEMPTION.catch_signals((*SIGNALS, *interrupt))
     _set_up_logging(rank)
-    return _run(options, configs, rank)
+    return _run(options, config, configs, rank)
 
 
 def _check_working_directory() -> None:
@@ -122,14 +124,13 @@ def _check_working_directory() -> None:
         raise ValueError(f"the working directory cannot be used: {error.strerror}; change to one that is there") from None
 
 
-def _run(options: argparse.Namespace, configs: tuple[Config, TrainConfig] | None, rank: int) -> int:
+def _run(options: argparse.Namespace, config: Config, configs: tuple[Config, TrainConfig] | None, rank: int) -> int:
     # torch's store prints a C++ backtrace for every connection that a dying rank leaves behind.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Only now: a bad option must not wait for torch to load.
     from hvd_adaptive.comm import connect
     from hvd_adaptive.comm.protocols import AgreedError
 
-    config = configs[0] if configs else Config(backend=chosen_backend(options))
     groups = uses_groups(options) if options.command == "bench" else config.uses_groups
     try:
         transport = connect(
@@ -189,10 +190,9 @@ def _run(options: argparse.Namespace, configs: tuple[Config, TrainConfig] | None
 
 
 def _start_ranks(
-    options: argparse.Namespace, arguments: list[str], configs: tuple[Config, TrainConfig] | None
+    options: argparse.Namespace, arguments: list[str], configs: tuple[Config, TrainConfig] | None, backend: str
 ) -> int:
     argv = [*without_options(arguments, NUM_RANKS), *_terminal_flag()]
-    backend = configs[0].backend if configs else chosen_backend(options)
     if configs is None or options.command != "train":
         return relaunch(options.num_ranks, argv, backend=backend)
     # A rank that is killed says nothing, and its launcher does not know what was saved.
@@ -220,7 +220,9 @@ def _submit(arguments: list[str]) -> int:
                 "script by hand, as docs/elastic.md has it"
             )
         if options.command == "train":
-            if _train_configs(options)[0].backend == "torch":
+            config, _ = _train_configs(options)
+            check_reference(config)
+            if config.backend == "torch":
                 raise ValueError("submit: what it writes starts ranks for Horovod: leave backend 'torch' out")
         else:
             from hvd_adaptive.cli.run import run_config

@@ -27,7 +27,7 @@ else:
 ENVIRONMENT_PREFIX = "HVD_ADAPTIVE_"
 # No option: what `run --elastic` tells the script, and whatever that starts.
 LAUNCH_VARIABLE = "HVD_ADAPTIVE_LAUNCH"
-_PATHS = ("data", "test_data", "cache_dir", "out", "resume")
+_PATHS = ("data", "test_data", "cache_dir", "out", "resume", "replay")
 
 
 def read_config_file(path: str, *, measurements: bool = False, option: str = "--config") -> dict[str, Any]:
@@ -184,14 +184,17 @@ def typed(values: Mapping[str, Any], fields: Mapping[str, type]) -> dict[str, An
     }
 
 
-def chosen_backend(options: argparse.Namespace) -> str:
-    """Returns what shall carry tensors, for a command that takes no other options of Config.
+def world_config(options: argparse.Namespace) -> Config:
+    """Returns how ranks meet and compute, for a command that takes no other options of Config: its backend, and what variables
+    say of that, of the stall limit and of threads.
 
     Raises:
-        ValueError: for another backend than those there are.
+        ValueError: for a value that one of them may not have.
     """
-    chosen = getattr(options, "backend", None) or read_environment().get("backend", Config().backend)
-    return Config(backend=chosen).backend
+    names = {"backend", "stall_limit_s", "num_threads"}
+    variables, given = ({n: source[n] for n in names & source.keys()} for source in (read_environment(), vars(options)))
+    with told_sources(given=given, variables=variables):
+        return Config(**{**variables, **given})
 
 
 def parse_value(cls: type, name: str, text: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -52,11 +53,12 @@ def submit(arguments: Sequence[str], check_command: Callable[[Sequence[str]], No
         launcher=options.launcher,
         time=options.time,
         name=options.job_name,
-        log=options.log,
+        # Slurm does not do it, nor a shell in quotes.
+        log=os.path.expanduser(options.log),
         account=options.account,
         requeue=options.requeue,
         signal_s=options.signal_s,
-        venv=options.venv,
+        venv=options.venv and os.path.expanduser(options.venv),
         modules=tuple(options.module),
         prologue=tuple(options.prologue),
         title=("Written by hvd-adaptive submit.",),

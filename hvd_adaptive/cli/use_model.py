@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 
-from hvd_adaptive.cli.option_sources import build_configs, merge_sources, read_config_file, read_environment
+from hvd_adaptive.cli.option_sources import (
+    build_configs,
+    merge_sources,
+    read_config_file,
+    read_environment,
+    world_config,
+)
 from hvd_adaptive.cli.train import open_data, use_device
 from hvd_adaptive.comm.protocols import Transport, attempt
 from hvd_adaptive.xmc.data import SparseDataset
@@ -77,7 +83,8 @@ def _open(
 ) -> tuple[SparseMLP, tuple[SparseDataset, SparseDataset]]:
     tensors, metadata, directory = attempt(transport, lambda: load_model(Path(options.model)))
     chosen = attempt(transport, lambda: choose_data(vars(options), directory))
-    device = use_device(chosen.device, transport)
+    threads = attempt(transport, lambda: world_config(options)).compute_threads
+    device = use_device(chosen.device, transport, threads=threads)
     splits = open_data(chosen.data, chosen.test_data, chosen.cache_dir, transport)
     model = attempt(
         transport,

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.algorithm.world_scale import scaled_config
+from hvd_adaptive.combinations import check_reference
 from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.shards import is_sharded
@@ -36,8 +37,16 @@ def make_strategy(model: nn.Module, optimizer: Optimizer, config: Config, transp
         optimizer: the user's.
         config: as the user gave it; names the strategy.
         transport: the world.
+
+    Raises:
+        AgreedError: on all ranks, for options that say nothing to this world, or do not fit the model.
     """
     add_rules()
+    try:
+        check_reference(config)
+    except ValueError as error:
+        # All ranks have compared their configurations.
+        raise AgreedError(str(error)) from None
     make = LogicalStrategy if config.logical_ranks else _STRATEGIES[config.strategy]
     if config.island is not None:
         make = IslandStrategy

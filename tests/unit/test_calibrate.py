@@ -171,6 +171,8 @@ def test_micro_batches_for_memory_go_with_every_strategy_that_has_them() -> None
     values = {"batch_size": 64, "min_batch_size": 64, "max_batch_size": 64, "micro_batch_size": 32}
     assert options_of(values, found, strategy="sync") == {"batch_size": 64, "micro_batch_size": 32}
     assert options_of(values, found, strategy="horovod") == {"batch_size": 64}
+    # Plain Horovod's batches have no bounds.
+    assert options_of({"max_batch_size": 64}, found, strategy="horovod") == {}
     # A script's forwards take what it gives them, so that a share is what has to fit: 128 samples are the most of rank 1.
     for strategy in ("local", "sync"):
         assert options_of(values, found, strategy=strategy, for_script=True)["max_batch_size"] == 102

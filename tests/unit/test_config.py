@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hvd_adaptive.cli.main import _train_configs, main
 from hvd_adaptive.cli.option_sources import build_configs, read_config_file, read_environment, run_path
@@ -17,6 +19,7 @@ from hvd_adaptive.cli.parser import make_parser
 from hvd_adaptive.cli.run import run_config
 from hvd_adaptive.cli.train import recorded
 from hvd_adaptive.cli.use_model import choose_data
+from hvd_adaptive.comm.threads import LocalTransport
 from hvd_adaptive.config import Config
 from hvd_adaptive.session.resume import Identity
 from hvd_adaptive.validation import parse_slowdown
@@ -44,6 +47,8 @@ from hvd_adaptive.xmc.train_config import TrainConfig
             "accumulation_steps 2 needs strategy sync, got 'local': it would have no effect",
         ),
         ({"strategy": "horovod", "global_batch_size": 64}, "global_batch_size 64 needs strategy sync, got 'horovod'"),
+        ({"strategy": "horovod", "max_batch_size": 64}, "max_batch_size 64 needs strategy local or sync, got 'horovod'"),
+        ({"strategy": "sma", "min_batch_size": 8}, "min_batch_size 8 needs strategy local or sync, got 'sma'"),
         ({"strategy": "sync", "accumulation_steps": 0}, "accumulation_steps must be > 0"),
         ({"strategy": "sync", "work": "nonzeros"}, "work 'nonzeros' needs strategy local, got 'sync'"),
         (
@@ -201,6 +206,7 @@ def test_a_home_directory_in_paths_is_found(monkeypatch: pytest.MonkeyPatch, tmp
     names = ("data", "test_data", "cache_dir", "out", "resume")
     _, train = build_configs({name: f"~/{name}" for name in names})
     assert [getattr(train, name) for name in names] == [str(tmp_path / name) for name in names]
+    assert build_configs({"replay": "~/a"})[0].replay == str(tmp_path / "a")
     _, train = build_configs({"data": "~/toy"})
     assert recorded(train).data == str(tmp_path / "toy")
     with pytest.raises(ValueError, match="data must be a str"):
@@ -318,6 +324,29 @@ def test_bad_variables_are_named() -> None:
         read_environment({"HVD_ADAPTIVE_BATCH_SIZE": "many"})
     with pytest.raises(ValueError, match="perturbation must be true or false"):
         read_environment({"HVD_ADAPTIVE_PERTURBATION": "maybe"})
+
+
+def test_variables_of_the_world_count_for_commands_without_options_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, asked = torch.get_num_threads(), {}
+    monkeypatch.setattr("hvd_adaptive.comm.connect", lambda **options: asked.update(options) or LocalTransport())
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    monkeypatch.setenv("HVD_ADAPTIVE_STALL_LIMIT_S", "20")
+    monkeypatch.setenv("HVD_ADAPTIVE_NUM_THREADS", str(before + 1))
+    commands = (["evaluate", str(tmp_path)], ["predict", str(tmp_path)], ["bench", "comm"])
+    for command in commands:
+        asked.clear()
+        assert main(command) == 2 and asked["stall_limit_s"] == 20, "there is no model, and no other rank"
+    assert torch.get_num_threads() == before + 1
+    torch.set_num_threads(before)
+    capsys.readouterr()
+    monkeypatch.setenv("HVD_ADAPTIVE_STALL_LIMIT_S", "0")
+    for command in commands:
+        for number in ([], ["-np", "2"]):
+            assert main([*command, *number]) == 2
+            said = "stall_limit_s must be > 0, got 0.0 (stall_limit_s is from variable HVD_ADAPTIVE_STALL_LIMIT_S)"
+            assert said in capsys.readouterr().err
 
 
 def test_a_run_without_limits_ends_when_it_gets_no_better() -> None:

@@ -47,6 +47,8 @@ def test_mistyped_arguments(arguments: list[str], message: str, capsys: pytest.C
         (["calibrate", "-np", "2", "--compression", "powersgd:0"], "rank must be >= 1, got 0"),
         (["run", "-np", "2", "--compression", "maxmin:4;size<9=x", __file__], "compression: unknown codec 'x'"),
         (["run", "-np", "2", __file__], "(compression is from variable HVD_ADAPTIVE_COMPRESSION)"),
+        (["train", "-np", "2", "--compression", "none", "--elastic-batch", "fixed-per-rank"], "needs reference_ranks"),
+        (["calibrate", "-np", "2", "--compression", "none", "--elastic-batch", "fixed-per-rank"], "needs reference_ranks"),
         (["calibrate", "-np", "2", "--compression", "topk:0.01", "--data", "/nowhere/x"], "/nowhere/x"),
         (["run", "-np", "2", "--compression", "none", "--slowdown", "1", __file__], "one factor a rank: 2 ranks, got 1"),
         (["train", "-np", "2", "--compression", "none", "--slowdown", "1"], "one factor a rank: 2 ranks, got 1"),

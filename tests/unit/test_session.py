@@ -696,6 +696,14 @@ def test_a_model_that_no_strategy_can_train_is_refused(strategy: str) -> None:
             Session(model, optimizer, Config(strategy=strategy), transport=LocalTransport())
 
 
+def test_an_elastic_batch_for_no_number_of_ranks_is_refused() -> None:
+    model = make_model()
+    with pytest.raises(AgreedError, match="elastic_batch 'fixed-per-rank' needs reference_ranks"):
+        Session(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), Config(elastic_batch="fixed-per-rank"), transport=LocalTransport()
+        )
+
+
 @pytest.mark.parametrize("strategy", ["local", "sync", "horovod", "sma"])
 def test_an_optimizer_that_does_not_train_the_model_is_refused(strategy: str) -> None:
     model, other = make_model(), make_model()
