@@ -51,7 +51,7 @@ class NormHistory:
         self._num_outliers = self._num_outliers + 1 if outlies else 0
         if self._num_outliers == _LEAST_COUNT:
             log.warning(
-                "%s: the progress was left out as an outlier %d times in a row (outlier_limit). So its history begins again, "
+                "%s: the progress was an outlier in %d merges in a row (outlier_limit). So its history begins again, "
                 "and the next %d merges take it in, however large it is. If that is too large, look at the rank's data or lower "
                 "the learning rate.",
                 self._whose, _LEAST_COUNT, _LEAST_COUNT,

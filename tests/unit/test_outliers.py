@@ -41,7 +41,7 @@ def test_a_history_begins_again_after_as_many_outliers_as_it_takes_to_judge(capl
     history = NormHistory(3.0, "rank 2")
     judged = [history.is_outlier(1e-9 if number < 20 else 1e-3, 1.0) for number in range(60)]
     assert judged == 20 * [False] + 8 * [True] + 32 * [False]
-    assert caplog.text.count("rank 2: the progress was left out as an outlier 8 times in a row") == 1
+    assert caplog.text.count("rank 2: the progress was an outlier in 8 merges in a row") == 1
     # It is judged again, and single outliers never are enough.
     assert [history.is_outlier(norm, 1.0) for norm in 20 * (1.0, 1e-3)] == 20 * [True, False]
 
