@@ -102,12 +102,14 @@ class Collectives(Group, Protocol):
         local_size: ranks on its host.
         host: name of this rank's host.
         groups: whether `split` may be called.
+        speaks: whether this rank says what concerns all: one in the job does, also where each island of ranks stands for one.
     """
 
     local_rank: int
     local_size: int
     host: str
     groups: bool
+    speaks: bool
 
     def allgather_stats(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Gathers a small vector, shape (k,), from every rank: shape (world_size, k), float64. COLLECTIVE."""

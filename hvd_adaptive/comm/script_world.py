@@ -30,6 +30,7 @@ class ScriptWorld(HorovodCollectives):
     def __init__(self, hvd: Any, waiting: Callable[[str], AbstractContextManager[None]]) -> None:
         super().__init__(hvd, hvd.global_process_set, waiting, prefix=_PREFIX)
         self.host = socket.gethostname()
+        self.speaks = self.rank == 0
         self.local_rank: int = hvd.local_rank()
         self.local_size: int = hvd.local_size()
 

@@ -113,6 +113,7 @@ class LocalTransport(InProcessStore):
         self._world = world or LocalWorld()
         super().__init__(self._world.store)
         self.rank = rank
+        self.speaks = rank == 0
         self.world_size = self._world.world_size
         num_hosts = self._world.num_hosts
         hosts = [other * num_hosts // self.world_size for other in range(self.world_size)]

@@ -51,6 +51,7 @@ class WatchedWorld:
         stall_limit_s: float,
     ) -> None:
         self.rank = rank
+        self.speaks = rank == 0
         self.world_size = len(hosts)
         self.host = hosts[rank]
         self.local_rank = hosts[:rank].count(self.host)

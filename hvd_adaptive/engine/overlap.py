@@ -360,7 +360,7 @@ class OverlappedMerge:
         fragment.factor = 1.0 / (float(weights.sum()) or 1.0)
         if self._config.clip_delta:
             fragment.factor *= clip_factor(norms, np.ones(len(norms)), self._config.clip_delta / fragment.factor)
-        if self._transport.rank == 0:
+        if self._transport.speaks:
             warn_of_broken(broken == 0)
             warn_of_outliers(outliers > 0, f"progress in fragment {fragment.number}")
 

@@ -77,7 +77,7 @@ class BitChooser:
         sizes = [tensor.size for tensor in tensors]
         # Processors may differ in the last bit of an error, but the ranks must not in their bits.
         bits = transport.allgather_object(choose_bits(sizes, errors, uniform_bits=self._default.bits))[0]
-        if transport.rank == 0:
+        if transport.speaks:
             saved = 1 - sum(size * width for size, width in zip(sizes, bits, strict=True)) / (sum(sizes) * self._default.bits)
             widths = ", ".join(f"{bits.count(width)} at {width}" for width in sorted(set(bits)))
             log.info("bits for each layer: %s; %.1f%% fewer than %d on all", widths, 100 * saved, self._default.bits)

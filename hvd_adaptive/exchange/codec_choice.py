@@ -50,7 +50,7 @@ def chosen_codec(codec: str, config: Config, transport: Collectives, *, device: 
         codec: lambda flat: exchange.sum_(flat, "trial", step=0, tensors=infos),
     }
     name, seconds = fastest(transport, candidates, values, num_trials=2, least_gain=_LEAST_GAIN)
-    if name != "none" and transport.rank == 0:
+    if name != "none" and transport.speaks:
         log.warning(
             "compression: merges are encoded as %s, as %.1f MB take %.0f ms so, and %.0f ms in full. Set compression 'none' to "
             "send all bits, or %r to do without the trial",
@@ -97,7 +97,7 @@ def fastest(
         best = 0
     names = list(candidates)
     taken = dict(zip(names, medians.tolist(), strict=True))
-    if transport.rank == 0:
+    if transport.speaks:
         times = ", ".join(f"{name} {1e3 * value:.1f} ms" for name, value in taken.items())
         mib = values.numel() * values.element_size() / 2**20
         log.info("exchange: %s is the fastest for %.1f MiB (%s)", names[best], mib, times)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from hvd_adaptive.comm.island_world import IslandWorld, ShardWorld
 from hvd_adaptive.comm.protocols import AgreedError
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.compress.policy import TensorInfo, parse_policy
@@ -189,6 +192,19 @@ def test_the_fastest_way_is_that_of_the_slowest_rank(winner: str) -> None:
 
     results = LocalWorld(3).run(body)
     assert all(found == results[0] for found in results) and results[0][0] == winner
+
+
+@pytest.mark.parametrize("of_shards", [False, True])
+def test_one_rank_says_what_a_trial_between_islands_has_found(of_shards: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def body(transport: LocalTransport) -> bool:
+        islands: Any = IslandWorld(transport, np.array([0, 0, 1, 1]))
+        world = ShardWorld(islands) if of_shards else islands
+        fastest(world, {"none": lambda flat: world.allreduce_sum_(flat, "trial")}, torch.ones(4), num_trials=1, least_gain=1.0)
+        return bool(world.speaks)
+
+    with caplog.at_level(logging.INFO):
+        assert LocalWorld(4).run(body) == [True, False, False, False]
+    assert caplog.text.count("none is the fastest") == 1
 
 
 @pytest.mark.parametrize(

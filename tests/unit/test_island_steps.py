@@ -134,6 +134,22 @@ def test_an_island_begins_with_the_optimizer_state_of_its_first_rank() -> None:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_one_rank_says_that_an_island_is_not_finite_where_fragments_are_merged(caplog: pytest.LogCaptureFixture) -> None:
+    def run(transport: LocalTransport) -> None:
+        session = make_session(transport, merge_fragments=2, mega_batch=34)
+        rank = transport.rank
+
+        def poison(session: Session, batch: Any) -> None:
+            if rank >= 2 and session.round == 0:
+                next(session.model.parameters()).data.fill_(float("nan"))
+
+        learn(session, session.batches(DATA), poison)
+        session.close()
+
+    LocalWorld(4).run(run)
+    assert len({record.thread for record in caplog.records if "had NaN or Inf" in record.getMessage()}) == 1
+
+
 def test_the_exchange_inside_an_island_is_no_work_of_a_rank() -> None:
     """Nor does an emulated slowdown stretch it. To other islands, this one is as fast as its steps."""
 
