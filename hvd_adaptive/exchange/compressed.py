@@ -83,18 +83,6 @@ class CompressedSum:
         """The codec of each tensor."""
         return self._exchange.policy
 
-    def set_policy(self, options: Config) -> None:
-        """Changes the codecs between two rounds, and forgets residuals. COLLECTIVE.
-
-        Args:
-            options: only its ``compression`` counts.
-
-        Raises:
-            AgreedError: as on construction, and if the ranks' policies differ.
-        """
-        self._exchange.set_policy(self._checked(options))
-        self._compile()
-
     def begin_round(self) -> bool:
         """Gives the round random numbers of its own. COLLECTIVE with ``auto_bits``.
 

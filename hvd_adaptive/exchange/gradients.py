@@ -166,22 +166,6 @@ class GradientExchange:
         for slot in self._slots:
             slot.passes_left = self._num_passes
 
-    def set_policy(self, options: Config) -> None:
-        """Changes the codecs between two steps, and forgets residuals. COLLECTIVE.
-
-        Args:
-            options: only its ``compression`` counts.
-
-        Raises:
-            AgreedError: on all ranks, for a policy that cannot be read, names no parameter, or differs between ranks.
-        """
-        self._sum.set_policy(options)
-        self._buckets = None
-
-    def reset(self) -> None:
-        """Forgets residuals."""
-        self._sum.reset()
-
     def remove(self) -> None:
         """Takes the hooks off the parameters."""
         for handle in self._handles:
