@@ -1,5 +1,6 @@
 """Text -> cache -> batches: equal to SciPy's matrices, safe under concurrency, damage and change."""
 
+import errno
 import gzip
 import json
 import logging
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,7 @@ from hvd_adaptive.xmc.data import (
     open_splits,
     resolve,
 )
+from hvd_adaptive.xmc.data import cache as cache_module
 
 
 def random_matrices(
@@ -338,6 +341,32 @@ def test_a_build_waits_for_the_lock(tmp_path: Path) -> None:
         build(source, tmp_path / "cache")
         assert is_killed.is_set(), "the build did not wait"
     assert len(open_splits(source, tmp_path / "cache")[0]) == 20
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_two_build_where_nothing_keeps_them_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_damaged: bool
+) -> None:
+    """As two nodes do on a file system without locks: whoever comes second takes the first one's cache."""
+    source, write, barrier = write_source(tmp_path), cache_module.write_content, threading.Barrier(2)
+    if is_damaged:
+        build(source, tmp_path / "cache")
+        (only_cache(tmp_path / "cache") / "meta.json").unlink()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def write_together(source: DataSource, folder: Path) -> None:
+        write(source, folder)
+        barrier.wait(60)
+
+    monkeypatch.setattr(cache_module.fcntl, "flock", refuse)
+    monkeypatch.setattr(cache_module, "write_content", write_together)
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(build, source, tmp_path / "cache") for _ in range(2)]:
+            future.result(60)
+    assert len(open_splits(source, only_cache(tmp_path / "cache").parent)[0]) == 20
+    assert caplog.text.count("without locks (No locks available)") == 2
 
 
 def test_unusable_places_are_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ paths that have long been out of use.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 # Longer than a job runs: it sets the time only when it opens its cache.
 _UNUSED_S = 7 * 86400
 
+# Of file systems without locks: Lustre mounted without flock, NFS without lockd.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
 
 def default_cache_dir() -> Path:
     """Return ``${XDG_CACHE_HOME:-~/.cache}/hvd_adaptive/data``.
@@ -53,8 +57,9 @@ def default_cache_dir() -> Path:
 def build(source: DataSource, cache_dir: Path | None = None) -> None:
     """Make the cache of a data set unless it is there and intact. Not collective: one rank a node calls it.
 
-    Safe to call from several processes, also on several nodes with a common file system that has locks: one
-    builds, the others wait. docs/data.md says how long that takes.
+    Safe to call from several processes, also on several nodes with a common file system: one builds, the others
+    wait. Where the file system has no locks, each may build it, and a warning says so. docs/data.md says how long
+    that takes.
 
     Args:
         source: from `resolve`.
@@ -70,12 +75,12 @@ def build(source: DataSource, cache_dir: Path | None = None) -> None:
         return
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _lock(root / f"{_prefix(source)}.lock"):
+        with _lock(root / f"{_prefix(source)}.lock") as is_alone:
             fault = _fault(directory)
             if fault is not None:
                 if directory.exists():
                     logger.warning("rebuilding the cache %s: %s", directory, fault)
-                _build_locked(source, root, directory)
+                _build_locked(source, root, directory, is_alone=is_alone)
     except OSError as error:
         raise RuntimeError(
             f"cannot build the cache of {source.name} in cache_dir {root}: {error}; "
@@ -116,12 +121,16 @@ def open_splits(source: DataSource, cache_dir: Path | None = None) -> tuple[Spar
     )
 
 
-def _build_locked(source: DataSource, root: Path, directory: Path) -> None:
+def _build_locked(source: DataSource, root: Path, directory: Path, *, is_alone: bool) -> None:
     """Build while holding the source's lock: nobody else works on an unfinished directory of these paths.
 
-    A finished one may be another host's, whose files at these paths are its own, or that of a running job.
+    A finished one may be another host's, whose files at these paths are its own, or that of a running job. Without a lock
+    (``is_alone`` False) nothing is removed but a damaged directory, and another process may be the first to finish.
     """
-    for leftover in root.glob(f"{_prefix(source)}-*"):
+    if not is_alone and _fault(directory) is not None:
+        # Another process may be about it as well.
+        shutil.rmtree(directory, ignore_errors=True)
+    for leftover in root.glob(f"{_prefix(source)}-*") if is_alone else ():
         is_unfinished = leftover.name.startswith(f"{_prefix(source)}-partial-")
         if leftover == directory or is_unfinished or leftover.stat().st_mtime < time.time() - _UNUSED_S:
             if leftover.is_dir():
@@ -143,7 +152,11 @@ def _build_locked(source: DataSource, root: Path, directory: Path) -> None:
         os.umask(umask)
         temporary.chmod(0o777 & ~umask)
         sync_directory(temporary)
-        temporary.rename(directory)
+        try:
+            temporary.rename(directory)
+        except OSError:
+            if is_alone or _fault(directory) is not None:
+                raise
         sync_directory(root)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -177,12 +190,23 @@ def _short_hash(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock, which ends with the process; the file stays, as removing it would race."""
+def _lock(path: Path) -> Iterator[bool]:
+    """Hold an exclusive lock, which ends with the process; the file stays, as removing it would race. False: there are none."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        is_alone = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            is_alone = False
+            logger.warning(
+                "cache_dir %s is on a file system without locks (%s): every node may build it, where else one does and the "
+                "others wait. A cache_dir on a node's own disk has locks",
+                path.parent, error.strerror,
+            )  # fmt: skip
+        yield is_alone
     finally:
         os.close(descriptor)
 
