@@ -1,4 +1,4 @@
-"""The global model and the velocity in host memory: the same bits, and the bytes a parameter that docs/training.md promises."""
+"""The global model and the velocity in host memory: the same bits, and the bytes a parameter that docs/merging.md promises."""
 
 from __future__ import annotations
 
