@@ -145,7 +145,12 @@ def render(script: BatchScript) -> str:
         # Many sites' module commands read variables that are not set.
         lines.append(f"set +u; module load {' '.join(map(shlex.quote, script.modules))}; set -u")
     venv = '"${VENV:-.venv}/bin/activate"' if script.venv is None else shlex.quote(f"{script.venv}/bin/activate")
-    lines += [f". {venv}", *script.prologue]
+    lines += [
+        f". {venv}",
+        "# Where a site has sbatch --export=NONE, that would be srun's, too, and the ranks had nothing of what is set up here.",
+        "export SLURM_EXPORT_ENV=ALL",
+        *script.prologue,
+    ]
     if len(script.components) > 1:
         lines.append("# Each component has its own number of cores a rank, and srun's variable would be all components'.")
         numbers = enumerate(component.cpus_per_task for component in script.components)
@@ -192,13 +197,15 @@ def _with_requeue(command: str) -> list[str]:
         'while [ "$again" = 1 ]; do again=0 code=0; wait "$ranks" || code=$?; done',
         "# Ranks that were told but not ready in time go on from an older checkpoint. A cancelled job is not RUNNING.",
         f'if [ "$code" != 0 ] && [ "${{told:-$code}}" = {EXIT_PREEMPTED} ]; then',
+        "    # In an array a number by itself may mean all its jobs.",
+        '    job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"',
         "    # Slurm's controller may be too busy to answer. A signal may end a sleep.",
         "    for pause in 1 2 4 8 0; do",
-        '        if state=$(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID"); then',
-        '            if [ "$state" != RUNNING ] || scontrol requeue "$SLURM_JOB_ID"; then break; fi',
+        '        if state=$(squeue --noheader --format=%T --jobs="$job"); then',
+        '            if [ "$state" != RUNNING ] || scontrol requeue "$job"; then break; fi',
         "        fi",
         '        if [ "$pause" = 0 ]; then',
-        '            echo "job $SLURM_JOB_ID: Slurm fails, so it is not queued again: scontrol requeue $SLURM_JOB_ID" >&2',
+        '            echo "job $job: Slurm fails, so it is not queued again: scontrol requeue $job" >&2',
         "        fi",
         '        sleep "$pause" || true',
         "    done",

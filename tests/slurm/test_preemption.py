@@ -15,6 +15,8 @@ from campaign import NUM_SAMPLES
 from ledger import check_ledger
 from slurm_site import SlurmJob, SlurmSite
 
+from hvd_adaptive.cluster.batch_script import BatchScript, render
+
 ROOT = Path(__file__).resolve().parents[2]
 NUM_EPOCHS = 5
 SLOW = "0:40,40"  # a fast machine would end the training before it is told to
@@ -54,6 +56,36 @@ def test_requeued_from_outside_and_cancelled(submit: Callable[..., SlurmJob], fo
     job.wait(lambda: job.state == "CANCELLED")
 
     check_finished(submit(folder, num_epochs=NUM_EPOCHS))
+
+
+RANK = """#!/bin/bash
+echo "$FROM_SITE $OMP_NUM_THREADS $SLURM_JOB_ID $SLURM_RESTART_COUNT" >> "$0-$SLURM_ARRAY_TASK_ID"
+[ "$SLURM_RESTART_COUNT" = 1 ] || exit 75
+"""
+
+
+@pytest.mark.usefixtures("pmix")
+def test_jobs_of_an_array_are_queued_again_each_and_ranks_have_what_the_script_sets_up(
+    run_in_slurm: Callable[..., Any], slurm: SlurmSite, folder: Path
+) -> None:
+    """With a rank of its own, where the site has sbatch pass nothing on."""
+    (folder / "bin").mkdir()
+    (folder / "bin" / "activate").write_text(f"PATH={folder}/bin:$PATH\nexport FROM_SITE=module\n")
+    rank = folder / "bin" / "hvd-adaptive"
+    rank.write_text(RANK)
+    rank.chmod(0o755)
+    text = render(BatchScript(requeue=True, venv=str(folder), time="5"))
+    (folder / "script").write_text(text)
+    one = ["--nodes=1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", f"--output={folder}/output-%a"]
+    sbatch = ["sbatch", "--parsable", "--array=1-2", "--export=NONE", *one, str(folder / "script")]
+    submitted = run_in_slurm(*sbatch, leaves_job=True)
+    assert submitted.returncode == 0, submitted.describe()
+    for task in (1, 2):
+        job = SlurmJob(slurm, f"{submitted.stdout.strip()}_{task}", folder, folder / f"output-{task}")
+        job.wait(lambda job=job: job.state == "COMPLETED")  # type: ignore[misc]
+        starts = [line.split(" ") for line in (folder / "bin" / f"hvd-adaptive-{task}").read_text().splitlines()]
+        (number, _), (again, _) = (start[2:] for start in starts)
+        assert number == again and [start[:2] for start in starts] == [["module", "1"]] * 2, starts
 
 
 OWN_LOOP = """

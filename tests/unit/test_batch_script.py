@@ -159,6 +159,25 @@ def test_when_a_job_is_queued_again(tmp_path: Path, is_told: bool, code: int, st
     assert not is_requeued or (tmp_path / "requeued").read_text() == "requeue 7\n"
 
 
+def test_one_job_of_an_array_is_queued_again_by_itself(tmp_path: Path) -> None:
+    """One of them has the array's number, by which Slurm means all."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").touch()
+    programs = {
+        "srun": "exit 75",
+        "squeue": 'echo RUNNING; if [[ "$*" != *_* ]]; then echo PENDING; fi',
+        "scontrol": 'echo "$@" > requeued',
+    }
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    array = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    script = render(BatchScript(requeue=True, venv=str(tmp_path)))
+    env = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", **array}
+    assert subprocess.run(["bash"], input=script, env=env, cwd=tmp_path, text=True, timeout=LIMIT_S).returncode == 75
+    assert (tmp_path / "requeued").read_text() == "requeue 7_2\n"
+
+
 @pytest.mark.parametrize(("num_failures", "program"), [(2, "squeue"), (2, "scontrol"), (99, "squeue"), (99, "scontrol")])
 def test_a_slurm_that_does_not_answer_at_once_queues_the_job_again_all_the_same(
     tmp_path: Path, num_failures: int, program: str
@@ -255,12 +274,18 @@ def test_the_command_shows_saves_and_checks(
         (["--", "train", "--epochs", "-1"], "epochs must be > 0"),
         (["--", "train", "-np", "2"], "leave -np out"),
         (["--", "train", "--elastic", "--max-np", "2"], "--elastic starts them itself"),
+        (["--", "train", "--elastic-batch", "fixed-per-rank"], "needs reference_ranks"),
         (["--", "run", str(tmp_path / "x.py")], "is not there"),
         (["--nodes", "2"], "needs a command after --"),
         (["--", "rm", "-rf"], "needs a command after --"),
     ):
         assert main(["submit", *arguments]) == 2
         assert message in capsys.readouterr().err
+    # Quoted, as they are in the script, the shell leaves them alone.
+    monkeypatch.setenv("HOME", "/home/me")
+    assert main(["submit", "--venv=~/venv", "--log=~/%j.out", "--", "train"]) == 0
+    text = capsys.readouterr().out
+    assert "\n. /home/me/venv/bin/activate\n" in text and "\n#SBATCH --output=/home/me/%j.out\n" in text
     monkeypatch.setenv("PATH", str(tmp_path))
     assert shutil.which("sbatch") is None and main(["submit", "--yes", "--", "train"]) == 2
     assert "there is no sbatch on PATH" in capsys.readouterr().err
