@@ -147,7 +147,7 @@ def render(script: BatchScript) -> str:
     venv = '"${VENV:-.venv}/bin/activate"' if script.venv is None else shlex.quote(f"{script.venv}/bin/activate")
     lines += [
         f". {venv}",
-        "# Where a site has sbatch --export=NONE, that would be srun's, too, and the ranks had nothing of what is set up here.",
+        "# srun would take over a site's sbatch --export=NONE, and the ranks would have nothing of what is set up here.",
         "export SLURM_EXPORT_ENV=ALL",
         *script.prologue,
     ]
