@@ -265,8 +265,8 @@ class RoundControl:
     def state_dict(self) -> dict[str, Any]:
         """Returns what :meth:`load_state_dict` takes; the same on every rank."""
         return {
-            "batch_size": self._config.batch_size,
             "ceilings": self.ceilings.copy(),
+            "batch_size": self._config.batch_size,
             "speed_model": self._speed_model.state_dict(),
             "damping": self._damping.state_dict(),
             "period": self._period.state_dict(),
