@@ -26,7 +26,7 @@ from hvd_adaptive.session.session import Session
 SIZE, PIECE = 50, 1000
 # Ranks that are threads share torch's generator.
 SEEDED = threading.Lock()
-DOCS = Path(__file__).parents[2] / "docs" / "training.md"
+DOCS = Path(__file__).parents[2] / "docs" / "merging.md"
 
 
 @pytest.fixture(autouse=True)
