@@ -54,7 +54,8 @@ def start_mpi(info: LauncherInfo, *, seldom: bool = False) -> Any:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     check_world(info, MPI.COMM_WORLD.Get_size())
     comm = MPI.COMM_WORLD.Dup()
-    end_on_exceptions(comm.Get_rank(), lambda: comm.Abort(1))
+    # The hook outlives the communicator, which goes with its world.
+    end_on_exceptions(comm.Get_rank(), lambda: MPI.COMM_WORLD.Abort(1))
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise RuntimeError(
             "this MPI library gives no MPI_THREAD_MULTIPLE, which Horovod's thread and mpi4py need to share it; "
@@ -91,6 +92,8 @@ class HorovodMpiTransport(WatchedWorld):
         met: Callable[[Sequence[str]], None] = lambda hosts: None,
     ) -> None:
         self._comm = start_mpi(info, seldom=seldom)
+        from mpi4py import MPI
+
         world_size = self._comm.Get_size()
         hosts: list[str] = self._comm.allgather(socket.gethostname())
         groups = has_equal_hosts(hosts) if groups is None else groups
@@ -114,7 +117,7 @@ class HorovodMpiTransport(WatchedWorld):
             rank=self._comm.Get_rank(),
             hosts=hosts,
             gather=self._comm.allgather,
-            end=self._comm.Abort,
+            end=MPI.COMM_WORLD.Abort,
             stall_limit_s=stall_limit_s,
         )
         self._world = HorovodCollectives(hvd, hvd.global_process_set, self.waiting)
@@ -208,5 +211,7 @@ class HorovodMpiTransport(WatchedWorld):
         if not self._has_left:
             self.rendezvous("close")
             self.leave()
+            atexit.unregister(self.leave)
             self._comm.Barrier()
             self._hvd.shutdown()
+            self._comm.Free()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -42,3 +44,17 @@ def test_groups_of_one_world_are_no_cost_to_the_next(preset: str | None, monkeyp
         if groups:
             assert transport.split(transport.rank).world_size == 1
         transport.close()
+
+
+@pytest.mark.mpi(2)
+def test_nothing_holds_a_closed_world(backend: str) -> None:
+    connect(stall_limit_s=60, backend=backend, groups=True).close()
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
+    transport = connect(stall_limit_s=60, backend=backend, groups=True)
+    transport.split(0)
+    gone = weakref.ref(transport)
+    transport.close()
+    del transport
+    gc.collect()
+    assert gone() is None and len(os.listdir("/proc/self/fd")) <= len(before)
