@@ -84,6 +84,7 @@ def _set_up(options: Options) -> None:
         _check_ranks(venv)
     record.torch_spec, record.dev, record.cuda = options.torch_spec, options.dev, options.cuda
     record.cuda_cc_list = os.environ.get(step_torch.CC_LIST)
+    record.build_variables = step_horovod.build_variables()
     record.mpi, record.mpicc, record.libmpi = mpi.flavour, str(mpi.mpicc), str(mpi.library)
     record.versions = venv.versions(*_RECORDED)
     record.inputs = _inputs(options, record)
@@ -96,9 +97,11 @@ def _set_up(options: Options) -> None:
 
 
 def _with_remembered(options: Options, record: Record) -> Options:
-    """Fills the options that were not given, and the list of GPUs, from the last set-up, then from the defaults."""
+    """Fills the options that were not given, and the build's variables, from the last set-up, then from the defaults."""
     if record.cuda_cc_list is not None:
         os.environ.setdefault(step_torch.CC_LIST, record.cuda_cc_list)
+    for name, value in record.build_variables.items():
+        os.environ.setdefault(name, value)
     dev = options.dev if options.dev is not None else record.dev
     return replace(
         options,
@@ -116,7 +119,7 @@ def _inputs(options: Options, record: Record) -> str:
     steering = [*(options.root / name for name in ("setup.cfg", "pyproject.toml", "setup.py")), compiled]
     for file in [*sorted(path for path in here.iterdir() if path.is_file()), *steering]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    choices = (options.torch_spec, options.cuda, os.environ.get(step_torch.CC_LIST), options.dev)
+    choices = (options.torch_spec, options.cuda, os.environ.get(step_torch.CC_LIST), step_horovod.build_digest(), options.dev)
     digest.update(repr((*choices, record.mpi, record.mpicc, record.libmpi)).encode())
     return digest.hexdigest()
 

@@ -24,8 +24,36 @@ ARCHIVE = f"horovod-{VERSION}.tar.gz"
 ARCHIVE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
 _RECIPE = "horovod_cxx17.cmake", "horovod_cmake.sh"
+# What a person may set for a build beside the list of GPUs: for any, and for one with CUDA.
+_FOR_COMPILER = frozenset({"CXX", "CXXFLAGS", "HOROVOD_BUILD_ARCH_FLAGS"})
+_FOR_CUDA = step_cuda.KEPT_VARIABLES - {CC_LIST} - _FOR_COMPILER
 _BYTES_PER_JOB = 2 * 1024**3  # a compiler on PyTorch's headers
 _ADVICE = "read the log's first error; a CPU build needs g++ 9 or newer, make, and Python's headers"
+
+
+def build_variables(*, cuda: bool = True) -> dict[str, str]:
+    """Returns the variables that are set for the build of Horovod, but for the list of GPUs.
+
+    Args:
+        cuda: those for a build with CUDA as well.
+    """
+    names = _FOR_COMPILER | _FOR_CUDA if cuda else _FOR_COMPILER
+    return {name: value for name in sorted(names) if (value := os.environ.get(name))}
+
+
+def build_digest(*, cuda: bool = True) -> str:
+    """Returns a short hash of `build_variables`, and of this machine's processor if they ask for its code; "" if none is set."""
+    chosen = build_variables(cuda=cuda)
+    if not chosen:
+        return ""
+    text = repr(chosen) + (_processor() if any("native" in value for value in chosen.values()) else "")
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _processor() -> str:
+    """What this machine's processor can do, as the kernel says it on x86 ("flags") and on Arm ("Features")."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def wheel_key(torch: Torch, mpi: Mpi, python_tag: str, *, toolkit: str | None = None) -> str:
@@ -41,6 +69,7 @@ def wheel_key(torch: Torch, mpi: Mpi, python_tag: str, *, toolkit: str | None = 
     for name in _RECIPE:
         recipe.update((Path(__file__).parent / name).read_bytes())
     parts = [f"horovod-{VERSION}", f"torch-{torch.key}", mpi.key, binary_key(python_tag)]
+    parts += [f"set-{digest}"] if (digest := build_digest(cuda=torch.cuda is not None)) else []
     if torch.cuda is not None:
         parts += [] if toolkit is None else [f"toolkit-{toolkit}"]
         parts += [f"cc-{words}"] if (words := "-".join(re.findall(r"\d+", os.environ.get(CC_LIST, "")))) else []
@@ -140,6 +169,8 @@ def _build(venv: Venv, torch: Torch, mpi: Mpi, folder: Path, toolkit: str | None
             f"Horovod: no cached wheel for PyTorch {torch.key} and {mpi.version}; "
             "building takes 2 to 10 minutes"
         )
+        if chosen := build_variables(cuda=torch.cuda is not None):
+            say("Horovod: built with " + ", ".join(f"{name}={value}" for name, value in chosen.items()))
         run_logged(
             [
                 venv.python,
@@ -218,9 +249,9 @@ def require_toolchain(venv: Venv, environment: dict[str, str]) -> None:
         SetupError: a compiler, make or Python's headers are missing; all that is missing is named.
     """
     missing = []
-    compiler = environment.get("CXX", "g++").split()[0]
+    compiler = (environment.get("CXX") or "g++").split()[0]
     if shutil.which(compiler, path=environment["PATH"]) is None:
-        source = "that CXX names" if "CXX" in environment else "(Debian: g++; HPC: module load gcc)"
+        source = "that CXX names" if environment.get("CXX") else "(Debian: g++; HPC: module load gcc)"
         missing.append(f"the C++ compiler {compiler} {source}")
     if shutil.which("make", path=environment["PATH"]) is None:
         missing.append("make (Debian: make)")

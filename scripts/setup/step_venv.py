@@ -29,6 +29,7 @@ class Record:
         inputs: hash of everything that it depended on.
         torch_spec, mpi, mpicc, cuda, dev: the choices, see Options.
         cuda_cc_list: HOROVOD_BUILD_CUDA_CC_LIST as it was set.
+        build_variables: the others that were set for the build of Horovod.
         libmpi: the MPI library's file.
         horovod: key of the installed Horovod wheel.
         patient_yield: the library by which ranks with few cores sleep where they wait; None where it could not be compiled.
@@ -43,6 +44,7 @@ class Record:
     mpicc: str | None = None
     cuda: str | None = None
     cuda_cc_list: str | None = None
+    build_variables: dict[str, str] = field(default_factory=dict)
     dev: bool | None = None
     libmpi: str | None = None
     horovod: str | None = None
@@ -190,7 +192,7 @@ def prepare(venv: Venv, *, recreate: bool, python: str | None) -> Record:
     fresh = Record(venv=str(venv.path))
     if record is not None:
         fresh.torch_spec, fresh.mpi, fresh.dev = record.torch_spec, record.mpi, record.dev
-        fresh.cuda, fresh.cuda_cc_list = record.cuda, record.cuda_cc_list
+        fresh.cuda, fresh.cuda_cc_list, fresh.build_variables = record.cuda, record.cuda_cc_list, record.build_variables
     venv.write_record(fresh)
     return fresh
 

@@ -90,6 +90,55 @@ def test_wheel_key_of_a_cuda_build_has_the_toolkit_and_the_gpus_that_somebody_ch
     assert len(cpu) == 1 and not any("cc-" in key for key in cpu)
 
 
+@pytest.fixture
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*step_cuda.KEPT_VARIABLES, "CXX", "CXXFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def key(torch: Torch) -> str:
+    return step_horovod.wheel_key(torch, PYPI, "cp311")
+
+
+def test_wheel_key_has_what_is_set_for_the_build(nothing_set: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = {torch: key(torch) for torch in (CPU, CUDA)}
+    assert not any("_set-" in text for text in plain.values())
+    for name, value in (("CXX", "g++-12"), ("HOROVOD_BUILD_ARCH_FLAGS", "-mavx2"), ("CXXFLAGS", "-O1")):
+        with monkeypatch.context() as context:
+            context.setenv(name, value)
+            assert key(CPU) != plain[CPU] and key(CUDA) != plain[CUDA]
+            assert not any(letter in key(CPU) for letter in "/ =")
+            context.setenv(name, "")
+            assert key(CPU) == plain[CPU]
+    monkeypatch.setenv("HOROVOD_NCCL_HOME", "/opt/nccl")
+    assert key(CPU) == plain[CPU] and key(CUDA) != plain[CUDA]
+
+
+def test_code_for_this_processor_is_no_other_processors(nothing_set: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_BUILD_ARCH_FLAGS", "-march=native")
+    here = key(CPU)
+    assert step_horovod._processor()
+    monkeypatch.setattr(step_horovod, "_processor", lambda: "flags : fpu")
+    assert key(CPU) != here
+
+
+def test_what_is_set_for_the_build_is_remembered(nothing_set: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, record = Options(root=Path(__file__).parents[2], torch_spec="torch"), Record(venv="/r/.venv")
+    plain = main._inputs(options, record)
+    with monkeypatch.context() as context:
+        context.setenv("CXX", "g++-12")
+        record.build_variables = step_horovod.build_variables()
+        chosen = main._inputs(options, record)
+    assert chosen != plain and record.build_variables == {"CXX": "g++-12"}
+    # Put back at the end of the test.
+    monkeypatch.setenv("CXX", "")
+    main._with_remembered(options, record)
+    assert main._inputs(options, record) == plain
+    monkeypatch.delenv("CXX")
+    main._with_remembered(options, record)
+    assert os.environ["CXX"] == "g++-12" and main._inputs(options, record) == chosen
+
+
 def test_site_mpicc_skips_virtual_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside = mpicc(tmp_path / "venv" / "bin")
     (tmp_path / "venv" / "pyvenv.cfg").touch()
