@@ -26,15 +26,28 @@ _QUERY = (
     "print(json.dumps({'version': torch.__version__, 'cuda': torch.version.cuda, 'hip': torch.version.hip,\n"
     "                  'code': flags.split()}))"
 )
-_FITS = (
-    "import json, sys\nfrom importlib import metadata\n"
-    "from pip._vendor.packaging.requirements import Requirement\n"
-    "try: version = metadata.version('torch')\n"
-    "except metadata.PackageNotFoundError: version = None\n"
-    "fits = version is not None and all(\n"
-    "    Requirement(spec).specifier.contains(version, prereleases=True) for spec in sys.argv[1:])\n"
-    "print(json.dumps([version, fits]))"
-)
+# An installation from an address says which (PEP 610): without a fragment, and that of a repository in parts.
+_FITS = """
+import json, sys
+from importlib import metadata
+from pip._vendor.packaging.requirements import Requirement
+
+def fits(spec):
+    wanted = Requirement(spec)
+    if wanted.url is None:
+        return wanted.specifier.contains(torch.version, prereleases=True)
+    origin = json.loads(torch.read_text("direct_url.json") or "{}")
+    url, vcs = origin.get("url"), origin.get("vcs_info")
+    if vcs is not None:
+        url = f"{vcs['vcs']}+{url}" + (f"@{vcs['requested_revision']}" if "requested_revision" in vcs else "")
+    return url == wanted.url.partition("#")[0]
+
+try:
+    torch = metadata.distribution("torch")
+    print(json.dumps([torch.version, all(map(fits, sys.argv[1:]))]))
+except metadata.PackageNotFoundError:
+    print(json.dumps([None, False]))
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,8 +132,6 @@ def install(venv: Venv, options: Options) -> Torch:
             code for the GPUs.
     """
     specs = ["torch>=2.2"] if options.torch_spec is None else ["torch>=2.2", options.torch_spec]
-    if options.torch_spec is not None and "@" in options.torch_spec:
-        specs = specs[:1]
     version, fits = venv.query(_FITS, *specs)
     if fits:
         say(f"PyTorch: keeping {version}, which fits {' and '.join(specs)}")
@@ -133,6 +144,9 @@ def install(venv: Venv, options: Options) -> Torch:
             if old:
                 say(f"PyTorch: {spec} is the last one on PyPI with code for {_names(old)}; builds for CUDA 13 have none")
         venv.pip(["install", spec], label=f"installing {spec}")
+        if "@" in spec and not venv.query(_FITS, spec)[1]:
+            # pip leaves an installed one of the same version as it is.
+            venv.pip(["install", "--force-reinstall", "--no-deps", spec], label=f"installing {spec} in place of {version}")
     found = venv.query(_QUERY)
     if found["hip"] is not None:
         raise SetupError(

@@ -267,6 +267,47 @@ def test_without_a_choice_a_v100_gets_a_pytorch_with_code_for_it(
 
 
 @pytest.mark.parametrize(
+    ("origin", "spec", "fits"),
+    [
+        (None, "torch==2.13.0", True),
+        (None, "torch==2.12.0", False),
+        (None, "torch @ https://site/torch.whl", False),
+        ({"url": "https://site/torch.whl"}, "torch @ https://site/torch.whl", True),
+        ({"url": "https://site/torch.whl"}, "torch@https://site/torch.whl#sha256=ab", True),
+        ({"url": "https://site/torch.whl"}, "torch @ https://site/other.whl", False),
+        ({"url": "file:///here/torch.whl"}, "torch>=2.12", True),
+        ({"url": "https://x/y", "vcs_info": {"vcs": "git", "requested_revision": "v1"}}, "torch @ git+https://x/y@v1", True),
+        ({"url": "https://x/y", "vcs_info": {"vcs": "git", "requested_revision": "v1"}}, "torch @ git+https://x/y@v2", False),
+    ],
+)
+def test_a_pytorch_fits_an_address_only_if_it_came_from_there(
+    tmp_path: Path, origin: dict[str, Any] | None, spec: str, fits: bool
+) -> None:
+    installed = tmp_path / "torch-2.13.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0\n", encoding="utf-8")
+    if origin is not None:
+        (installed / "direct_url.json").write_text(json.dumps(origin), encoding="utf-8")
+    command = [sys.executable, "-c", step_torch._FITS, "torch>=2.2", spec]
+    result = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert json.loads(result.stdout) == ["2.13.0", fits], result.stderr
+
+
+@pytest.mark.parametrize("same_version", [False, True])
+def test_a_pytorch_from_an_address_takes_the_place_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_version: bool
+) -> None:
+    venv, spec = FakeVenv(tmp_path), "torch @ file:///here/torch.whl"
+    found = {"version": "2.13.0+cpu", "cuda": None, "hip": None, "code": []}
+    answers = iter([["2.13.0", False], ["2.13.0+cpu", not same_version], found])
+    monkeypatch.setattr(venv, "query", lambda *_: next(answers))
+    installed: list[list[str]] = []
+    monkeypatch.setattr(venv, "pip", lambda arguments, *, label: installed.append(arguments))
+    step_torch.install(venv, Options(root=tmp_path, torch_spec=spec))
+    assert installed == [["install", spec]] + [["install", "--force-reinstall", "--no-deps", spec]] * same_version
+
+
+@pytest.mark.parametrize(
     ("torch", "answer", "words"),
     [
         (CUDA, {"horovod_cuda": False, "horovod_nccl": False}, "refused.*CUDA"),
