@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import platform
@@ -10,8 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from setup_console import say
+from setup_console import say, warn
 from setup_options import SetupError
+
+# Of file systems without locks: Lustre mounted without flock, NFS without lockd.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 def cache_dir() -> Path:
@@ -28,7 +32,7 @@ def binary_key(python_tag: str) -> str:
 
 @contextmanager
 def locked(file: Path, *, what: str) -> Iterator[None]:
-    """Holds an exclusive lock; waits for another holder, and says so.
+    """Holds an exclusive lock; waits for another holder, and says so. Where the file system has no locks, it warns instead.
 
     Args:
         file: the lock's file; it stays, empty.
@@ -47,8 +51,16 @@ def locked(file: Path, *, what: str) -> Iterator[None]:
         ) from error
     with handle:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"waiting for {what} ({file} is locked) ...")
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"waiting for {what} ({file} is locked) ...")
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            warn(
+                f"{file.parent} is on a file system without locks ({error.strerror}): nothing keeps this run apart from {what}; "
+                "start no other one until this one has ended"
+            )
         yield

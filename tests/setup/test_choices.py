@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -507,6 +508,24 @@ def test_a_lock_keeps_another_process_waiting(tmp_path: Path) -> None:
     with setup_cache.locked(file, what="a test"):
         assert subprocess.run([sys.executable, "-c", code, str(file)]).returncode == 3
     assert subprocess.run([sys.executable, "-c", code, str(file)]).returncode == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EIO])
+def test_a_file_system_without_locks_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(setup_cache.fcntl, "flock", refuse)
+    if number == errno.EIO:
+        with pytest.raises(OSError, match="Input/output error"), setup_cache.locked(tmp_path / "lock", what="a test"):
+            pass
+        return
+    with setup_cache.locked(tmp_path / "lock", what="a test"):
+        pass
+    said = capsys.readouterr()
+    assert f"{tmp_path} is on a file system without locks" in said.out + said.err and "apart from a test" in said.out + said.err
 
 
 def test_a_failed_command_shows_the_compilers_lines_the_remedy_and_the_log(tmp_path: Path) -> None:
