@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pairs import BACKENDS
 from runs import read_run
 from safetensors.torch import load_file
@@ -82,7 +83,12 @@ def test_encoded_deltas_are_fewer_bytes_and_the_same_model_everywhere(train: Any
 
 @pytest.mark.mpi(1, 2, 3, 4)
 def test_scores_are_those_of_one_rank(
-    train: Any, command: Any, data: Path, shared_tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    train: Any,
+    command: Any,
+    data: Path,
+    shared_tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from mpi4py import MPI
 
@@ -94,7 +100,11 @@ def test_scores_are_those_of_one_rank(
     arguments = ["evaluate", str(shared_tmp_path / "run"), "--cache-dir", str(data / "cache")]
     said = MPI.COMM_WORLD.bcast(command(*arguments).stdout)
     scores = json.loads(said)
+    before = torch.get_num_threads()
+    monkeypatch.setenv("HVD_ADAPTIVE_NUM_THREADS", str(before + 1))
     evaluate(make_parser().parse_args(arguments), LocalTransport())
+    assert torch.get_num_threads() == before + 1
+    torch.set_num_threads(before)
     assert scores == json.loads(capfd.readouterr().out)
     best = read_run(shared_tmp_path / "run")[0]["best"]
     assert scores == {name: round(value, 6) for name, value in best.items()}
