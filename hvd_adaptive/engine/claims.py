@@ -224,6 +224,7 @@ class EqualClaims:
         self._together = world_size * size
         self._start = start
         self._num_whole, left = divmod(total_work - start, self._together)
+        self._num_turns = self._num_whole + (left > 0)
         self._edges = own_parts(np.ones(world_size), left, unit=unit)
         self._stretch = stretch
         self._num_taken = 0
@@ -233,7 +234,7 @@ class EqualClaims:
         """Takes the next batch, whatever size is asked for."""
         number = self._num_taken
         first = self._start + number * self._together
-        if number > self._num_whole or self.end is not None:
+        if number == self._num_turns or self.end is not None:
             return None
         if number and number % self._stretch == 0 and not self._frontier.begin(number // self._stretch):
             self.end = first

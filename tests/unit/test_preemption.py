@@ -121,6 +121,19 @@ def test_batches_that_workers_take_at_once_promise_no_more_of_a_round(stretch: i
     assert more < stretch and claims.end == 6 * (prefetched + 50 + more)
 
 
+def test_batches_of_one_sample_end_with_their_round() -> None:
+    """Such a round has as many stretches as samples; a rank that asked for one more waited for ever."""
+
+    def run(transport: LocalTransport) -> list[Any]:
+        rule: Any = lambda ranks: 1 // 0  # noqa: E731
+        claims, _ = open_claims(transport, 1, total_work=5, start=0, rule_of=rule, equal=(1, 1, 1))
+        taken = list(iter(lambda: claims.claim(lambda remaining: 1 // 0), None))
+        assert claims.end is None
+        return taken
+
+    assert LocalWorld(1).run(run, timeout_s=20) == [[(start, start + 1) for start in range(5)]]
+
+
 @pytest.mark.parametrize(("step_s", "most_s"), [(0.002, 0.064), (0.02, 0.2), (0.5, 0.5)])
 def test_steps_of_a_fifth_of_a_second_are_promised_at_once(step_s: float, most_s: float) -> None:
     """And so many, and the one that is prefetched, come after a close."""
