@@ -12,7 +12,7 @@ from hvd_adaptive.validation import check_codecs, check_ranges, check_types_and_
 
 _LOCAL = ("local",)
 # Options that are gone, as the files of older runs have them that did not set them.
-GONE_OPTIONS = (("overlap_merge", False),)
+GONE_OPTIONS = (("overlap_merge", False), ("outer_bias_correction", False))
 # Values that are gone, so that a run that had them goes on with another one.
 GONE_VALUES = (("reducer", "auto"),)
 
@@ -117,11 +117,6 @@ class Config:
     outer_momentum: float | None = option(
         None, "momentum of the outer step (default: 0.9; cautious: it looks back over the last fifth of all updates so far)",
         strategy=("local", "sma"), outer_step=(None, "momentum", "nesterov", "cautious"),
-    )
-    outer_bias_correction: bool = option(
-        False,
-        "use the full outer step from the first merge on, before its velocity has grown: for runs of few merges",
-        strategy=_LOCAL, outer_step=(None, "momentum", "nesterov", "cautious"),
     )
     outer_state: str = option(
         "device",

@@ -37,10 +37,6 @@ class OuterStep:
     element in which v has the sign of d, and w += d for the others. The mask is that of Cautious Optimizers (arXiv 2411.16085),
     which do not move the others.
 
-    A velocity that begins at zero takes some 1 / (1 - gamma) merges to grow. Bias correction, as Adam's (arXiv 1412.6980), makes
-    up for it: lr is divided by what the velocity would be of what it becomes if all deltas were the same, so that equal
-    deltas move the model equally from the first merge on.
-
     Momentum that is not set follows the run: with u updates in a merge and U in all merges so far, gamma = 1 - 5 u / U, so that
     it looks back over the last fifth of the run, however long rounds are. The first merges add the delta. An lr that is not set
     is sqrt(1 - gamma): a merge of pure noise then moves the model no farther than without momentum, and equal deltas move it
@@ -53,7 +49,6 @@ class OuterStep:
         kind: ``none``, ``momentum``, ``nesterov`` or ``cautious``.
         lr: the outer learning rate, > 0; ``none`` takes it as well. None: by the momentum.
         momentum: gamma, in [0, 1). None: by the updates that :meth:`count` is told.
-        bias_correction: whether lr makes up for a velocity that still grows.
         num_fragments: parts of the model that are merged at different times.
         start: updates of the fastest rank, in whose merges w += d; the outer step begins after them.
 
@@ -67,7 +62,6 @@ class OuterStep:
         *,
         lr: float | None = 1.0,
         momentum: float | None = 0.0,
-        bias_correction: bool = False,
         num_fragments: int = 1,
         start: int = 0,
     ) -> None:
@@ -76,11 +70,8 @@ class OuterStep:
         self.kind = kind
         self.lr = lr
         self.momentum = momentum
-        self.bias_correction = bias_correction
         self.velocity: dict[torch.dtype, Tensor] = {}
-        # The velocity of each fragment that deltas of one would have; a tensor, as what is saved and exchanged with the velocity.
-        self.growth = torch.zeros(num_fragments, dtype=torch.float64)
-        # Updates of the fastest rank in all merges of each fragment, up to this one.
+        # Updates of the fastest rank in all merges of each fragment, up to this one. A tensor, to be saved with the velocity.
         self.num_updates = torch.zeros(num_fragments, dtype=torch.float64)
         # That of the merge that begins, of all: the first.
         self._fragment = 0
@@ -96,7 +87,6 @@ class OuterStep:
             config.outer_step or "none",
             lr=config.outer_learning_rate,
             momentum=config.momentum_of_merges,
-            bias_correction=config.outer_bias_correction,
             num_fragments=num_fragments,
             start=start,
         )
@@ -130,29 +120,27 @@ class OuterStep:
         return velocity if self.begun else None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the velocity by name of its dtype, how far it has grown, and the updates so far; empty for ``none``."""
+        """Returns the velocity by name of its dtype, and the updates so far; empty for ``none``."""
         if self.kind == "none" or not (self.velocity or self.num_updates.any()):
             return {}
         velocity = {str(dtype).removeprefix("torch."): v for dtype, v in self.velocity.items()}
-        return velocity | {"growth": self.growth, "num_updates": self.num_updates}
+        return velocity | {"num_updates": self.num_updates}
 
     def load_state_dict(self, state: dict[str, Tensor], *, device: torch.device) -> None:
-        """Takes over a velocity, copied to the weights' device; one whose growth was not saved counts as grown, and as begun."""
+        """Takes over a velocity, copied to the weights' device; one that was saved without its updates counts as begun."""
         if self.kind == "none":
             return
-        grown = torch.full_like(self.growth, 1 / (1 - self._momentum_now) if state else 0.0)
-        self.growth = _of_as_many(state.get("growth", grown).cpu(), grown)
         begun = torch.full_like(self.num_updates, float(self._start if state else 0))
         self.num_updates = _of_as_many(state.get("num_updates", begun).cpu(), begun)
         pinned = device.type == "cpu" and torch.cuda.is_available()
         self.velocity = {
             getattr(torch, name): v.to(device, copy=True).pin_memory() if pinned else v.to(device, copy=True)
             for name, v in state.items()
-            if name not in ("growth", "num_updates")
+            if name not in ("num_updates", "growth")  # The latter is of older checkpoints.
         }
 
     def begin(self, fragment: int | None = None) -> None:
-        """Counts a merge; call it once before its deltas are applied, which may be in several parts.
+        """Begins a merge; call it once before its deltas are applied, which may be in several parts.
 
         Args:
             fragment: what of the model is merged; None: all.
@@ -160,14 +148,7 @@ class OuterStep:
         self._lr_now, self._fragment = 1.0, fragment or 0
         if not self.begun:
             return
-        momentum = self._momentum_now
-        self._lr_now = math.sqrt(1 - momentum) if self.lr is None else self.lr
-        merged = fragment if fragment is not None else slice(None)
-        self.growth[merged] = self.growth[merged] * momentum + 1
-        if self.bias_correction:
-            growth = float(self.growth[self._fragment])
-            moved = growth if self.kind == "momentum" else 1 + momentum * growth
-            self._lr_now /= (1 - momentum) * moved
+        self._lr_now = math.sqrt(1 - self._momentum_now) if self.lr is None else self.lr
 
     @torch.no_grad()
     def apply_(self, weights: Tensor, delta: Tensor, parts: Iterable[slice] | None = None) -> None:

@@ -21,7 +21,7 @@ TRAIN_MORE = {
     "merging (strategy local)": (
         *("island", "merge_period", "merge_share", "sparse_merge"),
         *("merges_per_round", "merge_fragments", "fragment_delay", "fragment_alpha", "outlier_limit", "clip_delta"),
-        *("outer_step", "outer_lr", "outer_momentum", "outer_bias_correction", "outer_state"),
+        *("outer_step", "outer_lr", "outer_momentum", "outer_state"),
     ),
     "synchronous steps (strategy sync)": ("global_batch_size", "accumulation_steps", "loss_reduction"),
     "compression": ("reducer", "error_feedback", "auto_bits"),
@@ -42,7 +42,7 @@ RUN = {
 RUN_MORE = {
     "merging (strategy local)": (
         *("merge_period", "merge_share", "lr_rule", "optimizer_state"),
-        *("outer_step", "outer_lr", "outer_momentum", "outer_bias_correction", "hash_interval"),
+        *("outer_step", "outer_lr", "outer_momentum", "hash_interval"),
     ),
     "more": ("interval", "reducer", "error_feedback"),
 }

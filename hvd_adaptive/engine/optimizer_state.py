@@ -102,14 +102,10 @@ def with_defaults(
     if config.lr_rule == "auto":
         config = dataclasses.replace(config, lr_rule="linear" if is_sgd else "none")
     if config.outer_step is None:
-        is_set = _sets_outer_step(config)
+        is_set = config.outer_lr is not None or config.outer_momentum is not None
         adapts = learns_from_short_rounds(config, optimizer) and (world_size > 1 or is_set)
         config = with_outer_step(config, "nesterov" if is_sgd and is_set else "cautious" if adapts else "none", optimizer)
     return config
-
-
-def _sets_outer_step(config: Config) -> bool:
-    return config.outer_lr is not None or config.outer_momentum is not None or config.outer_bias_correction
 
 
 def with_outer_step(config: Config, kind: str, optimizer: Optimizer) -> Config:

@@ -314,10 +314,6 @@ class Merger:
                     velocity.zero_()
                 elif velocity is not None:
                     self._take_from(root, velocity, group.name)
-            if is_loaded.any():
-                self._engine.outer.growth.zero_()
-            else:
-                self._take_from(root, self._engine.outer.growth, "growth")
             self._flat.compute_delta()
             return
         checksums = gathered["checksum"][present]

@@ -79,7 +79,6 @@ class RunConfig:
     )
     outer_lr: float | None = _as_in_train("outer_lr")
     outer_momentum: float | None = _as_in_train("outer_momentum")
-    outer_bias_correction: bool = _as_in_train("outer_bias_correction")
     optimizer_state: str | None = _as_in_train("optimizer_state")
     hash_interval: int = _as_in_train(
         "hash_interval", text="merges between checks that all ranks hold the same model; 0: never"

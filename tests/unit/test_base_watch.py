@@ -77,7 +77,7 @@ class Rollback:
     [
         ({}, torch.float32), ({"outer_step": "cautious"}, torch.float32), ({"outer_step": "momentum"}, torch.bfloat16),
         ({}, torch.float64), ({"merges_per_round": 2}, torch.float32), ({"compression": "maxmin:4"}, torch.float32),
-        ({"merge_weights": "fisher-rows"}, torch.float32), ({"outer_bias_correction": True}, torch.float32),
+        ({"merge_weights": "fisher-rows"}, torch.float32),
     ],
     ids=str,
 )  # fmt: skip

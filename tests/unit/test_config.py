@@ -273,7 +273,7 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: str, message: s
 
 def test_an_option_that_is_gone_may_be_unset_only(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    file.write_text('{"overlap_merge": false, "batch_size": 8}')
+    file.write_text('{"overlap_merge": false, "outer_bias_correction": false, "batch_size": 8}')
     assert read_config_file(str(file)) == {"batch_size": 8}
     ours = Identity(model=[], data={}, options={"batch_size": 8})
     assert not ours.changed_options({"options": {"overlap_merge": False, "batch_size": 8}}, frozenset())

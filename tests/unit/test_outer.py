@@ -73,31 +73,6 @@ def test_an_unknown_kind_is_named() -> None:
         OuterStep("adam")
 
 
-@pytest.mark.parametrize(("kind", "lr"), [("momentum", 1.0), ("nesterov", 0.7), ("cautious", 0.3)])
-def test_with_bias_correction_equal_deltas_move_the_model_equally_from_the_first_on(kind: str, lr: float) -> None:
-    outer = OuterStep(kind, lr=lr, momentum=0.9, bias_correction=True)
-    weights = torch.zeros(3, dtype=torch.float64)
-    for merges in range(1, 30):
-        if merges == 7:
-            # Whatever goes on from a saved state goes on alike.
-            saved, outer = outer.state_dict(), OuterStep(kind, lr=lr, momentum=0.9, bias_correction=True)
-            outer.load_state_dict(saved, device=torch.device("cpu"))
-        outer.begin()
-        outer.apply_(weights, torch.ones(3, dtype=torch.float64), [slice(0, 2), slice(2, 3)])
-        # As far as a velocity moves it that has grown: lr / (1 - gamma) a delta.
-        assert torch.allclose(weights, torch.full_like(weights, merges * lr / 0.1))
-
-
-def test_a_velocity_saved_without_its_growth_counts_as_grown() -> None:
-    weights = [torch.zeros(3, dtype=torch.float64) for _ in range(2)]
-    for corrected, moved in zip((False, True), weights, strict=True):
-        outer = OuterStep("nesterov", lr=0.7, momentum=0.9, bias_correction=corrected)
-        outer.load_state_dict({"float64": torch.arange(3, dtype=torch.float64)}, device=torch.device("cpu"))
-        outer.begin()
-        outer.apply_(moved, torch.ones(3, dtype=torch.float64))
-    assert torch.allclose(*weights)
-
-
 def test_it_begins_after_so_many_updates_with_a_velocity_of_zero() -> None:
     outer = OuterStep("nesterov", lr=0.7, momentum=0.5, start=25)
     weights, steps = torch.zeros(3, dtype=torch.float64), []
