@@ -21,6 +21,7 @@ from hvd_adaptive.algorithm.merge_period import (
     part_of_short_rounds,
 )
 from hvd_adaptive.algorithm.merge_weights import merge_weights
+from hvd_adaptive.algorithm.micro_batches import multiple
 from hvd_adaptive.algorithm.speed_model import Damping, SpeedModel
 from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.algorithm.world_scale import planned_mega_batch
@@ -293,5 +294,7 @@ class RoundControl:
         """
         if state["batch_size"] == self._config.batch_size:
             return sizes.copy()
-        scaled = np.clip(sizes * self._config.batch_size / state["batch_size"], *self._config.batch_size_bounds)
-        return np.minimum(scaled, self.ceilings)
+        scaled = sizes * self._config.batch_size / state["batch_size"]
+        if (unit := self._config.micro_batch_size) is not None:
+            scaled = np.array([multiple(size, unit) for size in scaled], dtype=np.float64)
+        return np.minimum(np.clip(scaled, *self._config.batch_size_bounds), self.ceilings)

@@ -127,7 +127,8 @@ def run(options: argparse.Namespace, config: RunConfig) -> int:
         options.script, options.arguments, lambda comm: make_engine(config, comm), make_launched,
         is_module=options.module, stall_limit_s=config.stall_limit_s,
     )  # fmt: skip
-    own = {*NUM_RANKS, *(f"--{name.replace('_', '-')}" for name in fields_of(RunConfig))}
+    # Not -n: many scripts have one of their own.
+    own = {*NUM_RANKS} - {"-n"} | {*(f"--{name.replace('_', '-')}" for name in fields_of(RunConfig))}
     misplaced = [text for text in options.arguments if text.partition("=")[0] in own]
     # As argparse ends a script.
     if code == EXIT_BAD_INPUT and misplaced and not read_launcher(os.environ).rank:

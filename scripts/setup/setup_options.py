@@ -22,7 +22,7 @@ environment:
   HOROVOD_BUILD_CUDA_CC_LIST  for which GPUs, e.g. 70,80 (default: all that nvcc knows)
   HOROVOD_BUILD_ARCH_FLAGS  for which processors, e.g. -march=native
   PIP_INDEX_URL, PIP_FIND_LINKS and pip's other settings work as usual
-  CXX and HOROVOD_* are kept as the choices are; set one to nothing to drop it: CXX= scripts/setup.sh
+  CXX, CXXFLAGS and HOROVOD_* are kept as the choices are; set one to nothing to drop it: CXX= scripts/setup.sh
 exit codes: 0 ready; 1 a step failed (the reason and the remedy are the last lines); 2 wrong arguments"""
 
 

@@ -32,13 +32,14 @@ _ADVICE = "read the log's first error; a CPU build needs g++ 9 or newer, make, a
 
 
 def build_variables(*, cuda: bool = True) -> dict[str, str]:
-    """Returns the variables that are set for the build of Horovod, but for the list of GPUs.
+    """Returns the variables that are set for the build of Horovod, but for the list of GPUs, and for CXX where it is g++.
 
     Args:
         cuda: those for a build with CUDA as well.
     """
     names = _FOR_COMPILER | _FOR_CUDA if cuda else _FOR_COMPILER
-    return {name: value for name in sorted(names) if (value := os.environ.get(name))}
+    found = {name: value for name in sorted(names) if (value := os.environ.get(name))}
+    return {name: value for name, value in found.items() if (name, value) != ("CXX", "g++")}
 
 
 def build_digest(*, cuda: bool = True) -> str:
@@ -251,7 +252,8 @@ def require_toolchain(venv: Venv, environment: dict[str, str]) -> None:
     missing = []
     compiler = (environment.get("CXX") or "g++").split()[0]
     if shutil.which(compiler, path=environment["PATH"]) is None:
-        source = "that CXX names" if environment.get("CXX") else "(Debian: g++; HPC: module load gcc)"
+        is_set = "that CXX names (CXX= scripts/setup.sh drops it)"
+        source = is_set if environment.get("CXX") else "(Debian: g++; HPC: module load gcc)"
         missing.append(f"the C++ compiler {compiler} {source}")
     if shutil.which("make", path=environment["PATH"]) is None:
         missing.append("make (Debian: make)")

@@ -40,7 +40,11 @@ def fits(spec):
     url, vcs = origin.get("url"), origin.get("vcs_info")
     if vcs is not None:
         url = f"{vcs['vcs']}+{url}" + (f"@{vcs['requested_revision']}" if "requested_revision" in vcs else "")
-    return url == wanted.url.partition("#")[0]
+    # Nor does it name users and tokens.
+    place = wanted.url.partition("#")[0]
+    scheme, slashes, rest = place.partition("://")
+    host, slash, path = rest.partition("/")
+    return url in (place, scheme + slashes + host.rpartition("@")[2] + slash + path)
 
 try:
     torch = metadata.distribution("torch")

@@ -109,7 +109,7 @@ def test_wheel_key_has_what_is_set_for_the_build(nothing_set: None, monkeypatch:
             context.setenv(name, value)
             assert key(CPU) != plain[CPU] and key(CUDA) != plain[CUDA]
             assert not any(letter in key(CPU) for letter in "/ =")
-            context.setenv(name, "")
+            context.setenv(name, "g++" if name == "CXX" else "")
             assert key(CPU) == plain[CPU]
     monkeypatch.setenv("HOROVOD_NCCL_HOME", "/opt/nccl")
     assert key(CPU) == plain[CPU] and key(CUDA) != plain[CUDA]
@@ -276,6 +276,8 @@ def test_without_a_choice_a_v100_gets_a_pytorch_with_code_for_it(
         ({"url": "https://site/torch.whl"}, "torch @ https://site/torch.whl", True),
         ({"url": "https://site/torch.whl"}, "torch@https://site/torch.whl#sha256=ab", True),
         ({"url": "https://site/torch.whl"}, "torch @ https://site/other.whl", False),
+        ({"url": "https://site/torch.whl"}, "torch @ https://me:token@site/torch.whl", True),
+        ({"url": "https://site/torch.whl"}, "torch @ https://me:token@site/other.whl", False),
         ({"url": "file:///here/torch.whl"}, "torch>=2.12", True),
         ({"url": "https://x/y", "vcs_info": {"vcs": "git", "requested_revision": "v1"}}, "torch @ git+https://x/y@v1", True),
         ({"url": "https://x/y", "vcs_info": {"vcs": "git", "requested_revision": "v1"}}, "torch @ git+https://x/y@v2", False),

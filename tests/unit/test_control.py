@@ -392,6 +392,8 @@ def test_saved_batch_sizes_are_scaled_to_this_batch_size_within_its_bounds() -> 
     large = RoundControl(Config(batch_size=64, batch_size_rule="paper"), world_size=3, speaks=False)
     large.load_state_dict({**state, "ceilings": np.array([np.inf, np.inf, 48.0])})
     assert large.resumed_batch_sizes(sizes, state).tolist() == [8, 40, 48]
+    whole = RoundControl(Config(batch_size=48, micro_batch_size=8), world_size=3, speaks=False)
+    assert whole.resumed_batch_sizes(np.array([8.0, 24.0, 32.0]), state).tolist() == [16, 32, 48]
 
 
 def test_a_ceiling_bounds_one_rank_and_the_others_take_what_it_leaves() -> None:

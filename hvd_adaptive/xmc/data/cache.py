@@ -127,7 +127,8 @@ def _build_locked(source: DataSource, root: Path, directory: Path, *, is_alone: 
     A finished one may be another host's, whose files at these paths are its own, or that of a running job. Without a lock
     (``is_alone`` False) nothing is removed but a damaged directory, and another process may be the first to finish.
     """
-    if not is_alone and _fault(directory) is not None:
+    # In this order: one that comes into being meanwhile is another process's, and whole.
+    if not is_alone and directory.exists() and _fault(directory) is not None:
         # Another process may be about it as well.
         shutil.rmtree(directory, ignore_errors=True)
     for leftover in root.glob(f"{_prefix(source)}-*") if is_alone else ():
