@@ -175,14 +175,18 @@ def check_memory(options: TrainConfig, data: SparseDataset, device: torch.device
     size = options.hidden_size
     num_bytes = 4 * (size * (data.num_features + data.num_labels + 1) + data.num_labels)
 
+    on_gpu = device.type == "cuda"
+    own = attempt(transport, lambda: torch.cuda.mem_get_info(device)[0] if on_gpu else free_memory_bytes())
+    # What is free changes from one look to the next: ranks of one place say the same.
+    place = (transport.host, str(device))
+    found = [free for *its, free in transport.allgather_object((*place, own)) if tuple(its) == place and free is not None]
+
     def check() -> None:
-        on_gpu = device.type == "cuda"
-        free = torch.cuda.mem_get_info(device)[0] if on_gpu else free_memory_bytes()
-        if free is not None and num_bytes * (1 if on_gpu else transport.local_size) > free:
+        if found and num_bytes * (1 if on_gpu else transport.local_size) > min(found):
             where = device if on_gpu else f"host {transport.host}, which has {transport.local_size} rank(s)"
             raise ValueError(
-                f"hidden_size {size}: a rank's weights alone take {num_bytes:,} bytes, and {free:,} are free on {where}; take a "
-                "smaller hidden_size"
+                f"hidden_size {size}: a rank's weights alone take {num_bytes:,} bytes, and {min(found):,} are free on {where}; "
+                "take a smaller hidden_size"
             )
 
     attempt(transport, check)

@@ -52,6 +52,15 @@ def make_trainer(path: Path, transport: LocalTransport | None = None, *, record:
     )
 
 
+def test_ranks_of_a_host_say_the_same_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else an error of all of them would be shown once for each."""
+    free = iter(range(30, 10, -1))
+    monkeypatch.setattr(command, "free_memory_bytes", lambda: next(free))
+    options, data = TrainConfig(hidden_size=4), rows("train", 8)
+    with pytest.raises(AgreedError, match=r"^hidden_size 4: .* take 476 bytes, and 28 are free on host .*, which has 3 rank"):
+        LocalWorld(3).run(lambda transport: command.check_memory(options, data, torch.device("cpu"), transport))
+
+
 @pytest.mark.parametrize("samples", [None, NUM_TEST, NUM_TEST + 1, NUM_TEST - 1])
 @pytest.mark.parametrize("epochs", [1.0, 1.25])
 def test_the_last_model_is_the_best_where_all_samples_say_so(
