@@ -93,8 +93,9 @@ class ShareBalance:
     """Each rank's samples of a batch of fixed size, by a model of the ranks' steps.
 
     Shares go all the way to where the model expects steps of equal length, though none more than doubles at once, if steps become
-    shorter by more than 15%, or by more than 3% in the third look in a row; and never for what is within the noise. What counts
-    is the step that all wait for, not the shares: ranks whose steps cost more than their samples can have any share. Equal shares
+    shorter by more than 15%, or by more than 3% in the third look in a row. They do not for what is within the noise of a look,
+    unless six looks in a row find one rank the slowest: then they go to the mean of what these wanted. What counts is the step that all
+    wait for, not the shares: ranks whose steps cost more than their samples can have any share. Equal shares
     need no weights, so they are preferred to others that would save less than 5%. Where unequal ones save less than a third,
     equal ones are tried again for a look now and then, more and more seldom: that the ranks differ may have been a chance of the
     first steps, and as long as shares stay what they are, nothing else would show it.
@@ -105,6 +106,8 @@ class ShareBalance:
 
     DEAD_BAND = 0.03
     PATIENCE = 3
+    # Looks that say together what one alone may say by chance.
+    TOGETHER = 6
     AT_ONCE = 0.15
     # Standard errors of the slowest rank's mean; half as many again where there is no second look.
     NOISE = 1.6
@@ -123,6 +126,8 @@ class ShareBalance:
         self._errors = np.zeros(world_size)
         # Looks in a row that would have moved.
         self._in_a_row = 0
+        # Looks in a row that found one rank the slowest, by noise or not; which one; the sum of their targets.
+        self._num_agreed, self._slowest, self._targets = 0, -1, np.zeros(world_size)
         self._looks_to_trial = self._trial_interval = self.FIRST_TRIAL
         self._is_trial = False
 
@@ -169,20 +174,33 @@ class ShareBalance:
         """
         total = float(sizes.sum())
         if ((sizes < lower * (1 - 1e-9)) | (sizes > upper * (1 + 1e-9))).any():
-            self._in_a_row, self._is_trial = 0, False
+            self._in_a_row, self._num_agreed, self._is_trial = 0, 0, False
             return self.target(total, lower, upper)
         target = self.target(total, lower, np.minimum(upper, self.GROWTH * sizes))
         if self._is_trial:
-            self._in_a_row, self._is_trial = 0, False
+            self._in_a_row, self._num_agreed, self._is_trial = 0, 0, False
             return target
         gain = 1.0 - self._cost(target) / self._cost(sizes)
         slowest = int(self._model.seconds(sizes).argmax())
         threshold = max(self.DEAD_BAND, self.NOISE * float(self._errors[slowest]))
         self._in_a_row = self._in_a_row + 1 if gain > threshold else 0
-        if self._in_a_row < self.PATIENCE and gain <= max(self.AT_ONCE, 1.5 * threshold):
+        agree = self._agree(slowest, target, gain)
+        if self._in_a_row < self.PATIENCE and gain <= max(self.AT_ONCE, 1.5 * threshold) and not agree:
             return self._tried(sizes, lower, upper)
-        self._in_a_row = 0
-        return target
+        wanted = self._targets * (total / self._targets.sum()) if agree else target
+        self._in_a_row, self._num_agreed = 0, 0
+        return wanted
+
+    def _agree(self, slowest: int, target: Array, gain: float) -> bool:
+        """Takes in what a look wants; returns whether enough of them in a row have found the same rank the slowest."""
+        if gain <= self.DEAD_BAND:
+            self._num_agreed = 0
+            return False
+        if not self._num_agreed or slowest != self._slowest:
+            self._num_agreed, self._slowest, self._targets = 0, slowest, np.zeros(len(target))
+        self._num_agreed += 1
+        self._targets = self._targets + target
+        return self._num_agreed >= self.TOGETHER
 
     def _tried(self, sizes: Array, lower: Array, upper: Array) -> Array:
         """Returns the shares as they are, or equal ones if it is time to try those."""
@@ -209,6 +227,8 @@ class ShareBalance:
             "speed_model": self._model.state_dict(),
             "jitter": self._jitter.state_dict(),
             "in_a_row": self._in_a_row,
+            "agreed": [self._num_agreed, self._slowest],
+            "targets": self._targets.copy(),
             "trial": [self._looks_to_trial, self._trial_interval, int(self._is_trial)],
         }
 
@@ -217,5 +237,7 @@ class ShareBalance:
         self._model.load_state_dict(state["speed_model"])
         self._jitter.load_state_dict(state["jitter"])
         self._in_a_row = int(state["in_a_row"])
+        self._num_agreed, self._slowest = map(int, state["agreed"])
+        self._targets = np.array(state["targets"], dtype=np.float64)
         self._looks_to_trial, self._trial_interval, is_trial = map(int, state["trial"])
         self._is_trial = bool(is_trial)

@@ -213,6 +213,23 @@ def test_noise_of_a_fast_rank_does_not_hide_a_slow_one() -> None:
     assert balance.next(sizes, lower=np.ones(3), upper=np.full(3, 60.0)).tolist() == [20, 20, 20]
 
 
+def test_looks_that_agree_move_shares_which_each_of_them_leaves_within_its_noise() -> None:
+    costs = []
+    for seed in range(8):
+        balance, generator = ShareBalance(2), np.random.default_rng(seed)
+        # The first rank is three times as fast, and has a ninth more than its part.
+        sizes, speeds = np.array([90.0, 18.0]), np.array([3.0, 1.0])
+        for look in range(60):
+            window = StepWindow()
+            for _ in range(10):
+                window.add(sizes, sizes / speeds * generator.lognormal(0, 0.3, 2))
+            balance.learn(StepWindow(np.full(2, 10.0), window.num_samples, window.seconds, window.squares))
+            sizes = balance.next(sizes, lower=np.ones(2), upper=np.full(2, 108.0))
+            if look >= 30:
+                costs.append((sizes / speeds).max() / 27)
+    assert np.mean(costs) < 1.04, np.mean(costs)
+
+
 def test_equal_shares_are_preferred_where_others_save_little_and_gone_back_to() -> None:
     ranks = Ranks(np.ones(4), [0.1, 0.1, 0.1, 0.102], jitter=0.02)
     ranks.play(200)
