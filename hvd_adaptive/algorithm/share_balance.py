@@ -94,8 +94,8 @@ class ShareBalance:
 
     Shares go all the way to where the model expects steps of equal length, though none more than doubles at once, if steps become
     shorter by more than 15%, or by more than 3% in the third look in a row. They do not for what is within the noise of a look,
-    unless six looks in a row find one rank the slowest: then they go to the mean of what these wanted. What counts is the step that all
-    wait for, not the shares: ranks whose steps cost more than their samples can have any share. Equal shares
+    unless six looks in a row find one rank the slowest: then they go to the mean of what these wanted. What counts is the step
+    that all wait for, not the shares: ranks whose steps cost more than their samples can have any share. Equal shares
     need no weights, so they are preferred to others that would save less than 5%. Where unequal ones save less than a third,
     equal ones are tried again for a look now and then, more and more seldom: that the ranks differ may have been a chance of the
     first steps, and as long as shares stay what they are, nothing else would show it.
