@@ -213,13 +213,14 @@ class Bench:
         )  # fmt: skip
 
     def _target(self, case: Case) -> float | None:
-        """Returns the loss of plain Horovod after the case's samples, at any speeds and over any link."""
+        """Returns the loss of plain Horovod at its own best rate after the case's samples, at any speeds and over any link."""
         results = read(self._options.out)
+        rate = best_rate(results, PLAIN, case) or case.lr
         for result in results:
             plain = Case(**result["case"])
             same = (plain.method, plain.decay, len(plain.parts)) == (PLAIN, case.decay, len(case.parts))
             alike = all(getattr(plain, name) == getattr(case, name) for name in ("seed", "samples", "model", "warmup", "device"))
-            if same and alike and plain.lr in (case.lr, best_rate(results, PLAIN, case)) and "curve" in result:
+            if same and alike and (plain.stage, plain.lr) == ("run", rate) and "curve" in result:
                 return float(result["curve"][-1][2])
         return None
 
@@ -274,12 +275,14 @@ def say(text: str) -> None:
 
 
 def best_rate(results: list[Result], method: str, like: Case) -> float | None:
-    """Returns the learning rate of a method's lowest loss in tuning, of a case's model and schedule."""
-    wanted = ("tune", tuned_as(method), like.model, like.decay)
+    """Returns the learning rate of a method's lowest loss in tuning, of a case's model, schedule and length."""
+    names = ("model", "decay", "samples", "warmup", "device")
+    wanted = ("tune", tuned_as(method), *(getattr(like, name) for name in names))
     tuned = [
         (result["curve"][-1][2], case.lr)
         for result in results
-        if "curve" in result and ((case := Case(**result["case"])).stage, case.method, case.model, case.decay) == wanted
+        if "curve" in result
+        and ((case := Case(**result["case"])).stage, case.method, *(getattr(case, name) for name in names)) == wanted
     ]
     return min(tuned)[1] if tuned else None
 

@@ -27,6 +27,7 @@ Method = Callable[[Training], dict[str, Any]]
 METHODS: dict[str, Method] = {}
 OURS: dict[str, dict[str, Any]] = {
     "ours local": {},
+    # Too quick by the last fragment of a round: it is sent on while the clock stands still for a look.
     "ours local, fragments": {"merge_fragments": 4},
     "ours local, 4 bits": {"compression": "maxmin:4"},
     "ours local, outer step, 4 bits": {

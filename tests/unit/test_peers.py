@@ -55,6 +55,31 @@ def test_the_table_has_ratios_by_seed() -> None:
     assert "never in 800 samples: 1 of 1" in rows["DDP"]
 
 
+def test_the_target_is_a_run_at_plain_horovods_own_rate(tmp_path: Path) -> None:
+    import argparse
+
+    import peers
+    from peers_task import Case
+
+    def plain(loss: float, **case: Any) -> dict[str, Any]:
+        return result([(400, 40.0, loss)], method=peers.PLAIN, link="loopback", **case)
+
+    out = tmp_path / "results.jsonl"
+    found = [
+        plain(2.2, stage="tune", lr=0.003),
+        plain(2.0, stage="tune", lr=0.0015),
+        # A longer one has a lower loss at any rate.
+        plain(1.5, stage="tune", lr=0.006, samples=800),
+        plain(2.1, lr=0.003),
+        plain(1.9, lr=0.0015),
+    ]
+    out.write_text("".join(json.dumps(line) + "\n" for line in found))
+    case = Case(**result([], lr=0.003)["case"])
+    bench = peers.Bench(argparse.Namespace(methods=[], out=out), 0.0)
+    assert peers.best_rate(found, peers.PLAIN, case) == 0.0015
+    assert bench._target(case) == 1.9
+
+
 def test_a_run_that_hangs_ends_at_its_limit_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import peers
     from peers_task import Case
