@@ -268,8 +268,6 @@ class Calibrator:
         source = BatchSource(self._data, device, micro_batch_size=micro)
         unit = micro or 1
         sizes = sorted({min(multiple(base * part, unit), max(unit, len(self._data) // unit * unit)) for part in _SIZES})
-        # Other processes on this core shall not count; with several threads their CPU time says nothing about a step's length.
-        own_core = device.type == "cpu" and torch.get_num_threads() == 1
         repeats: dict[int, list[Steps]] = {}
         peaks: dict[int, int] = {}
         largest: int | None = None
@@ -304,7 +302,7 @@ class Calibrator:
             if repeats:
                 middle = min(base, max(repeats))
                 steps = [probe.run(1, middle) for _ in range(_NUM_JITTER_STEPS)]
-                single = [one.compute_s if own_core else one.wall_s for one in steps]
+                single = [one.compute_s for one in steps]
                 jitter = float(np.std(single) / np.mean(single))
             if micro is not None:
                 memory = f"micro-batches of {micro} samples fit, as many as you like"
@@ -318,10 +316,7 @@ class Calibrator:
             what, other = ("one sample", "") if micro is None else (f"a micro-batch of {micro}", "micro_batch_size or ")
             raise RuntimeError(f"{what} does not fit into this rank's memory: use a smaller {other}model")
         work = np.array([np.median([one.work / one.num_steps for one in results]) for results in repeats.values()])
-        seconds = np.array([
-            np.median([(one.compute_s if own_core else one.wall_s) / one.num_steps for one in results])
-            for results in repeats.values()
-        ])  # fmt: skip
+        seconds = np.array([np.median([one.compute_s / one.num_steps for one in results]) for results in repeats.values()])
         fixed_s, per_work_s, fit_error = fit_line(work, seconds)
         # The same steps as a session makes them: batches are loaded beside them, and what they touched is noted.
         alone = dataclasses.replace(self._config, slowdown=None, mega_batch=_NUM_STEPS * base)

@@ -13,9 +13,11 @@ import torch
 def compute_seconds(device: torch.device) -> float:
     """Returns a clock that runs while this rank computes, not while other processes have its core.
 
-    The thread's CPU time; the process's where torch computes with several threads; wall time on a GPU.
+    The thread's CPU time. Wall time on a GPU, and where torch computes with several threads: their CPU times add up to more than
+    a step's length.
     """
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        return time.thread_time()
     if device.type != "cpu":
         torch.cuda.synchronize(device)
-        return time.perf_counter()
-    return time.thread_time() if torch.get_num_threads() == 1 else time.process_time()
+    return time.perf_counter()

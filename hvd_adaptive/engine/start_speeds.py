@@ -103,7 +103,7 @@ class StepProbe:
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Samples a second of each rank, alone: by its own CPU time, and by the wall clock; shape (world_size,)."""
+    """Samples a second of each rank, alone: by the clock of :func:`compute_seconds`, and by the wall's; shape (world_size,)."""
 
     compute: NDArray[np.float64]
     wall: NDArray[np.float64]

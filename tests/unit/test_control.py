@@ -291,6 +291,23 @@ def test_a_rank_without_the_memory_for_a_batch_measures_its_own_speed_with_small
     assert sizes == [[64], [64, 32, 16]]
 
 
+def test_a_rank_with_several_threads_has_its_own_speed_by_the_clock() -> None:
+    """Their CPU times add up to more than a step's length, and a rank that always computes would seem to do more than it can."""
+    threads = torch.get_num_threads()
+    model, factor = nn.Linear(4, 2), torch.ones(700, 700)
+    source, optimizer = BatchSource(DATA, torch.device("cpu")), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: Any) -> None:
+        torch.mm(factor, factor)
+
+    torch.set_num_threads(2)
+    try:
+        speeds = measure_speeds(model, optimizer, step, source, batch_size=8, seed=0, transport=LocalTransport())
+    finally:
+        torch.set_num_threads(threads)
+    assert speeds.compute == pytest.approx(speeds.wall, rel=0.02)
+
+
 def test_parts_of_a_batch_are_nearly_equal_and_complete() -> None:
     for length in range(1, 40):
         for most in range(1, length + 1):
