@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hvd_adaptive.wrap.forward_hook import watch_forwards
+from hvd_adaptive.wrap.forward_hook import WatchedForwards
 from hvd_adaptive.wrap.forwards import Tracer
 from hvd_adaptive.wrap.loaders import Handed, IndexStream, Loader
 from hvd_adaptive.wrap.places import Place
@@ -73,8 +73,8 @@ class Follower:
         self._is_evaluated = False
         # Along any dimension of the present batch, if it has not the script's own size.
         self._lengths: set[int] = set()
-        # Ends the looking at every forward, which begins with the first batch of another size than the script's.
-        self._unwatch: Callable[[], None] | None = None
+        # Looked at from the first batch on that needs it, as this takes time in every forward.
+        self._forwards = WatchedForwards(self._check_forward, self.evaluated)
 
     def trains(self, parameters: list[Tensor]) -> None:
         """Adds parameters that an optimizer trains."""
@@ -106,8 +106,6 @@ class Follower:
         stream.deliver()
         stream.delivered_at = self._event = self._event + 1
         self._is_backward, self._learns, self._mismatch = False, False, None
-        if stream.current.is_unequal and self._unwatch is None:
-            self._unwatch = watch_forwards(self._check_forward, self.evaluated)
         self._lengths = {n for tensor in tensors_in([batch]) for n in tensor.shape} if stream.weight_differs else set()
         loader = stream.loader
         loader.looks.delivered(batch)
@@ -118,6 +116,9 @@ class Follower:
             self._stepped.clear()
             self._traced_at_s, self._begun_s = time.monotonic(), time.thread_time()
             self._tracer.begin(batch, stream.current.num_samples)
+        # Of two open passes one may be a validation's. After the tracer, by whose own hook a model is known for what it is.
+        if stream.current.is_unequal or sum(other.is_open and other.num_delivered > 0 for other in self._streams) > 1:
+            self._forwards.watch()
 
     def _is_to_follow(self, stream: IndexStream) -> bool:
         """Whether the batch that was just delivered is to be followed to its loss: an early one, or the first of a later pass."""
@@ -200,15 +201,8 @@ class Follower:
     @contextmanager
     def unwatched(self) -> Iterator[None]:
         """Nothing is watched within."""
-        unwatch, self._unwatch = self._unwatch, None
-        if unwatch is not None:
-            unwatch()
-        try:
-            with self._tracer.unwatched():
-                yield
-        finally:
-            if unwatch is not None:
-                self._unwatch = watch_forwards(self._check_forward, self.evaluated)
+        with self._forwards.unwatched(), self._tracer.unwatched():
+            yield
 
     # -- of compiled modules, in which nothing is watched
 
@@ -277,8 +271,7 @@ class Follower:
     def end(self) -> None:
         """Watches nothing any more."""
         self.finish_trace()
-        if self._unwatch is not None:
-            self._unwatch()
+        self._forwards.stop()
 
     @property
     def is_between_steps(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,25 +32,47 @@ class ForwardHook:
         modules._global_forward_hooks_with_kwargs.pop(self._handle.id, None)
 
 
-def watch_forwards(
-    check: Callable[[nn.Module, Callable[[], list[Tensor]]], None], evaluates: Callable[[nn.Module], None]
-) -> Callable[[], None]:
-    """Has every forward looked at.
+class WatchedForwards:
+    """Has every forward looked at, from when that is asked for.
 
     Args:
         check: is called for each forward with gradients, with the module and what finds the tensors in its arguments.
         evaluates: is called for each without, with the module.
-
-    Returns:
-        What ends it.
     """
 
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def __init__(
+        self, check: Callable[[nn.Module, Callable[[], list[Tensor]]], None], evaluates: Callable[[nn.Module], None]
+    ) -> None:
+        self._check = check
+        self._evaluates = evaluates
+        self._hook: ForwardHook | None = None
+
+    def watch(self) -> None:
+        """Begins that; may be called again."""
+        if self._hook is None:
+            self._hook = ForwardHook(self._after)
+
+    def stop(self) -> None:
+        """Ends it."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """None is looked at within."""
+        is_watched = self._hook is not None
+        self.stop()
+        try:
+            yield
+        finally:
+            if is_watched:
+                self.watch()
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if is_reading() or torch._C._current_graph_task_id() != -1:
             return
         if not torch.is_grad_enabled():
-            evaluates(module)
+            self._evaluates(module)
         else:
-            check(module, lambda: list(tensors_in([args, kwargs])))
-
-    return ForwardHook(after).remove
+            self._check(module, lambda: list(tensors_in([args, kwargs])))

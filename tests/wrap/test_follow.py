@@ -331,15 +331,17 @@ def test_batches_of_two_loaders_with_unequal_shares_are_an_error(follower: Follo
         follower.backward()
 
 
+@pytest.mark.parametrize("num_before", [0, 2])
 @pytest.mark.parametrize("comes", ["between steps", "before forward", "before backward"])
-def test_an_iterator_for_validation_may_stay_alive(follower: Follower, comes: str) -> None:
+def test_an_iterator_for_validation_may_stay_alive(follower: Follower, comes: str, num_before: int) -> None:
+    """Also where it is used several times before shares are unequal."""
     model = nn.Linear(1, 1)
     follower.trains(list(model.parameters()))
     train, validation = (Iteration(follower, loader, Loader(loader, 1)) for loader in (make_loader(), make_loader()))
     train.stream.change_fractions((0.25, 0.75), first=2)
 
     def validate(when: str) -> None:
-        if when == comes and train.stream.num_handed > 2:
+        if when == comes and train.stream.num_handed > num_before:
             validation.next()
             model.eval()
             with torch.no_grad():
