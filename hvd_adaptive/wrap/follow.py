@@ -181,6 +181,9 @@ class Follower:
 
     def losses(self, tensors: Sequence[Tensor]) -> None:
         """The script is about to call backward on tensors."""
+        if self.stream is not None and not self.stream.is_open:
+            # What comes after a pass is of no loader's batch, until there is another one.
+            self._is_backward = False
         found, learns = self._candidates(), self._traced is not None and self._learns
         if not found and self._is_backward and self.stream is not None and self.stream.is_open:
             # A further loss of the batch.

@@ -240,6 +240,27 @@ def test_a_step_without_a_backward_belongs_to_the_batch_that_the_script_is_at(fo
     assert known.fractions == (0.25, 0.75) and not known.num_repeated
 
 
+@pytest.mark.parametrize("ends", ["exhausted", "left early"])
+def test_a_step_on_the_scripts_own_tensors_after_a_pass_is_not_weighted(follower: Follower, ends: str) -> None:
+    loader, model = make_loader(), nn.Linear(1, 1)
+    iteration = Iteration(follower, loader, Loader(loader, 1))
+    iteration.stream.change_fractions((0.25, 0.75), first=0)
+
+    def step() -> tuple[float, IndexStream | None]:
+        follower.losses([model(torch.ones(3, 1)).mean()])
+        return follower.backward(), follower.take_step()[0]
+
+    iteration.next()
+    stream = iteration.stream
+    # Further losses of the batch have its weight.
+    assert step() == step() == (0.5, stream)
+    if ends == "exhausted":
+        follower.exhausted(stream)
+    else:
+        del iteration
+    assert step() == step() == (1.0, None)
+
+
 def test_a_look_at_some_batches_by_one_rank_leaves_its_shares_as_the_others_have_them(follower: Follower) -> None:
     loader = make_loader()
     known = Loader(loader, 1)
