@@ -52,7 +52,7 @@ def supervise(arguments: dict[str, Any], *, limit_s: float, on_stage: Callable[[
         limit_s: seconds that a stage may take.
         on_stage: called when a stage begins.
     """
-    outcome = Outcome(facts={"machine": arguments["machine"]})
+    outcome = Outcome(facts={"machine": arguments["machine"]}, stage="start")
     reading, writing = os.pipe()
     os.set_inheritable(writing, True)
     text = json.dumps({**arguments, "pipe": writing})
@@ -71,7 +71,7 @@ def supervise(arguments: dict[str, Any], *, limit_s: float, on_stage: Callable[[
             _listen(pipe, outcome, child, limit_s, on_stage)
         except Ended:
             outcome.kind = "ended"
-            outcome.stage = outcome.stage or "start"
+            outcome.stage = outcome.stage or "end"
         finally:
             if child is not None and child.poll() is None:
                 child.kill()
@@ -88,12 +88,11 @@ def _listen(
     pipe: Any, outcome: Outcome, child: subprocess.Popen[bytes], limit_s: float, on_stage: Callable[[str], None]
 ) -> None:
     """Takes in the child's lines until it ends or is out of time."""
-    outcome.stage = "start"
     buffer, deadline_s = b"", time.monotonic() + limit_s
     while True:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0 or not select.select([pipe], [], [], left_s)[0]:
-            outcome.kind = "hang"
+            outcome.stage, outcome.kind = outcome.stage or "end", "hang"
             return
         chunk = pipe.read(1 << 16)
         if not chunk:
@@ -102,11 +101,15 @@ def _listen(
         for line in lines:
             _take(json.loads(line), outcome, on_stage)
         deadline_s = time.monotonic() + limit_s
-    # MPI's end, which the launcher must see.
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(limit_s)
+    # MPI's end, which the launcher must see, comes after the child's last word.
+    try:
+        code: int | None = child.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        code = None
+    if outcome.stage is None and code != 0:
+        outcome.stage = "end"
     if outcome.stage is not None and not outcome.kind:
-        outcome.kind = "crash"
+        outcome.kind = "hang" if code is None else "crash"
 
 
 def _take(line: dict[str, Any], outcome: Outcome, on_stage: Callable[[str], None]) -> None:

@@ -16,7 +16,7 @@ import pytest
 from hvd_adaptive.cluster.host import cpu_quota, host_cores, own_groups, parse_cores
 from hvd_adaptive.doctor.examine import judge
 from hvd_adaptive.doctor.findings import Finding
-from hvd_adaptive.doctor.supervise import Ended, Outcome, _take, ending_signals
+from hvd_adaptive.doctor.supervise import Ended, Outcome, _take, ending_signals, supervise
 from hvd_adaptive.doctor.text_page import document, page
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive", "doctor", "--probe-seconds", "0.1"]
@@ -279,6 +279,32 @@ def test_an_error_that_is_not_the_end_is_forgotten() -> None:
     for line in ({"begin": "kernels"}, {"end": "kernels", "facts": {"error": "x"}}, {"begin": "claims"}):
         _take(line, outcome, lambda stage: None)
     assert (outcome.stage, outcome.kind, outcome.facts["kernels"]) == ("claims", "", {"error": "x"})
+
+
+SAYS_ALL = """#!{python}
+import json, os, sys, time
+with os.fdopen(json.loads(sys.argv[-1])["pipe"], "w") as pipe:
+    for line in ({{"begin": "end"}}, {{"end": "end", "facts": None}}, {{"done": True}}):
+        pipe.write(json.dumps(line) + "\\n")
+{then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "stage", "kind"),
+    [("", None, ""), ("os.abort()", "end", "crash"), ("sys.exit(1)", "end", "crash"), ("time.sleep(1000)", "end", "hang")],
+)
+def test_what_fails_after_the_last_word_is_a_failure(
+    then: str, stage: str | None, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPI ends when all stages are over."""
+    child = tmp_path / "python"
+    child.write_text(SAYS_ALL.format(python=sys.executable, then=then))
+    child.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(child))
+    outcome = supervise({"machine": {}}, limit_s=5.0)
+    assert (outcome.stage, outcome.kind) == (stage, kind)
+    assert ("SIGABRT" in outcome.text) == (then == "os.abort()")
 
 
 @pytest.mark.slow
