@@ -31,7 +31,7 @@ class FirstBatches:
         if self._count >= _LOOKED_AT:
             return
         self._count += 1
-        tensors = list(itertools.islice(tensors_in(batch), 8))
+        tensors = list(itertools.islice(tensors_in([batch]), 8))
         if tensors:
             self._tensors.append(weakref.ref(tensors[0]))
         shapes = [tuple(tensor.shape[1:]) for tensor in tensors]

@@ -147,10 +147,18 @@ def test_samples_that_a_forward_takes_by_their_number_are_there() -> None:
     assert not tracer.findings and tracer.least_samples == 4
 
 
-def test_batches_that_are_kept_and_shapes_that_vary() -> None:
+class Batch:
+    """One of a script's own kind."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        self.tensors = tensors
+
+
+@pytest.mark.parametrize("kind", [dict, Batch])
+def test_batches_that_are_kept_and_shapes_that_vary(kind: Any) -> None:
     looks, kept = FirstBatches(), []
     for length in (3, 3, 4, 3):
-        batch = {"x": torch.zeros(N, length), "y": torch.zeros(N)}
+        batch = kind(x=torch.zeros(N, length), y=torch.zeros(N))
         kept.append(batch)
         looks.delivered(batch)
         assert looks.has_other_shapes is (len(kept) > 2)
