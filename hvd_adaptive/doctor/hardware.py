@@ -157,12 +157,13 @@ def kernels(ranks: Sequence[Facts]) -> list[Finding]:
 
 
 def speeds(ranks: Sequence[Facts]) -> list[Finding]:
-    """Compares the compute probes of ranks with the same device model."""
+    """Compares the compute probes of ranks with the same device model; of CPUs, of those with as many threads."""
     by_model: defaultdict[str, dict[int, Facts]] = defaultdict(dict)
     for rank, facts in enumerate(ranks):
-        speed, device = good(facts, "speed"), good(facts, "device") or {}
+        speed, device = good(facts, "speed"), facts.get("device", {})
         if speed:
-            by_model[device.get("name") or facts["machine"]["cpu"]][rank] = speed
+            cpu = f"{facts['machine']['cpu']}, {count(device.get('threads', 'unknown'), 'thread')}"
+            by_model[device.get("name") or cpu][rank] = speed
     findings = [Finding("speed", "warning", f"{numbers(who)}: {text}") for text, who in errors_of(ranks, "speed").items()]
     starved = {
         rank: one["cpu_share"]

@@ -16,6 +16,7 @@ import pytest
 from hvd_adaptive.cluster.host import cpu_quota, host_cores, own_groups, parse_cores
 from hvd_adaptive.doctor.examine import judge
 from hvd_adaptive.doctor.findings import Finding
+from hvd_adaptive.doctor.hardware import speeds
 from hvd_adaptive.doctor.supervise import Ended, Outcome, _take, ending_signals, supervise
 from hvd_adaptive.doctor.text_page import document, page
 
@@ -109,6 +110,15 @@ def test_over_torch_neither_horovod_nor_mpi_is_missed() -> None:
     ranks[0]["machine"]["backend"] = "horovod"
     (missing,) = bad(ranks)
     assert "not installed: horovod, mpi4py" in missing.text and "--backend torch" in str(missing.remedy)
+
+
+def test_a_rank_with_fewer_threads_is_not_a_slow_one() -> None:
+    ranks = [facts(rank, device__threads=8, speed__flops=2e11) for rank in range(4)]
+    ranks += [facts(rank, device__threads=2) for rank in (4, 5, 6)]
+    (finding,) = speeds(ranks)
+    assert finding.text == "Big CPU, 8 threads: 200 GFLOP/s (100% of that); Big CPU, 2 threads: 50 GFLOP/s (100% of that)"
+    slow = [one for one in speeds([*ranks, facts(7, speed__flops=1e10)]) if one.status != "ok"]
+    assert [one.text for one in slow] == ["rank 7 on alpha computes at 20% of the median of its kind (Big CPU, 2 threads)"]
 
 
 def test_healthy_ranks_give_no_warning() -> None:
