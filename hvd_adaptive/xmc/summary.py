@@ -80,10 +80,16 @@ class Totals:
             scores: of the same samples as those before.
             train_s: seconds of training until then.
         """
+        self._see_target(scores, train_s)
         better = self.improves(scores)
         if better:
             self.best, self._best_train_s, self._best_epoch = scores, train_s, self._epoch
         return better
+
+    def _see_target(self, scores: dict[str, float], train_s: float) -> None:
+        target = self._train.target_p1
+        if target and scores["p1"] >= target and self._target_train_s is None:
+            self._target_train_s = train_s
 
     def add_round(
         self, record: RoundRecord, scores: dict[str, float] | None, session: Session
@@ -105,9 +111,8 @@ class Totals:
             self.num_without_better = 0
         elif scores:
             self.num_without_better += 1
-        target = self._train.target_p1
-        if target and scores and scores["p1"] >= target and self._target_train_s is None:
-            self._target_train_s = record.train_s
+        if scores:
+            self._see_target(scores, record.train_s)
         line = {**record.to_json(), "eval": scores, "utilisation": None}
         if self._speeds is not None:
             span = (self._round_start_s, record.train_s)
