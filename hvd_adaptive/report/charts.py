@@ -122,9 +122,9 @@ def constants(run: Run) -> list[str]:
 
 
 def _rank_chart(run: Run, name: str, title: str, values: Array, note: str) -> Chart:
-    last = values[-1][~np.isnan(values[-1])]
-    ends = ", ".join(f"rank {rank} {value:.4g}" for rank, value in enumerate(last[:MAX_LINES]))
-    more = f" and {len(last) - MAX_LINES} more ranks" if len(last) > MAX_LINES else ""
+    present = np.flatnonzero(~np.isnan(values[-1]))
+    ends = ", ".join(f"rank {rank} {values[-1, rank]:.4g}" for rank in present[:MAX_LINES])
+    more = f" and {len(present) - MAX_LINES} more ranks" if len(present) > MAX_LINES else ""
     if len(run.rounds) > MAX_POINTS:
         note += f" Each point is the median of {bin_size(len(run.rounds))} rounds."
     if values.shape[1] > MAX_LINES:
@@ -132,7 +132,7 @@ def _rank_chart(run: Run, name: str, title: str, values: Array, note: str) -> Ch
 
     def draw(axes: Axes) -> None:
         if name == "weights":
-            axes.axhline(1 / len(last), color=FAINT, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+            axes.axhline(1 / len(present), color=FAINT, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         draw_by_rank(axes, run, values, height_in=0.75 * _HEIGHT_IN)
 
     alt = f"{title} over rounds. In the last round: {ends}{more}."

@@ -317,6 +317,17 @@ def test_idle_time_at_equal_shares(tmp_path: Path) -> None:
     assert (slow.relative_speed, slow.last_share, fast.last_share) == (pytest.approx(1 / 3), 0.0, 1.0)
 
 
+def test_a_rank_without_samples_in_the_last_round_leaves_the_others_their_numbers(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", strategy="local", num_rounds=3, slowdown=None)
+    records = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+    for record in records:
+        record["ranks"] = {"samples": [100.0, 200.0, 300.0], "busy_s": [1.0] * 3}
+    records[-1]["ranks"] = {"samples": [100.0, 0.0, 300.0], "busy_s": [1.0, 0.0, 1.0]}
+    (path / "rounds.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (chart,) = [one for one in run_charts(read_runs([path])[0]) if one.name == "speed"]
+    assert chart.alt.endswith("In the last round: rank 0 100, rank 2 300.")
+
+
 def test_rounds_without_a_record_are_not_the_next_ones_time(tmp_path: Path) -> None:
     # Resumed where the earlier rounds.jsonl was gone; later three lines were lost.
     path = write_run(tmp_path / "a", strategy="local", num_rounds=40, slowdown=None)
