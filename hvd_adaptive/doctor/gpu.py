@@ -168,12 +168,16 @@ def cleaned(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     for private, public in _private():
-        value = re.sub(rf"(?<![\w-]){re.escape(private)}(?![\w-])", public, value)
+        # Programs write a host's name with its domain or without.
+        domain = r"(\.[\w-]+)*" if public == "HOST" else ""
+        value = re.sub(rf"(?<![\w-]){re.escape(private)}{domain}(?![\w-])", public, value)
     return value
 
 
 def _private() -> list[tuple[str, str]]:
-    names = [(str(Path.home()), "~"), (sys.prefix, "PREFIX"), (socket.gethostname(), "HOST"), (os.getcwd(), "FOLDER")]
+    names = [(str(Path.home()), "~"), (sys.prefix, "PREFIX"), (os.getcwd(), "FOLDER")]
+    host = socket.gethostname()
+    names += [(name, "HOST") for name in (host, host.partition(".")[0])]
     with contextlib.suppress(KeyError, OSError):
         names.append((getpass.getuser(), "USER"))
     # Longer ones first: a folder may be inside of another.

@@ -274,6 +274,13 @@ def test_a_gpu_that_is_not_what_it_should_be(change: dict[str, Any], text: str) 
     assert finding.status == "problem" and text in finding.text
 
 
+@pytest.mark.parametrize("own_name", ["node12", "node12.cluster.acme.com"])
+def test_the_file_holds_no_form_of_the_hosts_name(own_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: own_name)
+    said = "[node12:4711] lost node12.cluster.acme.com:80 and node12. Not node123, my-node12 or node12-b.acme.com."
+    assert cleaned(said) == "[HOST:4711] lost HOST:80 and HOST. Not node123, my-node12 or node12-b.acme.com."
+
+
 def test_the_file_names_neither_host_nor_person(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setattr(socket, "gethostname", lambda: "node07")
