@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from hvd_adaptive.wrap.forward_hook import WatchedForwards
 from hvd_adaptive.wrap.forwards import Tracer
-from hvd_adaptive.wrap.loaders import Handed, IndexStream, Loader
+from hvd_adaptive.wrap.index_lists import Handed
+from hvd_adaptive.wrap.loaders import IndexStream, Loader
 from hvd_adaptive.wrap.places import Place
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.tensors import tensors_in

@@ -12,8 +12,7 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -23,6 +22,7 @@ from hvd_adaptive.algorithm.shares import integer_shares
 from hvd_adaptive.wrap.decisions import leaves_out_samples
 from hvd_adaptive.wrap.fingerprint import contents, fingerprint
 from hvd_adaptive.wrap.graphs import Heads
+from hvd_adaptive.wrap.index_lists import Handed
 from hvd_adaptive.wrap.kept_batches import FirstBatches
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.sampling import OneOrder, Union, checksum, find_union, take_share
@@ -37,19 +37,6 @@ _FOLLOWED_AFTER, _MOST_FOLLOWED_AFTER = 20, 320
 
 # Batches of which a pass is asked at once how long they are on the ranks; it remembers some more.
 _MOST_LOOKED_AT = 1000
-
-
-@dataclass(frozen=True)
-class Handed:
-    """One list of indices: its samples, those of the global batch, and the factor on its gradients.
-
-    Unequal: the ranks' parts of the global batch are, though this rank's own may have the script's size; alike on all ranks.
-    """
-
-    num_samples: int
-    global_samples: int
-    weight: float
-    is_unequal: bool = False
 
 
 class Loader:
@@ -88,6 +75,10 @@ class Loader:
         self.label = f"{self.name} {self.kind}"
         self.reasons: set[Reason] = set()
         self._loader = weakref.ref(loader)
+        # The loader may be gone within its last pass. What has no weak references, as a list, has no fingerprint either.
+        self._dataset: Callable[[], Any] = lambda: None
+        with contextlib.suppress(TypeError):
+            self._dataset = weakref.ref(loader.dataset)
         self._fingerprint: int | None = None
         self._contents: int | None = None
         self.fractions: tuple[float, ...] | None = None
@@ -127,7 +118,7 @@ class Loader:
 
     def fingerprint(self) -> int:
         """Returns a checksum of what its data set held when this was first asked for, and holds since a pass was followed."""
-        dataset = getattr(self._loader(), "dataset", None)
+        dataset = self._dataset()
         if self._fingerprint is None:
             self._fingerprint = fingerprint(dataset)
         if self._contents is None:
@@ -326,8 +317,7 @@ class IndexStream:
         return any(len({len(part) for part in self._union.batch(n)}) > 1 for n in range(first, self._looked_at))
 
     def _share(self, own: list[Any], handed: Handed) -> tuple[list[Any], Handed]:
-        assert self._union is not None
-        assert self._fractions is not None
+        assert self._union is not None and self._fractions is not None
         lists = self._union.batch(self.num_handed)
         if lists[self._rank] != list(own):
             raise RuntimeError(
@@ -339,16 +329,16 @@ class IndexStream:
             return own, handed
         total = handed.global_samples
         unit = self._unit if len(own) % self._unit == 0 else 1
-        sizes = integer_shares(
+        shares = integer_shares(
             self._fractions,
             total // unit,
             lower=-(-min(self._smallest, len(own)) // unit),
             upper=None if self._upper is None else [max(self._upper, len(own)) // unit] * self._world_size,
         )
-        sizes = [unit * size for size in sizes]
+        sizes = [unit * share for share in shares]
         size = sizes[self._rank]
-        share = take_share(lists, sizes, self._rank)
-        return share, Handed(size, total, self._world_size * size / total, len(set(sizes)) > 1)
+        handed = Handed(size, total, self._world_size * size / total, len(set(sizes)) > 1)
+        return take_share(lists, sizes, self._rank), handed
 
 
 class _IndexSampler:
@@ -356,11 +346,14 @@ class _IndexSampler:
 
     def __init__(self, listener: Engine, loader: DataLoader[Any], original: Any) -> None:
         self._listener = listener
-        self._loader = loader
+        # A loader whose workers stay holds its iterator, which holds this: a circle, in which workers would outlive the loader.
+        # Any other one must stay while a script loops over it, as in `for batch in DataLoader(...)`.
+        self._loader = weakref.ref(loader) if loader.persistent_workers else lambda: loader
         self._original = original
 
     def __iter__(self) -> Iterator[Any]:
-        stream = self._listener.open_stream(self._loader, self._original)
+        loader = self._loader()
+        stream = None if loader is None else self._listener.open_stream(loader, self._original)
         return iter(self._original) if stream is None else stream
 
     def __len__(self) -> int:

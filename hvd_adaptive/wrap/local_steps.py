@@ -21,7 +21,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from hvd_adaptive.comm.protocols import Collectives, Store
 from hvd_adaptive.exchange.known_names import KnownNames
-from hvd_adaptive.wrap.loaders import Handed, IndexStream
+from hvd_adaptive.wrap.index_lists import Handed
+from hvd_adaptive.wrap.loaders import IndexStream
 from hvd_adaptive.wrap.meeting import Meetings
 from hvd_adaptive.wrap.merging import MergeLog, Merger
 from hvd_adaptive.wrap.run_options import BadOptions, RunConfig

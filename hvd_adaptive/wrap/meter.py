@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hvd_adaptive.wrap.loaders import Handed
+from hvd_adaptive.wrap.index_lists import Handed
 from hvd_adaptive.wrap.share_rules import Window
 from hvd_adaptive.wrap.stopwatch import Stretch
 

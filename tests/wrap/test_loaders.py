@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+import weakref
 from typing import Any
 
 import pytest
@@ -21,9 +24,10 @@ class Data(Dataset[torch.Tensor]):
 
     def __init__(self, unread: set[int]) -> None:
         self.unread = unread
+        self.num_samples = 12 * BATCHES
 
     def __len__(self) -> int:
-        return 12 * BATCHES
+        return self.num_samples
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index in self.unread:
@@ -61,10 +65,10 @@ def listener(monkeypatch: pytest.MonkeyPatch) -> Listener:
     return listener
 
 
-def make_loader(num_workers: int, unread: set[int] | None = None) -> DataLoader[Any]:
+def make_loader(num_workers: int, unread: set[int] | None = None, **options: Any) -> DataLoader[Any]:
     data = Data(unread or set())
     sampler: Any = DistributedSampler(data, num_replicas=2, rank=0, shuffle=False)
-    return DataLoader(data, batch_size=6, sampler=sampler, num_workers=num_workers)
+    return DataLoader(data, batch_size=6, sampler=sampler, num_workers=num_workers, **options)
 
 
 def check(listener: Listener, batch: torch.Tensor, number: int) -> None:
@@ -96,6 +100,29 @@ def test_batches_that_are_skipped_in_the_sampler_leave_the_later_ones_their_weig
     for number, batch in enumerate(iterator, 3):
         check(listener, batch, number)
     assert listener.stream.num_delivered == BATCHES
+
+
+@pytest.mark.parametrize("stay", [True, False])
+def test_a_loader_goes_with_its_workers_when_the_script_lets_go_of_it(listener: Listener, stay: bool) -> None:
+    loader = make_loader(1, persistent_workers=stay)
+    gc.disable()
+    try:
+        for _ in range(2 if stay else 1):
+            batches = list(loader)
+            assert [len(batch) for batch in batches] == SIZES
+        worker, alive = multiprocessing.active_children()[0] if stay else None, weakref.ref(loader)
+        del loader
+        assert alive() is None and (worker is None or not worker.is_alive())
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("stay", [True, False])
+def test_the_data_set_of_a_loader_that_only_a_loop_holds_is_known(listener: Listener, stay: bool) -> None:
+    kept = make_loader(0)
+    expected = Loader(kept, 1).fingerprint()
+    for _ in make_loader(1, persistent_workers=stay):
+        assert listener.stream.loader.fingerprint() == expected
 
 
 @pytest.mark.parametrize("error", [TypeError, NotImplementedError, OverflowError])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvd_adaptive.wrap.loaders import Handed
+from hvd_adaptive.wrap.index_lists import Handed
 from hvd_adaptive.wrap.meter import Meter
 from hvd_adaptive.wrap.stopwatch import Stretch
 
