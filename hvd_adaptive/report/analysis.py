@@ -54,12 +54,10 @@ class Idle:
     Attributes:
         equal_s: what the ranks would have waited for the slowest one, had each computed one Nth of every round.
         actual_s: what they did wait, for one another and for claims.
-        total_s: training seconds of all ranks together.
     """
 
     equal_s: float
     actual_s: float
-    total_s: float
 
     @property
     def reclaimed_s(self) -> float:
@@ -151,11 +149,7 @@ def idle(run: Run) -> Idle | None:
     for number, row in _present(costs):
         share = np.nansum(samples[number]) / len(row)
         equal += float((share * (row.max() - row)).sum())
-    return Idle(
-        equal_s=equal,
-        actual_s=float(np.nansum(wait) + np.nansum(claim)),
-        total_s=float(sum(values.sum() for values in rank_seconds(run).values())),
-    )
+    return Idle(equal_s=equal, actual_s=float(np.nansum(wait) + np.nansum(claim)))
 
 
 def exchange_in_wait(run: Run) -> bool:

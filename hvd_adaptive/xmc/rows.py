@@ -24,11 +24,6 @@ class SparseRows(NamedTuple):
     offsets: Tensor
     values: Tensor | None
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows, empty ones included."""
-        return self.offsets.shape[0] - 1
-
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SparseRows:
         """Return these rows on ``device``; tensors that are already there are shared, not copied."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))

@@ -67,7 +67,7 @@ def write_source(folder: Path, seed: int = 0, num_rows: int = 20) -> DataSource:
 def to_matrix(rows: SparseRows, num_columns: int) -> sp.csr_array:
     values = torch.ones(len(rows.indices)) if rows.values is None else rows.values
     return sp.csr_array(
-        (values.numpy(), rows.indices.numpy(), rows.offsets.numpy()), (rows.num_rows, num_columns)
+        (values.numpy(), rows.indices.numpy(), rows.offsets.numpy()), (len(rows.offsets) - 1, num_columns)
     )
 
 
@@ -108,7 +108,7 @@ def test_batches_equal_scipy_rows(tmp_path: Path, seed: int, sizes, is_gzip: boo
         torch.float32,
     )
     assert (labels.indices.dtype, labels.offsets.dtype, labels.values) == (torch.int64, torch.int64, None)
-    assert features.num_rows == labels.num_rows == len(rows)
+    assert len(features.offsets) == len(labels.offsets) == len(rows) + 1
     if len(rows):
         assert (to_matrix(features, x.shape[1]) != x[rows]).nnz == 0
         assert (to_matrix(labels, y.shape[1]) != (y[rows] != 0).astype(np.float32)).nnz == 0
