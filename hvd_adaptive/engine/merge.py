@@ -366,10 +366,11 @@ class Merge:
             self.rule.restart()
         # Other ones than this run begins with are forgotten then.
         self._residuals_for = own.get("residuals_for")
+        # First: sums on the way change what codecs have lost.
+        if self.overlap is not None and self.overlap is not self._beside_steps:
+            self.overlap.load_state_dict(shared["overlap"], own["overlap"] if same_ranks else None)
         # A link that was fast may be slow now.
         if self.flat_model.compressed is not None and own["compressed"] is not None:
             self.flat_model.compressed.load_state_dict(own["compressed"])
         if self._history is not None and same_ranks:
             self._history.load_state_dict(own["history"])
-        if self.overlap is not None and self.overlap is not self._beside_steps:
-            self.overlap.load_state_dict(shared["overlap"], own["overlap"] if same_ranks else None)

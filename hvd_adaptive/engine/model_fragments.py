@@ -87,6 +87,13 @@ class Fragment:
         """Whether a sum is known to be there."""
         return self.pending and self.under_way.is_over and all(handle.done() for handle in self.handles)
 
+    def finish(self) -> None:
+        """Waits until its sum is there. COLLECTIVE: every rank has begun it."""
+        for handle in self.handles:
+            handle.wait()
+        self.handles.clear()
+        self.under_way.finish()
+
     def measure_(self) -> bool:
         """Fills the deltas with this rank's progress since they were sent; returns whether that is finite."""
         finite = True

@@ -227,7 +227,7 @@ class OverlappedMerge:
 
     @torch.no_grad()
     def load_state_dict(self, shared: dict[str, Any] | None, own: dict[str, Any] | None) -> None:
-        """Goes on from a state, of as many fragments.
+        """Goes on from a state, of as many fragments. COLLECTIVE: what is on the way now is given up once it is there.
 
         Args:
             shared: what was on the way; None: nothing.
@@ -243,6 +243,9 @@ class OverlappedMerge:
                 f"Set merge_fragments {num_saved}"
             )
         for index, fragment in enumerate(self._fragments):
+            # It would write over what is loaded. At the end of a round every rank has begun the same sums.
+            fragment.finish()
+            fragment.message = None
             fragment.pending = shared is not None and bool(shared["pending"][index])
             fragment.factor = 1.0 if shared is None else float(shared["factors"][index])
             fragment.work = 0.0 if own is None else float(own["work"][index])
@@ -345,10 +348,7 @@ class OverlappedMerge:
         fragment.pending = True
 
     def _wait(self, fragment: Fragment) -> None:
-        for handle in fragment.handles:
-            handle.wait()
-        fragment.handles.clear()
-        fragment.under_way.finish()
+        fragment.finish()
         if fragment.message is None:
             return
         weights, broken, outliers, norms, updates = (column.numpy() for column in fragment.message.unbind(1))

@@ -311,7 +311,7 @@ class Session:
         return self._state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], own_of: OwnState | None = None) -> None:
-        """Goes on from a state of :meth:`state_dict`, between two rounds; every rank loads the same ``shared``.
+        """Goes on from a state of :meth:`state_dict`, between two rounds. COLLECTIVE: every rank loads the same ``shared``.
 
         Args:
             state: of any number of ranks. A rank that the saved run did not have seeds its random generators from seed,

@@ -300,11 +300,13 @@ def train(
     *,
     state: Any = None,
     stop_at: int = 0,
+    back_at: int = 0,
     on_batch: Callable[[Session, Any], None] = lambda session, batch: None,
     num_epochs: float = 2,
     **options: Any,
 ) -> dict[str, Any]:
-    """The state is that after round ``stop_at``, with fragments on the way, or the last."""
+    """The state is that after round ``stop_at``, with fragments on the way, or the last. Once ``back_at`` rounds are over, the
+    session goes back to where it was after two of them."""
     model = make_model()
     options = {"batch_size": 10, "mega_batch": 120, "hash_interval": 1, "dispatch": "equal", **options}
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5), Config(**options), transport=transport)
@@ -313,9 +315,14 @@ def train(
     records: list[Any] = []
     kept: list[Any] = []
     taken: list[tuple[int, Any]] = []
+    earlier: list[Any] = []
 
     def keep(record: Any) -> None:
         records.append(record)
+        if session.round == 2 and back_at and not earlier:
+            earlier.append(copy.deepcopy(session.state_dict()))
+        elif len(records) == back_at:
+            session.load_state_dict(earlier[0])
         if session.round == stop_at:
             kept.append(copy.deepcopy(session.state_dict()))
             session.stop(agreed=True)
@@ -396,6 +403,15 @@ def test_a_resume_with_fragments_on_the_way_goes_on_with_the_same_bits(options: 
     second = LocalWorld(2).run(lambda t: train(t, stop_at=6, state=states, **options, **more))
     assert second[0]["hash"] == second[1]["hash"] == whole[0]["hash"]
     assert whole[0]["hash"] != first[0]["hash"]
+
+
+@pytest.mark.parametrize("compression", ["none", "maxmin:8"])
+@pytest.mark.parametrize("options", FRAGMENTS)
+def test_a_run_that_goes_back_ends_with_the_bits_of_one_that_never_did(options: dict[str, Any], compression: str) -> None:
+    straight = LocalWorld(2).run(lambda t: train(t, compression=compression, **options))
+    back = LocalWorld(2).run(lambda t: train(t, compression=compression, back_at=4, **options))
+    assert [len(result["records"]) for result in back] == [8, 8]
+    assert back[0]["hash"] == back[1]["hash"] == straight[0]["hash"]
 
 
 def test_a_rank_whose_own_part_is_empty_comes_to_each_merge() -> None:
