@@ -1,8 +1,13 @@
-"""The lists of indices that make a loader's batches."""
+"""The lists of indices that make a loader's batches, in the kind that its sampler gives: a list, a tuple, an array, a tensor."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -16,3 +21,19 @@ class Handed:
     global_samples: int
     weight: float
     is_unequal: bool = False
+
+
+def as_list(given: Any) -> list[Any] | None:
+    """Returns what a sampler gave for a batch as a list of indices; None if it is of no kind that holds one for each sample."""
+    if isinstance(given, (np.ndarray, Tensor)):
+        return given.tolist() if given.ndim else None
+    return list(given) if isinstance(given, (list, tuple)) else None
+
+
+def like(given: Any, indices: list[Any]) -> Any:
+    """Returns other indices in the kind of those that a sampler gave, as a data set may take a whole batch of them."""
+    if isinstance(given, np.ndarray):
+        return np.array(indices, dtype=given.dtype)
+    if isinstance(given, Tensor):
+        return torch.tensor(indices, dtype=given.dtype, device=given.device)
+    return tuple(indices) if isinstance(given, tuple) else indices

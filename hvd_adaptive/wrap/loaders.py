@@ -22,7 +22,7 @@ from hvd_adaptive.algorithm.shares import integer_shares
 from hvd_adaptive.wrap.decisions import leaves_out_samples
 from hvd_adaptive.wrap.fingerprint import contents, fingerprint
 from hvd_adaptive.wrap.graphs import Heads
-from hvd_adaptive.wrap.index_lists import Handed
+from hvd_adaptive.wrap.index_lists import Handed, as_list, like
 from hvd_adaptive.wrap.kept_batches import FirstBatches
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.sampling import OneOrder, Union, checksum, find_union, take_share
@@ -241,16 +241,21 @@ class IndexStream:
                 self._union = found
                 # Any other sampler than torch's must first show in this pass that its batches were foreseen.
                 self._fractions = self.loader.fractions if isinstance(found, OneOrder) else None
-        own = indices = self._again.popleft() if self._again else next(self._own)
+        own = self._again.popleft() if self._again else next(self._own)
         while self._changes and self.num_handed >= self._changes[0][0]:
             _, self._fractions, self._smallest = self._changes.popleft()
-        handed = Handed(len(indices), len(indices) * self._world_size, 1.0) if isinstance(indices, list) else None
+        indices = as_list(own)
+        if indices is None and not self.loader.reasons:
+            self.loader.reasons.add(Reason.NO_LISTS)
+        size = len(indices or ())
+        handed, share = Handed(size, size * self._world_size, 1.0), own
         is_own = self.begins_followed and self.num_handed == 0
-        if self._fractions is not None and handed is not None and self._union is not None and not is_own:
+        if self._fractions is not None and indices is not None and self._union is not None and not is_own:
             indices, handed = self._share(indices, handed)
-        self._queue.append((handed or Handed(0, 0, 1.0), own))
+            share = like(own, indices)
+        self._queue.append((handed, own))
         self.num_handed += 1
-        return indices
+        return share
 
     def deliver(self) -> None:
         """Takes note that the next batch has come to the script."""
@@ -304,7 +309,7 @@ class IndexStream:
         if self._union is None:
             return None
         lists = self._union.batch(self.num_delivered - 1)
-        return checksum(lists) if lists[self._rank] == list(self._last_own) else None
+        return checksum(lists) if lists[self._rank] == as_list(self._last_own) else None
 
     def is_uneven(self) -> bool:
         """Whether the ranks' own batches were not equally long, in those that came since this was last asked.
@@ -319,7 +324,7 @@ class IndexStream:
     def _share(self, own: list[Any], handed: Handed) -> tuple[list[Any], Handed]:
         assert self._union is not None and self._fractions is not None
         lists = self._union.batch(self.num_handed)
-        if lists[self._rank] != list(own):
+        if lists[self._rank] != own:
             raise RuntimeError(
                 f"{self.loader.label}: {Reason.UNION.value}. This was not so at first, so some batches have been pooled already; "
                 "run the script with --shares 1,1,... (one number a rank) or make its sampler repeatable"

@@ -21,6 +21,7 @@ class Reason(enum.Enum):
         "samples belong to other ranks cannot be known"
     )
     NOT_COPYABLE = "its sampler cannot be copied to find out which samples the other ranks draw"
+    NO_LISTS = "its batch sampler gives neither lists, tuples, arrays nor tensors of sample numbers"
     OUT_OF_ORDER = "in_order=False delivers batches in another order than they were asked for"
     UNION = (
         "the ranks do not draw from one order of one dataset (other lengths, seeds or epochs, or random numbers of their "

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
+from hvd_adaptive.wrap.index_lists import as_list
 from hvd_adaptive.wrap.reasons import Reason
 
 _MAX_DEPTH = 4
@@ -132,7 +133,7 @@ class _Replicas(Union):
                 for copied in self._copied_of_epochs if self._next else []:
                     for part, original in zip(copied, self._of_epochs, strict=False):
                         part.epoch = original.epoch
-                self._batches[self._next] = [list(next(iterator, [])) for iterator in self._iterators]
+                self._batches[self._next] = [as_list(next(iterator, [])) or [] for iterator in self._iterators]
                 self._batches.pop(self._next - self._KEPT, None)
                 self._next += 1
         return self._batches[number]

@@ -67,6 +67,52 @@ def test_bounds_of_a_share_are_kept() -> None:
         assert [len(next(stream)) for stream in ranks] == expected
 
 
+class OwnBatches:
+    """A batch sampler that holds its rank, and gives its lists of 6 in a kind of its own."""
+
+    def __init__(self, kind: Any, rank: int) -> None:
+        self.kind, self.num_replicas, self.rank = kind, 2, rank
+
+    def __iter__(self) -> Iterator[Any]:
+        for first in range(self.rank, 60, 12):
+            yield self.kind(range(first, first + 12, 2))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_a_batch_sampler_may_give_any_kind_of_list(follower: Follower, kind: Any) -> None:
+    data, model = TensorDataset(torch.arange(60.0)[:, None]), nn.Linear(1, 1)
+    follower.trains(list(model.parameters()))
+    samplers: list[Any] = [OwnBatches(kind, rank) for rank in range(2)]
+    loaders = [DataLoader(data, batch_sampler=sampler) for sampler in samplers]
+    ranks = [make_stream(loader, Loader(loader, 1), rank) for rank, loader in enumerate(loaders)]
+    ranks[0].owner = lambda: ranks  # type: ignore[assignment,return-value]
+    follower.opened(ranks[0])
+    for stream in ranks:
+        stream.change_fractions((0.25, 0.75), first=3)
+    for number, given in enumerate(zip(*ranks, strict=True)):
+        # A data set may take the whole of it.
+        assert all(type(part) is type(kind([])) for part in given)
+        assert [len(part) for part in given] == ([6, 6] if number < 3 else [3, 9])
+        expected = [index for sampler in samplers for index in list(sampler)[number]]
+        assert [int(index) for part in given for index in part] == expected
+        batch = data[[int(index) for index in given[0]]]
+        follower.delivered(ranks[0], batch)
+        loss = model(batch[0]).mean()
+        follower.losses([loss])
+        loss.backward()
+        assert follower.backward() == (1.0 if number < 3 else 0.5)
+        assert ranks[0].last_checksum() is not None
+    follower.end()
+    assert ranks[0].loader.is_traced and not ranks[0].loader.reasons
+
+
+def test_what_a_batch_sampler_gives_that_is_no_list_is_a_reason() -> None:
+    sampler: Any = OwnBatches(lambda numbers: slice(numbers[0], numbers[-1]), 0)
+    loader = DataLoader(TensorDataset(torch.zeros(60, 1)), batch_sampler=sampler)
+    stream = make_stream(loader, Loader(loader, 1))
+    assert next(stream) == slice(0, 10) and stream.loader.reasons == {Reason.NO_LISTS}
+
+
 def test_a_smallest_share_changes_at_the_same_batch_on_ranks_that_have_handed_out_other_numbers() -> None:
     """As workers fetch ahead. Else the shares of a batch would not add up."""
     expected, ranks = list(zip(*[list(stream) for stream in streams()], strict=True)), streams()
