@@ -123,13 +123,16 @@ class Calibrator:
                 largest=largest,
                 dataset_size=len(self._data),
                 may_cut=may_cut(self._config),
+                min_batch_size=self._config.min_batch_size,
+                max_batch_size=self._config.max_batch_size,
             ),
         )
         # From here on as train will get it.
         config = self._config = settled(self._config, chosen)
         if config.micro_batch_size is not None:
-            # All steps have as many samples.
-            chosen.min_batch_size = chosen.max_batch_size = chosen.batch_size
+            # All steps have as many samples, whatever bounds were given.
+            chosen.min_batch_size = config.min_batch_size or chosen.batch_size
+            chosen.max_batch_size = config.max_batch_size or chosen.batch_size
         line_s = self._factors * (fixed_s + sample_s * chosen.batch_size)
         lines = (self._factors * fixed_s, self._factors * work_s)
 

@@ -39,7 +39,15 @@ class Recommendation:
 
 
 def recommend_batches(
-    *, batch_size: int, fixed_s: Array, sample_s: Array, largest: Array, dataset_size: int, may_cut: bool = False
+    *,
+    batch_size: int,
+    fixed_s: Array,
+    sample_s: Array,
+    largest: Array,
+    dataset_size: int,
+    may_cut: bool = False,
+    min_batch_size: int | None = None,
+    max_batch_size: int | None = None,
 ) -> Recommendation:
     """Chooses the bounds of the batch sizes, and micro-batches where a batch does not fit into memory.
 
@@ -47,7 +55,8 @@ def recommend_batches(
     largest that fit. Without them, the batch gets smaller.
 
     Steps under ``min_batch_size`` would spend more than half of their time on what every step costs, on some rank; above
-    ``max_batch_size`` no rank would gain a tenth. Both keep to 8 x around the batch size, as the rules do.
+    ``max_batch_size`` no rank would gain a tenth. Both keep to 8 x around the batch size, as the rules do. A bound that is given
+    stays, unless memory forbids it, which a note says.
 
     Args:
         batch_size: the one that the learning rate belongs to.
@@ -56,6 +65,8 @@ def recommend_batches(
         largest: samples that each rank's memory allows, infinite where that is not known, shape (world_size,).
         dataset_size: number of training samples.
         may_cut: the other options allow micro-batches.
+        min_batch_size: the given one, <= batch_size; None: to be chosen.
+        max_batch_size: the given one, >= batch_size; None: to be chosen.
 
     Raises:
         ValueError: if one sample does not fit on some rank.
@@ -65,8 +76,8 @@ def recommend_batches(
         raise ValueError(f"rank {int(largest.argmin())} has no memory for a batch of one sample: use a smaller model")
     notes = []
     size = batch_size
+    why = f"rank {int(largest.argmin())} has memory for {largest.min():.0f} samples"
     if room < size:
-        why = f"rank {int(largest.argmin())} has memory for {largest.min():.0f} samples"
         micro = max(part for part in range(1, int(room) + 1) if size % part == 0)
         if may_cut and micro * _ROOM >= size:
             now, then = (float((fixed_s + sample_s * part).max()) / part for part in (micro, size))
@@ -81,9 +92,16 @@ def recommend_batches(
     enough = float((fixed_s / sample_s).max()) * _ENOUGH_EFFICIENCY / (1 - _ENOUGH_EFFICIENCY)
     low = int(np.clip(np.ceil(half - 1e-6), max(1, size // _ROOM), size))
     high = int(min(np.clip(np.ceil(enough - 1e-6), size, _ROOM * size), max(room, size), max(dataset_size, size)))
+    if min_batch_size is not None:
+        low = min(min_batch_size, size)
+    if max_batch_size is not None:
+        high = int(min(max_batch_size, max(room, size)))
+    for name, given, bound in (("min_batch_size", min_batch_size, low), ("max_batch_size", max_batch_size, high)):
+        if given is not None and bound < given:
+            notes.append(f"{name} is {bound} instead of {given}: {why}")
     efficiency = sample_s * size / (fixed_s + sample_s * size)
     slowest = int(efficiency.argmin())
-    if efficiency[slowest] < _LEAST_EFFICIENCY:
+    if efficiency[slowest] < _LEAST_EFFICIENCY and high > size:
         now, then = (fixed_s[slowest] / size + sample_s[slowest] for size in (size, high))
         notes.append(
             f"at batch_size {size} what every step costs is {1 - efficiency[slowest]:.0%} of rank {slowest}'s time: batches of "

@@ -105,6 +105,23 @@ def test_memory_bounds_batches() -> None:
         batches([1e-3], [1e-4], largest=[1.0])
 
 
+def test_given_bounds_stay_unless_memory_forbids_them() -> None:
+    # 20 and 180, were none given.
+    for low, high, found_low, found_high in ((64, 64, 64, 64), (8, None, 8, 180), (None, 512, 20, 512)):
+        found = batches([1e-3, 2e-3], [1e-4, 1e-4], min_batch_size=low, max_batch_size=high)
+        assert (found.min_batch_size, found.max_batch_size, found.notes) == (found_low, found_high, [])
+    # Larger batches are not named where they are not wanted.
+    assert batches([0.1], [1e-4], max_batch_size=64).notes == []
+    found = batches([1e-3], [1e-4], min_batch_size=64, max_batch_size=200, largest=[100.0])
+    assert (found.min_batch_size, found.max_batch_size) == (64, 80)
+    assert found.notes == ["max_batch_size is 80 instead of 200: rank 0 has memory for 100 samples"]
+    found = batches([1e-3], [1e-4], min_batch_size=64, max_batch_size=64, largest=[40.0])
+    assert (found.batch_size, found.min_batch_size, found.max_batch_size) == (32, 32, 32)
+    assert [note.partition(":")[0] for note in found.notes] == [
+        "batch_size is 32 instead of 64", "min_batch_size is 32 instead of 64", "max_batch_size is 32 instead of 64"
+    ]  # fmt: skip
+
+
 @given(st.floats(0, 0.2), st.floats(1e-6, 1e-2), st.integers(1, 1024), st.integers(100, 10**6))
 def test_any_recommendation_is_a_valid_configuration(fixed_s: float, sample_s: float, batch_size: int, dataset: int) -> None:
     found = batches([fixed_s], [sample_s], batch_size=batch_size, dataset_size=dataset)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,8 @@ from hvd_adaptive.calibrate import calibrator, rounds
 from hvd_adaptive.calibrate.file import Calibration, LinkCalibration, chosen_options
 from hvd_adaptive.calibrate.recommend import Recommendation
 from hvd_adaptive.calibrate.rounds import Rounds
-from hvd_adaptive.cli.option_sources import build_configs
+from hvd_adaptive.cli import calibrate as command
+from hvd_adaptive.cli.option_sources import build_configs, read_config_file
 from hvd_adaptive.comm.protocols import AgreedError
 from hvd_adaptive.comm.threads import LocalTransport
 from hvd_adaptive.config import Config
@@ -113,6 +116,25 @@ def test_a_rank_without_memory_for_a_sample_is_no_rank_without_a_limit(monkeypat
     monkeypatch.setattr(calibrator.Calibrator, "_measure_rank", lambda self: {**RANK, "largest_batch": 0})
     with pytest.raises(AgreedError, match="rank 0 has no memory for a batch of one sample"):
         calibrate(Config(), range(6400))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"min_batch_size": 64, "max_batch_size": 64}, {"min_batch_size": 32, "max_batch_size": 128, "micro_batch_size": 8}],
+)
+def test_the_file_holds_the_bounds_that_were_given(
+    given: dict[str, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    pretend(monkeypatch, 1e-3, 6400)
+    monkeypatch.setattr(command, "open_data", lambda *args: (small_data(6400), None))
+    monkeypatch.setattr(command, "use_device", lambda *args, **options: torch.device("cpu"))
+    # The command changes it.
+    caplog.set_level(logging.WARNING, "hvd_adaptive")
+    file = tmp_path / "c.toml"
+    config, train = build_configs(given, {"device": "cpu", "hidden_size": 4})
+    command.calibrate(config, train, given, str(file), 0.01, LocalTransport())
+    kept = read_config_file(str(file))
+    assert {name: kept[name] for name in given} == given and kept["batch_size"] == 64
 
 
 def small_data(num_samples: int) -> SparseDataset:
