@@ -35,7 +35,7 @@ class RoundStats(MergeStats):
         loss_sum: sum of the batches' mean losses times their samples.
         loss_samples: samples behind ``loss_sum``.
         train_s: seconds of training so far.
-        stop: 1 if the rank wants the run to stop.
+        stop: 1 if the rank wants its loop to end.
         skipped_steps: steps left out because the ranks' reduced gradients held NaN or Inf.
         ceiling: largest batch size, samples, after a batch that did not fit into memory; 0: none failed.
         merge_rows: rows of sparse parameters that the merge exchanged; 0 where none are told apart.

@@ -1,13 +1,4 @@
-"""The library's face for a person's own loop: batches in, merged models out.
-
-session = hvd_adaptive.Session(model, optimizer, hvd_adaptive.Config(batch_size=64))
-for batch in session.batches(dataset, num_epochs=5):
-    with session.step(batch):
-        session.optimizer.zero_grad()
-        loss_fn(model(batch.x), batch.y).backward()
-        session.optimizer.step()
-session.close()
-"""
+"""The library's face for a person's own loop, as in docs/library.md: batches in, merged models out."""
 
 from __future__ import annotations
 
@@ -67,6 +58,7 @@ class Session:
         round: number of rounds completed.
         train_s: seconds of training so far, without pauses.
         preempted: the signal, on any rank, for which the run ended early; 0: none. See :func:`hvd_adaptive.catch_signals`.
+        stopped: whether :meth:`stop` or such a signal ended the last loop over the batches; the same on every rank.
         identity: what a replay must have in common with this run; empty where nothing is recorded or replayed.
         slowdown: how much slower ranks are made to compute.
         records: callables that get each :class:`RoundRecord`, on every rank.
@@ -114,7 +106,8 @@ class Session:
         self._stragglers = StragglerReport(self.transport, self.device, self.config.straggler_limit)
         self._times = DeviceTimes(device_clock(self.device))
         self._stats, self._handed_out = RoundStats(), HandedOut(self.rank, self.config.strategy, self.world_size)
-        self._stop, self.train_s, self._round_start = False, 0.0, 0.0
+        self.stopped = self._stop = False
+        self.train_s = self._round_start = 0.0
         self._check_hash()
 
     @property
@@ -207,6 +200,9 @@ class Session:
                 if self.preemption.signal_number:
                     self._strategy.close_round()
             self._end_round(self._strategy.round_samples(len(rows)), len(source))
+        if self._stop:
+            self._stats.stop = 0.0
+        self.stopped, self._stop = self._stop, self.preempted > 0
         source.end_pass()
         self._strategy.drain()
 
@@ -269,11 +265,12 @@ class Session:
         return True
 
     def stop(self, *, agreed: bool = False) -> None:
-        """Asks all ranks to end.
+        """Asks all ranks to end the loop over the batches, or the next one if none runs. A loop after it goes on where it ended:
+        around it, in a loop over epochs, ``if session.stopped: break`` ends the run on all ranks.
 
         Args:
-            agreed: False: one rank's wish is enough, and the ranks end after the next merge. True: every rank calls this now,
-                from a callable in ``records``, and the run ends there.
+            agreed: False: one rank's wish is enough, and the loops end after the next merge. True: every rank calls this now,
+                from a callable in ``records``, and the loops end there.
         """
         self._stats.stop = 1.0
         self._stop = self._stop or agreed  # Others may have asked before, and all ranks end then.

@@ -167,10 +167,8 @@ class Case:
         if not self.loads:
             yield from session.batches(data, num_epochs=self.num_epochs)
             return
-        loader, last = session.loader(data), -1.0
-        # A loop that was stopped begins no other epoch.
-        while last < session.ledger.epoch < self.num_epochs:
-            last = session.ledger.epoch
+        loader = session.loader(data)
+        while not session.stopped and session.ledger.epoch < self.num_epochs:
             yield from loader
 
 

@@ -478,6 +478,61 @@ def test_a_wish_to_stop_during_a_merge_is_not_lost(is_late: bool) -> None:
     assert LocalWorld(2).run(run) == [3 if is_late else 2] * 2
 
 
+@pytest.mark.parametrize("agreed", [False, True])
+def test_a_loop_after_one_that_was_stopped_goes_on_where_it_ended(agreed: bool) -> None:
+    def run(transport: LocalTransport) -> tuple[list[int], list[bool]]:
+        model = make_model()
+        config = Config(batch_size=16, mega_batch=100, dispatch="equal")
+        session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=transport)
+        rounds: list[int] = []
+        session.records.append(lambda record: session.stop(agreed=True) if agreed and record.round == 1 else None)
+        taken, stopped = [], []
+
+        def loop(stops: bool = False) -> None:
+            for batch in session.batches(DATA):
+                taken.extend(batch.rows.tolist())
+                with session.step(batch):
+                    nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+                    session.optimizer.step()
+                if stops and not agreed and transport.rank == 1 and session.round == 1:
+                    session.stop()
+            rounds.append(session.round)
+            stopped.append(session.stopped)
+
+        loop(stops=True)
+        loop()
+        session.close()
+        assert rounds == [2, 5] and stopped == [True, False]
+        return taken
+
+    taken = LocalWorld(2).run(run)
+    assert sorted(taken[0] + taken[1]) == list(range(len(DATA)))
+
+
+def test_a_stop_between_two_loops_ends_the_next_one_and_a_signal_every_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    config = Config(batch_size=16, mega_batch=100)
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=LocalTransport())
+
+    def rounds_of_a_loop() -> int:
+        before = session.round
+        for batch in session.batches(DATA):
+            with session.step(batch):
+                nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+                session.optimizer.step()
+            if session.round == 3:
+                monkeypatch.setattr(session.preemption, "signal_number", 15)
+        return session.round - before
+
+    session.stop(agreed=True)
+    assert rounds_of_a_loop() == 0 and session.stopped
+    session.stop()
+    assert rounds_of_a_loop() == 1 and session.stopped
+    assert rounds_of_a_loop() == 3 and session.stopped
+    assert rounds_of_a_loop() == 0 and session.stopped and session.preempted == 15
+    session.close()
+
+
 def test_unfreezing_during_a_session_is_refused() -> None:
     def unfreeze(session: Session, batch: Any) -> None:
         session.model[0].bias.requires_grad_(False)
