@@ -34,11 +34,19 @@ _PATIENCE_S = 60.0
 
 @dataclass
 class _Owner:
-    """What is known of one optimizer; ``merger`` is None until its first step."""
+    """What is known of one optimizer.
+
+    Attributes:
+        named: its parameters.
+        merger: None until its first step.
+        is_plain: it does not step locally.
+        fed_by: the pass and the batch of the last gradients since its last step; None: there are none, or of no loader.
+    """
 
     named: list[tuple[str, nn.Parameter]]
     merger: Merger | None = None
     is_plain: bool = False
+    fed_by: tuple[IndexStream, Handed] | None = None
 
 
 class LocalSteps:
@@ -100,6 +108,14 @@ class LocalSteps:
         owner = getattr(optimizer, _OWNER, None)
         return owner is not None and not owner.is_plain
 
+    def accumulated(self, optimizer: Any, stream: IndexStream | None) -> bool:
+        """Takes note of a gradient of an optimizer's, of a batch of a pass; returns whether its steps use this rank's."""
+        owner = getattr(optimizer, _OWNER, None)
+        if owner is None or owner.is_plain:
+            return False
+        owner.fed_by = None if stream is None else (stream, stream.current)
+        return True
+
     def begin_step(
         self, optimizer: Any, stream: IndexStream | None, batches: list[Handed], *, refused: Callable[[], bool]
     ) -> bool:
@@ -108,7 +124,7 @@ class LocalSteps:
         Args:
             optimizer: whose step it is.
             stream: the pass whose batches led to it, if any.
-            batches: those.
+            batches: those; none where a step on them was counted before.
             refused: at the first step, whether something of the script forbids local steps. COLLECTIVE.
 
         Returns:
@@ -118,6 +134,10 @@ class LocalSteps:
             BadOptions: on all ranks, at the first step, for a pattern of ``compression`` that is no parameter's.
         """
         owner: _Owner = getattr(optimizer, _OWNER)
+        if not batches and owner.fed_by is not None:
+            # Another optimizer has stepped on them before, as a GAN's, or this one has. They are equally long.
+            stream, batches = owner.fed_by[0], [owner.fed_by[1]] * optimizer.backward_passes_per_step
+        owner.fed_by = None
         if owner.merger is None and not self._start(optimizer, owner, refused()):
             return False
         assert owner.merger is not None

@@ -197,7 +197,7 @@ class Engine:
     def accumulated(self, optimizer: Any) -> bool:
         """A gradient of an optimizer's has been added up; returns whether Horovod shall leave it alone."""
         self.follower.backward()
-        return self._local.steps_alone(optimizer) or self._encoded.exchanges(optimizer)
+        return self._local.accumulated(optimizer, self.follower.stream) or self._encoded.exchanges(optimizer)
 
     def synchronize(self, optimizer: Any, action: Callable[[], None]) -> bool:
         """Runs the optimizer's synchronize, and around it what the ranks have to tell each other.

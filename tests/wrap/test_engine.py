@@ -15,6 +15,9 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
+from hvd_adaptive.wrap.follow import Follower
+from hvd_adaptive.wrap.loaders import IndexStream, Loader
 from hvd_adaptive.wrap.local_steps import LocalSteps
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.run_options import RunConfig
@@ -104,6 +107,46 @@ def test_local_steps_hold_no_model_and_look_at_forwards_only_until_each_optimize
     del model, called, optimizer, optimizers
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("fed", [[[0, 1], []], [[0], [1]], [[0, 1], [1]]], ids=["one backward", "two", "a GAN's"])
+def test_every_optimizer_that_steps_on_a_batch_knows_its_samples(fed: list[list[int]]) -> None:
+    """Also the second one. Fed: which optimizers get gradients before each of the two steps."""
+
+    def body(world: LocalTransport) -> list[tuple[float, int]]:
+        steps = LocalSteps(RunConfig(strategy="local"), make_world=lambda: world, note=lambda text: None)
+        optimizers = [Wrapped(nn.Linear(2, 1)) for _ in range(2)]
+        for optimizer in optimizers:
+            steps.registered(optimizer)
+        data = TensorDataset(torch.arange(64.0)[:, None])
+        loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=2, rank=world.rank))
+        stream = IndexStream(Loader(loader, 1), loader.batch_sampler, world_size=2, rank=world.rank, upper=None)
+        stream.owner = weakref.ref(loader)
+        stream.change_fractions((0.25, 0.75), first=0)
+        follower = Follower(lambda module: [], lambda text: None, weighs=False)
+        follower.opened(stream)
+        next(stream)
+        # No batch is followed, as ranks are threads here.
+        stream.loader.num_traces = 10
+        follower.delivered(stream, None)
+        found = []
+        for optimizer, numbers in zip(optimizers, fed, strict=True):
+            for number in numbers:
+                follower.backward()
+                steps.accumulated(optimizers[number], follower.stream)
+            assert steps.begin_step(optimizer, *follower.take_step(optimizer), refused=lambda: False)
+            merger = optimizer._hvd_adaptive_local.merger
+            multiplier = merger._multiplier.value
+            steps.merge()
+            found.append((multiplier, merger.log.steps_per_merge))
+        # One without gradients is of no known batch.
+        assert steps.begin_step(optimizer, *follower.take_step(optimizer), refused=lambda: False)
+        assert merger._multiplier.value == 1.0
+        follower.end()
+        return found
+
+    for multiplier, found in zip((0.5, 1.5), LocalWorld(2).run(body), strict=True):
+        assert found[0] == found[1] and found[0][0] == multiplier and found[0][1] > 1
 
 
 def test_a_loader_that_is_made_anew_in_each_epoch_keeps_the_speeds_and_is_told_of_once() -> None:

@@ -126,6 +126,7 @@ def test_local_steps_that_are_merged_at_once_are_the_scripts_own(num_ranks: int)
         "mnist.py --momentum 0 --op Sum --wrap-late --groups 2",
         "accumulate.py --momentum 0",
         "own_batches.py --sparse",
+        "habits.py two_optimizers",
         # Shares stay equal, so momentum meets as its mean as well.
         "own_batches.py --by-length",
         "imagenet.py --batches-per-allreduce 2",
@@ -136,11 +137,11 @@ def test_local_steps_that_are_merged_at_once_are_the_scripts_own(num_ranks: int)
         "odd.py elastic",
     ]
     results, engine = run_both(commands, num_ranks, strategy="local", mega_batch=1)
-    for command, (trained, fractions) in list(zip(commands, results, strict=True))[:3]:
+    for command, (trained, fractions) in list(zip(commands, results, strict=True))[:4]:
         assert [shares for shares in fractions if shares] == [pytest.approx((1 / 3, 2 / 3))], (command, trained)
     lines = engine.report.lines()
-    # accumulate.py makes two optimizers.
-    assert sum("local steps: " in line for line in lines) == len(commands) - 2 + 1, lines
+    # accumulate.py makes two optimizers, and so does "two_optimizers".
+    assert sum("local steps: " in line for line in lines) == len(commands) - 2 + 2, lines
 
 
 @pytest.mark.mpi(3, timeout=600)
