@@ -228,7 +228,8 @@ class Engine:
                 tell_unencoded()
                 self._weights.averages(optimizer)
         of_set = is_over_set(optimizer)
-        exchange = not of_set and self._shares.count(is_local=local)
+        is_alone = of_set or self.world_size == 1
+        exchange = not is_alone and self._shares.count(is_local=local)
         finish = None
         if stream is not None or self._fed_by is None or not self._fed_by.is_open:
             # Else a synchronize without gradients of its own, as of a GAN's other optimizer: it is of the same pass.
@@ -254,9 +255,9 @@ class Engine:
         if finish is not None:
             finish()
         self._watch.start()
-        if of_set:
-            if stream is not None:
-                stream.loader.reasons.add(Reason.PROCESS_SET)
+        if of_set and stream is not None:
+            stream.loader.reasons.add(Reason.PROCESS_SET)
+        if is_alone:
             self._shares.count_alone()
         return by_horovod
 

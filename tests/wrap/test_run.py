@@ -56,10 +56,13 @@ def test_a_dry_run_reports_and_ends(run_job: Any, tmp_path: Path) -> None:
         ("adasum", 2, "not intercepted: DistributedOptimizer (SGD, op=Adasum)"),
         ("manual", 2, "no optimizer that is intercepted steps on its batches"),
         ("plain", 1, "there is one rank"),
+        # Its steps are merged, in a world of one.
+        ("plain", 1, "outer step: nesterov"),
     ],
 )
 def test_a_dry_run_ends_without_a_wrapped_optimizer_too(mode: str, num_ranks: int, said: str, run_job: Any) -> None:
-    job = run_job([*RUN, "-np", str(num_ranks), "--dry-run", str(SCRIPTS / "other_ways.py"), mode], timeout=200)
+    options = ["--strategy", "local", "--outer-step", "nesterov"] if "outer step" in said else []
+    job = run_job([*RUN, "-np", str(num_ranks), "--dry-run", *options, str(SCRIPTS / "other_ways.py"), mode], timeout=200)
     assert job.returncode == 0 and said in job.stderr and "(validation)" not in job.stderr, job.describe()
     assert "to the end" not in job.stdout and job.stdout.count("of rank 0") in (15, 16), job.describe()
 
