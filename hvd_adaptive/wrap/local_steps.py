@@ -166,17 +166,18 @@ class LocalSteps:
         if owner is not None and owner.merger is not None:
             owner.merger.end_step()
 
-    def is_due(self) -> bool:
-        """Whether a merge is due, on every rank."""
-        return not self._merging and any(merger.is_due for merger in self._active())
+    def due(self, over: IndexStream | None = None) -> list[Merger]:
+        """Returns what is to be merged on every rank: what is due, and what has counted steps on a pass that is over on all."""
+        mergers = [owner.merger for owner in self._owners() if owner.merger is not None]
+        return [m for m in mergers if m.is_due or (over is not None and m.stream is over and m.num_calls)]
 
-    def ended_with(self, stream: IndexStream) -> bool:
-        """Whether steps were counted since the last merges whose batches came from a pass, which is over on every rank."""
-        return not self._merging and any(merger.stream is stream and merger.num_calls for merger in self._active())
-
-    def merge(self, stream: IndexStream | None = None) -> None:
-        """Makes the merges that are due, and those of a pass that is over. COLLECTIVE."""
-        self._merge([m for m in self._active() if m.is_due or (stream is not None and m.stream is stream and m.num_calls)])
+    def merge(self, mergers: list[Merger], *, have_joined: bool = False) -> None:
+        """Makes merges; ``have_joined``: all ranks have just called hvd.join(). COLLECTIVE."""
+        for merger in mergers:
+            self._run(functools.partial(merger.merge, have_joined=have_joined))
+            self._num_merges += 1
+        if self._meetings is not None:
+            self._meetings.merged(self._num_merges)
 
     def joining(self) -> None:
         """This rank calls hvd.join()."""
@@ -197,7 +198,7 @@ class LocalSteps:
         world = self._make_world()
         self._run(lambda: world.allreduce_sum_(here, name="joined"))
         everywhere = [m for m, count in zip(mergers, here.tolist(), strict=True) if m is not None and count == world.world_size]
-        self._merge(everywhere, have_joined=True)
+        self.merge(everywhere, have_joined=True)
 
     def goes_on(self) -> None:
         """The script goes on to a step, or to a wait for other ranks."""
@@ -222,16 +223,14 @@ class LocalSteps:
         for merger in self._held_by(module):
             merger.loaded()
 
-    def merge_if_all_here(self, kind: str, mergers: list[Merger]) -> bool:
+    def merge_if_all_here(self, kind: str, mergers: list[Merger]) -> None:
         """Merges before the script validates or saves, if it does so on all ranks now."""
         if self._meetings is None:
             self._note(f"{kind} between merges sees the rank's own model: without MPI ranks cannot tell whether all are there")
-            return False
-        if not self._meetings.all_here():
+        elif not self._meetings.all_here():
             self._note(f"{kind} between merges on some ranks only saw the rank's own model")
-            return False
-        self._merge(mergers)
-        return True
+        else:
+            self.merge(mergers)
 
     def meet_through(self, store: Store | None, world_size: int) -> None:
         """Sets through what ranks find out whether all have come to the same point; None: they cannot, unless they could."""
@@ -331,16 +330,6 @@ class LocalSteps:
         found = [list(module.parameters()) for module in self.copies]
         beside = {id(p): p for part in found if not any(id(p) in trained for p in part) for p in part}
         return list(beside.values())
-
-    def _active(self) -> list[Merger]:
-        return [owner.merger for owner in self._owners() if owner.merger is not None]
-
-    def _merge(self, mergers: list[Merger], *, have_joined: bool = False) -> None:
-        for merger in mergers:
-            self._run(functools.partial(merger.merge, have_joined=have_joined))
-            self._num_merges += 1
-        if self._meetings is not None:
-            self._meetings.merged(self._num_merges)
 
     def _run(self, action: Callable[[], None]) -> None:
         self._merging = True

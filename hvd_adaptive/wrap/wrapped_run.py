@@ -378,16 +378,16 @@ class Engine:
         local = self._local
         if local.is_merging or self._exchanging or not self._training.is_here:
             return
-        merge = local.is_due() or (over is not None and local.ended_with(over))
-        if not merge and not self._exchange_due:
+        mergers = local.due(over)
+        if not mergers and not self._exchange_due:
             return
         self._exchange_due, self._exchanging = False, True
         before_s = self._watch.waiting_s
         try:
             if self.world_size > 1:
                 self._shares.begin(self._fed_by, self._meter.take(), self.follower.rates)()
-            if merge:
-                local.merge(over)
+            if mergers:
+                local.merge(mergers)
         finally:
             self._exchanging = False
         self._meter.waited(self._watch.waiting_s - before_s)

@@ -137,7 +137,7 @@ def test_every_optimizer_that_steps_on_a_batch_knows_its_samples(fed: list[list[
             assert steps.begin_step(optimizer, *follower.take_step(optimizer), refused=lambda: False)
             merger = optimizer._hvd_adaptive_local.merger
             multiplier = merger._multiplier.value
-            steps.merge()
+            steps.merge(steps.due())
             found.append((multiplier, merger.log.steps_per_merge))
         # One without gradients is of no known batch.
         assert steps.begin_step(optimizer, *follower.take_step(optimizer), refused=lambda: False)
@@ -191,9 +191,8 @@ def test_nothing_is_merged_timed_or_followed_in_another_thread(monkeypatch: pyte
     register(engine, Wrapped(model))
     engine.report.started(2)
     merged: list[int] = []
-    monkeypatch.setattr(engine._local, "is_due", lambda: True)
-    monkeypatch.setattr(engine._local, "ended_with", lambda stream: True)
-    monkeypatch.setattr(engine._local, "merge", lambda stream: merged.append(threading.get_ident()))
+    monkeypatch.setattr(engine._local, "due", lambda over: [engine])
+    monkeypatch.setattr(engine._local, "merge", lambda mergers: merged.append(threading.get_ident()))
     monkeypatch.setattr(engine._shares, "begin", lambda *_: lambda: None)
     data = TensorDataset(torch.arange(24.0)[:, None])
     loader = DataLoader(data, batch_size=6, sampler=DistributedSampler(data, num_replicas=2, rank=0))
