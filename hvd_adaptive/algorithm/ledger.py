@@ -153,7 +153,9 @@ def first_claims(
     """
     sizes = np.maximum(1, np.rint(batch_work / unit).astype(np.int64)) * unit
     parts = total_work * sizes / sizes.sum() if equally_many else _SETTLED_PART * shares * total_work
-    return np.minimum(most, (parts / sizes).astype(np.int64)), sizes
+    counts = np.minimum(most, (parts / sizes).astype(np.int64))
+    # A single sample is left to no claim: BatchNorm refuses it.
+    return np.maximum(0, counts - (total_work - counts @ sizes == 1)), sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

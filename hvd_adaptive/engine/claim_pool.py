@@ -40,16 +40,18 @@ def open_claims(
     """
     key, rank = f"claim.{round_id}", transport.rank
     shared: EqualClaims | SharedCursor
+    least = rule_of([rank]).least
     if equal is not None:
         size, unit, stretch = equal
         shared = EqualClaims(
             # One stretch is asked for at a time, as it takes two seconds.
             StepFrontier(transport, key, num_steps=total_work, num_prefetched=total_work), rank=rank,
             world_size=transport.world_size, size=size, total_work=total_work, start=start, unit=unit, stretch=stretch,
+            least=least,
         )  # fmt: skip
         pool = None
     else:
-        shared = SharedCursor(transport, key, total_work=total_work, start=start, least=rule_of([rank]).least)
+        shared = SharedCursor(transport, key, total_work=total_work, start=start, least=least)
         pool = open_pool(shared, transport, f"pool.{round_id}", rule_of=rule_of)
 
     def forget() -> None:

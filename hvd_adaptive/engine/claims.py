@@ -39,6 +39,12 @@ _CLOSED = 1 << 44
 _HEARING_S, _MOST_HEARING_S = 2e-4, 2e-3
 
 
+def _last_start(start: int, total_work: int, least: int) -> int:
+    """Returns where the last claim of [start, total_work) begins at the latest. One that ends behind it takes the rest as well,
+    so that no rest is smaller than the least claim."""
+    return total_work - max(1, min(least, total_work - start))
+
+
 class SharedCursor:
     """Whoever is free takes the next piece, until all is taken or one rank closes the cursor.
 
@@ -58,8 +64,7 @@ class SharedCursor:
         self._start = start
         self._key = key
         self._total_work = total_work
-        # A claim that ends behind it takes the rest as well, so that no rest is smaller than the least claim.
-        self._last_start = total_work - max(1, min(least, total_work - start))
+        self._last_start = _last_start(start, total_work, least)
         self.end: int | None = None
         self._is_closing = self._is_over = False
 
@@ -201,6 +206,7 @@ class EqualClaims:
         start: work before it, which was settled.
         unit: a rank's part of what is left is a whole number of so much work.
         stretch: batches of a rank.
+        least: no claim is smaller, where there is so much work: what is left of less belongs to the batch before it.
 
     Attributes:
         end: as in :class:`Claims`.
@@ -217,14 +223,17 @@ class EqualClaims:
         start: int,
         unit: int,
         stretch: int,
+        least: int = 1,
     ) -> None:
         self._frontier = frontier
         self._rank = rank
         self._size = size
         self._together = world_size * size
         self._start = start
+        self._total_work = total_work
+        self._last_start = _last_start(start, total_work, least)
         self._num_whole, left = divmod(total_work - start, self._together)
-        self._num_turns = self._num_whole + (left > 0)
+        self._num_turns = -(-(self._last_start + 1 - start) // self._together)
         self._edges = own_parts(np.ones(world_size), left, unit=unit)
         self._stretch = stretch
         self._num_taken = 0
@@ -241,10 +250,13 @@ class EqualClaims:
             return None
         self._num_taken += 1
         if number < self._num_whole:
-            first += self._rank * self._size
-            return first, first + self._size
-        part = (first + int(self._edges[self._rank]), first + int(self._edges[self._rank + 1]))
-        return part if part[0] < part[1] else None
+            start = first + self._rank * self._size
+            stop = start + self._size
+        else:
+            start, stop = first + int(self._edges[self._rank]), first + int(self._edges[self._rank + 1])
+        if start == stop or start > self._last_start:
+            return None
+        return start, stop if stop <= self._last_start else self._total_work
 
     def close(self) -> None:
         """Ends the round after the last stretch that some rank has begun."""

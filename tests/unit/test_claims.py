@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from hvd_adaptive.algorithm.ledger import ClaimRule
 from hvd_adaptive.comm.in_process_store import InProcessStore
-from hvd_adaptive.engine.claims import Claim, SharedCursor
+from hvd_adaptive.engine.claims import Claim, EqualClaims, SharedCursor, StepFrontier
 
 
 class Interleaved(InProcessStore):
@@ -56,6 +57,26 @@ def test_whole_batches_leave_no_single_sample_which_batchnorm_refuses(total: int
                 break
             claims.append(claim[1] - claim[0])
         assert sum(claims) == total and min(claims) > 1 and max(claims) <= 9, (seed, claims)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("start", [0, 24])
+def test_equally_many_batches_leave_no_single_sample_either(num_ranks: int, start: int) -> None:
+    for left, stretch in itertools.product(range(1, 100), (1, 3)):
+        store: Any = InProcessStore()
+        frontiers = [StepFrontier(store, "steps", num_steps=100) for _ in range(num_ranks)]
+        claims = [
+            EqualClaims(
+                frontiers[rank], rank=rank, world_size=num_ranks, size=8, total_work=start + left, start=start, unit=8,
+                stretch=stretch, least=2,
+            )
+            for rank in range(num_ranks)
+        ]  # fmt: skip
+        taken = sorted(claim for own in claims for claim in iter(lambda own=own: own.claim(lambda remaining: 1 // 0), None))  # type: ignore[misc]
+        edges = [start, *(stop for _, stop in taken)]
+        assert [first for first, _ in taken] == edges[:-1] and edges[-1] == start + left
+        assert all(2 <= stop - first <= 9 for first, stop in taken) or left == 1, taken
+        assert {own.end for own in claims} == {None}
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import random
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from hvd_adaptive.algorithm.ledger import ClaimRule
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.claim_pool import open_claims
@@ -103,11 +105,17 @@ def test_ranks_with_equally_many_batches_take_the_first_part_of_a_closed_round(c
     assert max(whole) - min(whole) <= 1 and (not closes or 2 * seed < whole[0])
 
 
+def rule_of(batch_size: int) -> Any:
+    ones = np.ones(1)
+    return functools.partial(
+        ClaimRule.of_round, batch_sizes=batch_size * ones, speed_shares=ones, work_per_sample=1.0, dynamic=True
+    )
+
+
 @pytest.mark.parametrize(("stretch", "prefetched"), [(1, 4), (2, 8), (4, 8)])
 def test_batches_that_workers_take_at_once_promise_no_more_of_a_round(stretch: int, prefetched: int) -> None:
-    rule: Any = lambda ranks: 1 // 0  # noqa: E731
     equal = (6, 1, stretch)
-    claims, forget = open_claims(LocalTransport(), 1, total_work=10**6, start=0, rule_of=rule, equal=equal)
+    claims, forget = open_claims(LocalTransport(), 1, total_work=10**6, start=0, rule_of=rule_of(6), equal=equal)
     for _ in range(prefetched):
         assert claims.claim(lambda remaining: 1 // 0) is not None
     for _ in range(50):
@@ -125,8 +133,7 @@ def test_batches_of_one_sample_end_with_their_round() -> None:
     """Such a round has as many stretches as samples; a rank that asked for one more waited for ever."""
 
     def run(transport: LocalTransport) -> list[Any]:
-        rule: Any = lambda ranks: 1 // 0  # noqa: E731
-        claims, _ = open_claims(transport, 1, total_work=5, start=0, rule_of=rule, equal=(1, 1, 1))
+        claims, _ = open_claims(transport, 1, total_work=5, start=0, rule_of=rule_of(1), equal=(1, 1, 1))
         taken = list(iter(lambda: claims.claim(lambda remaining: 1 // 0), None))
         assert claims.end is None
         return taken
@@ -291,6 +298,7 @@ def test_workers_of_a_loader_do_not_react(caught: Preemption) -> None:
 WORKER = """
 from hvd_adaptive.state.preemption import catch_signals
 catch_signals()
+import functools
 import multiprocessing
 from torch.utils.data import DataLoader
 loader = DataLoader(range(8), num_workers=1, persistent_workers=True)

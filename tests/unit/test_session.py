@@ -478,6 +478,13 @@ def test_a_wish_to_stop_during_a_merge_is_not_lost(is_late: bool) -> None:
     assert LocalWorld(2).run(run) == [3 if is_late else 2] * 2
 
 
+@pytest.mark.parametrize("num_samples", [65, 73])
+def test_batchnorm_gets_no_single_sample_where_merges_go_beside_steps(num_samples: int) -> None:
+    data = TensorDataset(X[:num_samples], Y[:num_samples])
+    results = LocalWorld(2).run(lambda t: train(t, Config(batch_size=8, merges_per_round=2), data=data, num_epochs=1))
+    assert sum(len(rows) for result in results for rows in result["rows"]) == num_samples
+
+
 @pytest.mark.parametrize("agreed", [False, True])
 def test_a_loop_after_one_that_was_stopped_goes_on_where_it_ended(agreed: bool) -> None:
     def run(transport: LocalTransport) -> tuple[list[int], list[bool]]:
