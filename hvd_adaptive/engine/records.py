@@ -97,6 +97,7 @@ class RoundClaims:
         round: its number.
         data: what the rows are of, as text.
         num_samples: samples of the round, over all ranks.
+        num_planned: those that it would have had if it had not been closed early.
         claims: what each rank took, in its order.
         batch_size: of each rank.
         lr: learning rate of each rank's last step.
@@ -107,11 +108,19 @@ class RoundClaims:
     round: int
     data: str
     num_samples: int
+    num_planned: int
     claims: list[list[Claim]]
     batch_size: list[float]
     lr: list[float]
     weight: list[float]
     model_hash: str | None
+
+    @property
+    def end(self) -> int | None:
+        """The work before which all was taken, where the round was closed early; else None."""
+        if self.num_samples == self.num_planned:
+            return None
+        return max(claim[1] for claims in self.claims for claim in claims)
 
 
 @dataclass(slots=True)

@@ -68,15 +68,12 @@ class RecordedClaims:
 
     Args:
         claims: one rank's, of one round.
-
-    Attributes:
-        end: None.
+        end: of that round, as in :class:`Claims`.
     """
 
-    end = None
-
-    def __init__(self, claims: list[Claim]) -> None:
+    def __init__(self, claims: list[Claim], *, end: int | None) -> None:
         self._left = iter(claims)
+        self.end = end
 
     def claim(self, size: ClaimSize) -> Claim | None:
         """Takes the next recorded piece."""
@@ -87,7 +84,7 @@ class RecordedClaims:
 
 
 def round_claims(
-    record: RoundRecord, claims: list[list[Claim]], *, num_samples: int, data: str
+    record: RoundRecord, claims: list[list[Claim]], *, num_samples: int, num_planned: int, data: str
 ) -> RoundClaims:
     """Returns a completed round as a recording keeps it.
 
@@ -95,12 +92,14 @@ def round_claims(
         record: the round.
         claims: each rank's.
         num_samples: of the round, over all ranks.
+        num_planned: samples that it would have had without an early end.
         data: what the rows are of.
     """
     return RoundClaims(
         round=record.round,
         data=data,
         num_samples=num_samples,
+        num_planned=num_planned,
         claims=claims,
         batch_size=record.stats["batch_size"].tolist(),
         lr=record.stats["lr"].tolist(),
@@ -270,7 +269,8 @@ def read_recording(path: Path) -> tuple[dict[str, str], dict[int, RoundClaims]]:
                 identity = value["identity"]
                 continue
             value["claims"] = [[tuple(map(operator.index, claim)) for claim in rank] for rank in value["claims"]]
-            entry = RoundClaims(**value)
+            # Earlier versions did not write it.
+            entry = RoundClaims(**{"num_planned": value["num_samples"], **value})
             _check(entry)
             ends = np.array(sorted(claim[:2] for rank in entry.claims for claim in rank))
         except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
@@ -291,7 +291,10 @@ def _check(entry: RoundClaims) -> None:
         whole = isinstance(numbers, list) and len(numbers) == num_ranks
         if not whole or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
             raise ValueError(f"{name} must be {num_ranks} numbers, got {_short(numbers)}")
-    if not isinstance(entry.round, int) or not isinstance(entry.num_samples, int) or not isinstance(entry.data, str):
-        raise ValueError("round and num_samples must be whole numbers, and data text")
+    numbers = (entry.round, entry.num_samples, entry.num_planned)
+    if not all(isinstance(number, int) for number in numbers) or not isinstance(entry.data, str):
+        raise ValueError("round, num_samples and num_planned must be whole numbers, and data text")
+    if entry.num_planned < entry.num_samples:
+        raise ValueError(f"num_planned must be >= num_samples, got {entry.num_planned} < {entry.num_samples}")
     if not isinstance(entry.model_hash, (str, type(None))):
         raise ValueError(f"model_hash must be text, got {_short(entry.model_hash)}")

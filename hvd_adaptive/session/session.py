@@ -183,7 +183,7 @@ class Session:
             )
             recorded = None if self._replay is None else self._replay.next_round(self.round, self._data)
             if recorded is not None:
-                size = recorded.num_samples
+                size = recorded.num_planned
             elif self._replay is not None:
                 break
             rows, rest = np.split(order[self.ledger.cursor :], [size])
@@ -199,7 +199,7 @@ class Session:
                     yield batch
                 if self.preemption.signal_number:
                     self._strategy.close_round()
-            self._end_round(self._strategy.round_samples(len(rows)), len(source))
+            self._end_round(len(rows), len(source))
         if self._stop:
             self._stats.stop = 0.0
         self.stopped, self._stop = self._stop, self.preempted > 0
@@ -347,8 +347,8 @@ class Session:
         self._stats = RoundStats(batch_size=float(self.batch_sizes[self.rank]), stop=self._stats.stop)
         self._round_start = time.perf_counter()
 
-    def _end_round(self, num_samples: int, dataset_size: int) -> None:
-        stats = self._stats
+    def _end_round(self, num_planned: int, dataset_size: int) -> None:
+        stats, num_samples = self._stats, self._strategy.round_samples(num_planned)
         self._handed_out.end_round(stats, self.round, num_updates=self._lr.num_begun)
         self._times.end_round(stats)
         stats.num_updates, stats.lr = stats.num_samples / stats.batch_size, self._lr.applied_lr
@@ -382,7 +382,9 @@ class Session:
             model_hash=model_hash,
         )
         if claims is not None:
-            record.claims = round_claims(record, claims, num_samples=num_samples, data=self._data)
+            record.claims = round_claims(
+                record, claims, num_samples=num_samples, num_planned=num_planned, data=self._data
+            )
             if self._replay is not None:
                 self._replay.check(record.claims, int(final["handed_samples"].sum()))
         self.round += 1

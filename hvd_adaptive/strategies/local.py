@@ -43,7 +43,7 @@ class LocalStrategy:
         inexact: empty.
         merge: what makes the ranks' models one.
         flat_model: its global model.
-        repeat: this rank's claims of the next round, from a recording; None: from the shared cursor.
+        repeat: the next round as it was recorded; None: ranks claim from the shared cursor.
         claimed: this rank's claims of the round.
     """
 
@@ -77,7 +77,7 @@ class LocalStrategy:
         # This rank's own, which the others know after the round.
         self._memory = MemoryCeiling(next(model.parameters()).device)
         self._dataset_size = 0
-        self.repeat: list[Claim] | None = None
+        self.repeat: RoundClaims | None = None
         self.claimed: list[Claim] = []
         self._claims: Claims
         self._mega_batch: MegaBatch | None = None
@@ -163,7 +163,7 @@ class LocalStrategy:
     def repeat_round(self, recorded: RoundClaims) -> None:
         """Makes the next round the recorded one: its batch sizes, which may have followed from seconds, and its claims."""
         self._sizes = np.array(recorded.batch_size)
-        self.repeat = recorded.claims[self._transport.rank]
+        self.repeat = recorded
 
     def drain(self) -> None:
         """Merges what is on the way beside steps. COLLECTIVE."""
@@ -306,9 +306,10 @@ class LocalStrategy:
         world_size, rank = self._transport.world_size, self._transport.rank
         self._span = (0, total_work)
         if self.repeat is not None:
-            if self._config.dispatch != "dynamic" and self.repeat:
-                self._span = (self.repeat[0][0], self.repeat[-1][1])
-            return RecordedClaims(self.repeat)
+            own = self.repeat.claims[rank]
+            if self._config.dispatch != "dynamic" and own:
+                self._span = (own[0][0], own[-1][1])
+            return RecordedClaims(own, end=self.repeat.end)
         if self._config.dispatch == "dynamic":
             settled = self._settled_now
             start = settled.total_work if settled is not None else 0
@@ -391,9 +392,7 @@ class LocalStrategy:
 
     def _rebalance(self, gathered: Gathered) -> None:
         self._shares = speed_shares(gathered["work"], gathered["busy_s"])
-        self._sizes = self._control.next_batch_sizes(
-            self._sizes, gathered, warming_up=self._warming_up
-        )
+        self._sizes = self._control.next_batch_sizes(self._sizes, gathered, warming_up=self._warming_up)
 
     def after_round(self, record: RoundRecord) -> None:
         """Chooses the next merge period."""

@@ -48,6 +48,7 @@ def train(
     num_epochs: float = 3,
     lr: float = 0.1,
     before: Callable[[Session], None] = lambda session: None,
+    on_batch: Callable[[Session], None] = lambda session: None,
     memory: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -60,6 +61,7 @@ def train(
     if file is not None and transport.rank == 0:
         session.records.append(RecordingFile(file, session.identity))
     for batch in session.batches(data, num_epochs=num_epochs):
+        on_batch(session)
         with session.step(batch):
             if memory is not None and transport.rank == 1 and batch.num_samples > memory:
                 raise torch.OutOfMemoryError("CUDA out of memory")
@@ -114,6 +116,26 @@ def test_a_replay_sends_fragments_where_they_were_sent(dispatch: str, tmp_path: 
     result = LocalWorld(3).run(lambda t: train(t, file=file, record=True, slowdown="3,2,1", **options))[0]
     again = replay({**result, "file": file}, slowdown="1,2,3", **options)
     assert again["hashes"] == result["hashes"] and model_hash(again["model"]) == model_hash(result["model"])
+
+
+@pytest.mark.parametrize("num_fragments", [1, 2])
+def test_a_round_that_a_signal_closed_is_repeated_as_far_as_it_went(
+    num_fragments: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "claims.jsonl"
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
+    options = {"merge_fragments": num_fragments, "mega_batch": 250, "model": model}
+
+    def close(session: Session) -> None:
+        if session.round == 1:
+            monkeypatch.setattr(session.preemption, "signal_number", 15)
+
+    result = LocalWorld(3).run(lambda t: train(t, file=file, record=True, on_batch=close, **options))[0]
+    closed = result["claims"][1]
+    assert len(result["claims"]) == 2 and closed.num_samples < closed.num_planned
+    monkeypatch.setattr(result["session"].preemption, "signal_number", 0)
+    again = replay({**result, "file": file}, **options)
+    assert again["hashes"] == result["hashes"] and again["claims"] == result["claims"]
 
 
 def test_batches_cut_for_want_of_memory_are_cut_again(tmp_path: Path) -> None:
