@@ -62,6 +62,10 @@ _OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }  # fmt: skip
 
 
+class _Refused(Exception):
+    """The options do not go with each other, the optimizer or the model; what ranks raise later is no refusal."""
+
+
 @dataclass(frozen=True)
 class Case:
     """What a seed draws.
@@ -106,7 +110,7 @@ class Case:
         )  # fmt: skip
 
     def check(self) -> str:
-        """Trains; returns "" or why the options were refused, by all ranks.
+        """Trains; returns "" or why the options were refused before that.
 
         Raises:
             AssertionError: for samples that were not taken as often as they should, or models that differ.
@@ -118,7 +122,7 @@ class Case:
                 if self.num_after:
                     more, models = self._train(self.num_after, Path(folder), stops=False, resumes=True)
                     taken += more
-            except (ValueError, TypeError, AgreedError) as refused:
+            except _Refused as refused:
                 return str(refused)
         assert len(models) == 1, f"models differ: {models}"
         times = np.bincount(np.array(taken, dtype=np.int64), minlength=self.num_samples)
@@ -136,7 +140,11 @@ class Case:
 
         def run(transport: Transport) -> tuple[list[int], str]:
             model = copy.deepcopy(start)
-            session = Session(model, _OPTIMIZERS[self.optimizer](model.parameters()), Config(**self.options), transport=transport)
+            optimizer = _OPTIMIZERS[self.optimizer](model.parameters())
+            try:
+                session = Session(model, optimizer, Config(**self.options), transport=transport)
+            except (ValueError, AgreedError) as error:
+                raise _Refused(str(error)) from error
             checkpointer = Checkpointer(session, folder, interval=1) if self.num_after else None
             if checkpointer is not None and resumes:
                 assert checkpointer.resume() is not None
@@ -145,6 +153,8 @@ class Case:
                 with session.step(batch):
                     session.optimizer.zero_grad()
                     for micro in batch.micro_batches():
+                        if self.has_norm and len(micro.x) == 1:
+                            raise _Refused("BatchNorm takes no single sample")
                         loss = nn.functional.cross_entropy(model(micro.x), micro.y)
                         is_broken = self.breaks and session.rank == 1 and not taken and not resumes
                         (loss * float("nan") if is_broken else loss).backward()
