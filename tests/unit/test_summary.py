@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hvd_adaptive.comm.threads import LocalTransport
+from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.records import RoundRecord
 from hvd_adaptive.engine.start_speeds import Speeds
@@ -98,3 +99,35 @@ def test_time_to_target_is_that_of_the_target_after_a_resume() -> None:
     assert summary(add_rounds(make_totals(state, target_p1=0.6), 0.61))["target_train_s"] == 40.0
     del state["target_p1"]
     assert summary(make_totals(state, target_p1=0.5))["target_train_s"] == 20.0
+
+
+def test_two_ranks_add_up_to_these_numbers() -> None:
+    stats = {name: np.array([1.0, 3.0]) * (1 + place) for place, name in enumerate(_SUMMED)}
+    stats |= {"wait_s": np.array([1.0, 3.0]), "merge_s": np.array([0.5, 0.25]), "preempted": np.zeros(2)}
+    stats |= {"claim_s": np.array([0.0, 0.2]), "control_s": np.array([0.02, 0.04])}
+
+    def run(transport: LocalTransport) -> dict[str, Any]:
+        totals = Totals(Config(), TrainConfig(), transport, None, scored="x")
+        for number in (1, 2):
+            totals.add_round(
+                RoundRecord(
+                    round=number, epoch=0.5 * number, train_s=10.0 * number, num_samples=50 * number, loss=None,
+                    weight=np.ones(2), payload_bytes=700, stats=stats,
+                ),
+                None,
+                SESSION,
+            )  # fmt: skip
+        session: Any = SimpleNamespace(train_s=20.0, num_samples=100, inexact=[])
+        return totals.summary(session, final={"p1": 0.25}, model_hash="", ranks_agreed=True)
+
+    least_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    for found in LocalWorld(2).run(run):
+        # Of 20 s: the mean over ranks of what both rounds took.
+        shares = {name: found[f"{name}_share"] for name in ("wait", "merge", "control", "claim")}
+        assert shares == pytest.approx({"wait": 0.2, "merge": 0.0375, "control": 0.003, "claim": 0.01})
+        assert found["samples"] == 100 and found["samples_per_s"] == 5.0
+        assert found["ranks"] == {name: (2 * values).tolist() for name, values in stats.items() if name in _SUMMED}
+        most_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        assert all(least_bytes <= peak <= most_bytes for peak in found["peak_memory_bytes"])
+        assert len(found["peak_memory_bytes"]) == found["world_size"] == 2
+        assert (found["rounds"], found["epochs"], found["payload_bytes"]) == (2, 1.0, 1400)
