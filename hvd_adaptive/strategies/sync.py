@@ -39,6 +39,9 @@ from hvd_adaptive.strategies.untouched_gradients import UntouchedGradients
 
 log = logging.getLogger(__name__)
 
+# Steps in a row, in whole rounds, whose gradients hold NaN or Inf, after which the job ends.
+_MOST_BROKEN = 10
+
 
 class SyncStrategy(FixedWorkStrategy):
     """Synchronous training with unequal shares of a fixed global batch. Construction is COLLECTIVE.
@@ -108,6 +111,8 @@ class SyncStrategy(FixedWorkStrategy):
         start_state_(wrapped, optimizer, transport)
         # Steps that the shares do not know yet, and samples and seconds of those that are over.
         self._num_uncounted = 0
+        # Steps in a row that were left out, of whole rounds.
+        self._num_broken = 0
         self._measured: list[tuple[int, float]] = []
         self._own_s = 0.0
         # Horovod averages, so that with equal shares all weights are 1 and no gradient is touched; encoded values add up.
@@ -236,7 +241,7 @@ class SyncStrategy(FixedWorkStrategy):
 
         Raises:
             RuntimeError: if a parameter was frozen or unfrozen since construction.
-            AgreedError: on all ranks, if every step of the round was left out, or the ranks' shares differed.
+            AgreedError: on all ranks, if every step of the last rounds, ten or more, was left out, or the ranks' shares differed.
         """
         check_trainable(self._model, self._trainable)
         stats.skipped_steps, self._steps.num_skipped = float(self._steps.num_skipped), 0
@@ -309,11 +314,12 @@ class SyncStrategy(FixedWorkStrategy):
             )
         skipped = int(gathered["skipped_steps"].max())
         num_steps = int(gathered["num_steps"].max()) // self._config.accumulation_steps
-        # A round that was closed early is too short to tell.
-        if skipped and skipped >= num_steps and self._frontier.end is None:
+        # On few data a round may be one step, and one bad batch is no divergence.
+        self._num_broken = self._num_broken + skipped if skipped >= num_steps else 0
+        if self._num_broken >= _MOST_BROKEN:
             raise AgreedError(
-                f"the gradients of all {num_steps} steps of a round held NaN or Inf: the run has diverged. Lower the "
-                "learning rate, or warm it up for longer."
+                f"the gradients of all of the last {self._num_broken} steps held NaN or Inf: the run has diverged, or its data "
+                "hold such numbers. Lower the learning rate, or warm it up for longer."
             )
         if skipped and self._transport.rank == 0:
             log.warning(

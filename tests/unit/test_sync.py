@@ -253,17 +253,35 @@ def test_what_is_not_finite_is_found(value: float, dtype: torch.dtype) -> None:
     assert not all_finite(large, sparse)
 
 
-def test_a_step_with_nan_changes_nothing_and_a_round_of_them_stops_the_run() -> None:
+def test_a_step_with_nan_changes_nothing_and_ten_of_them_stop_the_run() -> None:
     model = make_model()
     before = copy.deepcopy(model.state_dict())
     session = make_session(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1))
-    with pytest.raises(AgreedError, match="all 4 steps of a round held NaN or Inf"):  # noqa: PT012
-        for batch in session.batches(TensorDataset(X, Y)):
+    with pytest.raises(AgreedError, match="all of the last 11 steps held NaN or Inf"):  # noqa: PT012
+        for batch in session.batches(TensorDataset(X, Y), num_epochs=3):
             with session.step(batch):
                 session.optimizer.zero_grad()
                 (nn.functional.cross_entropy(model(batch.x), batch.y) * float("nan")).backward()
                 session.optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("in_a_row", [9, 10])
+def test_rounds_of_one_step_with_nan_stop_the_run_after_ten_in_a_row(in_a_row: int) -> None:
+    """On few data a round may be one step: one bad batch is no divergence."""
+    model = make_model()
+    session = make_session(model, torch.optim.SGD(model.parameters(), lr=0.1), mega_batch=20)
+    stopped = ""
+    try:
+        for number, batch in enumerate(session.batches(TensorDataset(X[:120], Y[:120]), num_epochs=4)):
+            with session.step(batch):
+                session.optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(batch.x), batch.y)
+                (loss * (1.0 if number % (in_a_row + 1) == 0 else float("nan"))).backward()
+                session.optimizer.step()
+    except AgreedError as error:
+        stopped = str(error)
+    assert ("the last 10 steps held NaN or Inf" in stopped) == (in_a_row == 10), stopped
 
 
 def test_some_steps_with_nan_are_counted_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
