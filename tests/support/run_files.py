@@ -42,6 +42,7 @@ def write_run(
                 "wall_s": 1.1 * seconds,
                 "samples": 6400 * (number + 1),
                 "loss": 3.0,
+                "payload_bytes": 2_500_000 if strategy == "local" else 10_000_000,
                 "eval": scores if number % eval_every == eval_every - 1 else None,
                 "ranks": {"batch_size": sizes, **per_rank},
             }

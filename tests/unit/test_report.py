@@ -20,6 +20,7 @@ from hvd_adaptive.report.charts import comparison_charts, run_charts
 from hvd_adaptive.report.figures import draw_overview, write_pngs
 from hvd_adaptive.report.page import render_page
 from hvd_adaptive.report.runs import read_runs
+from hvd_adaptive.report.style import new_figure
 from hvd_adaptive.report.table import summary_table
 
 
@@ -253,6 +254,18 @@ def test_page_holds_every_chart_with_its_words(reported: Path) -> None:
     assert set(re.findall(r'(?:href="#|url\(#)([^")]*)', page)) <= set(ids)
     for text in ("sooner: Adaptive SGD reached P@1", "Stragglers", "0.913", "batch size 64"):
         assert text in page
+
+
+def test_samples_a_second_and_bytes_are_these(reported: Path) -> None:
+    page = (reported / "r.html").read_text()
+    # 256,000 samples in 60 s; 40 rounds of 10 and of 2.5 MB.
+    assert "<td>47.3%</td><td>4,267</td><td>400 MB</td></tr>" in page
+    assert "<td>2.1%</td><td>4,267</td><td>100 MB</td></tr>" in page
+    (chart,) = [one for one in comparison_charts(read_runs([reported / "a", reported / "b"])) if one.name == "bytes"]
+    assert "plain Horovod 400 MB; Adaptive SGD 100 MB." in chart.alt
+    axes = new_figure(6, 3).add_subplot()
+    chart.draw(axes)
+    assert [list(line.get_ydata())[::39] for line in axes.lines[:2]] == [[10.0, 400.0], [2.5, 100.0]]
 
 
 def test_a_run_that_still_goes_on_and_one_without_evaluation_have_a_page(tmp_path: Path) -> None:
