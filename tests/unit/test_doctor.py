@@ -131,6 +131,26 @@ def test_healthy_ranks_give_no_warning() -> None:
     assert not bad([gpu(0, "GPU-a"), gpu(1, "GPU-b"), gpu(2, "GPU-c")])
 
 
+def links(mb_per_s: float) -> list[dict[str, Any]]:
+    rates = (mb_per_s * 1e6, 1.5 * mb_per_s * 1e6)
+    return [{"from": "a", "to": "b", "bytes_per_s": rate, "small_s": 1e-3, "small_bytes": 4096} for rate in rates]
+
+
+def test_speeds_are_said_in_their_units() -> None:
+    texts = {finding.subject: finding.text for finding in judge([facts(links=links(400.0)), facts(1)], joined=True)}
+    assert texts["speed"] == "Big CPU, 2 threads: 50 GFLOP/s (100% of that)"
+    assert texts["claims"] == "one claim takes 20 us, at worst 20 us (medians of ranks); 99% within 100 us"
+    assert texts["collectives"] == "allreduce of 4 KiB 1 ms, of 8 MiB 10 ms (0.84 GB/s); MPI gather 100 us"
+    assert texts["links"] == "2 links between hosts: 400 to 600 MB/s; 4 KiB in 1 ms"
+
+
+@pytest.mark.parametrize(("mb_per_s", "advised"), [(199.0, True), (201.0, False)])
+def test_compression_is_advised_where_no_link_carries_300_mb_a_second(mb_per_s: float, advised: bool) -> None:
+    (found,) = [one for one in judge([facts(links=links(mb_per_s)), facts(1)], joined=True) if one.subject == "links"]
+    assert found.status == "ok" and (found.remedy is not None) == advised
+    assert not advised or "--compression maxmin:4" in str(found.remedy)
+
+
 CASES: dict[str, tuple[Callable[[], list[dict[str, Any]]], str, str, str]] = {
     "torch of another kind": (
         lambda: [facts(machine__horovod_built_for="2.9.1")] * 2,
