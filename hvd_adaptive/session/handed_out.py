@@ -80,10 +80,10 @@ class HandedOut:
         Raises:
             TypeError: for a number of epochs that is none.
             ValueError: on all ranks, if a loop before went as far, so that this one would do nothing.
-            RuntimeError: as :meth:`check_open` and :meth:`check_left`.
+            RuntimeError: as :meth:`check_open`, or if a loop before is within a round, whose batches would come twice.
         """
         self.check_open()
-        self.check_left()
+        self._check_round_over()
         if num_epochs is not None:
             if not isinstance(num_epochs, (Real, Tensor)) or num_epochs != num_epochs:
                 raise TypeError(f"num_epochs must be a number, or None for a loop until session.stop(), got {num_epochs!r}")
@@ -113,7 +113,11 @@ class HandedOut:
 
     def check_left(self) -> None:
         """Raises RuntimeError if the loop is within a round, at whose end other ranks may wait for this one."""
-        if self._in_round is not None and self._num_ranks > 1:
+        if self._num_ranks > 1:
+            self._check_round_over()
+
+    def _check_round_over(self) -> None:
+        if self._in_round is not None:
             if not self._is_left:
                 raise RuntimeError(
                     f"rank {self._rank}: this was called within round {self._in_round} of the loop over the batches, or after a "
@@ -122,8 +126,8 @@ class HandedOut:
                 )
             raise RuntimeError(
                 f"rank {self._rank}: the loop over the batches was left within round {self._in_round}, by break, return or an "
-                "exception, and other ranks wait for this one at the round's end: call session.stop() in its place and go on, so "
-                "that all ranks' loops end together"
+                "exception, and never came to the round's end, where other ranks wait for this one: call session.stop() in its "
+                "place and go on, so that all ranks' loops end together. After an exception make a new Session"
             )
 
     def begin(self, batch: Batch) -> None:

@@ -671,23 +671,24 @@ def test_a_batch_that_is_computed_too_late_is_an_error(world_size: int, strategy
     LocalWorld(world_size).run(train)
 
 
-def test_one_rank_may_leave_its_loop_but_not_begin_again() -> None:
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("strategy", ["local", "sync", "horovod"])
+def test_one_rank_may_leave_its_loop_but_not_begin_again(strategy: str, held: bool) -> None:
     model = make_model()
-    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), Config(mega_batch=200), transport=LocalTransport())
-
-    def begin() -> None:
-        for batch in session.batches(DATA):
-            with session.step(batch):
-                nn.functional.cross_entropy(model(batch.x), batch.y).backward()
-                session.optimizer.step()
-            if not session.round:
-                break
-
-    begin()
-    session.gather(1)
-    with pytest.raises(RuntimeError, match=r"left within the round \(end it by session.stop\(\)\)"):
-        for _ in session.batches(DATA):
-            pass
+    config = Config(strategy=strategy, mega_batch=200)
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=LocalTransport())
+    batches = session.batches(DATA)
+    for batch in batches:
+        with session.step(batch):
+            nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+            session.optimizer.step()
+        break
+    if not held:
+        del batches
+        session.gather(1)
+    said = "this was called within round 0" if held else "the loop .* was left within round 0, by break"
+    with pytest.raises(RuntimeError, match=rf"rank 0: {said}.* session.stop\(\)"):
+        next(session.batches(DATA))
     session.close()
 
 
