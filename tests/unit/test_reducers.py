@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sums import SPECS, assert_near
 
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.compress import parse_codec
@@ -16,8 +17,6 @@ from hvd_adaptive.exchange.pipeline import UnderWay, run_pipeline
 from hvd_adaptive.exchange.plan import chunks, pieces
 from hvd_adaptive.exchange.reducers import Job, allreduce, hierarchical, scatter_reduce_allgather
 
-SPECS = ["none", "fp16", "bf16", "maxmin:8", "maxmin:4", "maxmin:3,nearest", "maxmin:1", "sign", "topk:0.1"]
-BOUNDS = {"maxmin:1": 8.0, "sign": 1.5, "topk:0.1": 1.5, "maxmin:3,nearest": 0.5, "maxmin:4": 0.35}
 REDUCERS = ["allreduce", "sra", "hierarchical"]
 
 
@@ -65,8 +64,7 @@ def test_all_ranks_get_the_same_bits_near_the_sum(spec: str, reducer: str, world
             results = LocalWorld(world_size).run(run)
             assert all(torch.equal(result, results[0]) for result in results)
             exact = sum(values(rank, num).to(dtype).double() for rank in range(world_size))
-            error = float((results[0].double() - exact).norm() / exact.norm())
-            assert error <= BOUNDS.get(spec, 0.05)
+            error = assert_near(results[0], exact, spec)
             if reducer == "sra" and spec.startswith("maxmin") and world_size > 1 and num > 1:
                 assert error > 1e-4
 
