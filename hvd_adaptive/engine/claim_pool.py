@@ -44,10 +44,9 @@ def open_claims(
     if equal is not None:
         size, unit, stretch = equal
         shared = EqualClaims(
-            # One stretch is asked for at a time, as it takes two seconds.
-            StepFrontier(transport, key, num_steps=total_work, num_prefetched=total_work), rank=rank,
-            world_size=transport.world_size, size=size, total_work=total_work, start=start, unit=unit, stretch=stretch,
-            least=least,
+            # One stretch is promised at a time, as it takes two seconds.
+            StepFrontier(transport, key, num_steps=total_work), rank=rank, world_size=transport.world_size, size=size,
+            total_work=total_work, start=start, unit=unit, stretch=stretch, least=least,
         )  # fmt: skip
         pool = None
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -126,7 +127,7 @@ class StepFrontier:
         transport: the world.
         key: names it; never used twice.
         num_steps: steps of the round.
-        num_prefetched: steps that a rank begins before it has made the first of them.
+        num_prefetched: steps that a rank begins before it has made the first of them; infinite: it promises one at a time.
         clock: seconds.
     """
 
@@ -136,7 +137,7 @@ class StepFrontier:
         key: str,
         *,
         num_steps: int,
-        num_prefetched: int = 1,
+        num_prefetched: float = math.inf,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._transport = transport

@@ -76,9 +76,7 @@ class FlatGroup:
         return any(t.dtype != self.weights.dtype for t in self.tensors)
 
     def rounded(self, flat: Tensor) -> Tensor:
-        """Returns a flat tensor as the tensors would hold it; itself, where they hold all of it."""
-        if not self.rounds:
-            return flat
+        """Returns a flat tensor as the tensors would hold it."""
         pairs = zip(self.slices(flat), self.tensors, strict=True)
         return torch.cat([part.to(t.dtype).to(flat.dtype).reshape(-1) for part, t in pairs])
 

@@ -21,11 +21,6 @@ def to_host(values: Tensor) -> Tensor:
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
 
 
-def staged(host: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy on the device, for its present stream."""
-    return host.to(device, non_blocking=True)
-
-
 def pieces(tensor: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yields contiguous tensors of equally many elements piece by piece, flat."""
     flat = [t.view(-1) for t in (tensor, *others)]
@@ -37,7 +32,7 @@ def pieces(tensor: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def fill_delta_(tensor: Tensor, weights: Tensor, delta: Tensor) -> None:
     """Fills the delta with a tensor of the device minus the global model in host memory, all of one shape."""
     for own, host, difference in pieces(tensor.contiguous(), weights, delta):
-        start = staged(host, delta.device)
+        start = host.to(delta.device, non_blocking=True)
         torch.sub(own.to(delta.dtype), start.to(tensor.dtype).to(delta.dtype), out=difference)
 
 
@@ -45,7 +40,7 @@ def fill_delta_(tensor: Tensor, weights: Tensor, delta: Tensor) -> None:
 def load_(tensor: Tensor, weights: Tensor) -> None:
     """Loads the global model in host memory into a tensor of the device."""
     if not tensor.is_contiguous():
-        tensor.copy_(staged(weights, tensor.device))
+        tensor.copy_(weights.to(tensor.device, non_blocking=True))
         return
     for own, host in pieces(tensor, weights):
-        own.copy_(staged(host, tensor.device))
+        own.copy_(host.to(tensor.device, non_blocking=True))

@@ -47,6 +47,10 @@ class Piece:
         """Returns what this rank's latest steps started from."""
         return self.group.weights + self.ahead
 
+    def held(self) -> Tensor | None:
+        """Returns what half-precision parameters held of that, rounded; None where they held all of it."""
+        return self.group.rounded(self.start()) if self.group.rounds else None
+
 
 @dataclass(slots=True, eq=False)
 class Fragment:
@@ -58,8 +62,7 @@ class Fragment:
         handles: of dense sums on the way.
         under_way: encoded ones.
         message: of each rank its part of the weights' sum, 1 if it was not finite, 1 if it is an outlier, its norm times its
-            weight, and its updates, shape (world_size, 5), to be summed over ranks; None where the weights were known when it was
-            sent.
+            weight, and its updates, shape (world_size, 5), to be summed over ranks; None: nothing was sent since the last sum.
         pending: its deltas hold a sum, or what will be one, that the global model has not taken.
         factor: what the sum is to be multiplied by, once it is there: one over the weights' sum.
         work: this rank's work since the fragment was sent.
@@ -100,8 +103,7 @@ class Fragment:
         for piece in self.pieces:
             group = piece.group
             group.gather_(group.delta)
-            # Half-precision parameters hold what they started from rounded.
-            held = group.rounded(piece.start()) if group.rounds else None
+            held = piece.held()
             for part in cached_parts(slice(0, group.delta.numel()), group.delta.device):
                 delta, weights, ahead = (flat[part] for flat in (group.delta, group.weights, piece.ahead))
                 start = weights + ahead if held is None else held[part]
@@ -127,7 +129,7 @@ class Fragment:
         for piece in self.pieces:
             group, offset = piece.group, piece.part.start
             values = group.gather_(torch.empty_like(group.delta))
-            held = group.rounded(piece.start()) if group.rounds else None
+            held = piece.held()
             for part in cached_parts(slice(0, values.numel()), values.device):
                 value, delta, weights, ahead = (flat[part] for flat in (values, group.delta, group.weights, piece.ahead))
                 start = weights + ahead
