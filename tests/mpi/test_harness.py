@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +176,15 @@ def test_each_case_meets_each_number_of_ranks_and_each_backend() -> None:
     met = {(case, value) for where, taken in runs.items() for case in taken for value in where}
     assert met == set(itertools.product(cases, [*counts, *BACKENDS]))
     assert all(2 <= len(taken) <= 3 for taken in runs.values())
+
+
+@pytest.mark.parametrize(("trap", "number"), [("", signal.SIGTERM), ("trap '' TERM; ", signal.SIGKILL)])
+def test_a_job_that_hangs_while_a_test_waits_to_disturb_it_is_ended(run_job: Any, trap: str, number: signal.Signals) -> None:
+    def disturb(child: subprocess.Popen[bytes]) -> None:
+        while child.poll() is None:
+            assert time.monotonic() < begin + 60
+            time.sleep(0.05)
+
+    begin = time.monotonic()
+    job = run_job(["sh", "-c", f"{trap}exec sleep 1000"], timeout=1, during=disturb, forked=False)
+    assert job.timed_out and job.returncode == -number, job.describe()

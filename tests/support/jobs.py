@@ -8,6 +8,7 @@ import secrets
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -224,17 +225,30 @@ def run_job(
         env: variables to add.
         timeout: seconds; then SIGTERM to the program, 5 s later SIGKILL to all its processes.
         cwd: where to run it.
-        during: called once when the program runs, to disturb it.
+        during: called once when the program runs, to disturb it; must return where the program has ended.
         grace_s: seconds by which processes of it may outlive it; None: `OUTLIVE_S`.
         forked: as for `Job`.
         alone: as for `Job`.
     """
     job = Job(argv, np=np, env=env, cwd=cwd, forked=forked, alone=alone)
-    ended = False
+    ended, late = False, threading.Event()
+
+    def give_up() -> None:
+        late.set()
+        job.child.terminate()
+        if not job.wait(timeout + GRACE_S):
+            job.child.kill()
+
     try:
         if during is not None:
-            during(job.child)
-        ended = job.wait(timeout)
+            timer = threading.Timer(timeout, give_up)
+            timer.start()
+            try:
+                during(job.child)
+            finally:
+                timer.cancel()
+                timer.join()
+        ended = job.wait(timeout) and not late.is_set()
     finally:
         result = job.end(timed_out=not ended, grace_s=grace_s)
     return result
