@@ -6,12 +6,12 @@ import dataclasses
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from hvd_adaptive.algorithm.world_scale import lr_factor, planned_mega_batch, scaled_config
 from hvd_adaptive.cli.main import main
@@ -272,12 +272,10 @@ def test_discovery_goes_on_with_what_it_knew(caplog: pytest.LogCaptureFixture) -
         return answer
 
     discovery = hosts.Discovery(ask, 0.02)
-    while len(answers) > 1:
-        time.sleep(0.005)
+    wait_until(lambda: len(answers) == 1)
     assert discovery.hosts == {"a": 1}
     may_change.set()
-    while discovery.hosts != {"b": 1}:
-        time.sleep(0.005)
+    wait_until(lambda: discovery.hosts == {"b": 1})
     discovery.close()
     assert caplog.text.count("script: broken; going on with the hosts known before: {'a': 1}") == 1
     slow = hosts.Discovery(lambda: {"a": 1}, 1000.0)

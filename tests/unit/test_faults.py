@@ -4,10 +4,10 @@ import dataclasses
 import os
 import subprocess
 import sys
-import time
 import types
 
 import pytest
+from waiting import wait_until
 
 from hvd_adaptive.comm import failures
 from hvd_adaptive.comm.failures import Beat, Fault, Sighting, describe, find_fault, process_state
@@ -165,8 +165,7 @@ def test_rank_0_sees_the_end_of_a_process_on_its_host_and_of_no_other() -> None:
     heartbeat._beats = [mine, here]
     assert heartbeat._judge() is None and process.stdin is not None
     process.stdin.close()
-    while failures.process_state(process.pid) != "Z":  # not waited for: a zombie
-        time.sleep(0.01)
+    wait_until(lambda: failures.process_state(process.pid) == "Z")  # not waited for: a zombie
     with heartbeat.waiting():
         see(heartbeat, mine, here, is_seen=True)
         for other in (mine, *(dataclasses.replace(here, **{name: "other"}) for name in ("host", "space"))):

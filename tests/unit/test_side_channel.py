@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from waiting import wait_until
 
 from hvd_adaptive.comm import heartbeat, host_store, side_channel
 from hvd_adaptive.comm.heartbeat import Heartbeat
@@ -93,8 +94,7 @@ def test_values_counters_and_deletion(make_ranks, world_size):
 
 def wait_for_arrivals(store, number, num_ranks):
     """Waits until so many ranks have arrived at a rendezvous; the low bits of its counter count them."""
-    while store.add(f"arrive/{number}", 0) % (1 << 20) < num_ranks:
-        time.sleep(0.005)
+    wait_until(lambda: store.add(f"arrive/{number}", 0) % (1 << 20) >= num_ranks)
 
 
 def test_arrive_waits_for_the_last_and_says_how_long(make_ranks):
