@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from hvd_adaptive.cluster.host import cpu_quota, host_cores, own_groups, parse_cores
+from hvd_adaptive.comm.threads import LocalWorld
+from hvd_adaptive.doctor import measure
 from hvd_adaptive.doctor.examine import judge
 from hvd_adaptive.doctor.findings import Finding
 from hvd_adaptive.doctor.hardware import speeds
@@ -149,6 +151,17 @@ def test_compression_is_advised_where_no_link_carries_300_mb_a_second(mb_per_s: 
     (found,) = [one for one in judge([facts(links=links(mb_per_s)), facts(1)], joined=True) if one.subject == "links"]
     assert found.status == "ok" and (found.remedy is not None) == advised
     assert not advised or "--compression maxmin:4" in str(found.remedy)
+
+
+def test_a_links_rate_is_of_the_bytes_beyond_the_small_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Seconds from rank 0 and from rank 1. There the large message takes too short, and one of eight times its size is sent.
+    seconds = {4 << 10: (0.001, 0.002), 8 << 20: (0.101, 0.012), 64 << 20: (None, 0.082)}
+    monkeypatch.setattr(measure, "_transfer", lambda transport, source, target, size: seconds[size][source])
+    found, other = LocalWorld(2, num_hosts=2).run(measure.links)
+    assert found == other and [(one["from"], one["to"]) for one in found] == [("host0", "host1"), ("host1", "host0")]
+    assert [(one["bytes"], one["small_s"]) for one in found] == [(8 << 20, 0.001), (64 << 20, 0.002)]
+    rates = [((8 << 20) - (4 << 10)) / 0.1, ((64 << 20) - (4 << 10)) / 0.08]
+    assert [one["bytes_per_s"] for one in found] == pytest.approx(rates)
 
 
 CASES: dict[str, tuple[Callable[[], list[dict[str, Any]]], str, str, str]] = {
