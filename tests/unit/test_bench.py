@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hvd_adaptive.cli.bench import uses_groups
 from hvd_adaptive.cli.main import main
 from hvd_adaptive.cli.parser import make_parser
 from hvd_adaptive.compress import parse_codec
+from hvd_adaptive.doctor import codec_speed
 from hvd_adaptive.doctor.codec_speed import Speed, break_even_mbit, errors
 
 
@@ -34,6 +38,16 @@ def test_codecs_are_measured_and_written(tmp_path: Path, capsys: pytest.CaptureF
     assert all(row["break_even_mbit"] > 1 for row in rows)
     lines = capsys.readouterr().out.splitlines()
     assert "break-even Mbit/s" in lines[0] and len(lines) == 6 and lines[1].startswith("maxmin:8,bucket=512,stochastic")
+
+
+def test_speeds_are_medians_of_the_turns_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of encoding, of decoding and of a copy: the first turn's beginnings, then beginnings and ends. In microseconds.
+    turns = [(2.0, 4.0, 0.5), (1.0, 90.0, 0.1), (7.0, 3.0, 9.0)]
+    readings = [0.0] * 3 + [edge for turn in turns for taken in turn for edge in (0.0, 1e-6 * taken)]
+    monkeypatch.setattr(codec_speed, "time", SimpleNamespace(perf_counter=iter(readings).__next__))
+    speed = codec_speed.measure_speed(parse_codec("maxmin:8"), torch.ones(1000), repeat=3)
+    # 4 kB of values.
+    assert astuple(speed) == pytest.approx((2.0, 1.0, 8.0))
 
 
 def test_the_break_even_link_takes_as_long_for_the_bytes_saved_as_coding() -> None:
