@@ -39,7 +39,8 @@ def test_a_long_campaign_that_is_ended_leaves_nothing_behind(run_job: Any, tmp_p
 
     def end(child: subprocess.Popen[bytes]) -> None:
         limit_s = time.monotonic() + 180
-        while len(processes(str(tmp_path))) < 3 and time.monotonic() < limit_s:
+        while len(running := processes(str(tmp_path))) < 3:
+            assert child.poll() is None and time.monotonic() < limit_s, f"of 3 ranks run: {running}"
             time.sleep(0.05)
         child.send_signal(number)
         # As `timeout` and a terminal do, who reach more than one process; it must not disturb what is being removed.
