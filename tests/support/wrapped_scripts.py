@@ -37,6 +37,11 @@ def weights(values: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in values["model"].state_dict().items()}
 
 
+def reconfigure(engine: Any, **options: Any) -> None:
+    """Gives the next script other options; an interception is for good, and starting ranks is dear."""
+    engine.config = engine._shares.config = engine._local._config = engine._encoded._config = RunConfig(**options)
+
+
 def run_both(
     commands: list[str],
     num_ranks: int,

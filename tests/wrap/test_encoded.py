@@ -7,18 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from wrapped_scripts import SCRIPTS, run, run_both, weights
+from wrapped_scripts import SCRIPTS, reconfigure, run, run_both, weights
 
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.run_options import RunConfig
 
 # All machinery, and nothing lost.
 EXACT = "maxmin:4; *=none"
-
-
-def reconfigure(engine: Any, **options: Any) -> None:
-    """Gives the next script other options."""
-    engine.config = engine._shares.config = engine._local._config = engine._encoded._config = RunConfig(**options)
 
 
 def check_same_on_all_ranks(command: str) -> None:

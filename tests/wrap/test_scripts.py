@@ -5,11 +5,9 @@ Each test runs all its scripts plain, then intercepts, then runs them again: sta
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from wrapped_scripts import run, run_both, weights
+from wrapped_scripts import reconfigure, run, run_both, weights
 
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.run_options import RunConfig
@@ -95,11 +93,6 @@ def test_a_batch_of_a_wrong_size_later_on_is_an_error_and_not_a_wrong_weight(num
     intercept(RunConfig(shares="1,3", interval=5))
     with pytest.raises(RuntimeError, match="a forward of Net got tensors of shape"):
         run("odd.py late_cut")
-
-
-def reconfigure(engine: Any, **options: Any) -> None:
-    """Gives the next script other options; an interception is for good, and starting ranks is dear."""
-    engine.config = engine._shares.config = engine._local._config = engine._encoded._config = RunConfig(**options)
 
 
 @pytest.mark.mpi(1, timeout=600)
