@@ -13,7 +13,8 @@ Equal ranks: `mpirun python SCRIPT` against `hvd-adaptive run SCRIPT`; nothing c
 costs. Unequal speeds are emulated: each rank's computing is stretched, by 8, 4 and 2 if not told otherwise. There the other side
 is the script with pinned equal shares, as a plain one cannot be slowed down. The first turns are not counted: shares settle. The
 ceiling is the last one in the report of the pinned job: computing gets shorter by the mean of the ranks' speeds over the least
-one, and the rest of a step, where there is one, stays.
+one, and the rest of a step, where there is one, stays. The wrapped job's own report names a part of a ceiling, too: there speeds
+are those of its own steps, so it shows what unfit shares lose, and not what steps of other sizes or full cores lose.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def main() -> None:
         "Where ranks are slowed, plain stands for pinned equal shares.",
         "",
         "| ranks | starts x pairs | plain, ms a step | wrapped, ms a step | times as fast: median of the starts (95% interval) "
-        "| starts' extremes | wanted | of the ceiling (extremes) | largest difference of the losses |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| starts' extremes | wanted | of the ceiling (extremes) | of its own report's (extremes) | largest difference of the losses |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for kind, (title, num_ranks, plain, wrapped, wanted) in kinds.items():
         if options.kind in (None, kind):
@@ -86,23 +87,28 @@ def compare(
 ) -> str:
     """Returns a line of the table."""
     measured = [measure(options, num_ranks, [plain, wrapped]) for _ in range(options.starts)]
-    starts, losses, ceilings = zip(*measured, strict=True)
+    starts, losses, ceilings, own = zip(*measured, strict=True)
     difference = max(np.abs(loss[1] / loss[0] - 1.0).max() for loss in losses)
     ratios = np.array([np.median(seconds[0] / seconds[1]) for seconds in starts])
     middle = 1e3 * np.median(np.concatenate(starts, axis=1), axis=1)
     low, high = median_interval(ratios)
-    parts = ratios / np.array(ceilings)
-    of_ceiling = f"**{np.median(parts):.3f}** ({parts.min():.3f} to {parts.max():.3f})" if np.isfinite(parts).all() else "-"
     return (
         f"| {title} | {options.starts} x {options.pairs} | {middle[0]:.2f} | {middle[1]:.2f} "
         f"| **{np.median(ratios):.3f}** ({low:.3f} to {high:.3f}) | {ratios.min():.3f} to {ratios.max():.3f} | {wanted} "
-        f"| {of_ceiling} | {difference:.1e} |"
+        f"| {spread(ratios / np.array(ceilings))} | {spread(np.array(own))} | {difference:.1e} |"
     )
 
 
-def measure(options: argparse.Namespace, num_ranks: int, commands: list[list[str]]) -> tuple[Array, Array, float]:
-    """Starts both jobs; returns seconds a step of their turns, shape (2, pairs), the losses after all of them, and the ceiling
-    that the first job's report names, NaN where it has none."""
+def spread(parts: Array) -> str:
+    """Returns the median and the extremes; "-" where there is no number."""
+    if not np.isfinite(parts).all():
+        return "-"
+    return f"{np.median(parts):.3f} ({parts.min():.3f} to {parts.max():.3f})"
+
+
+def measure(options: argparse.Namespace, num_ranks: int, commands: list[list[str]]) -> tuple[Array, Array, float, float]:
+    """Starts both jobs; returns seconds a step of their turns, shape (2, pairs), the losses after all of them, the ceiling that
+    the first job's report names, and the part that the second one has of its own; NaN where there is none."""
     jobs: list[Job] = []
     try:
         for command in commands:
@@ -116,7 +122,7 @@ def measure(options: argparse.Namespace, num_ranks: int, commands: list[list[str
     finally:
         for job in jobs:
             job.kill()
-    return turns[:, options.settle :, 0], turns[:, :, 1], jobs[0].ceiling
+    return turns[:, options.settle :, 0], turns[:, :, 1], jobs[0].ceiling, jobs[1].part
 
 
 class Job:
@@ -130,6 +136,7 @@ class Job:
 
     Attributes:
         ceiling: times as fast as equal shares, as its report names it after :meth:`end`; NaN where there is none.
+        part: that it has of it by the same report.
     """
 
     def __init__(self, command: list[str], num_ranks: int, num_steps: int, batch_size: int) -> None:
@@ -137,7 +144,7 @@ class Job:
             num_ranks, [*command, SCRIPT, str(_WARMUP_STEPS), str(num_steps), str(batch_size)]
         )
         self._pids: list[int] = []
-        self.ceiling = float("nan")
+        self.ceiling = self.part = float("nan")
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             arguments, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
@@ -164,6 +171,8 @@ class Job:
         sys.stderr.write(text)
         if found := re.findall(r"the ceiling[^:]*: ([0-9.]+)x", text):
             self.ceiling = float(found[-1])
+        if found := re.findall(r"now: ([0-9.]+)x; the ceiling[^:]*: ([0-9.]+)x", text):
+            self.part = float(found[-1][0]) / float(found[-1][1])
         if code:
             raise SystemExit(f"{shlex.join(map(str, self._process.args))} ended with {self._process.returncode}")  # type: ignore[arg-type]
 
