@@ -73,7 +73,8 @@ def main() -> None:
         "Where ranks are slowed, plain stands for pinned equal shares.",
         "",
         "| ranks | starts x pairs | plain, ms a step | wrapped, ms a step | times as fast: median of the starts (95% interval) "
-        "| starts' extremes | wanted | of the ceiling (extremes) | of its own report's (extremes) | largest difference of the losses |",
+        "| starts' extremes | wanted | of the ceiling (extremes) | of its own report's (extremes) "
+        "| largest difference of the losses |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for kind, (title, num_ranks, plain, wrapped, wanted) in kinds.items():
