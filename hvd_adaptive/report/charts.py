@@ -82,7 +82,7 @@ def comparison_charts(runs: Sequence[Run]) -> list[Chart]:
         charts.append(_loss_chart(runs))
     if len(runs) > 1:
         charts += _comparing_bars(runs)
-    if any(run.column("payload_bytes").any() for run in runs if run.rounds):
+    if any((run.column("payload_bytes") > 0).any() for run in runs if run.rounds):
         charts.append(_bytes_chart(runs))
     return charts
 

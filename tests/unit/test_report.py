@@ -268,6 +268,15 @@ def test_samples_a_second_and_bytes_are_these(reported: Path) -> None:
     assert [list(line.get_ydata())[::39] for line in axes.lines[:2]] == [[10.0, 400.0], [2.5, 100.0]]
 
 
+def test_runs_that_name_no_bytes_have_no_chart_of_them(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", strategy="local", num_rounds=3)
+    rounds = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
+    (path / "rounds.jsonl").write_text(
+        "".join(json.dumps({name: one[name] for name in one if name != "payload_bytes"}) + "\n" for one in rounds)
+    )
+    assert "bytes" not in [chart.name for chart in comparison_charts(read_runs([path]))]
+
+
 def test_a_run_that_still_goes_on_and_one_without_evaluation_have_a_page(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a", strategy="local", num_rounds=1, eval_every=5, with_summary=False)
     with (path / "rounds.jsonl").open("a") as file:
