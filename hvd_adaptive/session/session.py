@@ -382,9 +382,7 @@ class Session:
             model_hash=model_hash,
         )
         if claims is not None:
-            record.claims = round_claims(
-                record, claims, num_samples=num_samples, num_planned=num_planned, data=self._data
-            )
+            record.claims = round_claims(record, claims, num_samples=num_samples, num_planned=num_planned, data=self._data)
             if self._replay is not None:
                 self._replay.check(record.claims, int(final["handed_samples"].sum()))
         self.round += 1
