@@ -88,8 +88,9 @@ class OverlappedMerge:
         self._forget = forget
         self._alpha = 0.0 if config.merges_beside_steps else config.fragment_alpha
         self._beside_steps = config.merges_beside_steps
-        # Where each rank has a part of its own, runs have the same bits again.
-        self._takes_in_early = self._beside_steps and config.dispatch == "dynamic"
+        # Where each rank has a part of its own, or there is one alone, runs have the same bits again.
+        claims = config.dispatch == "dynamic" and transport.world_size > 1
+        self._takes_in_early = self._beside_steps and claims
         self._phases = phases(num_fragments, config.merge_delay)
         self._next = 0
         self._fragments = cut_model(flat_model, num_fragments, by_layers=not self._beside_steps)

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from hvd_adaptive.algorithm.fragments import cut_layers, phases, phases_beside_steps
 from hvd_adaptive.algorithm.ledger import epoch_order
+from hvd_adaptive.comm import threads
 from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.comm.threads import LocalWorld
 from hvd_adaptive.config import Config
@@ -221,6 +222,14 @@ def test_memory_that_is_replaced_between_rounds_is_merged(monkeypatch: pytest.Mo
     plain, replaced = (LocalWorld(2).run(lambda t, f=f: drift(t, between=f, **options)) for f in (lambda model: None, replace))
     for a, b in zip(plain, replaced, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a["after"], b["after"], strict=True))
+
+
+def test_one_rank_takes_sums_in_at_their_places_however_soon_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads._Done, "done", lambda self: True)
+    in_fragments(monkeypatch, 2)
+    options: dict[str, Any] = {"merges_per_round": 3, "outer_step": "momentum"}
+    at_once, at_places = (LocalWorld(1).run(lambda t, d=d: drift(t, dispatch=d, **options))[0] for d in ("dynamic", "equal"))
+    assert all(torch.equal(a, b) for a, b in zip(at_once["after"], at_places["after"], strict=True))
 
 
 @pytest.mark.parametrize("outer_step", ["none", "momentum"])
