@@ -252,10 +252,17 @@ class LocalSteps:
     def lines(self) -> list[str]:
         """Returns what local steps mean and how many merges there were, for the report."""
         lines = []
+        # What becomes of the optimizers, and the kinds of which that holds.
+        rules: dict[str, dict[str, None]] = {}
+        has_kinds = len({log.kind for log in self._logs}) > 1
         for log in self._logs:
+            state = f"optimizer state after a merge: {log.optimizer_state}"
+            rule = f"{state}; outer step: {log.outer_step}; compression: {log.compression}"
+            rules.setdefault(rule, {})[log.kind] = None
+            of = f" of {log.kind}" if has_kinds else ""
             weights = "" if log.weight is None else ", last weights " + ", ".join(f"{w:.3f}" for w in log.weight)
             lines.append(
-                f"  local steps: {log.num_merges} merges, at last every {log.steps_per_merge} steps, "
+                f"  local steps{of}: {log.num_merges} merges, at last every {log.steps_per_merge} steps, "
                 f"{1e3 * log.merge_s / max(log.num_merges, 1):.1f} ms each without waiting{weights}"
             )
         if any(log.copies_differ for log in self._logs):
@@ -267,9 +274,8 @@ class LocalSteps:
         if lines:
             lines += [
                 "    each optimizer.step() uses the rank's own gradients: clipping, synchronize(), GradScaler act on those",
-                f"    learning rate: the script's x (share of the batch / equal share), rule {self._config.lr_rule}; "
-                f"optimizer state after a merge: {self._logs[-1].optimizer_state}; outer step: {self._logs[-1].outer_step}; "
-                f"compression: {self._logs[-1].compression}",
+                f"    learning rate: the script's x (share of the batch / equal share), rule {self._config.lr_rule}",
+                *(f"    {', '.join(kinds) + ': ' if len(rules) > 1 else ''}{rule}" for rule, kinds in rules.items()),
                 "    validation and checkpoints at the end of an epoch see the merged model",
             ]
         return lines

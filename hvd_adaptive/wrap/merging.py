@@ -71,6 +71,7 @@ class MergeLog:
     """What the report tells of an optimizer's merges, also when it is gone.
 
     Attributes:
+        kind: the optimizer's class.
         num_merges: merges so far.
         merge_s: seconds of them, waiting for other ranks excluded.
         weight: the ranks' weights in the last one, shape (world_size,); None before any.
@@ -81,6 +82,7 @@ class MergeLog:
         copies_differ: a copy of the model was not the same on all ranks.
     """
 
+    kind: str
     num_merges: int = 0
     merge_s: float = 0.0
     weight: NDArray[np.float64] | None = None
@@ -181,7 +183,10 @@ class Merger:
         self.stream: Any = None
         taken = self._engine.config
         self.log = MergeLog(
-            optimizer_state=self._engine.state_rule, outer_step=str(taken.outer_step), compression=taken.compression
+            type(optimizer).__name__,
+            optimizer_state=self._engine.state_rule,
+            outer_step=str(taken.outer_step),
+            compression=taken.compression,
         )
 
     def begin_step(self, *, num_samples: int, global_samples: int, epoch_samples: int) -> None:

@@ -149,6 +149,29 @@ def test_every_optimizer_that_steps_on_a_batch_knows_its_samples(fed: list[list[
         assert found[0] == found[1] and found[0][0] == multiplier and found[0][1] > 1
 
 
+def test_the_report_names_the_optimizers_that_local_steps_rules_are_of() -> None:
+    class Adam(torch.optim.Adam):
+        op, backward_passes_per_step = 0, 1
+
+    def body(world: LocalTransport) -> list[str]:
+        steps = LocalSteps(RunConfig(strategy="local"), make_world=lambda: world, note=lambda text: None)
+        model = nn.Linear(2, 1)
+        adam = Adam(model.parameters())
+        adam._parameter_names = {parameter: name for name, parameter in model.named_parameters()}
+        for optimizer in (adam, Wrapped(nn.Linear(2, 1)), Wrapped(nn.Linear(2, 1))):
+            steps.registered(optimizer)
+            steps.begin_step(optimizer, None, [], refused=lambda: False)
+        return steps.lines()
+
+    for lines in LocalWorld(2).run(body):
+        merges = [line.split(":")[0] for line in lines if " merges, " in line]
+        assert merges == ["  local steps of Adam", *["  local steps of Wrapped"] * 2]
+        assert [line for line in lines if "outer step" in line] == [
+            "    Adam: optimizer state after a merge: keep; outer step: cautious; compression: none",
+            "    Wrapped: optimizer state after a merge: keep; outer step: none; compression: none",
+        ]
+
+
 def test_a_loader_that_is_made_anew_in_each_epoch_keeps_the_speeds_and_is_told_of_once() -> None:
     engine = make_engine()
     engine.report.started(2)
