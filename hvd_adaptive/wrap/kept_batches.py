@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
 from typing import Any
 
@@ -24,19 +23,19 @@ class FirstBatches:
         self.has_other_shapes = False
         self._count = 0
         self._tensors: list[weakref.ref[Any]] = []
-        self._shapes: list[tuple[int, ...]] | None = None
+        # By how many tensors a batch holds: it may have one for each sample.
+        self._shapes: dict[int, list[tuple[int, ...]]] = {}
 
     def delivered(self, batch: Any) -> None:
         """The script has got a batch."""
         if self._count >= _LOOKED_AT:
             return
         self._count += 1
-        tensors = list(itertools.islice(tensors_in([batch]), 8))
+        tensors = list(tensors_in([batch]))
         if tensors:
             self._tensors.append(weakref.ref(tensors[0]))
-        shapes = [tuple(tensor.shape[1:]) for tensor in tensors]
-        self.has_other_shapes = self.has_other_shapes or self._shapes not in (None, shapes)
-        self._shapes = shapes
+        shapes = [tuple(tensor.shape[1:]) for tensor in tensors[:8]]
+        self.has_other_shapes = self.has_other_shapes or self._shapes.setdefault(len(tensors), shapes) != shapes
 
     def are_kept(self) -> bool:
         """Whether all batches that the script should be through with are still there."""

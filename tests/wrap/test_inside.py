@@ -165,3 +165,12 @@ def test_batches_that_are_kept_and_shapes_that_vary(kind: Any) -> None:
     assert looks.are_kept()
     del kept[0], batch
     assert not looks.are_kept()
+
+
+def test_a_tensor_for_each_sample_is_no_other_shape() -> None:
+    looks = FirstBatches()
+    for num_samples in (4, 7, 8, 20):
+        looks.delivered({"x": [torch.zeros(3, 5)] * num_samples, "y": torch.zeros(num_samples)})
+    assert not looks.has_other_shapes
+    looks.delivered({"x": [torch.zeros(3, 6)] * 20, "y": torch.zeros(20)})
+    assert looks.has_other_shapes
