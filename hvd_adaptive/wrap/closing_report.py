@@ -11,6 +11,7 @@ import numpy as np
 from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.wrap.loaders import Loader
 from hvd_adaptive.wrap.reasons import Reason
+from hvd_adaptive.wrap.run_options import parse_shares
 
 # Of the script's collectives that are named.
 _MOST_NAMES = 4
@@ -53,7 +54,7 @@ class Report:
         is_started: Horovod was initialized.
         is_dry_run: only some steps were run.
         pinned: the fixed shares that were asked for; None: none.
-        is_only_tried: equal shares are best; others were tried all the same.
+        is_only_tried: a dry run's first steps did not show that unequal shares are better; they were tried all the same.
         more: gives further lines.
     """
 
@@ -175,10 +176,15 @@ class Report:
                 f"  not adaptive: {loader.label}, {num_equal} steps with equal shares{others}, because",
                 *(f"    - {_why(loader, reason)}" for reason in sorted(loader.reasons, key=lambda reason: reason.bit)),
             ]
+        windows = self._windows.get(id(loader), _Windows())
+        if self.pinned is not None and len(set(parse_shares(self.pinned))) > 1 and not windows.num_changes:
+            return [
+                f"  not adaptive: {loader.label}, {loader.num_steps} steps, all with equal shares: it ended before its "
+                f"first measurement (--interval), from which on --shares {self.pinned} hold"
+            ]
         would = "would be " if self.is_dry_run else ""
         how = "adaptive" if self.pinned is None else f"fixed by --shares {self.pinned}"
         lines = [f"  {would}{how}: {loader.label}, {loader.num_steps} steps"]
-        windows = self._windows.get(id(loader), _Windows())
         lines += self._summary(windows)
         if windows.num_changes and windows.fractions is None and loader.controller and loader.controller.why_equal:
             lines.append(f"    shares are equal again: {loader.controller.why_equal}")
@@ -222,7 +228,10 @@ class Report:
         )
         walls = [float(w["wall_s"].sum() / max(w["wall_steps"].sum(), 1)) for w in (first, last)]
         if self.is_only_tried:
-            lines.append("    equal shares are best here; these were tried to see whether the script allows them")
+            lines.append(
+                "    the first steps did not show that unequal shares are better; these were tried to see whether the script "
+                "allows them"
+            )
         if all(walls):
             now = f", {1e3 * walls[1]:.1f} ms now: {walls[0] / walls[1]:.2f}x" if is_other else ""
             # Shares shorten what ranks compute, and nothing else. The computing time has the optimizer's step in it as well.

@@ -21,7 +21,7 @@ _FIRST_EXCHANGES = (4, 8, 12, 16)
 _TRIAL, _TRIAL_OVER = 16, 28
 # How long a rank whose dry run is over waits for the others.
 _PATIENCE_S = 30.0
-# What a dry run tries where equal shares are best: each rank's part, from the first to the last.
+# What a dry run tries where steps have not shown that unequal shares are better: each rank's part, from the first to the last.
 _TRIED = (1.0, 1.5)
 
 

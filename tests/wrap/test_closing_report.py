@@ -127,3 +127,12 @@ def test_fixed_shares_are_called_so() -> None:
     said = "\n".join(lines)
     assert "    shares: 50.0, 50.0 % of each global batch\n" in said and "adaptive" not in said and " now" not in said, said
     assert "    speeds: 1600, 800 samples/s\n" in said, said
+
+
+def test_a_loader_that_ended_before_fixed_shares_held_is_called_so() -> None:
+    report, data = Report(pinned="1,3"), DataLoader(TensorDataset(torch.zeros(64)), batch_size=16)
+    loader = Loader(data, 1)
+    loader.num_steps, loader.is_traced = 18, True
+    report.loaders.append(loader)
+    said = "\n".join(report.lines())
+    assert "18 steps, all with equal shares: it ended before its first measurement" in said and "fixed by" not in said, said
