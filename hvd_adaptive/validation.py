@@ -34,12 +34,20 @@ def parse_json(text: str | bytes) -> Any:
     """Reads JSON of unknown origin.
 
     Raises:
-        ValueError: for anything else, and for what is nested too deeply to be read.
+        ValueError: for anything else, for a name that comes twice, and for what is nested too deeply to be read.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} comes twice")
+    return values
 
 
 def option(default: Any, text: str, *choices: str, **needs: tuple[Any, ...]) -> Any:

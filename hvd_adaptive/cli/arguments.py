@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -152,3 +153,27 @@ def check_writable(option: str, path: Path) -> None:
         raise ValueError(f"{option} {path}: cannot be written: {error.strerror}") from None
     if is_new:
         path.unlink()
+
+
+def write_output(option: str, path: str, text: str) -> None:
+    """Writes a file whole or not at all: where the disk is full, what was there before stays.
+
+    Args:
+        option: that names it.
+        path: the file; a link or what is no file, such as /dev/stdout, is written to as it is.
+        text: what it shall hold.
+
+    Raises:
+        ValueError: if it cannot be written.
+    """
+    file = Path(path)
+    whole = not file.is_symlink() and (file.is_file() or not file.exists())
+    part = file.with_name(f".{file.name}.{os.getpid()}.part") if whole else file
+    try:
+        part.write_text(text, encoding="utf-8")
+        if whole:
+            part.replace(file)
+    except OSError as error:
+        if whole:
+            part.unlink(missing_ok=True)
+        raise ValueError(f"{option} {path}: cannot be written: {error.strerror}") from None

@@ -7,10 +7,10 @@ import dataclasses
 import json
 import platform
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvd_adaptive import __version__
+from hvd_adaptive.cli.arguments import write_output
 from hvd_adaptive.cli.option_sources import world_config
 from hvd_adaptive.config import Config
 
@@ -94,7 +94,7 @@ def bench_comm(options: argparse.Namespace, transport: Transport) -> None:
     if transport.rank == 0:
         try:
             _show(rows, options, {"ranks": transport.world_size, "ranks_per_host": transport.local_size})
-        except RuntimeError as error:
+        except ValueError as error:
             failure = str(error)
     agree(transport, failure)
 
@@ -175,10 +175,7 @@ def _show(rows: Sequence[Any], options: argparse.Namespace, where: dict[str, Any
             **where,
             "rows": table,
         }
-        try:
-            Path(options.json).write_text(json.dumps(content, indent=1) + "\n")
-        except OSError as error:
-            raise RuntimeError(f"--json {options.json}: cannot be written: {error}") from None
+        write_output("--json", options.json, json.dumps(content, indent=1) + "\n")
 
 
 def _text(value: Any) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvd_adaptive.cli.arguments import check_writable
+from hvd_adaptive.cli.arguments import check_writable, write_output
 from hvd_adaptive.cli.fields import add_backend
 from hvd_adaptive.cli.option_sources import world_config
 from hvd_adaptive.cluster.binding import read_launcher
@@ -137,17 +137,10 @@ def _doctor_gpu(file: str, num_ranks: int | None, backend: str) -> int:
         progress.end()
         raise RuntimeError("ended by a signal before all checks were made; nothing was written") from None
     progress.end()
-    _write(file, found)
+    write_output("--gpu", file, json.dumps(found, indent=1) + "\n")
     print(page(found, symbols=_has_symbols()), flush=True)
     print(f"\nAll that was found: {file}. It names no host, person or environment; attach it to a report.", flush=True)
     return EXIT_PROBLEMS if found["problems"] else 0
-
-
-def _write(file: str, found: dict[str, Any]) -> None:
-    try:
-        Path(file).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--gpu {file}: cannot be written: {error}") from None
 
 
 def _has_symbols() -> bool:
@@ -161,11 +154,7 @@ def _show(found: dict[str, Any], json_file: str | None) -> None:
         return
     print(page(found, symbols=_has_symbols()), flush=True)
     if json_file is not None:
-        try:
-            with open(json_file, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-        except OSError as error:
-            raise ValueError(f"--json {json_file}: cannot be written: {error}") from None
+        write_output("--json", json_file, text + "\n")
 
 
 class _Progress:

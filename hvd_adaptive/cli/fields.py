@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from hvd_adaptive.cli.arguments import Parser
@@ -19,7 +20,9 @@ def fields_of(*classes: type) -> dict[str, type]:
     return {name: cls for cls in classes for name in cls.__dataclass_fields__}  # type: ignore[attr-defined]
 
 
-def add_options(parser: Parser, fields: Mapping[str, type], shown: Groups, more: Groups) -> None:
+def add_options(
+    parser: Parser, fields: Mapping[str, type], shown: Groups, more: Groups, texts: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Adds options for configurations' fields; what is not given stays out of the parsed options.
 
     Args:
@@ -27,28 +30,30 @@ def add_options(parser: Parser, fields: Mapping[str, type], shown: Groups, more:
         fields: the dataclass of each, whose fields' metadata hold ``help`` and ``choices``.
         shown: by title what the help shows.
         more: by title what ``--help-all`` shows beside it; names that are none of the fields, or shown, are left out.
+        texts: other help than the fields' own, by name.
     """
     group: Any
     for title, names in shown.items():
         group = parser.add_argument_group(title)
         for name in names:
-            add_fields(group, fields[name], (name,))
+            add_fields(group, fields[name], (name,), texts)
     others = fields.keys() - {name for names in shown.values() for name in names}
     for title, names in more.items():
         rest = [name for name in names if name in others]
         group = parser.add_more_group(title) if rest else None
         for name in rest:
-            add_fields(group, fields[name], (name,))
+            add_fields(group, fields[name], (name,), texts)
 
 
-def add_fields(group: Any, cls: type, names: Iterable[str]) -> None:
+def add_fields(group: Any, cls: type, names: Iterable[str], texts: Mapping[str, str] = MappingProxyType({})) -> None:
     """Adds options for fields of one configuration to a parser or a group of one, as :func:`add_options`."""
     for name in names:
         item = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
         kind = field_type(cls, name)
+        help_text = texts.get(name, item.metadata["help"])
         default = ("on" if item.default else "off") if kind is bool else item.default
-        says_so = item.default is None or "default" in item.metadata["help"]
-        text = item.metadata["help"].replace("%", "%%") + ("" if says_so else f" (default: {default})")
+        says_so = item.default is None or "default" in help_text
+        text = help_text.replace("%", "%%") + ("" if says_so else f" (default: {default})")
         options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if kind is not bool:
             choices = "|".join(item.metadata["choices"])

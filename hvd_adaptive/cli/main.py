@@ -15,7 +15,7 @@ from hvd_adaptive.cli.arguments import NUM_RANKS, without_options
 from hvd_adaptive.cli.bench import bench_comm, bench_compress, uses_groups
 from hvd_adaptive.cli.calibrate_options import check_calibrate
 from hvd_adaptive.cli.doctor import doctor
-from hvd_adaptive.cli.early_checks import check_data_early, check_train_early
+from hvd_adaptive.cli.early_checks import check_data_early, check_slowdown_early, check_train_early
 from hvd_adaptive.cli.elastic import check_only_elastic, supervise_script, supervise_training
 from hvd_adaptive.cli.fields import fields_of
 from hvd_adaptive.cli.option_sources import (
@@ -210,7 +210,7 @@ def _start_ranks(
 def _submit(arguments: list[str]) -> int:
     from hvd_adaptive.cli.submit import submit
 
-    def check(command: Sequence[str]) -> None:
+    def check(command: Sequence[str], num_ranks: int) -> None:
         options = make_parser().parse_args(command)
         if options.num_ranks is not None:
             raise ValueError("submit: leave -np out, the number of ranks is --nodes times --ntasks-per-node")
@@ -221,12 +221,14 @@ def _submit(arguments: list[str]) -> int:
             )
         if options.command == "train":
             config, _ = _train_configs(options)
+            check_slowdown_early(config.slowdown, num_ranks)
             check_reference(config)
             if config.backend == "torch":
                 raise ValueError("submit: what it writes starts ranks for Horovod: leave backend 'torch' out")
         else:
             from hvd_adaptive.cli.run import run_config
 
+            options.num_ranks = num_ranks
             run_config(options)
 
     try:

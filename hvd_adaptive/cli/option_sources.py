@@ -160,7 +160,9 @@ def told_sources(
             f"{name} is from " + (f"--config {path}" if name in in_file else f"variable {ENVIRONMENT_PREFIX}{name.upper()}")
             for name in named
             # A word such as data is more often no option.
-            if ("_" in name or text.startswith(name)) and name not in given and (name in in_file or name in variables)
+            if ("_" in name or text.startswith((name, f"unknown option {name!r}")))
+            and name not in given
+            and (name in in_file or name in variables)
         ]
         # What has been told within an inner block is not told again.
         sources = [source for source in sources if source not in text]

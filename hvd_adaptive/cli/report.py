@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvd_adaptive.cli.arguments import write_output
 from hvd_adaptive.report.figures import write_pngs
 from hvd_adaptive.report.page import render_page
 from hvd_adaptive.report.runs import read_runs
@@ -33,11 +34,7 @@ def report(runs: Sequence[str], *, out: str | None, png: str | None, target_p1: 
     found = read_runs([Path(run) for run in runs])
     print(summary_table(found, target_p1=target_p1))
     if out:
-        page = render_page(found, target_p1=target_p1)
-        try:
-            Path(out).write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"--out {out}: cannot be written: {error}") from None
+        write_output("--out", out, render_page(found, target_p1=target_p1))
         print(f"page: {out}")
     if png:
         try:

@@ -114,7 +114,9 @@ def add_simulate_options(parser: Parser) -> None:
     )
     parser.add_argument("--png", metavar="FILE", help="draw utilisation, communication and rounds/s over ranks")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    add_options(parser, simulated_fields(), SIMULATE, SIMULATE_MORE)
+    # A calibration has measured periods, which count where neither of the two is given.
+    texts = {"mega_batch": "samples over all ranks between two merges (default: --local-steps batches of each rank)"}
+    add_options(parser, simulated_fields(), SIMULATE, SIMULATE_MORE, texts)
 
 
 def simulated_fields() -> dict[str, type]:

@@ -19,13 +19,13 @@ _EXAMPLES = """examples:
 docs/slurm.md says what the scripts do."""
 
 
-def submit(arguments: Sequence[str], check_command: Callable[[Sequence[str]], None]) -> int:
+def submit(arguments: Sequence[str], check_command: Callable[[Sequence[str], int], None]) -> int:
     """Shows the script; with ``--output`` saves it, with ``--yes`` sends it. Returns the exit code: sbatch's.
 
     Args:
         arguments: of the command line, after ``submit``.
-        check_command: raises ValueError, or ends with a message, for arguments of ``train`` or ``run`` that are wrong, so that
-            the job does not find out when its turn has come.
+        check_command: raises ValueError, or ends with a message, for arguments of ``train`` or ``run`` that are wrong for so
+            many ranks, so that the job does not find out when its turn has come.
 
     Raises:
         ValueError: for a bad value, or a file that is there already.
@@ -45,10 +45,13 @@ def submit(arguments: Sequence[str], check_command: Callable[[Sequence[str]], No
     options = make_parser().parse_args(parts[0])
     if not command or command[0] not in ("train", "run"):
         raise ValueError(f"submit needs a command after --: {USAGE}; got {' '.join(command) or 'none'}")
-    check_command(command)
     others = [_component_parser(prog="hvd-adaptive submit ... :").parse_args(part) for part in parts[1:]]
+    components = tuple(_component(values) for values in (options, *others))
+    check_command(command, sum(part.nodes * part.ntasks_per_node for part in components))
+    if options.signal_s is not None and not options.requeue:
+        raise ValueError("--signal-s needs --requeue, without which no signal is asked for: add it, or leave --signal-s out")
     script = BatchScript(
-        components=tuple(_component(values) for values in (options, *others)),
+        components=components,
         command=tuple(command),
         launcher=options.launcher,
         time=options.time,
@@ -57,7 +60,7 @@ def submit(arguments: Sequence[str], check_command: Callable[[Sequence[str]], No
         log=os.path.expanduser(options.log),
         account=options.account,
         requeue=options.requeue,
-        signal_s=options.signal_s,
+        signal_s=BatchScript().signal_s if options.signal_s is None else options.signal_s,
         venv=options.venv and os.path.expanduser(options.venv),
         modules=tuple(options.module),
         prologue=tuple(options.prologue),
@@ -101,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
         "%(default)s", default.log.replace("%", "%%")))  # fmt: skip
     add("--account", metavar="NAME", help="account to charge")
     add("--requeue", action="store_true", help="save a checkpoint before the end, queue the job again, and continue by itself")
-    add("--signal-s", type=int, default=default.signal_s, metavar="SECONDS",
+    add("--signal-s", type=int, metavar="SECONDS",
         help=f"with --requeue: how long before the time limit the job starts to save and end (default: {default.signal_s})")
     add("--venv", metavar="DIR", help="virtual environment (default: $VENV, else .venv)")
     add("--module", action="append", default=[], metavar="NAME", help="environment module to load; may be repeated")

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from hvd_adaptive.exit_codes import EXIT_PREEMPTED
 
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|unlimited|infinite", re.ASCII | re.IGNORECASE)
+# Slurm may send a signal so many seconds before its time.
+_EARLY_S = 60
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;%@/_+-=~")
 
 
@@ -120,6 +122,12 @@ class BatchScript:
             raise ValueError(f"launcher must be srun or mpirun, got {self.launcher!r}")
         if not 1 <= self.signal_s <= 65535:
             raise ValueError(f"signal_s must be in [1, 65535], which Slurm takes, got {self.signal_s}")
+        limit_s = _seconds(self.time)
+        if self.requeue and limit_s and limit_s <= self.signal_s + _EARLY_S:
+            raise ValueError(
+                f"time {self.time} must be longer than signal_s, {self.signal_s} s, and the minute that Slurm may be early: else "
+                "each start gets its signal at once and is queued again; raise time, or lower signal_s"
+            )
         if len(self.components) > 1 and (self.launcher != "srun" or self.requeue):
             raise ValueError("components of a heterogeneous job need launcher srun and no requeue")
         if self.requeue and self.command and self.command[0] != "train":
@@ -127,6 +135,15 @@ class BatchScript:
                 f"requeue needs the command train, which saves what it has at a signal, got {self.command[0]!r}: a script of "
                 "your own ends at a signal as it is written to"
             )
+
+
+def _seconds(time: str) -> int:
+    """Returns the seconds of a time limit as Slurm writes them; 0: there is none."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")] if rest[:1].isdigit() else []
+    # With days hours come first; else three parts begin with hours, and one or two with minutes.
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
 def render(script: BatchScript) -> str:

@@ -238,6 +238,8 @@ def test_each_component_has_its_own_number_of_cores(tmp_path: Path) -> None:
         ({"time": "1-"}, "time must be one of Slurm's"),
         ({"time": "1:2:3:4"}, "time must be one of Slurm's"),
         ({"signal_s": 0}, r"signal_s must be in \[1, 65535\]"),
+        ({"requeue": True, "time": "3:00"}, "time 3:00 must be longer than signal_s, 120 s, and the minute"),
+        ({"requeue": True, "time": "0-1", "signal_s": 3600}, "time 0-1 must be longer than signal_s, 3600 s"),
         ({"components": (Component(), Component()), "launcher": "mpirun"}, "components of a heterogeneous job need"),
     ],
 )
@@ -248,7 +250,7 @@ def test_what_cannot_stand_in_a_script_is_refused(options: dict[str, Any], messa
 
 @pytest.mark.parametrize("time", ["90", "30:00", "04:00:00", "2-0", "2-12:30", "1-02:03:04", "UNLIMITED"])
 def test_slurms_times(time: str) -> None:
-    assert f"--time={time}\n" in render(BatchScript(time=time))
+    assert f"--time={time}\n" in render(BatchScript(time=time, requeue=True))
 
 
 def test_components_are_checked() -> None:
@@ -273,6 +275,9 @@ def test_the_command_shows_saves_and_checks(
         (["--output", str(saved), "--", "train"], f"--output {saved} cannot be written"),
         (["--", "train", "--epochs", "-1"], "epochs must be > 0"),
         (["--", "train", "-np", "2"], "leave -np out"),
+        (["--nodes", "2", "--", "train", "--slowdown", "1,2,4"], "8 ranks, got 3 factors"),
+        (["--nodes", "3", ":", "--", "run", "--slowdown", "1,2", __file__], "16 ranks, got 2 factors"),
+        (["--signal-s", "60", "--", "train"], "--signal-s needs --requeue"),
         (["--", "train", "--elastic", "--max-np", "2"], "--elastic starts them itself"),
         (["--", "train", "--elastic-batch", "fixed-per-rank"], "needs reference_ranks"),
         (["--", "run", str(tmp_path / "x.py")], "is not there"),

@@ -261,6 +261,7 @@ def test_a_model_is_used_on_what_arguments_then_variables_then_its_run_say(
         ("a.toml", "= 3", "not valid toml"),
         ("a.json", "[1]", "must hold a table"),
         ("a.json", "{", "not valid json"),
+        ("a.json", '{"seed": 1, "seed": 2}', "not valid json: 'seed' comes twice"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import struct
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,9 @@ from typing import Any
 import pytest
 from markupsafe import escape
 from run_files import write_run
+from small_disk import small_disk
 
+from hvd_adaptive.cli.arguments import write_output
 from hvd_adaptive.cli.main import main
 from hvd_adaptive.report import analysis
 from hvd_adaptive.report.charts import comparison_charts, run_charts
@@ -399,3 +404,25 @@ def test_the_command_refuses_places_that_it_cannot_write_to(tmp_path: Path, caps
     ):
         assert main(["report", str(run), *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.root
+def test_a_full_disk_keeps_the_page_that_was_there(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 64) as disk:
+        page = disk / "r.html"
+        write_output("--out", str(page), "a" * 30_000)
+        with pytest.raises(ValueError, match=r"--out .*r.html: cannot be written: No space left on device"):
+            write_output("--out", str(page), "b" * 60_000)
+        assert page.read_text() == "a" * 30_000 and os.listdir(disk) == ["r.html"]
+
+
+def test_what_is_no_file_is_written_to_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    write_output("--json", str(tmp_path / "link"), "text")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "text"
+    done = subprocess.run(
+        [sys.executable, "-c", "from hvd_adaptive.cli.arguments import write_output as w; w('--json', '/dev/stdout', 'text')"],
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "text"
