@@ -95,7 +95,10 @@ class Policy:
                 continue
             names = [tensor.name for tensor in tensors]
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-            raise ValueError(f"policy: no tensor's name matches {rule.condition!r}; the names are {shown}")
+            raise ValueError(
+                f"compression: no tensor's name matches {rule.condition!r}; the names are {shown}; correct the pattern or leave "
+                "the rule out"
+            )
 
     def part_for(self, tensors: Sequence[TensorInfo]) -> Policy:
         """Returns the policy without patterns of names that are none of these tensors'. Their codecs are the same."""

@@ -30,8 +30,10 @@ from hvd_adaptive.cli.option_groups import (
 )
 from hvd_adaptive.cli.parser import make_parser
 from hvd_adaptive.cli.simulate import simulated_fields
+from hvd_adaptive.compress.policy import TensorInfo, parse_policy
 from hvd_adaptive.config import Config
 from hvd_adaptive.wrap.run_options import RunConfig
+from hvd_adaptive.xmc.sparse_mlp import SparseMLP
 from hvd_adaptive.xmc.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,6 +122,16 @@ def test_commands_parse(page: Path) -> None:
             make_parser().parse_args(words)
         except ValueError as error:
             pytest.fail(f"{page.name}:{number}: hvd-adaptive {' '.join(words)}\n{error}")
+
+
+def test_codecs_for_each_tensor_fit_the_model_of_train() -> None:
+    """A pattern of names that its model has not would be an error."""
+    tensors = [TensorInfo(name, tuple(p.shape)) for name, p in SparseMLP(2, 3, 4).named_parameters()]
+    found = [make_parser().parse_args(words) for page in PAGES for _, words in commands(page) if words[0] == "train"]
+    texts = [options.compression for options in found if getattr(options, "compression", None)]
+    assert any(";" in text for text in texts)
+    for text in texts:
+        parse_policy(text).check(tensors)
 
 
 @cache

@@ -51,7 +51,7 @@ def test_policies_that_cannot_be_read(text: str, message: str) -> None:
 
 def test_a_name_that_no_tensor_has_is_refused() -> None:
     parse_policy("maxmin:4; layers.*=fp16; size>9=none").check(MODEL)
-    with pytest.raises(ValueError, match=r"no tensor's name matches 'layer\.\*'; the names are embedding\.weight"):
+    with pytest.raises(ValueError, match=r"^compression: no tensor's name matches 'layer\.\*'; the names are embedding\.weight"):
         parse_policy("maxmin:4; layer.*=fp16").check(MODEL)
 
 

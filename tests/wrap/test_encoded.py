@@ -72,5 +72,5 @@ def test_a_misspelt_pattern_is_a_bad_option(run_job: Any) -> None:
     command = [sys.executable, "-m", "hvd_adaptive", "run", "-np", "2", "--compression", "maxmin:4; fc9*=none"]
     job = run_job([*command, str(SCRIPTS / "mnist.py")], timeout=200)
     assert job.returncode == 2, job.describe()
-    assert "compression: policy: no tensor's name matches 'fc9*'; the names are fc1.weight" in job.stderr, job.describe()
+    assert "compression: no tensor's name matches 'fc9*'; the names are fc1.weight" in job.stderr, job.describe()
     assert "Traceback" not in job.stderr, job.describe()
