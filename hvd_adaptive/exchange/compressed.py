@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,11 +12,15 @@ from torch import Tensor
 
 from hvd_adaptive.comm.protocols import AgreedError, Collectives
 from hvd_adaptive.compress.codec import Codec, compile_kernels
+from hvd_adaptive.compress.low_rank import PowerSgd
 from hvd_adaptive.compress.policy import Policy, TensorInfo, parse_policy
+from hvd_adaptive.compress.sparsify import TopK
 from hvd_adaptive.config import Config
 from hvd_adaptive.exchange.auto_bits import BitChooser
 from hvd_adaptive.exchange.exchange import Exchange, misfit
 from hvd_adaptive.exchange.pipeline import Task, run_pipeline
+
+log = logging.getLogger(__name__)
 
 
 def check_compression(options: Config) -> Policy:
@@ -74,6 +79,9 @@ class CompressedSum:
         )
         self._num_rounds = 0
         self._error_feedback = options.error_feedback
+        needy = next((c for c in map(policy.codec, self._names) if isinstance(c, (TopK, PowerSgd))), None)
+        if needy is not None and not options.error_feedback and transport.speaks:
+            log.warning("compression: %s loses accuracy without error feedback; leave error_feedback on", needy.spec)
         self._devices = set(devices)
         self._compiled: set[tuple[Codec, torch.device]] = set()
         self._compile()

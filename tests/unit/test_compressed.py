@@ -116,8 +116,8 @@ def test_none_is_the_plain_merge(fragments: int, monkeypatch: pytest.MonkeyPatch
         LocalWorld(2).run(lambda t: train(t, compression="maxmin:4; *=none", merge_fragments=fragments))
 
 
-def test_what_a_codec_loses_comes_later() -> None:
-    """With residuals the models stay closer to the uncompressed run than without."""
+def test_what_a_codec_loses_comes_later(caplog: pytest.LogCaptureFixture) -> None:
+    """With residuals the models stay closer to the uncompressed run than without, of which a warning tells."""
     plain, fed, unfed = (
         LocalWorld(2).run(lambda t: train(t, outer_step="none", **o))[0]["model"]  # noqa: B023
         for o in ({}, {"compression": "topk:0.02"}, {"compression": "topk:0.02", "error_feedback": False})
@@ -128,6 +128,9 @@ def test_what_a_codec_loses_comes_later() -> None:
         return sum(float((a - b).detach().square().sum()) for a, b in pairs)
 
     assert distance(fed) < distance(unfed)
+    assert [r.message for r in caplog.records if "error feedback" in r.message] == [
+        "compression: topk:0.02 loses accuracy without error feedback; leave error_feedback on"
+    ]
 
 
 @pytest.mark.parametrize("codec", ["maxmin:2", "powersgd:2"])
