@@ -7,6 +7,7 @@ the disk, rank 0's thread writes the manifest and gives the directory its name. 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import secrets
@@ -19,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hvd_adaptive.cluster.last_checkpoint import directory_name, number_of
+from hvd_adaptive.cluster.last_checkpoint import describe_newest, directory_name, number_of
 from hvd_adaptive.comm.protocols import AgreedError, agree, long_task
 from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.session import resume
@@ -122,7 +123,7 @@ class Checkpointer:
         if interval != 0:
             remedy = "run directory on storage that all hosts share, or switch checkpoints off with an interval of 0"
             check_shared_folder(self.folder, session.transport, remedy)
-            session.preemption.saved = self._describe_newest
+            session.preemption.saved = functools.partial(describe_newest, self.folder)
             session._state.before_loop.append(self._check_folder)
             session.records.append(self._after_round)
             session.before_gather.append(self._report)
@@ -198,7 +199,7 @@ class Checkpointer:
         newest = number_of(self._newest) if self._newest else 0
         gather = self._session.gather
         if self._interval != 0 and gather(newest)[0] < self._session.round and not self.save():
-            why, newest_now = gather((self._failure, self._describe_newest()))[0]
+            why, newest_now = gather((self._failure, describe_newest(self.folder)))[0]
             raise AgreedError(f"the last round, {self._session.round}, is not saved: {why}. Mend that and resume; {newest_now}")
         counts: Counts = gather(self.counts)[0]
         return counts
@@ -214,9 +215,6 @@ class Checkpointer:
     def _has_room(self, state: dict[str, Any]) -> bool:
         """Whether there is room for a checkpoint of this state; the same on every rank. COLLECTIVE."""
         return True
-
-    def _describe_newest(self) -> str:
-        return f"the newest checkpoint is {f'in {self.folder}' if self._session.rank else self._newest or 'none'}"
 
     @property
     def _newest(self) -> Path | None:
@@ -387,8 +385,8 @@ class Checkpointer:
             self._failure = "; ".join(errors)
             checkpoint.remove(part)
             log.error(
-                "checkpoint of round %d was not written: %s. The run goes on; the newest checkpoint is %s.",
-                round_number, self._failure, self._newest or "none",
+                "checkpoint of round %d was not written: %s. The run goes on; %s.",
+                round_number, self._failure, describe_newest(self.folder),
             )  # fmt: skip
         else:
             self.counts.written += 1

@@ -170,7 +170,7 @@ def test_a_best_model_that_never_finds_room_is_an_error(
     assert not (shared_tmp_path / "run" / "summary.json").exists()
     if MPI.COMM_WORLD.Get_rank() == 0:
         assert f"{BEST_MODEL} cannot be written: [Errno 28] No space left on device; make room there and " in answer.stderr
-        remedy = "start again: nothing was saved by this process" if interval == "0" else "go on with --resume auto: the newest"
+        remedy = "start again: nothing was saved by this process" if interval == "0" else "go on with --resume auto: the last"
         assert remedy in answer.stderr and ("--resume" in answer.stderr) == (interval != "0")
 
 
@@ -387,7 +387,7 @@ def test_a_folder_that_is_removed_in_a_run_is_made_again(shared_tmp_path: Path) 
         checkpoints.wait()
         if session.gather(session.round)[0] in (2, 4) and session.rank == 0:
             shutil.rmtree(folder.parent)
-            told.append(checkpoints._describe_newest())
+            told.append(session.preemption.saved())
         session.gather(None)
 
     session.records.append(remove)
@@ -400,7 +400,7 @@ def test_a_folder_that_is_removed_in_a_run_is_made_again(shared_tmp_path: Path) 
     counts = checkpoints.close()
     assert (counts.written, counts.failed) == (5, 0) and session.round == 4
     assert sorted(path.name for path in folder.iterdir()) == [".owner", "round-00000004"]
-    assert told == ["the newest checkpoint is none"] * 2 * (session.rank == 0)
+    assert told == [f"there is no checkpoint in {folder}"] * 2 * (session.rank == 0)
     session.close()
 
 

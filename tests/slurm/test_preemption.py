@@ -197,7 +197,7 @@ def test_two_signals_in_a_merge_of_a_loop_of_ones_own(
     job.wait(lambda: job.has_ended)
     assert job.state == "FAILED" and "has merged after it" not in job.output, job.output
     assert "a second signal came while the ranks got ready to end after SIGUSR1; the job ends now" in job.output, job.output
-    assert f"the newest checkpoint is {loop.checkpoints}/round-00000002" in job.output, job.output
+    assert f"the last checkpoint is {loop.checkpoints}/round-00000002" in job.output, job.output
     loop.go_on_to_the_end()
 
 

@@ -30,6 +30,7 @@ from hvd_adaptive.config import Config
 from hvd_adaptive.engine.flat_model import model_hash
 from hvd_adaptive.session import checkpointer, session_state
 from hvd_adaptive.session.checkpointer import Checkpointer, Counts
+from hvd_adaptive.session.resume import Identity
 from hvd_adaptive.session.session import Session
 from hvd_adaptive.state import checkpoint
 from hvd_adaptive.state.folder_owner import FolderLostError, FolderOwner
@@ -423,6 +424,20 @@ def test_changed_options_are_an_error_that_names_both_values(tmp_path: Path) -> 
     assert run(3, tmp_path, num_epochs=2, resume=True, config=config, **options)[0]["session"].ledger.epoch == 2
 
 
+def test_options_that_follow_from_others_are_named_only_where_nothing_else_differs() -> None:
+    """Who has changed the optimizer alone is not told of the learning rate that goes with it."""
+
+    def changed(theirs: dict[str, Any], **ours: Any) -> list[str]:
+        identity = Identity(model=[], data={}, options={"optimizer": "sgd", "lr": 2.0, "by_default": ["lr"], **ours})
+        return identity.changed_options({"options": {"optimizer": "adam", "lr": 0.1, **theirs}}, frozenset())
+
+    optimizer, lr = "optimizer was 'adam' and is 'sgd'", "lr was 0.1 and is 2.0"
+    assert changed({"by_default": ["lr"]}) == changed({}) == [optimizer]
+    assert changed({"by_default": ["lr"]}, by_default=[]) == [optimizer, lr]
+    assert changed({"by_default": []}) == [optimizer, f"{lr} by default"]
+    assert changed({"optimizer": "sgd"}) == [f"{lr} by default"]
+
+
 def test_the_newest_are_kept_and_leftovers_removed(tmp_path: Path) -> None:
     (tmp_path / ".part-7-round-00000009").mkdir()
     results = run(2, tmp_path, num_epochs=3, keep=2)
@@ -497,7 +512,7 @@ def test_a_failed_write_is_an_error_in_the_log_and_the_run_goes_on(
     errors = [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
     assert len(errors) == 1
     assert "rank 1: " in errors[0] and "rank-0001.safetensors" in errors[0] and "No space left" in errors[0]
-    assert f"the newest checkpoint is {tmp_path / 'round-00000001'}" in errors[0]
+    assert f"the last checkpoint is {tmp_path / 'round-00000001'}" in errors[0]
 
 
 @pytest.mark.root
