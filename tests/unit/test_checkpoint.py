@@ -523,7 +523,8 @@ def test_a_disk_that_is_really_full(tmp_path: Path, caplog: pytest.LogCaptureFix
         pytest.skip("mounting a tmpfs needs root rights")
     try:
         # One checkpoint of two ranks is some 40 KiB.
-        with pytest.raises(AgreedError, match=r"the last round, 6, is not saved: .*No space left.* newest .* is .*round-"):
+        said = r"the last round, 6, is not saved: .*No space left.*; the last checkpoint is .*round-"
+        with pytest.raises(AgreedError, match=said):
             run(2, disk, num_epochs=2, keep=1)
         (newest,) = checkpoint.find_checkpoints(disk)
         checkpoint.check_files(newest, checkpoint.read_manifest(newest))
