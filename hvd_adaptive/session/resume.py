@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 # Fields of Config that say how a run is watched, not what it computes, or what another number of ranks means for it. The rest
 # must be as in the checkpoint.
 _MAY_CHANGE = frozenset({
-    "backend", "drain_limit_s", "elastic_batch", "hash_interval", "record", "reference_ranks", "replay", "slowdown",
+    "backend", "by_default", "drain_limit_s", "elastic_batch", "hash_interval", "record", "reference_ranks", "replay", "slowdown",
     "stall_limit_s", "straggler_limit",
 })  # fmt: skip
 
@@ -39,7 +39,7 @@ class Identity:
     Attributes:
         model: name, shape, dtype and whether trainable, of each parameter and buffer in the model's order.
         data: fingerprints by name.
-        options: the configuration: values by name.
+        options: the configuration: values by name. ``by_default`` lists those that follow from others, where somebody knows.
     """
 
     model: list[list[Any]]
@@ -85,7 +85,7 @@ class Identity:
 
     def changed_options(self, manifest: dict[str, Any], may_change: frozenset[str]) -> list[str]:
         """Returns a sentence for each option that is not what it was, though it may not change. One that was not there yet
-        had its default."""
+        had its default. Those that followed from others then and now are named only if no other differs."""
         defaults = {item.name: item.default for item in dataclasses.fields(Config)}
         theirs = {**defaults, **manifest["options"]}
         gone = [
@@ -93,12 +93,16 @@ class Identity:
             for name, unset in GONE_OPTIONS
             if theirs.get(name, unset) != unset
         ]
-        return gone + [
-            f"{name} was {theirs[name]!r} and is {value!r}"
+        by_default = self.options.get("by_default", [])
+        changed = {
+            name: f"{name} was {theirs[name]!r} and is {value!r}" + " by default" * (name in by_default)
             for name, value in self.options.items()
             if name in theirs and theirs[name] != value and name not in may_change | _MAY_CHANGE
             and (name, theirs[name]) not in GONE_VALUES
-        ]
+        }
+        # Older checkpoints do not say.
+        following = {name for name in by_default if name in theirs.get("by_default", by_default)}
+        return gone + [text for name, text in changed.items() if name not in following] or list(changed.values())
 
 
 def find_candidates(source: Path, transport: Transport, also: Sequence[Path] = ()) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any
 
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -17,6 +18,18 @@ from hvd_adaptive.xmc.data import SparseDataset
 from hvd_adaptive.xmc.train_config import TrainConfig
 
 log = logging.getLogger(__name__)
+
+# Options that follow from others where they are not given.
+_FOLLOWING = ("compression", "lr", "lr_rule", "merge_period", "merge_weights", "outer_step", "weight_decay")
+
+
+def resume_options(config: Config, train: TrainConfig) -> dict[str, Any]:
+    """Returns the trainer's own options as a checkpoint has them, and which of all options follow from others."""
+    given = {**dataclasses.asdict(config), **dataclasses.asdict(train)}
+    by_default = [name for name in _FOLLOWING if given[name] in (None, "auto")]
+    # A value that is given may be the default.
+    values = {"lr": train.learning_rate, "weight_decay": train.decay}
+    return {**dataclasses.asdict(train), **values, "by_default": by_default}
 
 
 def labels_of_a_round(config: Config, data: SparseDataset) -> tuple[int, float]:

@@ -29,7 +29,7 @@ from hvd_adaptive.session.session import Session
 from hvd_adaptive.session.supervised import MemoryCheckpointer, Supervised
 from hvd_adaptive.state.folder_owner import FolderLostError
 from hvd_adaptive.xmc.data import SparseDataset
-from hvd_adaptive.xmc.defaults import fill_in
+from hvd_adaptive.xmc.defaults import fill_in, resume_options
 from hvd_adaptive.xmc.evaluation import Evaluator
 from hvd_adaptive.xmc.metrics import inverse_propensity
 from hvd_adaptive.xmc.run_directory import BEST_MODEL, LAST_MODEL, RunDirectory
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 # Fields of TrainConfig that may change at a resume. Where the data lie may: their fingerprint counts.
 _MAY_CHANGE = frozenset({
     "data", "test_data", "cache_dir", "out", "name", "epochs", "time_limit", "target_p1", "device", "eval_rounds",
-    "eval_samples", "patience", "resume", "checkpoint_interval", "keep_checkpoints", "tensorboard",
+    "eval_samples", "patience", "resume", "checkpoint_interval", "keep_checkpoints", "tensorboard", "calibration",
 })  # fmt: skip
 
 _EVALUATIONS_AN_EPOCH = 4
@@ -135,6 +135,7 @@ class Trainer:
         self._sums_loss = config.loss_reduction == "sum"
         self._model = make_model(train, self._data, seed=config.seed, device=device)
         optimizer = make_optimizer(train, self._model)
+        self._resume_options = resume_options(config, train)
         if config.strategy == "local" and config.logical_ranks is None:
             config = fill_in(config, train, self._data, model=self._model, optimizer=optimizer, transport=transport)
         # Ranks that come and go were never all measured.
@@ -284,8 +285,7 @@ class Trainer:
             return None
         options: dict[str, Any] = {
             "data": {"training data": self._data.fingerprint},
-            # A value that is given may be the default.
-            "options": {**dataclasses.asdict(train), "lr": train.learning_rate, "weight_decay": train.decay},
+            "options": self._resume_options,
             "may_change": _MAY_CHANGE,
             "files": self._best_files,
             "owner": directory and directory.owner,

@@ -363,6 +363,7 @@ def test_what_cannot_be_resumed_is_left_as_it_was(train: Any, shared_tmp_path: P
     before = files()
     for options, message in (
         (["--resume", "auto", "--lr", "3"], "lr was 0.5 and is 3.0"),
+        (["--resume", "auto", "--strategy", "sync"], "other options: strategy was 'local' and is 'sync'. Give them"),
         (["--resume", str(path / "x")], f"there is no checkpoint in {path / 'x'}"),
         ([], "holds a run already: go on with it with --resume auto"),
     ):
@@ -370,8 +371,8 @@ def test_what_cannot_be_resumed_is_left_as_it_was(train: Any, shared_tmp_path: P
         if MPI.COMM_WORLD.Get_rank() == 0:
             assert stderr.count("hvd-adaptive: error:") == 1 and message in stderr, stderr
         assert files() == before
-    # The default, named.
-    train(*OPTIONS, "--epochs", "1", "--resume", "auto", "--weight-decay", "0")
+    # The default, named, and what only measures.
+    train(*OPTIONS, "--epochs", "1", "--resume", "auto", "--weight-decay", "0", "--calibration")
 
 
 @pytest.mark.mpi(2)
