@@ -364,6 +364,8 @@ class Follower:
                 loader.smallest_seen = max(loader.smallest_seen, 2)
                 if type(layer).__name__ == "SyncBatchNorm":
                     loader.reasons.add(Reason.SYNC_BATCH_NORM)
+                elif self._weighs and layer.training and layer.track_running_stats:
+                    self._condition("BatchNorm's running statistics are noisier on a rank with few samples; rank 0 saves its own")
         for sentence in self._describe(module):
             self._condition(sentence)
 
