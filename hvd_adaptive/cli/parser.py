@@ -132,7 +132,9 @@ def _add_using(commands: Any, launch: argparse.ArgumentParser) -> None:
     )
     using.add_argument("--data", metavar="PATH", help="data as for train (default: HVD_ADAPTIVE_DATA, else the model's own)")
     using.add_argument("--test-data", metavar="PATH", help="test data, where --data names one file")
-    using.add_argument("--cache-dir", metavar="DIR", help="folder of the binary cache (default: the run's, else the user's)")
+    using.add_argument(
+        "--cache-dir", metavar="DIR", help="folder of the binary cache (default: the run's for its own data, else the user's)"
+    )
     add_backend(using)
     using.add_argument("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:K (default: auto)")
     commands.add_parser(
