@@ -128,7 +128,7 @@ def _add_run(commands: Any, launch: argparse.ArgumentParser) -> None:
 def _add_using(commands: Any, launch: argparse.ArgumentParser) -> None:
     using = argparse.ArgumentParser(add_help=False)
     using.add_argument(
-        "model", metavar="RUN_DIR|FILE", help="a run directory (its best model), or a .safetensors file in one"
+        "model", metavar="RUN_DIR|FILE", help="a run directory or a checkpoint (its best model), or a .safetensors file in one"
     )
     using.add_argument("--data", metavar="PATH", help="data as for train (default: HVD_ADAPTIVE_DATA, else the model's own)")
     using.add_argument("--test-data", metavar="PATH", help="test data, where --data names one file")

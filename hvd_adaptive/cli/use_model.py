@@ -111,7 +111,12 @@ def choose_data(given: Mapping[str, Any], directory: Path) -> TrainConfig:
         # They are not those of the model's own data.
         variables.pop("test_data", None)
     chosen = merge_sources(variables, given)
-    own = read_config_file(str(directory / "config.json")) if "data" not in chosen else {}
+    own, file = {}, directory / "config.json"
+    if "data" not in chosen:
+        if not file.exists():
+            remedy = "name a model in its run directory, or give --data"
+            raise ValueError(f"{file}, which names the model's data, is not there: {remedy}")
+        own = read_config_file(str(file), option="the run's")
     _, train = build_configs(
         {name: own[name] for name in names[:-1] if name in own}, {name: chosen[name] for name in names if name in chosen}
     )

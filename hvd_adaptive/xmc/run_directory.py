@@ -248,7 +248,7 @@ def load_model(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Path]:
     """Reads a saved model.
 
     Args:
-        path: a run directory (its best model) or a model file of one.
+        path: a run directory or a checkpoint (its best model), or a model file of one.
 
     Returns:
         Its state, its metadata and its run directory.
@@ -271,4 +271,5 @@ def load_model(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Path]:
         raise ValueError(
             f"model {file} was not saved by hvd-adaptive: name a run directory or its {BEST_MODEL}"
         )
-    return tensors, metadata, file.parent
+    folder = file.absolute().parent
+    return tensors, metadata, folder.parents[1] if folder.parent.name == "checkpoints" else file.parent

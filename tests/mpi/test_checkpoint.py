@@ -155,7 +155,8 @@ def test_a_best_model_that_finds_no_room_is_written_when_it_can_be(
     newest = find_checkpoints(path / "checkpoints")[0]
     assert newest.name == "round-00000008"
     for folder in (path, newest):
-        assert all((best[name] == value).all() for name, value in load_model(folder)[0].items())
+        tensors, _, directory = load_model(folder)
+        assert all((best[name] == value).all() for name, value in tensors.items()) and directory == path
 
 
 @pytest.mark.mpi(2)

@@ -253,6 +253,9 @@ def test_a_model_is_used_on_what_arguments_then_variables_then_its_run_say(
     # What is a copy of the model alone has no config.json.
     (tmp_path / "config.json").unlink()
     assert chosen() == ("/b", None, "/v", "cuda:0")
+    monkeypatch.delenv("HVD_ADAPTIVE_DATA")
+    with pytest.raises(ValueError, match=r"config.json, which names the model's data, is not there: .* or give --data"):
+        chosen()
 
 
 @pytest.mark.parametrize(
