@@ -128,13 +128,20 @@ class Schedules:
             followed.reach(epochs)
         self._seen = (self._rate(),)
 
-    def end_round(self, num_steps: Array) -> None:
-        """Warns of a scheduler that is stepped once a batch, where ranks make different numbers of steps.
+    def end_round(self, num_steps: Array, epochs: float) -> None:
+        """Steps the schedulers up to the round's end, so that all ranks have one learning rate between rounds. Warns of one that
+        is stepped once a batch, where ranks make different numbers of steps.
 
         Args:
             num_steps: of each rank in the round, shape (world_size,).
+            epochs: the place in the training at the round's end.
+
+        Raises:
+            RuntimeError: as :meth:`reach`.
         """
         self._seen = None
+        for followed in self._followed:
+            followed.reach(epochs)
         self._num_steps = num_steps + (0 if self._num_steps is None else self._num_steps)
         has_scheduler = any(hasattr(self._optimizer.step, mark) for mark in _MARKS)
         follows_steps = has_scheduler and self._num_moves > 0.5 * self._num_batches

@@ -355,8 +355,8 @@ class Session:
         stats.train_s = self.train_s + time.perf_counter() - self._round_start
         self._strategy.take_foreign_seconds()
         gathered, weight, stats.payload_bytes = self._strategy.end_round(stats)
-        self._schedules.end_round(gathered["num_steps"])
         self.ledger = self.ledger.advance(num_samples, dataset_size)
+        self._schedules.end_round(gathered["num_steps"], self._progress(dataset_size))
         self.num_samples += num_samples
         every, number = self.config.hash_interval, self.round + 1
         # Also after rounds 1, 2, 4, ...: the loop's mistakes show early. Merges of ``local`` find them by themselves.

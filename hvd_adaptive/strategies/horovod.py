@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.algorithm.statistics import Array, Gathered
-from hvd_adaptive.comm.protocols import Transport
+from hvd_adaptive.comm.protocols import AgreedError, Transport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.flat_model import check_trainable
@@ -31,9 +31,19 @@ class HorovodStrategy(FixedWorkStrategy):
     Attributes:
         optimizer: Horovod's wrapper of the user's optimizer.
         batch_sizes: the batch size, for every rank, shape (world_size,).
+
+    Raises:
+        AgreedError: on all ranks, for a model with parts in bfloat16.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        if (name := next((name for name, tensor in tensors if tensor.dtype == torch.bfloat16), None)) is not None:
+            # Every rank has the same model, so every rank is here.
+            raise AgreedError(
+                f"strategy 'horovod': Horovod cannot sum bfloat16, which {name} is: set strategy 'sync', or keep fp32 parameters "
+                "and compute within torch.autocast"
+            )
         super().__init__(model, config, transport)
         self._trainable = [p.requires_grad for p in model.parameters()]
         transport.broadcast_([*(p.detach() for p in model.parameters()), *model.buffers()])

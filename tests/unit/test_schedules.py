@@ -90,6 +90,30 @@ def test_rates_are_those_of_plain_training_at_the_same_sample(name: str, strateg
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
+def test_between_rounds_ranks_of_any_speed_have_one_rate(name: str) -> None:
+    expected = rates_of(name)
+
+    def run(transport: LocalTransport) -> list[tuple[int, float]]:
+        model = nn.Linear(6, 1)
+        config = Config(batch_size=8, mega_batch=50, lr_rule="none", slowdown="1,20")
+        session = Session(model, torch.optim.SGD(model.parameters(), lr=0.05), config, transport=transport)
+        session.schedule(SCHEDULERS[name](session.optimizer), steps_per_epoch=STEPS_PER_EPOCH)
+        found = []
+        session.records.append(lambda record: found.append((record.num_samples, session.optimizer.param_groups[0]["lr"])))
+        for batch in session.batches(DATA, num_epochs=EPOCHS):
+            with session.step(batch):
+                nn.functional.mse_loss(model(batch.x)[:, 0], batch.y).backward()
+                session.optimizer.step()
+        session.close()
+        return found
+
+    first, second = LocalWorld(2).run(run)
+    assert first == second and len(first) > 10
+    for num_samples, rate in first[:-1]:
+        assert rate == pytest.approx(expected[num_samples * STEPS_PER_EPOCH // NUM_SAMPLES], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_resumed_run_goes_on_in_its_schedule(name: str) -> None:
     config, expected = Config(batch_size=8, mega_batch=100, lr_rule="none"), rates_of(name)
     states = [state for _, state in LocalWorld(2).run(lambda t: train(t, config, name=name, until=1))]
