@@ -102,12 +102,17 @@ class ShareBalance:
 
     Args:
         world_size: number of ranks.
+
+    Attributes:
+        is_sure: more than one look speaks for what :meth:`next` has returned.
     """
 
     DEAD_BAND = 0.03
     PATIENCE = 3
     # Looks that say together what one alone may say by chance.
     TOGETHER = 6
+    # Steps in them that make it sure: the first looks are short.
+    STEPS_TOGETHER = 100
     AT_ONCE = 0.15
     # Standard errors of the slowest rank's mean; half as many again where there is no second look.
     NOISE = 1.6
@@ -128,13 +133,20 @@ class ShareBalance:
         self._in_a_row = 0
         # Looks in a row that found one rank the slowest, by noise or not; which one; the sum of their targets.
         self._num_agreed, self._slowest, self._targets = 0, -1, np.zeros(world_size)
+        self._num_steps = self._agreed_steps = 0.0
         self._looks_to_trial = self._trial_interval = self.FIRST_TRIAL
-        self._is_trial = False
+        self._is_trial = self.is_sure = False
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether :meth:`next` has returned equal shares to try them for a look."""
+        return self._is_trial
 
     def learn(self, window: StepWindow) -> None:
         """Takes in the steps of a window, whose fields are of shape (world_size,)."""
         self._errors = self._jitter.errors(window)
         num_steps = np.broadcast_to(window.num_steps, self._errors.shape)
+        self._num_steps = float(num_steps.min())
         self._model.observe(num_steps, window.num_samples, window.seconds, self._errors)
 
     @property
@@ -172,13 +184,14 @@ class ShareBalance:
         Raises:
             ValueError: if the bounds leave no room for the sum.
         """
-        total = float(sizes.sum())
+        total, self.is_sure = float(sizes.sum()), False
         if ((sizes < lower * (1 - 1e-9)) | (sizes > upper * (1 + 1e-9))).any():
             self._in_a_row, self._num_agreed, self._is_trial = 0, 0, False
             return self.target(total, lower, upper)
         target = self.target(total, lower, np.minimum(upper, self.GROWTH * sizes))
         if self._is_trial:
-            self._in_a_row, self._num_agreed, self._is_trial = 0, 0, False
+            # It was tried against these, which many looks had found.
+            self._in_a_row, self._num_agreed, self._is_trial, self.is_sure = 0, 0, False, True
             return target
         gain = 1.0 - self._cost(target) / self._cost(sizes)
         slowest = int(self._model.seconds(sizes).argmax())
@@ -188,6 +201,7 @@ class ShareBalance:
         if self._in_a_row < self.PATIENCE and gain <= max(self.AT_ONCE, 1.5 * threshold) and not agree:
             return self._tried(sizes, lower, upper)
         wanted = self._targets * (total / self._targets.sum()) if agree else target
+        self.is_sure = self._in_a_row >= self.PATIENCE or (agree and self._agreed_steps >= self.STEPS_TOGETHER)
         self._in_a_row, self._num_agreed = 0, 0
         return wanted
 
@@ -197,8 +211,9 @@ class ShareBalance:
             self._num_agreed = 0
             return False
         if not self._num_agreed or slowest != self._slowest:
-            self._num_agreed, self._slowest, self._targets = 0, slowest, np.zeros(len(target))
+            self._num_agreed, self._slowest, self._targets, self._agreed_steps = 0, slowest, np.zeros(len(target)), 0.0
         self._num_agreed += 1
+        self._agreed_steps += self._num_steps
         self._targets = self._targets + target
         return self._num_agreed >= self.TOGETHER
 

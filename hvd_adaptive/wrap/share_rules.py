@@ -191,15 +191,17 @@ class Controller:
         self.proposal = self._sizes / self._sizes.sum()
         no_better = f"others have not made steps {self._proof.LEAST_GAIN:.0%} shorter by the wall clock"
         alike = "the ranks' speeds do not differ by more than noise"
+        if self._balance.is_trial:
+            alike = "equal ones are tried for a look"
         self.why_equal = None if np.ptp(self.proposal) > 1e-9 else no_better if self._proof.is_resting else alike
 
     def _moved(self, sizes: Array, equal: Array, target: Array) -> Array:
-        """Returns the next sizes: a first step away from equal ones, for a modest gain, must be wanted twice in a row."""
+        """Returns the next sizes: a first step away from equal ones, for a modest gain, must be wanted in more than one look."""
         if np.ptp(sizes) > 1e-9 * sizes.max() or np.ptp(target) <= 1e-9 * target.max():
             self._is_suspected = False
             return target
         gain = 1.0 - float(self._balance.seconds(target).max() / self._balance.seconds(equal).max())
-        if gain >= _SURE_GAIN or self._is_suspected:
+        if gain >= _SURE_GAIN or self._is_suspected or self._balance.is_sure:
             self._is_suspected = False
             return target
         self._is_suspected = True

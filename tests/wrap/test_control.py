@@ -182,3 +182,28 @@ def test_shares_that_make_steps_shorter_stay() -> None:
 
     for seed in range(10):
         assert all(part == pytest.approx(0.75, abs=0.05) for part in play(Controller(2, pinned=None), honest, 30, seed)[8:])
+
+
+@pytest.mark.parametrize("ratio", [1.25, 1.4, 1.6])
+def test_ranks_that_differ_a_little_have_unequal_shares_but_for_trials(ratio: float) -> None:
+    """Several looks in a row are enough, and after a trial of equal shares the look that it took."""
+    def honest(sizes: Any, steps: int, generator: Any) -> Any:
+        seconds = np.outer(sizes / np.array([ratio, 1.0]), generator.normal(1e-3, 2e-5, steps))
+        return seconds, seconds.max(0)
+
+    for seed in range(5):
+        history = play(Controller(2, pinned=None), honest, 60, seed)[14:]
+        unequal = [part for part in history if part != 0.5]
+        assert len(unequal) >= len(history) - 4 and unequal == pytest.approx([ratio / (1 + ratio)] * len(unequal), abs=0.03)
+
+
+def test_a_trial_of_equal_shares_is_called_one() -> None:
+    controller, reasons = Controller(2, pinned=None), []
+
+    def honest(sizes: Any, steps: int, generator: Any) -> Any:
+        reasons.append(controller.why_equal)
+        seconds = np.outer(sizes / np.array([1.4, 1.0]), np.full(steps, 1e-3))
+        return seconds, seconds.max(0)
+
+    play(controller, honest, 30)
+    assert "equal ones are tried for a look" in reasons
