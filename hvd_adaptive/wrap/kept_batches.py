@@ -8,8 +8,8 @@ from typing import Any
 
 from hvd_adaptive.wrap.tensors import tensors_in
 
-# Batches that are looked at, and how many of the newest a script may hold at a time.
-_LOOKED_AT, _IN_USE = 16, 2
+# Batches that are looked at; how many of the newest a script may hold at a time, and how many older ones tell what it keeps.
+_LOOKED_AT, _IN_USE, _LEAST_OLD = 16, 2, 2
 
 
 class FirstBatches:
@@ -37,10 +37,15 @@ class FirstBatches:
         shapes = [tuple(tensor.shape[1:]) for tensor in tensors[:8]]
         self.has_other_shapes = self.has_other_shapes or self._shapes.setdefault(len(tensors), shapes) != shapes
 
+    @property
+    def are_enough(self) -> bool:
+        """Whether there were so many that it shows whether they are kept."""
+        return self._count >= _IN_USE + _LEAST_OLD
+
     def are_kept(self) -> bool:
         """Whether all batches that the script should be through with are still there."""
         old = self._tensors[: len(self._tensors) - _IN_USE]
-        if len(old) < 2 or any(tensor() is None for tensor in old):
+        if len(old) < _LEAST_OLD or any(tensor() is None for tensor in old):
             return False
         # What refers to itself goes when Python looks for it.
         gc.collect()

@@ -141,7 +141,9 @@ class Shares:
                 loader.reasons.add(Reason.KEPT)
             if stream.is_uneven():
                 loader.reasons.add(Reason.UNEVEN)
-            reasons |= loader.reasons | (set() if loader.is_traced else {Reason.NO_FORWARD})
+            # So the other ranks, too, wait for a loader whose use does not show yet.
+            is_known = loader.is_traced and loader.looks.are_enough
+            reasons |= loader.reasons | (set() if is_known else {Reason.NO_FORWARD})
             window.num_delivered, window.num_handed = stream.num_delivered, stream.num_handed
             window.dataset = loader.fingerprint()
             # Whether the script has come to the end of a pass that another thread reads cannot be known.
@@ -197,7 +199,7 @@ class Shares:
         loader.smallest = int(gathered["smallest"].max())
         lengths = set(gathered["num_batches"])
         loader.ends_together = len(lengths) == 1 and 0 not in lengths and Reason.OUT_OF_STEP not in reasons
-        # A forward that was not seen yet may still be.
+        # What was not seen yet may still be.
         loader.reasons |= reasons - {Reason.NO_FORWARD}
         # Equal shares are the script's own batches, with nothing to pool; zeros stand for them, too.
         usable = not reasons and not loader.reasons and not self.reasons and bool(np.ptp(agreed) > 1e-9)

@@ -55,6 +55,14 @@ def test_habits_that_keep_equal_shares_and_say_why(num_ranks: int) -> None:
 
 
 @pytest.mark.mpi(2, timeout=300)
+def test_batches_that_may_be_kept_are_not_shared_out_until_that_shows(num_ranks: int) -> None:
+    """An exchange comes at the third batch of the loader in the cycle, and none until its batches come again."""
+    results, _ = run_both(["habits.py late_cycle --epochs 1"], num_ranks, interval=1000)
+    first, cycled = results[0][0]
+    assert first.num_shared and not cycled.num_shared and not cycled.reasons, (first.num_shared, cycled.num_shared)
+
+
+@pytest.mark.mpi(2, timeout=300)
 def test_samples_that_a_batch_lacks_later_on_end_unequal_shares(num_ranks: int) -> None:
     from hvd_adaptive.wrap.run_options import RunConfig
     from hvd_adaptive.wrap.script import intercept, start_world

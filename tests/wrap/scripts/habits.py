@@ -351,6 +351,13 @@ def train_in_cycles():
         step(x, y)
 
 
+def train_in_late_cycles():
+    """The same, when 13 batches of another loader are through."""
+    for x, y in itertools.islice(itertools.chain(*[other_loader] * 3), 13):
+        step(x, y)
+    train_in_cycles()
+
+
 def train_from_kept():
     """The second epoch takes the batches of the first."""
     kept = []
@@ -401,6 +408,7 @@ def train_accumulating():
 
 loops = {
     "cycle": train_in_cycles,
+    "late_cycle": train_in_late_cycles,
     "kept": train_from_kept,
     "two_loaders": train_on_two,
     "turns": train_in_turns,
