@@ -179,18 +179,18 @@ class Report:
         windows = self._windows.get(id(loader), _Windows())
         if self.pinned is not None and len(set(parse_shares(self.pinned))) > 1 and not windows.num_changes:
             return [
-                f"  not adaptive: {loader.label}, {loader.num_steps} steps, all with equal shares: it ended before its "
-                f"first measurement (--interval), from which on --shares {self.pinned} hold"
+                f"  not adaptive: {loader.label}, {loader.num_steps} steps, all with equal shares: it ended before the "
+                f"first measurement (--interval) after its third batch, from which on --shares {self.pinned} hold"
             ]
         would = "would be " if self.is_dry_run else ""
         how = "adaptive" if self.pinned is None else f"fixed by --shares {self.pinned}"
         lines = [f"  {would}{how}: {loader.label}, {loader.num_steps} steps"]
-        lines += self._summary(windows)
+        lines += self._summary(windows, loader)
         if windows.num_changes and windows.fractions is None and loader.controller and loader.controller.why_equal:
             lines.append(f"    shares are equal again: {loader.controller.why_equal}")
         return lines
 
-    def _summary(self, windows: _Windows) -> list[str]:
+    def _summary(self, windows: _Windows, loader: Loader) -> list[str]:
         if windows.newest is None:
             return ["    too few steps to measure speeds"]
         newest = windows.newest
@@ -199,6 +199,10 @@ class Report:
         speeds = first["timed_samples"] / first["compute_s"]
         equal = np.full(len(speeds), 1 / len(speeds))
         shares = np.array(windows.fractions) if windows.fractions is not None else equal
+        # Whole samples may be other parts than those that were asked for, and are what ranks computed.
+        fractions, sizes = loader.split
+        used = np.array(sizes) / sum(sizes) if sizes and fractions == windows.fractions else shares
+        percent, asked = _numbers(100 * used, ".1f"), _numbers(100 * shares, ".1f")
         # Shares that were given up are not those of now.
         is_other = windows.is_other and windows.fractions is not None
         last = newest if is_other else first
@@ -207,10 +211,11 @@ class Report:
         samples = last["timed_samples"] / np.maximum(last["timed_steps"], 1)
         least_s = samples.sum() / (last["timed_samples"] / last["compute_s"]).sum()
         with_equal = " with equal shares" if windows.num_changes else ""
-        changed = "" if self.pinned else f", {_changed(windows.num_changes)}"
+        asked_for = f"; {asked} % were asked for" if percent != asked else ""
+        changed = asked_for if self.pinned else f", {_changed(windows.num_changes)}"
         lines = [
             f"    speeds{' with these shares' if windows.equal is None else with_equal}: {_numbers(speeds, '.4g')} samples/s",
-            f"    shares: {_numbers(100 * shares, '.1f')} % of each global batch{changed}",
+            f"    shares: {percent} % of each global batch{changed}",
         ]
         if windows.equal is None:
             # Pinned shares, from so early on that no step with equal ones was timed.

@@ -48,6 +48,7 @@ class Loader:
         label: the same, with its kind.
         reasons: why its shares stay equal; empty: nothing known against it.
         fractions: each rank's part of its global batches from the next pass on; None: as the script has it.
+        split: fractions, and the ranks' samples of the largest global batch that was split by them last.
         smallest: fewest samples of a rank's share.
         smallest_seen: what this rank has seen to be needed since the ranks agreed on that.
         num_steps: optimizer steps that its batches led to.
@@ -82,6 +83,7 @@ class Loader:
         self._fingerprint: int | None = None
         self._contents: int | None = None
         self.fractions: tuple[float, ...] | None = None
+        self.split: tuple[tuple[float, ...] | None, list[int]] = (None, [])
         self.smallest = self.smallest_seen = 1
         self.num_steps = self.num_shared = self.num_repeated = 0
         self.num_losses = 0
@@ -341,6 +343,9 @@ class IndexStream:
             upper=None if self._upper is None else [max(self._upper, len(own)) // unit] * self._world_size,
         )
         sizes = [unit * share for share in shares]
+        # The last batch of a pass may be smaller, and its parts coarser.
+        if self._fractions != self.loader.split[0] or total >= sum(self.loader.split[1]):
+            self.loader.split = self._fractions, sizes
         size = sizes[self._rank]
         handed = Handed(size, total, self._world_size * size / total, len(set(sizes)) > 1)
         return take_share(lists, sizes, self._rank), handed

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from hvd_adaptive.wrap.closing_report import Report
-from hvd_adaptive.wrap.loaders import Loader
+from hvd_adaptive.wrap.loaders import IndexStream, Loader
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.share_rules import Controller
 
@@ -129,10 +130,35 @@ def test_fixed_shares_are_called_so() -> None:
     assert "    speeds: 1600, 800 samples/s\n" in said, said
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "said"),
+    [
+        (1, "    shares: 25.0, 25.0, 25.0, 25.0 % of each global batch; 12.5, 25.0, 37.5, 25.0 % were asked for"),
+        # The last global batch has four samples only.
+        (2, "    shares: 12.5, 25.0, 37.5, 25.0 % of each global batch"),
+    ],
+)
+def test_shares_are_those_of_whole_samples(batch_size: int, said: str) -> None:
+    report, rows = Report(pinned="1,2,3,2"), TensorDataset(torch.zeros(12))
+    data = DataLoader(rows, batch_size=batch_size, sampler=DistributedSampler(rows, num_replicas=4, rank=0))
+    loader = Loader(data, 1)
+    loader.num_steps, loader.is_traced = 50, True
+    report.loaders.append(loader)
+    loader.fractions = (0.125, 0.25, 0.375, 0.25)
+    assert len(list(IndexStream(loader, data.batch_sampler, world_size=4, rank=0, upper=None))) == -(-3 // batch_size)
+    steps = np.full(4, 10.0)
+    report.window(loader, {
+        "timed_steps": steps, "timed_samples": batch_size * steps, "compute_s": steps, "wait_s": steps, "num_steps": steps,
+        "wall_s": steps, "wall_steps": steps,
+    })  # fmt: skip
+    assert said in report.lines(), report.lines()
+
+
 def test_a_loader_that_ended_before_fixed_shares_held_is_called_so() -> None:
     report, data = Report(pinned="1,3"), DataLoader(TensorDataset(torch.zeros(64)), batch_size=16)
     loader = Loader(data, 1)
     loader.num_steps, loader.is_traced = 18, True
     report.loaders.append(loader)
     said = "\n".join(report.lines())
-    assert "18 steps, all with equal shares: it ended before its first measurement" in said and "fixed by" not in said, said
+    assert "18 steps, all with equal shares: it ended before the first measurement (--interval) after its third" in said, said
+    assert "fixed by" not in said, said
