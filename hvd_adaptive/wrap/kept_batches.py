@@ -43,8 +43,9 @@ class FirstBatches:
         return self._count >= _IN_USE + _LEAST_OLD
 
     def are_kept(self) -> bool:
-        """Whether all batches that the script should be through with are still there."""
-        old = self._tensors[: len(self._tensors) - _IN_USE]
+        """Whether the newest batches that the script should be through with are still there."""
+        # Those before them may have been looked at only, as for their shape.
+        old = self._tensors[:-_IN_USE][-_LEAST_OLD:]
         if len(old) < _LEAST_OLD or any(tensor() is None for tensor in old):
             return False
         # What refers to itself goes when Python looks for it.

@@ -25,6 +25,7 @@ EQUAL = {
     "global_total": Reason.SUM_LOSS,
     "two_loaders": Reason.INTERLEAVED,
     "cycle": Reason.KEPT,
+    "probed_cycle": Reason.KEPT,
     "kept": Reason.KEPT,
     "rate_by_size": Reason.SIZE_DECIDES,
     "rate_by_len": Reason.SIZE_DECIDES,

@@ -358,6 +358,12 @@ def train_in_late_cycles():
     train_in_cycles()
 
 
+def train_in_probed_cycles():
+    """The same, when one batch was looked at."""
+    next(iter(loader))
+    train_in_cycles()
+
+
 def train_from_kept():
     """The second epoch takes the batches of the first."""
     kept = []
@@ -409,6 +415,7 @@ def train_accumulating():
 loops = {
     "cycle": train_in_cycles,
     "late_cycle": train_in_late_cycles,
+    "probed_cycle": train_in_probed_cycles,
     "kept": train_from_kept,
     "two_loaders": train_on_two,
     "turns": train_in_turns,
