@@ -193,6 +193,8 @@ class Controller:
         alike = "the ranks' speeds do not differ by more than noise"
         if self._balance.is_trial:
             alike = "equal ones are tried for a look"
+        elif self._is_suspected:
+            alike = "another look must confirm that the ranks' speeds differ"
         self.why_equal = None if np.ptp(self.proposal) > 1e-9 else no_better if self._proof.is_resting else alike
 
     def _moved(self, sizes: Array, equal: Array, target: Array) -> Array:
