@@ -142,6 +142,10 @@ class ShareBalance:
         """Whether :meth:`next` has returned equal shares to try them for a look."""
         return self._is_trial
 
+    def end_trial(self) -> None:
+        """Gives a trial up, as equal shares are kept for another reason."""
+        self._is_trial = False
+
     def learn(self, window: StepWindow) -> None:
         """Takes in the steps of a window, whose fields are of shape (world_size,)."""
         self._errors = self._jitter.errors(window)

@@ -160,20 +160,27 @@ def write_output(option: str, path: str, text: str) -> None:
 
     Args:
         option: that names it.
-        path: the file; a link or what is no file, such as /dev/stdout, is written to as it is.
+        path: the file; written to as it is if it is a link or no file, such as /dev/stdout, or its folder takes no other one.
         text: what it shall hold.
 
     Raises:
         ValueError: if it cannot be written.
     """
     file = Path(path)
-    whole = not file.is_symlink() and (file.is_file() or not file.exists())
-    part = file.with_name(f".{file.name}.{os.getpid()}.part") if whole else file
+    part = file.with_name(f".{os.getpid()}.part")
     try:
-        part.write_text(text, encoding="utf-8")
-        if whole:
+        is_new = not file.exists()
+        whole = is_new or (file.is_file() and not file.is_symlink() and os.access(file, os.W_OK))
+        if not whole or not os.access(file.parent, os.W_OK):
+            file.write_text(text, encoding="utf-8")
+            return
+        try:
+            part.write_text(text, encoding="utf-8")
+            if not is_new:
+                shutil.copymode(file, part)
             part.replace(file)
-    except OSError as error:
-        if whole:
+        except OSError:
             part.unlink(missing_ok=True)
+            raise
+    except OSError as error:
         raise ValueError(f"{option} {path}: cannot be written: {error.strerror}") from None

@@ -52,6 +52,9 @@ def resume_when_requeued(resume: str | None, out: str | None) -> str | None:
 
 
 def describe_newest(*folders: Path) -> str:
-    """Says in a part of a sentence which checkpoint is the last."""
-    newest = newest_checkpoint(*folders)
+    """Says in a part of a sentence which checkpoint is the last; raises nothing, as a job that ends by a broken disk asks."""
+    try:
+        newest = newest_checkpoint(*folders)
+    except OSError as error:
+        return f"{folders[-1]} cannot be read: {error.strerror}"
     return f"the last checkpoint is {newest}" if newest else f"there is no checkpoint in {folders[-1]}"

@@ -7,7 +7,6 @@ the disk, rank 0's thread writes the manifest and gives the directory its name. 
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import secrets
@@ -123,7 +122,7 @@ class Checkpointer:
         if interval != 0:
             remedy = "run directory on storage that all hosts share, or switch checkpoints off with an interval of 0"
             check_shared_folder(self.folder, session.transport, remedy)
-            session.preemption.saved = functools.partial(describe_newest, self.folder)
+            session.preemption.saved = self._describe_newest
             session._state.before_loop.append(self._check_folder)
             session.records.append(self._after_round)
             session.before_gather.append(self._report)
@@ -196,10 +195,11 @@ class Checkpointer:
         self.wait()
         if self._session.round < self._due_from[0]:
             self._check_folder()
-        newest = number_of(self._newest) if self._newest else 0
+        # That nobody has removed; on rank 0.
+        newest = next((number_of(path) for path in reversed(self._written) if path.exists()), 0)
         gather = self._session.gather
         if self._interval != 0 and gather(newest)[0] < self._session.round and not self.save():
-            why, newest_now = gather((self._failure, describe_newest(self.folder)))[0]
+            why, newest_now = gather((self._failure, self._describe_newest()))[0]
             raise AgreedError(f"the last round, {self._session.round}, is not saved: {why}. Mend that and resume; {newest_now}")
         counts: Counts = gather(self.counts)[0]
         return counts
@@ -216,10 +216,10 @@ class Checkpointer:
         """Whether there is room for a checkpoint of this state; the same on every rank. COLLECTIVE."""
         return True
 
-    @property
-    def _newest(self) -> Path | None:
-        """The newest one that nobody has removed; on rank 0."""
-        return next((path for path in reversed(self._written) if path.exists()), None)
+    def _describe_newest(self) -> str:
+        # One rank is enough to look: a disk that hangs must not keep the others from ending the job.
+        rank = self._session.rank
+        return f"checkpoints, if there are any, are in {self.folder}" if rank else describe_newest(self.folder)
 
     def _report(self, stats: RoundStats) -> None:
         if not self._attempt and self._session.rank == 0:

@@ -170,7 +170,8 @@ class Session:
         agree_on_data(self.transport, source._dataset)
         self._state.begin_loop(len(source))
         self._data = source.description
-        order_epoch = -1
+        # A last round may go on beyond it.
+        order_epoch, end = -1, np.inf if num_epochs is None else num_epochs
         while not self._stop and (num_epochs is None or self._progress(len(source)) < num_epochs - 1e-9):
             if self.ledger.epoch != order_epoch:
                 order_epoch = self.ledger.epoch
@@ -194,12 +195,12 @@ class Session:
             for batch in self._strategy.round_batches(rows, work=part, source=source, round_id=self.round, stats=self._stats):
                 self._lr.value = factor * self._strategy.lr_multiplier(batch)
                 batch.num_samples_before = self.num_samples + batch._place
-                self._schedules.reach(self._progress(len(source)) + batch._place / len(source))
+                self._schedules.reach(min(end, self._progress(len(source)) + batch._place / len(source)))
                 with self._handed_out.give(batch, self._stats, self.round):
                     yield batch
                 if self.preemption.signal_number:
                     self._strategy.close_round()
-            self._end_round(len(rows), len(source))
+            self._end_round(len(rows), len(source), end)
         if self._stop:
             self._stats.stop = 0.0
         self.stopped, self._stop = self._stop, self.preempted > 0
@@ -347,7 +348,7 @@ class Session:
         self._stats = RoundStats(batch_size=float(self.batch_sizes[self.rank]), stop=self._stats.stop)
         self._round_start = time.perf_counter()
 
-    def _end_round(self, num_planned: int, dataset_size: int) -> None:
+    def _end_round(self, num_planned: int, dataset_size: int, end: float) -> None:
         stats, num_samples = self._stats, self._strategy.round_samples(num_planned)
         self._handed_out.end_round(stats, self.round, num_updates=self._lr.num_begun)
         self._times.end_round(stats)
@@ -356,7 +357,7 @@ class Session:
         self._strategy.take_foreign_seconds()
         gathered, weight, stats.payload_bytes = self._strategy.end_round(stats)
         self.ledger = self.ledger.advance(num_samples, dataset_size)
-        self._schedules.end_round(gathered["num_steps"], self._progress(dataset_size))
+        self._schedules.end_round(gathered["num_steps"], min(end, self._progress(dataset_size)))
         self.num_samples += num_samples
         every, number = self.config.hash_interval, self.round + 1
         # Also after rounds 1, 2, 4, ...: the loop's mistakes show early. Merges of ``local`` find them by themselves.

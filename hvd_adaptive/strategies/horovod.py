@@ -33,16 +33,16 @@ class HorovodStrategy(FixedWorkStrategy):
         batch_sizes: the batch size, for every rank, shape (world_size,).
 
     Raises:
-        AgreedError: on all ranks, for a model with parts in bfloat16.
+        AgreedError: on all ranks, for trainable parameters in bfloat16.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        if (name := next((name for name, tensor in tensors if tensor.dtype == torch.bfloat16), None)) is not None:
+        summed = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.bfloat16]
+        if summed and transport.world_size > 1:
             # Every rank has the same model, so every rank is here.
             raise AgreedError(
-                f"strategy 'horovod': Horovod cannot sum bfloat16, which {name} is: set strategy 'sync', or keep fp32 parameters "
-                "and compute within torch.autocast"
+                f"strategy 'horovod': Horovod cannot sum bfloat16, which {summed[0]} is: set strategy 'sync', or keep fp32 "
+                "parameters and compute within torch.autocast"
             )
         super().__init__(model, config, transport)
         self._trainable = [p.requires_grad for p in model.parameters()]

@@ -148,7 +148,7 @@ class Controller:
 
     Attributes:
         proposal: each rank's part of the global batch, shape (world_size,); zeros stand for equal shares.
-        why_equal: why it is of equal shares, once speeds are known; None if it is not.
+        why_equal: why shares are equal now, once speeds are known; None if they are not.
     """
 
     def __init__(self, world_size: int, *, pinned: tuple[float, ...] | None) -> None:
@@ -160,6 +160,7 @@ class Controller:
         self._is_suspected = False
         self.world_size = world_size
         self.why_equal: str | None = None
+        self._why_next: str | None = None
         self.proposal = np.zeros(world_size) if self._pinned is None else self._pinned
 
     def propose(self, gathered: Gathered, upper: int | None) -> None:
@@ -169,6 +170,8 @@ class Controller:
             gathered: the ranks' numbers by field.
             upper: most samples in a batch of any rank; None: no bound.
         """
+        # The proposal of the exchange before holds from this one on.
+        self.why_equal = self._why_next
         pool = {name: self._pool[name] + gathered[name] for name in _POOLED}
         steps = pool["timed_steps"]
         if steps.min() < _LEAST_STEPS:
@@ -186,6 +189,7 @@ class Controller:
         sizes = equal if self._sizes is None else self._sizes * (total / self._sizes.sum())
         if self._proof.rejects(gathered):
             self._sizes, self._is_suspected = equal, False
+            self._balance.end_trial()
         else:
             self._sizes = self._moved(sizes, equal, self._balance.next(sizes, lower=low, upper=high))
         self.proposal = self._sizes / self._sizes.sum()
@@ -195,7 +199,7 @@ class Controller:
             alike = "equal ones are tried for a look"
         elif self._is_suspected:
             alike = "another look must confirm that the ranks' speeds differ"
-        self.why_equal = None if np.ptp(self.proposal) > 1e-9 else no_better if self._proof.is_resting else alike
+        self._why_next = None if np.ptp(self.proposal) > 1e-9 else no_better if self._proof.is_resting else alike
 
     def _moved(self, sizes: Array, equal: Array, target: Array) -> Array:
         """Returns the next sizes: a first step away from equal ones, for a modest gain, must be wanted in more than one look."""

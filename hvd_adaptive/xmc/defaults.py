@@ -26,7 +26,8 @@ _FOLLOWING = ("compression", "lr", "lr_rule", "merge_period", "merge_weights", "
 def resume_options(config: Config, train: TrainConfig) -> dict[str, Any]:
     """Returns the trainer's own options as a checkpoint has them, and which of all options follow from others."""
     given = {**dataclasses.asdict(config), **dataclasses.asdict(train)}
-    by_default = [name for name in _FOLLOWING if given[name] in (None, "auto")]
+    defaults = {item.name: item.default for cls in (Config, TrainConfig) for item in dataclasses.fields(cls)}
+    by_default = [name for name in _FOLLOWING if given[name] in (None, "auto") and given[name] == defaults[name]]
     # A value that is given may be the default.
     values = {"lr": train.learning_rate, "weight_decay": train.decay}
     return {**dataclasses.asdict(train), **values, "by_default": by_default}

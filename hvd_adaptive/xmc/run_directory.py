@@ -272,4 +272,5 @@ def load_model(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Path]:
             f"model {file} was not saved by hvd-adaptive: name a run directory or its {BEST_MODEL}"
         )
     folder = file.absolute().parent
-    return tensors, metadata, folder.parents[1] if folder.parent.name == "checkpoints" else file.parent
+    is_checkpoint = folder.parent.name == "checkpoints" and not (folder / "config.json").exists()
+    return tensors, metadata, folder.parents[1] if is_checkpoint else file.parent

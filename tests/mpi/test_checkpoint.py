@@ -137,6 +137,8 @@ def test_a_best_model_that_finds_no_room_is_written_when_it_can_be(
     train: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: set[str]
 ) -> None:
     after_round = Trainer._after_round
+    from mpi4py import MPI
+
     best: dict[str, Any] = {}
 
     def fill_and_free(trainer: Trainer, record: Any) -> None:
@@ -157,6 +159,11 @@ def test_a_best_model_that_finds_no_room_is_written_when_it_can_be(
     for folder in (path, newest):
         tensors, _, directory = load_model(folder)
         assert all((best[name] == value).all() for name, value in tensors.items()) and directory == path
+    # A run may lie in a folder of that name.
+    elsewhere = shared_tmp_path / "checkpoints" / "run"
+    if MPI.COMM_WORLD.Get_rank() == 0:
+        shutil.copytree(path, elsewhere)
+        assert load_model(elsewhere)[2] == elsewhere
 
 
 @pytest.mark.mpi(2)

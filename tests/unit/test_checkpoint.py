@@ -36,6 +36,7 @@ from hvd_adaptive.state import checkpoint
 from hvd_adaptive.state.folder_owner import FolderLostError, FolderOwner
 from hvd_adaptive.state.nested import flatten_state
 from hvd_adaptive.state.random_state import seeded_random_state
+from hvd_adaptive.xmc.defaults import resume_options
 from hvd_adaptive.xmc.run_directory import BEST_MODEL, RunDirectory, load_model
 from hvd_adaptive.xmc.train_config import TrainConfig
 
@@ -411,6 +412,12 @@ def test_with_bits_of_their_own_all_take_the_older_too(
     assert {result["source"].name for result in results} == {older}
     assert ("a stale file handle" if damage == "unreadable" else "the ranks' codecs differ") in caplog.text
     assert len({result["hash"] for result in results}) == 1
+
+
+def test_only_options_that_are_left_open_follow_from_others() -> None:
+    assert "merge_period" in resume_options(Config(), TrainConfig())["by_default"]
+    # There auto is a choice.
+    assert "merge_period" not in resume_options(Config(merge_period="auto"), TrainConfig())["by_default"]
 
 
 def test_changed_options_are_an_error_that_names_both_values(tmp_path: Path) -> None:

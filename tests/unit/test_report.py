@@ -9,6 +9,7 @@ import re
 import struct
 import subprocess
 import sys
+from contextlib import nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -414,6 +415,17 @@ def test_a_full_disk_keeps_the_page_that_was_there(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"--out .*r.html: cannot be written: No space left on device"):
             write_output("--out", str(page), "b" * 60_000)
         assert page.read_text() == "a" * 30_000 and os.listdir(disk) == ["r.html"]
+
+
+@pytest.mark.parametrize("name", ["a" * 250, "a" * 300])
+def test_a_file_that_cannot_be_is_named(tmp_path: Path, name: str) -> None:
+    refused = pytest.raises(ValueError, match=r"--json .*a: cannot be written: File name too long")
+    with refused if len(name) > 255 else nullcontext():
+        write_output("--json", str(tmp_path / name), "text")
+    (tmp_path / "old").write_text("old")
+    (tmp_path / "old").chmod(0o600)
+    write_output("--json", str(tmp_path / "old"), "new")
+    assert (tmp_path / "old").read_text() == "new" and (tmp_path / "old").stat().st_mode & 0o777 == 0o600
 
 
 def test_what_is_no_file_is_written_to_as_it_is(tmp_path: Path) -> None:

@@ -113,6 +113,24 @@ def test_between_rounds_ranks_of_any_speed_have_one_rate(name: str) -> None:
         assert rate == pytest.approx(expected[num_samples * STEPS_PER_EPOCH // NUM_SAMPLES], rel=1e-6)
 
 
+def test_a_last_round_that_goes_on_beyond_the_end_steps_no_schedule_too_far() -> None:
+    def run(transport: LocalTransport) -> int:
+        model = nn.Linear(6, 1)
+        config = Config(batch_size=10, mega_batch=NUM_SAMPLES // 4, lr_rule="none")
+        session = Session(model, torch.optim.SGD(model.parameters(), lr=0.05), config, transport=transport)
+        scheduler = lr_scheduler.OneCycleLR(session.optimizer, max_lr=0.1, total_steps=74)
+        session.schedule(scheduler, steps_per_epoch=100)
+        for batch in session.batches(DATA, num_epochs=0.745):
+            with session.step(batch):
+                nn.functional.mse_loss(model(batch.x)[:, 0], batch.y).backward()
+                session.optimizer.step()
+        assert session.num_samples > 0.745 * NUM_SAMPLES
+        session.close()
+        return scheduler.last_epoch
+
+    assert LocalWorld(2).run(run) == [74, 74]
+
+
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_resumed_run_goes_on_in_its_schedule(name: str) -> None:
     config, expected = Config(batch_size=8, mega_batch=100, lr_rule="none"), rates_of(name)
