@@ -461,4 +461,4 @@ def test_a_schedule_of_the_scripts_own_optimizer_goes_on_after_a_resume(strategy
             assert session.optimizer.param_groups[0]["lr"] == 0.1 * 0.5 ** (batch.num_samples_before // 32)
         checkpoints.save()
         session.close()
-        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5 ** (2 * num_epochs - 1)
+        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5 ** (2 * num_epochs)
