@@ -26,7 +26,8 @@ def test_of_loaders_that_are_made_anew_one_with_unequal_shares_speaks(num_ranks:
     assert [loader.num_steps for loader in trained] == [12, 11, 3]
     assert trained[0].num_shared and trained[1].num_shared and not trained[2].num_shared
     lines = engine.report.lines()
-    assert any("% of each global batch; 33.3, 66.7 % were asked for" in line for line in lines), lines
+    # Five and eleven samples of 16.
+    assert any("shares: 31.2, 68.8 % of each global batch; 33.3, 66.7 % were asked for" in line for line in lines), lines
     num_shared = sum(loader.num_shared for loader in trained)
     (line,) = [line for line in lines if "made anew" in line]
     assert f"made anew 2 times; 26 steps in all, {num_shared} of them with unequal shares" in line, line
