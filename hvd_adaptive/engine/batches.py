@@ -68,6 +68,7 @@ class Batch:
     _parts: list[Batch] | None = None
     _weigh: Callable[[Batch], None] | None = None
     _num_handed: int = 0
+    _is_open: bool = False
     _is_over: bool = False
 
     @property
@@ -155,6 +156,7 @@ class BatchSource:
         if len(dataset) == 0:
             raise ValueError("dataset must have at least one sample, got none")
         self._dataset = dataset
+        self._length = len(dataset)
         self.description = f"{len(dataset)} samples, fingerprint {getattr(dataset, 'fingerprint', 'unknown')}"
         self._device = device
         self._stream = CopyStream(device)
@@ -169,8 +171,17 @@ class BatchSource:
         self.times = times or DeviceTimes()
         self.following: tuple[Rows, NDArray[np.int64] | None] = (np.empty(0, dtype=np.int64), None)
 
+    def begin_pass(self) -> None:
+        """Begins a loop over the data, within which their number must stay the same."""
+        self._length = len(self._dataset)
+
     def __len__(self) -> int:
-        return len(self._dataset)
+        if (length := len(self._dataset)) != self._length:
+            raise RuntimeError(
+                f"the data set has {length:,} samples now and had {self._length:,} when the loop over its batches began: change it "
+                "between two loops, as in one loop for each epoch (num_epochs=epoch + 1)"
+            )
+        return length
 
     def load(self, rows: Rows, work: int, *, stands_in: bool = False) -> Batch:
         """Returns the batch of these rows, read here and now, for the present stream.

@@ -143,9 +143,10 @@ class HandedOut:
             )
         if self.is_closed:
             self.check_open()
-        if batch._is_over:
+        if batch._is_over or batch._is_open:
             raise RuntimeError(
-                f"rank {self._rank}: the step of batch {batch.number} (rows {_shown(batch.rows)}) is over, got a second "
+                f"rank {self._rank}: the step of batch {batch.number} (rows {_shown(batch.rows)}) "
+                f"{'is over' if batch._is_over else 'has begun'}, got a second "
                 "session.step for it, and its samples would count twice: do all that you do with a batch within one "
                 "session.step. To add up gradients set micro_batch_size, or accumulation_steps with strategy 'sync'"
             )
@@ -156,6 +157,7 @@ class HandedOut:
                 "counts it as left out: finish each batch before you ask for the next one, without a prefetcher around "
                 "session.batches. It reads ahead by itself, and session.loader(dataset, num_workers=...) in worker processes"
             )
+        batch._is_open = True
         self._waiting.pop(batch.number, None)
 
     def take_back(self, batch: Batch, stats: RoundStats) -> None:

@@ -165,6 +165,7 @@ class Session:
         if (work is not None) != (self.config.work == "nonzeros"):
             given = "None" if work is None else "an array"
             raise ValueError(f"batches(work=...) goes with config.work='nonzeros', got work={given} with {self.config.work!r}")
+        source.begin_pass()
         self._handed_out.begin_loop(num_epochs, self._progress(len(source)))
         source.reader.rank = self.rank
         agree_on_data(self.transport, source._dataset)
@@ -235,6 +236,7 @@ class Session:
             fits = False
         finally:
             self._lr.restore()
+            batch._is_open = False
         if not fits:
             self.optimizer.zero_grad(set_to_none=True)
             self._times.add(self._stats, "busy_s", start)

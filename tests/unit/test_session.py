@@ -1145,6 +1145,38 @@ def test_a_second_step_of_a_batch_is_refused(strategy: str) -> None:
     with pytest.raises(OSError, match="no file"), session.step(batch):
         raise OSError("no file")
     with session.step(batch):
-        pass
+        # A helper that opens it again.
+        with pytest.raises(RuntimeError, match=r"rank 0: the step of batch 1 \(rows .* has begun, got a second"), session.step(batch):
+            pass
     with pytest.raises(RuntimeError, match=r"rank 0: the step of batch 1 \(rows .* is over"), session.step(batch):
         pass
+
+
+class _Rows:
+    """A data set of any length."""
+
+    def __init__(self) -> None:
+        self.length = 97
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, row: int) -> int:
+        return row
+
+
+@pytest.mark.parametrize("length", [40, 400])
+def test_a_data_set_that_changes_within_a_loop_is_refused(length: int) -> None:
+    rows = _Rows()
+    session = Session(
+        model := make_model(), torch.optim.SGD(model.parameters(), lr=0.1), Config(batch_size=8), transport=LocalTransport()
+    )
+    for epoch in range(2):
+        for batch in session.batches(rows, num_epochs=epoch + 1):
+            with session.step(batch):
+                pass
+        rows.length += 10  # between two loops it may
+    with pytest.raises(RuntimeError, match=rf"the data set has {length} samples now and had 117 when"):
+        for batch in session.batches(rows, num_epochs=4):
+            with session.step(batch):
+                rows.length = length
