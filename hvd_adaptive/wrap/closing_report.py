@@ -134,7 +134,7 @@ class Report:
         if any(loader.num_shared for loader in self.loaders):
             lines += self._figures()
         if not self._optimizers and not self._left_alone:
-            lines.append("  not intercepted: the script wrapped no optimizer in hvd.DistributedOptimizer")
+            lines.append("  not intercepted: the script has wrapped no optimizer in hvd.DistributedOptimizer")
         return lines
 
     def _figures(self) -> list[str]:
@@ -160,7 +160,8 @@ class Report:
 
     def _loader_lines(self, loader: Loader) -> list[str]:
         if not loader.num_steps:
-            why = "no optimizer step followed its batches (validation)"
+            is_validation = not loader.is_successor and any(other.num_steps for other in self.loaders)
+            why = f"no optimizer step followed its batches{' (validation)' if is_validation else ''}"
             if loader.reasons & {Reason.INTERLEAVED} or (loader.num_losses and any(other.num_steps for other in self.loaders)):
                 why = "its batches go into steps together with those of another loader"
             elif loader.num_losses:

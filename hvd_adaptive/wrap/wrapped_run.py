@@ -381,6 +381,8 @@ class Engine:
         mergers = local.due(over)
         if not mergers and not self._exchange_due:
             return
+        # One that looks at the model may stand where the others come to this.
+        local.goes_on()
         self._exchange_due, self._exchanging = False, True
         before_s = self._watch.waiting_s
         try:

@@ -1,4 +1,4 @@
-"""GradScaler leaves out one rank's first step, and the script validates right after it."""
+"""GradScaler leaves out one rank's first step, and the script validates right after it. Rank 0 alone saves after the last step."""
 
 import time
 import zlib
@@ -37,3 +37,8 @@ for number, (data, target) in enumerate(loader):
         state = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
         same = len(set(hvd.allgather_object(zlib.crc32(state)))) == 1
         model.train()
+    if number == len(loader) - 1:
+        start = time.monotonic()
+        if hvd.rank() == 0:
+            torch.save(model.state_dict(), "/dev/null")
+ended_s = time.monotonic() - start
