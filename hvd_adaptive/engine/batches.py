@@ -178,8 +178,8 @@ class BatchSource:
     def __len__(self) -> int:
         if (length := len(self._dataset)) != self._length:
             raise RuntimeError(
-                f"the data set has {length:,} samples now and had {self._length:,} when the loop over its batches began: change it "
-                "between two loops, as in one loop for each epoch (num_epochs=epoch + 1)"
+                f"the data set has {length:,} samples now and had {self._length:,} when the loop over its batches began: change "
+                "it between two loops, as in one loop for each epoch (num_epochs=epoch + 1)"
             )
         return length
 

@@ -189,7 +189,7 @@ def test_merged_models_have_the_same_bits_on_all_ranks(num_ranks: int) -> None:
 
 @pytest.mark.mpi(2, timeout=300)
 def test_one_rank_stands_where_another_one_merges(num_ranks: int) -> None:
-    """It validates, as its GradScaler has left the step out, and the other one waits in the merge; or it saves at a pass's end."""
+    """It validates, as its GradScaler has left the step out, and the other one waits in the merge; or it saves."""
     from hvd_adaptive.wrap.script import intercept, start_world
 
     world = start_world()

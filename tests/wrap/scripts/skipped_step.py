@@ -1,4 +1,4 @@
-"""GradScaler leaves out one rank's first step, and the script validates right after it. Rank 0 alone saves after the last step."""
+"""GradScaler leaves out one rank's first step, and the script validates right after it. Rank 0 alone saves at the end."""
 
 import time
 import zlib
