@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hvd_adaptive.algorithm.ledger import round_size
-from hvd_adaptive.algorithm.merge_period import SLOW_LINK_CODEC
+from hvd_adaptive.algorithm.merge_period import SLOW_LINK_CODEC, capped_mega_batch
 from hvd_adaptive.algorithm.micro_batches import multiple
 from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.algorithm.speed_model import fit_line
@@ -136,7 +136,7 @@ class Calibrator:
         line_s = self._factors * (fixed_s + sample_s * chosen.batch_size)
         lines = (self._factors * fixed_s, self._factors * work_s)
 
-        first_size = config.mega_batch if config.mega_batch is not None else 50 * chosen.batch_size
+        first_size = capped_mega_batch(config, config.mega_batch_samples, len(self._data), transport.world_size)
         rounds = [self._rounds(chosen, first_size)]
         # An epoch is cut evenly, so real rounds have more or fewer samples than a mega-batch.
         real_round = functools.partial(round_size, 0, dataset_size=len(self._data), unit=config.micro_batch_size or 1)

@@ -127,7 +127,7 @@ def recommend_mega_batch(
         The mega-batch, and a sentence where it cannot be long enough.
     """
     wanted = max(least_mega_batch(communication_s, 1 / samples_per_s, share=share), least)
-    most = max(dataset_size // LEAST_MERGES_AN_EPOCH, least)
+    most = max(dataset_size // LEAST_MERGES_AN_EPOCH // batch_size * batch_size, least)
     chosen = int(np.ceil(min(wanted, most) / batch_size)) * batch_size
     taken = communication_s / (communication_s + chosen / samples_per_s)
     # What is printed in whole percent is above the share, then.

@@ -103,12 +103,21 @@ def test_codes_are_tried_by_a_steps_time_however_an_epoch_is_cut(
     monkeypatch: pytest.MonkeyPatch, dataset_size: int, exchange_s: float, coded: bool
 ) -> None:
     played = pretend(monkeypatch, exchange_s, dataset_size)
-    _, found = calibrate(Config(), range(dataset_size))
+    _, found = calibrate(Config(mega_batch=3200), range(dataset_size))
     # An exchange takes a twentieth of a step, or a third of it. 25 steps have 1,600 samples, and real rounds 400, 2200 or 1600.
     assert any(config.strategy == "sync" and config.encodes for config, _ in played) == coded
     # A merge takes as long as such an exchange, once a round: as predicted, so measured.
     local = next(one for config, one in played if config.strategy == "local")
     assert found.choices[0].samples_per_s == pytest.approx(local.num_samples / local.seconds)
+
+
+def test_few_data_are_merged_several_times_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An exchange of a second asks for more samples than there are. Where it takes no time, rounds are as short as those of train.
+    for exchange_s, mega_batch in ((1.0, 64), (1e-6, 64)):
+        pretend(monkeypatch, exchange_s, 400)
+        assert calibrate(Config(), range(400))[0].mega_batch == mega_batch
+    pretend(monkeypatch, 1.0, 400)
+    assert calibrate(Config(batch_size=16), range(400))[0].mega_batch == 96
 
 
 def test_a_rank_without_memory_for_a_sample_is_no_rank_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
