@@ -18,13 +18,14 @@ from hvd_adaptive.cluster.binding import idle_nodes, num_restarts
 from hvd_adaptive.cluster.device import bind_device, compute_threads, device_place
 from hvd_adaptive.cluster.device_places import missing_gpus, shared_devices
 from hvd_adaptive.cluster.host import free_memory_bytes, own_cores
-from hvd_adaptive.cluster.last_checkpoint import resume_when_requeued
+from hvd_adaptive.cluster.last_checkpoint import describe_newest, resume_when_requeued
 from hvd_adaptive.comm.protocols import Transport, agree_equal, attempt, long_task
 from hvd_adaptive.comm.shared_gpus import settle_shared_gpus
 from hvd_adaptive.config import Config
 from hvd_adaptive.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from hvd_adaptive.report.tensorboard import ScalarWriter
 from hvd_adaptive.session.supervised import Supervised
+from hvd_adaptive.state.preemption import PREEMPTION
 from hvd_adaptive.xmc.data import SparseDataset, build, open_splits, resolve
 from hvd_adaptive.xmc.run_directory import RunDirectory
 from hvd_adaptive.xmc.train_config import TrainConfig
@@ -55,6 +56,10 @@ def train(
     Raises:
         AgreedError: on all ranks, for bad input on any.
     """
+    path = run_path(config, options)
+    if transport.rank == 0 and options.checkpoint_interval != 0:
+        # A run that goes on has saved something before this process did.
+        PREEMPTION.saved = PREEMPTION.saved_at_first = lambda: describe_newest(path / "checkpoints")
     is_restarted = bool(options.out) and _is_restarted(transport)
     if is_restarted and options.resume != "auto":
         # One rank looks, as another may see an old state of a shared folder.
@@ -77,7 +82,6 @@ def train(
     splits = open_data(options.data, options.test_data, options.cache_dir, transport)
     check_memory(options, splits[0], device, transport)
     attempt(transport, lambda: check_slowdown_early(config.slowdown, transport.world_size))
-    path = run_path(config, options)
     make_directory = attempt(
         transport,
         lambda: _run_directory(path, config, options, supervised, is_restarted=is_restarted) if transport.rank == 0 else None,

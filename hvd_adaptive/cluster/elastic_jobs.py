@@ -167,7 +167,8 @@ class TrainJob:
         return describe_newest(*self._checkpoints)
 
     def close(self, *, finished: bool) -> str:
-        return ""
+        # Of a run that never began there is nothing to say. What is in memory goes with the supervisor.
+        return "" if finished or not self.num_done() else describe_newest(self._directory / "checkpoints")
 
     def _last_rounds(self) -> list[dict[str, Any]]:
         """The last rounds of the run directory; rounds of this launch are among them if there are any yet."""

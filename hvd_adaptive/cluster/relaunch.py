@@ -21,8 +21,7 @@ from typing import Literal
 from hvd_adaptive.cluster import tether
 from hvd_adaptive.cluster.binding import read_launcher, requested_threads
 from hvd_adaptive.cluster.host import usable_cores
-from hvd_adaptive.cluster.signals import blocked, ending_signals, for_launcher, handled
-from hvd_adaptive.exit_codes import EXIT_INTERRUPTED
+from hvd_adaptive.cluster.signals import Stop, blocked, ending_signals, for_launcher, handled
 
 Flavour = Literal["openmpi4", "openmpi5", "hydra", "torchrun"]
 
@@ -273,7 +272,8 @@ def relaunch(num_ranks: int, argv: Sequence[str], *, backend: str = "auto", ends
             leaves its ranks one second after those; torchrun leaves them thirty after SIGTERM, and passes on nothing else.
 
     Returns:
-        The launcher's exit code; 128 + the signal's number if a signal ended it; 130 if a SIGINT did, in order or not.
+        The launcher's exit code; 128 + the signal's number if a signal ended it; 130 if a SIGINT did, in order or not; with
+        ends_in_order 75 if another did: a second one, or the first before the ranks caught it.
 
     Raises:
         ValueError: num_ranks is below 1.
@@ -296,12 +296,13 @@ def _run(command: Sequence[str], env: Mapping[str, str], *, is_torchrun: bool, e
             # Into a pipe Python writes in large pieces; mpirun's ranks have had one before.
             unbuffered = {"PYTHONUNBUFFERED": "1"} if is_torchrun else {}
             child = start(command, {**unbuffered, **env}, stdout=subprocess.PIPE)
-            asked: list[int] = []
+            stop = Stop()
+            asking = (*ending_signals(), *([signal.SIGUSR1] if ends_in_order else []))
 
             def forward(number: int, frame: FrameType | None) -> None:
-                is_first = not asked
-                if number not in (signal.SIGUSR1, signal.SIGUSR2):
-                    asked.append(number)
+                is_first = not stop.first
+                if number in asking and not stop.take(number) and ends_in_order:
+                    return
                 # Any other signal than these two would end torchrun, and leave its ranks.
                 asks = is_torchrun and (number != signal.SIGINT or (ends_in_order and is_first))
                 in_order = ends_in_order and is_first and not asks
@@ -310,9 +311,8 @@ def _run(command: Sequence[str], env: Mapping[str, str], *, is_torchrun: bool, e
             handling.enter_context(handled(signals, forward))
         _pass_on(child)
         code = child.wait()
-    if code and signal.SIGINT in asked:
-        return EXIT_INTERRUPTED
-    return code if code >= 0 else 128 - code
+    code = code if code >= 0 else 128 - code
+    return stop.job_code(code, in_order=ends_in_order) if code and stop.first else code
 
 
 def _pass_on(child: subprocess.Popen[bytes]) -> None:

@@ -1,14 +1,65 @@
-"""Signals in a process that starts others: a launcher's parent, a supervisor, the doctor. Ranks have state/preemption.py."""
+"""Signals in a process that starts others: a launcher's parent, a supervisor, the doctor. Ranks have state/preemption.py, and
+share the rule of when a second signal counts."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
+from hvd_adaptive.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
+
 Handler = Callable[[int, FrameType | None], Any]
+
+# Launchers may deliver one signal twice: srun its own and slurmstepd's, mpirun to a rank and to its group.
+_SAME_SIGNAL_S = 2.0
+# Of SIGINT, which a person may repeat on purpose.
+_SAME_CTRL_C_S = 0.4
+
+
+class Stop:
+    """Signals that ask a process to end: the first in order, a second at once. One too soon after the first is the same again.
+
+    Attributes:
+        first: number of the first signal; 0 until one comes.
+        first_s: when it came, by time.monotonic.
+        is_at_once: a second one has come.
+    """
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.first_s = 0.0
+        self.is_at_once = False
+
+    def take(self, number: int) -> bool:
+        """Takes note of a signal; returns False for one that is to be dropped."""
+        if not self.first:
+            self.first_s = time.monotonic()
+            self.first = number
+            return True
+        same_s = _SAME_CTRL_C_S if number == self.first == signal.SIGINT else _SAME_SIGNAL_S
+        counts = time.monotonic() - self.first_s >= same_s
+        self.is_at_once = self.is_at_once or counts
+        return counts
+
+    @property
+    def exit_code(self) -> int:
+        """Of a job that has ended as it was asked to: 130 after Ctrl-C, else 75."""
+        return EXIT_INTERRUPTED if self.first == signal.SIGINT else EXIT_PREEMPTED
+
+    def job_code(self, code: int, *, in_order: bool) -> int:
+        """Returns the exit code of a job that was asked to end.
+
+        Args:
+            code: its launcher's.
+            in_order: as for `for_launcher`.
+        """
+        # Ranks that do not yet catch the order to stop are killed by it, and have nothing to save.
+        was_asked = in_order and (self.is_at_once or code == 128 + signal.SIGUSR1)
+        return self.exit_code if was_asked or self.first == signal.SIGINT else code
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:

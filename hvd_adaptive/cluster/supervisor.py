@@ -37,8 +37,8 @@ from hvd_adaptive.cluster.hosts import (
 )
 from hvd_adaptive.cluster.output import Lines
 from hvd_adaptive.cluster.relaunch import build_command, start
-from hvd_adaptive.cluster.signals import blocked, ending_signals, for_launcher, handled
-from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_TOO_FEW_HOSTS
+from hvd_adaptive.cluster.signals import Stop, blocked, ending_signals, for_launcher, handled
+from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_TOO_FEW_HOSTS
 
 # A job that ends so often without getting on will not do better.
 _TRIES = 3
@@ -103,7 +103,7 @@ class Supervisor:
         self._memory, self._memory_lock = make_memory()
         self._job = make_job(self._memory)
         self._child: subprocess.Popen[bytes] | None = None
-        self._signal: int | None = None
+        self._stop = Stop()
         self._unsent: int | None = None
         self._forwarded: tuple[signal.Signals, ...] = ()
         self._asked = self._ended = self._is_finished = False
@@ -149,7 +149,7 @@ class Supervisor:
         for number in range(1, sys.maxsize):
             found = self._wait_for_hosts(hosts)
             if found is None:
-                return EXIT_TOO_FEW_HOSTS if self._signal is None else self._stopped_code()
+                return self._stop.exit_code if self._stop.first else EXIT_TOO_FEW_HOSTS
             hosts = found
             parts_s["wait"] = time.monotonic() - ended_s
             launch = Launch(number, hosts, cause, blamed, self._job.num_done(), parts_s)
@@ -158,10 +158,8 @@ class Supervisor:
             self._is_finished = self._job.is_finished(code)
             if self._is_finished or code == EXIT_BAD_INPUT:
                 return code
-            if self._signal is not None:
-                # Ranks that do not yet catch the order to stop are killed by it. They have nothing to save.
-                was_asked = self._signal == signal.SIGINT or (code >= 128 and self._job.stops_in_order)
-                return self._stopped_code() if was_asked else code
+            if self._stop.first:
+                return self._stop.job_code(code, in_order=self._job.stops_in_order)
             # What was lost is not to be tried once more.
             self._discovery.ask_now(_ANSWER_LIMIT_S)
             parts_s = {"notice": self._silent_s, "teardown": ended_s - (self._failed_s or ended_s)}
@@ -186,7 +184,7 @@ class Supervisor:
         """Returns the ranks by host for the next launch; None if there are too few for too long, or a signal came."""
         begin_s = said_s = time.monotonic()
         said = ""
-        while self._signal is None:
+        while not self._stop.first:
             now_s = time.monotonic()
             hosts = assign(self._backoff.usable(self._discovery.hosts, now_s), self._options.max_np, first=before)
             if sum(hosts.values()) >= self._options.min_np:
@@ -221,8 +219,8 @@ class Supervisor:
         self._asked, self._ended, self._waiting_hosts = False, False, ""
         # Until the child is known a signal must wait: it could not be passed on.
         with blocked(self._forwarded):
-            if self._signal is not None:
-                return self._stopped_code()
+            if self._stop.first:
+                return self._stop.exit_code
             self._child = child = start(command, env, stderr=subprocess.PIPE)
         if self._unsent is not None:
             # The thread that asks for hosts has taken it in, and this one's handler ran when there was no child yet.
@@ -238,7 +236,7 @@ class Supervisor:
                 continue
             if not launch.has_begun:
                 self._look_for_beginning(launch)
-            elif not self._asked and self._signal is None:
+            elif not self._asked and not self._stop.first:
                 self._move(launch, child)
         reader.join(timeout=2.0)
         self._child = None
@@ -274,9 +272,6 @@ class Supervisor:
             self._say(f"{change}: the script is ended, and started again without it")
             self._ended = True
             child.send_signal(signal.SIGTERM)
-
-    def _stopped_code(self) -> int:
-        return EXIT_INTERRUPTED if self._signal == signal.SIGINT else EXIT_PREEMPTED
 
     def _changes(self, hosts: Hosts) -> tuple[str, str]:
         """The hosts that the job should do without, and those that it should have besides; empty for none."""
@@ -368,10 +363,10 @@ class Supervisor:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         def forward(number: int, frame: FrameType | None) -> None:
-            first = self._signal is None
-            self._signal = self._signal or number
+            first = not self._stop.first
+            counts = self._stop.take(number) or not self._job.stops_in_order
             # Ranks that were asked to move would take another SIGUSR1 for the order to end at once.
-            if first and self._asked:
+            if not counts or (first and self._asked):
                 return
             passed_on = for_launcher(number, in_order=first and self._job.stops_in_order)
             if self._child is None:

@@ -24,16 +24,12 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from hvd_adaptive.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from hvd_adaptive.cluster.signals import Stop
 
 if TYPE_CHECKING:
     from hvd_adaptive.comm.protocols import Transport
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
-# Launchers may deliver one signal twice: srun its own and slurmstepd's, mpirun to a rank and to its group.
-_SAME_SIGNAL_S = 2.0
-# Of SIGINT, which a person may repeat on purpose.
-_SAME_CTRL_C_S = 0.4
 # Rank 0 speaks for all.
 _OTHERS_LATER_S = 1.0
 
@@ -46,6 +42,7 @@ class Preemption:
         drain_limit_s: seconds from the first signal until the job is ended, whatever its ranks still do.
         rank: of this process; others than 0 leave the message of the end to rank 0.
         saved: says in words what is saved, for that message.
+        saved_at_first: what `saved` is until a session's checkpointer changes it.
         end_job: ends the job on all ranks: gets the message and the exit code. By default it ends this process alone.
     """
 
@@ -53,9 +50,9 @@ class Preemption:
         self.signal_number = 0
         self.drain_limit_s = 60.0
         self.rank = 0
-        self.saved: Callable[[], str] = lambda: "nothing was saved by this process"
+        self.saved = self.saved_at_first = _nothing
         self.end_job: Callable[[str, int], object] = _end_process
-        self._first_s = 0.0
+        self._stop = Stop()
         self._pid = 0
         self._writer: socket.socket | None = None
         self._before: dict[int, Any] = {}
@@ -108,7 +105,7 @@ class Preemption:
             drain_limit_s: see the attribute.
         """
         self.rank, self.drain_limit_s, self.end_job = transport.rank, drain_limit_s, transport.abort
-        self.saved = lambda: "nothing was saved by this process"
+        self.saved = self.saved_at_first
         transport.last_words = lambda: f"{self.saved()[:1].upper()}{self.saved()[1:]}."
 
     def stop(self) -> None:
@@ -119,7 +116,8 @@ class Preemption:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._writer.close()
-        self._writer, self.signal_number = None, 0
+        self._writer, self.signal_number, self._stop = None, 0, Stop()
+        self.saved = self.saved_at_first = _nothing
 
     def _ignore(self) -> None:
         # Python gives its handlers back before MPI has finished, and a late signal would end what has ended well.
@@ -131,7 +129,7 @@ class Preemption:
         with reader:
             while True:
                 if self.signal_number and self._ends_late:
-                    reader.settimeout(max(0.01, self._first_s + self.drain_limit_s - time.monotonic()))
+                    reader.settimeout(max(0.01, self._stop.first_s + self.drain_limit_s - time.monotonic()))
                 try:
                     numbers = reader.recv(64)
                 except TimeoutError:
@@ -139,22 +137,17 @@ class Preemption:
                     return
                 if not numbers:
                     return
-                if any(number in self._before for number in numbers) and self._is_second(numbers) and self._ends_late:
+                for number in filter(self._before.__contains__, numbers):
+                    self._stop.take(number)
+                self.signal_number = self.signal_number or self._stop.first
+                if self._stop.is_at_once and self._ends_late:
                     self._end(f"a second signal came while the ranks got ready to end after {self._name}")
                     return
-
-    def _is_second(self, numbers: bytes) -> bool:
-        if signal.SIGINT in numbers and self.signal_number == signal.SIGINT:
-            return time.monotonic() - self._first_s >= _SAME_CTRL_C_S
-        if not self.signal_number:
-            self._first_s = time.monotonic()
-            self.signal_number = next(number for number in numbers if number in self._before)
-        return time.monotonic() - self._first_s >= _SAME_SIGNAL_S
 
     @property
     def exit_code(self) -> int:
         """Of a process that has ended in order: 130 after Ctrl-C, else 75."""
-        return EXIT_INTERRUPTED if self.signal_number == signal.SIGINT else EXIT_PREEMPTED
+        return self._stop.exit_code
 
     @property
     def _name(self) -> str:
@@ -225,6 +218,10 @@ def _heed_only(parent: int) -> None:
 
 def _take_note(number: int, frame: FrameType | None) -> None:
     """Nothing: the number is in the socket already."""
+
+
+def _nothing() -> str:
+    return "nothing was saved by this process"
 
 
 def _end_process(text: str, code: int) -> None:

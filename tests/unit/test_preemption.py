@@ -467,8 +467,9 @@ def test_a_late_signal_does_not_end_what_has_ended_well() -> None:
 
 NOTED = """
 import os, signal, time
+from hvd_adaptive.cluster import signals
 from hvd_adaptive.state import preemption
-preemption._SAME_SIGNAL_S, preemption.PREEMPTION.drain_limit_s = 0.0, 0.01
+signals._SAME_SIGNAL_S, preemption.PREEMPTION.drain_limit_s = 0.0, 0.01
 preemption.PREEMPTION.catch_signals((signal.SIGUSR1,), ends_late=False)
 for _ in range(2):
     os.kill(os.getpid(), signal.SIGUSR1)

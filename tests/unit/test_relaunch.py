@@ -176,12 +176,18 @@ def test_a_place_that_the_user_names_stays():
 
 # A stand-in for the package: `python -m hvd_adaptive` in this folder runs these ranks instead.
 RANKS = """
-import os, pathlib, sys, time
+import os, pathlib, signal, sys, time
 from mpi4py import MPI
 comm = MPI.COMM_WORLD
 sys.stdout.write(f"rank {comm.rank} of {comm.size} {sys.argv[1:]} {os.environ['OMP_NUM_THREADS']}\\n")
 sys.stdout.flush()
-if sys.argv[1:] == ["sleep"]:
+def save(*_):
+    time.sleep(float(sys.argv[2]))
+    pathlib.Path(f"saved-{comm.rank}").touch()
+    sys.exit(75)
+if sys.argv[1] == "save":
+    signal.signal(signal.SIGUSR1, save)
+if sys.argv[1] in ("sleep", "save", "load"):
     pathlib.Path(f"started-{comm.rank}").touch()
     time.sleep(300)
 sys.exit(int(sys.argv[1]))
@@ -190,7 +196,7 @@ PARENT = """
 import importlib, sys
 sys.path.insert(0, {real!r})
 from hvd_adaptive.cluster.relaunch import relaunch
-sys.exit(relaunch(2, sys.argv[1:]))
+sys.exit(relaunch(2, sys.argv[1:], ends_in_order=sys.argv[1] in ("save", "load")))
 """
 
 
@@ -235,6 +241,27 @@ def test_signals_reach_the_ranks(run_job, parent, number):
     assert (options["cwd"] / "started-1").exists(), result.describe()
     assert result.returncode != 0
     assert not result.leftover
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gaps_s", "saves"),
+    # Ranks that load do not catch SIGUSR1 yet.
+    [(["save", "1"], [0.2], True), (["save", "60"], [2.2], False), (["load"], [], False)],
+    ids=["twice", "second", "early"],
+)
+def test_ranks_that_end_in_order(run_job, parent, ranks, gaps_s, saves):
+    argv, options = parent
+
+    def end(child):
+        while len(list(options["cwd"].glob("started-*"))) < 2 and child.poll() is None:
+            time.sleep(0.02)
+        for gap_s in [0.0, *gaps_s]:
+            time.sleep(gap_s)
+            child.send_signal(signal.SIGTERM)
+
+    result = run_job([*argv, *ranks], **options, during=end, timeout=120)
+    assert result.returncode == 75 and not result.leftover, result.describe()
+    assert len(list(options["cwd"].glob("saved-*"))) == 2 * saves, result.describe()
 
 
 def test_a_closed_terminal_ends_the_ranks(run_job, parent):

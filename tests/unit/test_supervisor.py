@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hvd_adaptive.cluster import signals
 from hvd_adaptive.cluster import supervisor as module
 from hvd_adaptive.cluster.elastic_jobs import Beginning, Launch
 from hvd_adaptive.cluster.supervisor import Elastic, Supervisor
@@ -126,6 +127,18 @@ def test_ranks_that_do_not_yet_catch_the_order_to_stop(
     tell = f"touch {tmp_path}/begun; kill -{number.name[3:]} {os.getpid()}"
     assert supervise(ShellJob(f"{tell}; exec sleep 20")).run() == code
     assert (tmp_path / "begun").exists()
+
+
+@pytest.mark.parametrize(("gap_s", "saves"), [(0.1, True), (1.2, False)])
+def test_one_signal_delivered_twice_and_a_second_one(
+    supervise: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gap_s: float, saves: bool
+) -> None:
+    monkeypatch.setattr(signals, "_SAME_SIGNAL_S", 1.0)
+    # The launcher passes SIGTERM on by killing its ranks, and says 1.
+    traps = f"trap 'sleep {1 if saves else 20} & wait $!; touch {tmp_path}/saved; exit 75' USR1; trap 'exit 1' TERM"
+    tell = f"kill -TERM {os.getpid()}; sleep {gap_s}; kill -TERM {os.getpid()}"
+    assert supervise(ShellJob(f"{traps}; ({tell}) & sleep 20 & wait $!")).run() == 75
+    assert (tmp_path / "saved").exists() == saves
 
 
 def test_what_ranks_say_of_a_stop_stays(supervise: Any) -> None:
