@@ -1,15 +1,17 @@
-"""A file of lines, one a round, that outlives a full disk."""
+"""A file of lines, one a round, that outlives a full disk and the removal of its folder."""
 
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 
 class LineFile:
-    """Appends lines to a file. What does not fit on the disk is kept, and written before the next line.
+    """Appends lines to a file. What does not fit on the disk is kept, and written before the next line. A file that somebody
+    moves or removes is made anew, and the log says so.
 
     Args:
         path: the file.
@@ -43,9 +45,22 @@ class LineFile:
         Raises:
             OSError: if that still cannot be done.
         """
+        if self._unwritten:
+            self._follow_path()
         while self._unwritten:
             # A part may be written and the next refused: it goes on from there.
             self._unwritten = self._unwritten[self._file.write(self._unwritten) or 0 :]
+
+    def _follow_path(self) -> None:
+        try:
+            if os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                return
+        except FileNotFoundError:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = self._path.open("ab", buffering=0)
+        self._file.close()
+        self._file = file
+        log.error("%s was moved or removed during the run: its further lines go to a new file there.", self._path)
 
     def close(self) -> None:
         """Closes the file; what was kept until now is lost."""

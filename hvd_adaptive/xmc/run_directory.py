@@ -65,6 +65,7 @@ class RunDirectory:
         self.owner = FolderOwner(path, socket.gethostname())
         self._sinks = sinks
         self._unwritten_best: tuple[dict[str, Tensor], dict[str, str]] | None = None
+        self._config: dict[str, Any] | None = None
         try:
             # What a run that never begins is to remove.
             self._made = _missing(*(path / name for name in ("rounds.jsonl", "config.json", ".owner")), path, *path.parents)
@@ -128,12 +129,17 @@ class RunDirectory:
     def write_config(self, config: Config, train: TrainConfig) -> None:
         """Writes config.json, which ``--config`` reads."""
         values = {**dataclasses.asdict(train), **dataclasses.asdict(config), "resume": None}
-        self._write_json("config.json", {name: value for name, value in values.items() if value is not None})
+        self._config = {name: value for name, value in values.items() if value is not None}
+        self._write_json("config.json", self._config)
 
     def add_round(self, record: dict[str, Any]) -> None:
         """Appends one round to rounds.jsonl, and hands it to the sinks. What does not fit on the disk is kept for later."""
         self.owner.hold()
         self._rounds.add(json.dumps(record))
+        if self._config is not None and not (self.path / "config.json").exists():
+            # Somebody has moved or removed the folder. What cannot be written now is tried again with the next line.
+            with contextlib.suppress(OSError):
+                self._write_json("config.json", self._config)
         self._call_sinks(lambda sink: sink.add_round(record))
 
     def write_summary(self, summary: dict[str, Any]) -> None:

@@ -879,16 +879,37 @@ def test_a_best_model_that_a_full_disk_refuses_is_written_later(tmp_path: Path, 
 def test_rounds_that_a_full_disk_refuses_are_written_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = RunDirectory(tmp_path / "run")
     directory.add_round({"round": 0})
-    lines = directory._rounds
-    disk, lines._file = lines._file, Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
+    rounds, disk = tmp_path / "run" / "rounds.jsonl", tmp_path / "disk"
+    rounds.rename(disk)
+    rounds.symlink_to("/dev/full")
     for number in (1, 2):
         directory.add_round({"round": number})
     assert caplog.text.count("rounds.jsonl cannot be written: [Errno 28] No space left on device") == 1
-    lines._file = disk
+    disk.rename(rounds)
     directory.add_round({"round": 3})
     directory.close()
-    written = (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()
-    assert [json.loads(line)["round"] for line in written] == [0, 1, 2, 3]
+    assert [json.loads(line)["round"] for line in rounds.read_text().splitlines()] == [0, 1, 2, 3]
+
+
+def test_a_run_directory_that_is_moved_or_removed_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    directory = RunDirectory(run)
+    directory.write_config(Config(), TrainConfig())
+    config = (run / "config.json").read_text()
+    for number in range(5):
+        if number == 2:
+            run.rename(moved)
+        if number == 3:
+            # As the next checkpoint does.
+            shutil.rmtree(run)
+            (run / "checkpoints").mkdir(parents=True)
+        directory.add_round({"round": number})
+    directory.write_summary({})
+    directory.close()
+    assert (moved / "rounds.jsonl").read_text() == '{"round": 0}\n{"round": 1}\n'
+    assert (run / "rounds.jsonl").read_text() == '{"round": 3}\n{"round": 4}\n'
+    assert (run / "config.json").read_text() == config and (run / ".owner").exists()
+    assert caplog.text.count("rounds.jsonl was moved or removed during the run") == 2
 
 
 def test_a_sink_that_a_full_disk_refuses_gets_no_more_rounds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

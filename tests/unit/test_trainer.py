@@ -124,13 +124,14 @@ def test_a_recording_that_a_full_disk_refuses_is_written_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_freed: bool
 ) -> None:
     trainer = make_trainer(tmp_path / "run", record=True, epochs=1)
-    recording: Any = trainer._recording
-    assert isinstance(recording, RecordingFile)
-    disk, recording._lines._file = recording._lines._file, Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115
+    assert isinstance(trainer._recording, RecordingFile)
+    claims, disk = tmp_path / "run" / CLAIMS_FILE, tmp_path / "disk"
+    claims.rename(disk)
+    claims.symlink_to("/dev/full")
 
     def free(record: Any) -> None:
         if is_freed and record.round == 2:
-            recording._lines._file = disk
+            disk.rename(claims)
 
     trainer._session.records.append(free)
     if is_freed:
@@ -138,6 +139,7 @@ def test_a_recording_that_a_full_disk_refuses_is_written_later(
     else:
         with pytest.raises(AgreedError, match=r"run directory \S+run cannot be written: .*No space left on device"):
             trainer.run()
+        disk.rename(claims)
     assert caplog.text.count(f"{CLAIMS_FILE} cannot be written: [Errno 28] No space left on device. The run goes on") == 1
     assert sorted(read_recording(tmp_path / "run")[1]) == ([0, 1, 2, 3] if is_freed else [])
 
