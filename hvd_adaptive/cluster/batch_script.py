@@ -210,7 +210,7 @@ def _with_requeue(command: str) -> list[str]:
         "# The shell takes a signal only while it waits, so the ranks run beside it. After a signal they save and end with 75.",
         f"{command} &",
         "ranks=$! again=1 told=",
-        f"trap 'kill -USR1 \"$ranks\" && again=1 told={EXIT_PREEMPTED}' USR1 TERM",
+        f"trap 'kill -USR1 \"$ranks\" 2>/dev/null && again=1 told={EXIT_PREEMPTED}' USR1 TERM",
         'while [ "$again" = 1 ]; do again=0 code=0; wait "$ranks" || code=$?; done',
         "# Ranks that were told but not ready in time go on from an older checkpoint. A cancelled job is not RUNNING.",
         f'if [ "$code" != 0 ] && [ "${{told:-$code}}" = {EXIT_PREEMPTED} ]; then',
