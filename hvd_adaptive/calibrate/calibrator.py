@@ -19,7 +19,7 @@ from hvd_adaptive.algorithm.micro_batches import multiple
 from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.algorithm.speed_model import fit_line
 from hvd_adaptive.calibrate.choices import SLOW_EXCHANGE, choose, may_choose, may_cut, settled
-from hvd_adaptive.calibrate.file import FORMAT, Calibration, Choice, MergeCalibration, RankCalibration
+from hvd_adaptive.calibrate.file import FORMAT, LOCAL_ONLY, Calibration, Choice, MergeCalibration, RankCalibration
 from hvd_adaptive.calibrate.link import measure_claims, measure_link
 from hvd_adaptive.calibrate.memory_ceiling import (
     largest_by_growth,
@@ -93,6 +93,7 @@ class Calibrator:
         self._least_s = least_s
         self._given = given
         self._say: Callable[[str], None] = say if transport.rank == 0 else lambda line: None
+        self._bounds = [name for name in LOCAL_ONLY if getattr(config, name) is not None]
         self._work = data.num_nonzeros() if config.work == "nonzeros" else None
         self._work_per_sample = 1.0 if self._work is None else float(self._work.mean())
         self._factors = Slowdown(config.slowdown, world_size=transport.world_size).factors(0.0)
@@ -242,6 +243,7 @@ class Calibrator:
             horovod=synchronous(horovod, *lines),
             predicted=best,
             choices=choices,
+            bounds=self._bounds,
         )
 
     def _in_turn(self, action: Callable[[], Any]) -> Any:
@@ -374,6 +376,7 @@ class Calibrator:
         own = {name: getattr(config, name) for name in ("slowdown", "seed", "stall_limit_s", "num_threads")}
         if strategy == "sync":
             own |= {"micro_batch_size": config.micro_batch_size, "compression": compression}
+            own |= {name: getattr(chosen, name) for name in self._bounds}
         elif chosen.micro_batch_size is not None:
             # What fits into memory: plain Horovod knows no micro-batches.
             batch_size = chosen.micro_batch_size

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 FORMAT = 1
 TABLE = "calibration"
-# Options recommended for strategy `local` alone: they would keep the shares of `sync` from what takes least time.
+# Bounds, recommended for strategy `local` alone: they would keep the shares of `sync` from what takes least time.
 LOCAL_ONLY = ("min_batch_size", "max_batch_size")
 # What is chosen by the predicted time, unless one of them is given by hand.
 BY_CHOICE = frozenset({"strategy", "compression", "merge_fragments"})
@@ -168,6 +168,7 @@ class Calibration:
         horovod: with equal batches, plain Horovod.
         predicted: the choice that ``train`` takes, with the options at the file's top.
         choices: the ways to train that were compared; none in files of older versions.
+        bounds: those of ``LOCAL_ONLY`` that were given and not recommended, so that ``sync`` keeps to them too.
     """
 
     format: int
@@ -186,6 +187,7 @@ class Calibration:
     horovod: SynchronousCalibration
     predicted: Choice
     choices: list[Choice] = field(default_factory=list)
+    bounds: list[str] = field(default_factory=list)
 
 
 def read_table(values: Any, where: str) -> Calibration:
@@ -277,8 +279,8 @@ def chosen_options(calibration: Calibration, given: Collection[str]) -> dict[str
 def options_of(
     values: Mapping[str, Any], calibration: Calibration, *, strategy: str, for_script: bool = False
 ) -> dict[str, Any]:
-    """Returns the options of a calibration's file that are meant for a strategy; of bounds on the batch size, for another than
-    ``local``, at most the one that every rank's memory sets.
+    """Returns the options of a calibration's file that are meant for a strategy; of bounds on the batch size, for ``sync``,
+    those that were given and the one that every rank's memory sets.
 
     Args:
         values: the options in the file.
@@ -288,6 +290,9 @@ def options_of(
     """
     largest = [rank.largest_batch for rank in calibration.ranks if rank.largest_batch is not None]
     by_memory = {"max_batch_size": max(1, int(MEMORY_PART * min(largest)))} if largest else {}
+    given = {name: values[name] for name in calibration.bounds if name in values}
+    if largest and "max_batch_size" in given:
+        by_memory["max_batch_size"] = min(given["max_batch_size"], by_memory["max_batch_size"])
     without = {name: value for name, value in values.items() if name != "micro_batch_size"}
     if for_script and largest and len(without) < len(values):
         return {**without, **by_memory}
@@ -297,7 +302,7 @@ def options_of(
     if strategy not in _BOUNDED:
         return {name: value for name, value in kept.items() if name != "micro_batch_size"}
     # Micro-batches fit into memory, as many as you like.
-    return kept if kept.get("micro_batch_size") is not None else {**kept, **by_memory}
+    return {**kept, **given} if kept.get("micro_batch_size") is not None else {**kept, **given, **by_memory}
 
 
 def write_file(path: Path, options: Mapping[str, Any], calibration: Calibration, *, comment: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from hvd_adaptive import __version__
 from hvd_adaptive.calibrate.calibrator import Calibrator
 from hvd_adaptive.calibrate.choices import table
-from hvd_adaptive.calibrate.file import Calibration, write_file
+from hvd_adaptive.calibrate.file import LOCAL_ONLY, Calibration, write_file
 from hvd_adaptive.calibrate.memory_ceiling import limit_bytes
 from hvd_adaptive.calibrate.recommend import Recommendation
 from hvd_adaptive.cli.arguments import check_writable
@@ -81,8 +81,7 @@ def calibrate(
             options[name] = str(Path(options[name]).absolute())
     options |= {
         "batch_size": chosen.batch_size,
-        "min_batch_size": chosen.min_batch_size,
-        "max_batch_size": chosen.max_batch_size,
+        **bounds(chosen, found),
         "mega_batch": chosen.mega_batch,
     }
     if chosen.micro_batch_size is not None:
@@ -94,6 +93,12 @@ def calibrate(
     if transport.rank == 0:
         print(describe(chosen, found, path))
     transport.close()
+
+
+def bounds(chosen: Recommendation, found: Calibration) -> dict[str, int]:
+    """Returns the bounds of the batch sizes that the chosen strategy keeps to: of ``sync`` those that were given."""
+    names = LOCAL_ONLY if found.predicted.strategy == "local" else found.bounds
+    return {name: getattr(chosen, name) for name in names}
 
 
 def describe(chosen: Recommendation, found: Calibration, path: Path) -> str:
@@ -116,8 +121,9 @@ def describe(chosen: Recommendation, found: Calibration, path: Path) -> str:
         "",
         f"recommended: strategy {best.strategy}, compression {best.compression}, merge_fragments {best.merge_fragments}, "
         f"micro_batch_size {best.micro_batch_size or 'none'},",
-        f"             batch_size {chosen.batch_size}, min_batch_size {chosen.min_batch_size}, max_batch_size "
-        f"{chosen.max_batch_size}, mega_batch {chosen.mega_batch}",
+        f"             batch_size {chosen.batch_size}, "
+        + "".join(f"{name} {bound}, " for name, bound in bounds(chosen, found).items())
+        + f"mega_batch {chosen.mega_batch}",
         f"predicted:   {best.samples_per_s:,.0f} samples/s over all ranks",
         *(f"note:        {note}" for note in chosen.notes),
         f"written:     {path}; hvd-adaptive train -np {len(found.ranks)} --config {path}",

@@ -55,11 +55,14 @@ def check_calibrate(config: Config, out: str, seconds: float) -> None:
         out: the file to write.
         seconds: how long rounds of each kind are measured at least.
     """
-    if config.strategy != "local" or config.logical_ranks is not None:
-        got = f"strategy {config.strategy!r}" if config.strategy != "local" else f"logical_ranks {config.logical_ranks}"
+    if config.strategy != "local":
         raise ValueError(
-            f"calibrate measures strategy local without logical_ranks, got {got}: leave that out; what it measures of ranks and "
-            "link holds for the others too (hvd-adaptive simulate --calibration FILE)"
+            f"calibrate starts from strategy local and compares it with others itself, got strategy {config.strategy!r}: leave it "
+            f"out, and choose by hand later (hvd-adaptive train --config FILE --strategy {config.strategy})"
+        )
+    if config.logical_ranks is not None:
+        raise ValueError(
+            f"calibrate measures the ranks that there are, and logical_ranks {config.logical_ranks} follow no speeds: leave that out"
         )
     check_reference(config)
     if config.repeatable:

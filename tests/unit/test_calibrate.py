@@ -267,6 +267,12 @@ def test_sync_is_not_bound_by_what_was_recommended_for_local(tmp_path: Path) -> 
     write_file(Path(file), {"max_batch_size": 256}, read_table({**TABLE, "ranks": [RANK, RANK]}, "x"), comment="")
     assert with_config_file(file, {"strategy": "sync"}, {}) == {"strategy": "sync"}
     assert with_config_file(file, {"strategy": "sync", "min_batch_size": 8}, {})["min_batch_size"] == 8
+    # Bounds that were given stay, unless memory sets a smaller one.
+    for high, bound in ((90, 90), (120, 102)):
+        given = read_table({**TABLE, "bounds": ["max_batch_size"]}, "x")
+        write_file(Path(file), {"min_batch_size": 32, "max_batch_size": high}, given, comment="")
+        assert with_config_file(file, {"strategy": "sync"}, {}) == {"strategy": "sync", "max_batch_size": bound}
+        assert with_config_file(file, {"strategy": "horovod"}, {}) == {"strategy": "horovod"}
     # In a run's own configuration it was somebody's choice.
     (tmp_path / "c.json").write_text(json.dumps({"min_batch_size": 32, "calibration": True, "strategy": "sync"}))
     assert with_config_file(file, {}, {})["min_batch_size"] == 32
@@ -382,7 +388,8 @@ def test_a_read_calibration_is_typed() -> None:
 @pytest.mark.parametrize(
     ("config", "out", "seconds", "message"),
     [
-        (Config(strategy="sync"), "a.toml", 1.0, "measures strategy local"),
+        (Config(strategy="sync"), "a.toml", 1.0, "got strategy 'sync': leave it out, and choose by hand later"),
+        (Config(logical_ranks=4), "a.toml", 1.0, "^calibrate measures the ranks that there are, and logical_ranks 4 follow"),
         (Config(), "a.txt", 1.0, r"--out must end in \.toml or \.json"),
         (Config(), "a.toml", 0.0, "--seconds must be > 0 and finite, got 0"),
         (Config(), "a.toml", float("nan"), "--seconds must be > 0 and finite, got nan"),

@@ -18,7 +18,7 @@ from hvd_adaptive.calibrate.file import Calibration, LinkCalibration, chosen_opt
 from hvd_adaptive.calibrate.recommend import Recommendation
 from hvd_adaptive.calibrate.rounds import Rounds
 from hvd_adaptive.cli import calibrate as command
-from hvd_adaptive.cli.option_sources import build_configs, read_config_file
+from hvd_adaptive.cli.option_sources import build_configs, read_config_file, with_config_file
 from hvd_adaptive.comm.protocols import AgreedError
 from hvd_adaptive.comm.threads import LocalTransport
 from hvd_adaptive.config import Config
@@ -144,6 +144,23 @@ def test_the_file_holds_the_bounds_that_were_given(
     command.calibrate(config, train, given, str(file), 0.01, LocalTransport())
     kept = read_config_file(str(file))
     assert {name: kept[name] for name in given} == given and kept["batch_size"] == 64
+
+
+def test_where_sync_is_chosen_it_keeps_to_the_bounds_that_were_given_and_to_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    played = pretend(monkeypatch, 1e-6, 6400)
+    monkeypatch.setattr(command, "open_data", lambda *args: (small_data(6400), None))
+    monkeypatch.setattr(command, "use_device", lambda *args, **options: torch.device("cpu"))
+    caplog.set_level(logging.WARNING, "hvd_adaptive")
+    file, given = tmp_path / "c.toml", {"max_batch_size": 80}
+    config, train = build_configs(given, {"device": "cpu", "hidden_size": 4})
+    command.calibrate(config, train, given, str(file), 0.01, LocalTransport())
+    assert next(config for config, _ in played if config.strategy == "sync").max_batch_size == 80
+    said = capsys.readouterr().out
+    assert "strategy sync" in said and "batch_size 64, max_batch_size 80, mega_batch" in said
+    taken = with_config_file(str(file), {}, {}, takes_choice=True)
+    assert taken["strategy"] == "sync" and taken["max_batch_size"] == 80 and "min_batch_size" not in taken
 
 
 def small_data(num_samples: int) -> SparseDataset:
