@@ -18,8 +18,8 @@ from hvd_adaptive.algorithm.merge_period import SLOW_LINK_CODEC, capped_mega_bat
 from hvd_adaptive.algorithm.micro_batches import multiple
 from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.algorithm.speed_model import fit_line
-from hvd_adaptive.calibrate.choices import SLOW_EXCHANGE, choose, may_choose, may_cut, settled
-from hvd_adaptive.calibrate.file import FORMAT, LOCAL_ONLY, Calibration, Choice, MergeCalibration, RankCalibration
+from hvd_adaptive.calibrate.choices import SLOW_EXCHANGE, choose, given_bounds, may_choose, may_cut, settled
+from hvd_adaptive.calibrate.file import FORMAT, Calibration, Choice, MergeCalibration, RankCalibration
 from hvd_adaptive.calibrate.link import measure_claims, measure_link
 from hvd_adaptive.calibrate.memory_ceiling import (
     largest_by_growth,
@@ -93,7 +93,7 @@ class Calibrator:
         self._least_s = least_s
         self._given = given
         self._say: Callable[[str], None] = say if transport.rank == 0 else lambda line: None
-        self._bounds = [name for name in LOCAL_ONLY if getattr(config, name) is not None]
+        self._bounds = given_bounds(config)
         self._work = data.num_nonzeros() if config.work == "nonzeros" else None
         self._work_per_sample = 1.0 if self._work is None else float(self._work.mean())
         self._factors = Slowdown(config.slowdown, world_size=transport.world_size).factors(0.0)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
 from hvd_adaptive.algorithm.fragments import cut_layers
-from hvd_adaptive.calibrate.file import BY_CHOICE, Choice
+from hvd_adaptive.calibrate.file import BY_CHOICE, LOCAL_ONLY, Choice
 from hvd_adaptive.calibrate.recommend import Recommendation
 from hvd_adaptive.config import Config
 
@@ -76,6 +76,11 @@ def may_cut(config: Config) -> bool:
     except ValueError:
         return False
     return config.micro_batch_size is None and config.min_batch_size is None and config.max_batch_size is None
+
+
+def given_bounds(config: Config) -> list[str]:
+    """Returns the names of the bounds of batch sizes that the options set."""
+    return [name for name in LOCAL_ONLY if getattr(config, name) is not None]
 
 
 def settled(config: Config, chosen: Recommendation) -> Config:

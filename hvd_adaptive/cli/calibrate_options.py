@@ -57,12 +57,13 @@ def check_calibrate(config: Config, out: str, seconds: float) -> None:
     """
     if config.strategy != "local":
         raise ValueError(
-            f"calibrate starts from strategy local and compares it with others itself, got strategy {config.strategy!r}: leave it "
-            f"out, and choose by hand later (hvd-adaptive train --config FILE --strategy {config.strategy})"
+            f"calibrate starts from strategy local and compares it with others itself, got strategy {config.strategy!r}: leave "
+            f"it out, and choose by hand later (hvd-adaptive train --config FILE --strategy {config.strategy})"
         )
     if config.logical_ranks is not None:
         raise ValueError(
-            f"calibrate measures the ranks that there are, and logical_ranks {config.logical_ranks} follow no speeds: leave that out"
+            f"calibrate measures the ranks that there are, and logical_ranks {config.logical_ranks} follow no speeds: leave "
+            "that out"
         )
     check_reference(config)
     if config.repeatable:
