@@ -141,7 +141,12 @@ def read_environment(
 
 @contextlib.contextmanager
 def told_sources(
-    *, given: Iterable[str] = (), path: str | None = None, in_file: Iterable[str] = (), variables: Iterable[str] = ()
+    *,
+    given: Iterable[str] = (),
+    path: str | None = None,
+    in_file: Iterable[str] = (),
+    variables: Iterable[str] = (),
+    option: str = "--config",
 ) -> Iterator[None]:
     """Has an error of this block that names an option say where its value is from, unless that is the command line.
 
@@ -150,6 +155,7 @@ def told_sources(
         path: the file of options.
         in_file: options of that file, which come next.
         variables: options of the environment.
+        option: that named the file.
     """
     try:
         yield
@@ -157,7 +163,7 @@ def told_sources(
         text = str(error)
         named = dict.fromkeys(re.findall(r"\w+", text))
         sources = [
-            f"{name} is from " + (f"--config {path}" if name in in_file else f"variable {ENVIRONMENT_PREFIX}{name.upper()}")
+            f"{name} is from " + (f"{option} {path}" if name in in_file else f"variable {ENVIRONMENT_PREFIX}{name.upper()}")
             for name in named
             # A word such as data is more often no option.
             if ("_" in name or text.startswith((name, f"unknown option {name!r}")))

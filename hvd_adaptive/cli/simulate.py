@@ -62,6 +62,7 @@ def run_simulation(options: argparse.Namespace) -> None:
     calibration = None
     measured: dict[str, Any] = {}
     of_local: dict[str, Any] = {}
+    content: dict[str, Any] = {}
     if options.calibration:
         content = read_config_file(options.calibration, measurements=True, option="--calibration")
         # In a run's config.json an option has that name.
@@ -78,7 +79,11 @@ def run_simulation(options: argparse.Namespace) -> None:
         measured["ranks"] = str(len(calibration.ranks))
     if "local_steps" in chosen:
         measured.pop("mega_batch", None)
-    with told_sources(given=given, path=options.config, in_file=from_file):
+    in_calibration = {*content, *measured}
+    with (
+        told_sources(given=given, path=options.config, in_file=from_file),
+        told_sources(given=chosen, path=options.calibration, in_file=in_calibration, option="--calibration"),
+    ):
         if "mega_batch" in chosen and "local_steps" in chosen:
             raise ValueError(f"local_steps {chosen['local_steps']} would have no effect with mega_batch: leave one out")
         values = typed({**measured, **chosen}, fields)
@@ -89,14 +94,14 @@ def run_simulation(options: argparse.Namespace) -> None:
                 if name in chosen:
                     what = f"{name} {values[name]} would have no effect"
                     raise ValueError(f"{what} with --calibration {options.calibration}, {why}: leave one out")
-    shared = {name: value for name, value in values.items() if name in SHARED_OPTIONS}
-    outcomes = []
-    # The measured one is for the measured ranks.
-    mega_batch_ranks = len(calibration.ranks) if calibration is not None and "mega_batch" not in chosen else None
-    for outcome in sweep(sweep_config, cluster_config, shared, calibration, of_local, mega_batch_ranks=mega_batch_ranks):
-        outcomes.append(outcome)
-        if not options.json:
-            _print_row(outcome, header=len(outcomes) == 1, gap=len(outcomes) > 1 and outcome.ranks != outcomes[-2].ranks)
+        shared = {name: value for name, value in values.items() if name in SHARED_OPTIONS}
+        outcomes = []
+        # The measured one is for the measured ranks.
+        mega_batch_ranks = len(calibration.ranks) if calibration is not None and "mega_batch" not in chosen else None
+        for outcome in sweep(sweep_config, cluster_config, shared, calibration, of_local, mega_batch_ranks=mega_batch_ranks):
+            outcomes.append(outcome)
+            if not options.json:
+                _print_row(outcome, header=len(outcomes) == 1, gap=len(outcomes) > 1 and outcome.ranks != outcomes[-2].ranks)
     if options.json:
         print(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=1))
     if options.png:

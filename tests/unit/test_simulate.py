@@ -632,6 +632,16 @@ def test_a_description_of_what_was_measured_is_refused(
     assert message in capsys.readouterr().err
 
 
+def test_an_error_says_that_a_bound_is_from_the_calibration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.json").write_text(json.dumps({**MEASURED, "min_batch_size": 16}))
+    command = ["simulate", "--calibration", "c.json", "--strategies", "local", "--batch-size", "8", "--max-batch-size", "8"]
+    assert main(command) == 2
+    assert "got 16 > 8 (min_batch_size is from --calibration c.json)" in capsys.readouterr().err
+
+
 def test_an_unknown_name_in_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "c.toml"
     file.write_text('epochs = 3\n')
