@@ -152,6 +152,15 @@ def idle(run: Run) -> Idle | None:
     return Idle(equal_s=equal, actual_s=float(np.nansum(wait) + np.nansum(claim)))
 
 
+def sent_bytes(run: Run) -> Array:
+    """Returns the bytes that a rank gave into the merge of each round, shape (num_rounds,); NaN where a round does not say.
+
+    One rank sends nothing: 0.
+    """
+    alone = [len(next(iter(record["ranks"].values()))) == 1 for record in run.rounds]
+    return np.where(alone, 0.0, run.column("payload_bytes"))
+
+
 def exchange_in_wait(run: Run) -> bool:
     """Whether the strategy's waiting contains the exchange."""
     return run.strategy in ("sync", "horovod")

@@ -18,11 +18,12 @@ from hvd_adaptive.report.drawing import (
     draw_by_rank,
     draw_stack,
     name_bars,
+    number_rounds,
     thin,
     thousands,
 )
 from hvd_adaptive.report.runs import Array, Run, find_target
-from hvd_adaptive.report.style import FAINT, colour, dashes, label_ends, shorten
+from hvd_adaptive.report.style import FAINT, colour, dashes, few_seconds, label_ends, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,7 +83,7 @@ def comparison_charts(runs: Sequence[Run]) -> list[Chart]:
         charts.append(_loss_chart(runs))
     if len(runs) > 1:
         charts += _comparing_bars(runs)
-    if any((run.column("payload_bytes") > 0).any() for run in runs if run.rounds):
+    if any((analysis.sent_bytes(run) > 0).any() for run in runs):
         charts.append(_bytes_chart(runs))
     return charts
 
@@ -244,14 +245,15 @@ def _idle_bars(idles: Sequence[tuple[Run, analysis.Idle]], unknown: Sequence[str
             for number, (value, text) in enumerate(((idle.actual_s, "as it was"), (idle.equal_s, "with equal shares"))):
                 middle = place + 0.2 - 0.4 * number
                 axes.barh(middle, value, color=colour(number), height=0.36)
-                text = f"{value:.0f} s {text}"
+                text = f"{few_seconds(value)} s {text}"
                 axes.annotate(text, (value, middle), xytext=(5, 0), textcoords="offset points", va="center", color=colour(number))
         axes.set_xlim(0, 1.4 * axes.get_xlim()[1])
         axes.set_xlabel("idle seconds of all ranks together")
         name_bars(axes, [shorten(run.label, 26) for run, _ in idles])
 
     words = "; ".join(
-        f"{run.label}: {idle.equal_s:.0f} rank-seconds at equal shares, {idle.actual_s:.0f} as it was" for run, idle in idles
+        f"{run.label}: {few_seconds(idle.equal_s)} rank-seconds at equal shares, {few_seconds(idle.actual_s)} as it was"
+        for run, idle in idles
     )
     return Chart(
         name="idle",
@@ -264,7 +266,7 @@ def _idle_bars(idles: Sequence[tuple[Run, analysis.Idle]], unknown: Sequence[str
 
 
 def _bytes_chart(runs: Sequence[Run]) -> Chart:
-    totals = [(run, float(np.nansum(run.column("payload_bytes")))) for run in runs]
+    totals = [(run, float(np.nansum(analysis.sent_bytes(run)))) for run in runs]
 
     def draw(axes: Axes) -> None:
         axes.set_xlabel("samples")
@@ -272,7 +274,7 @@ def _bytes_chart(runs: Sequence[Run]) -> Chart:
         for number, (run, total) in enumerate(totals):
             if not total:
                 continue
-            sent = np.nancumsum(run.column("payload_bytes")) / 1e6
+            sent = np.nancumsum(analysis.sent_bytes(run)) / 1e6
             samples = run.column("samples")
             keep = np.unique(np.linspace(0, len(sent) - 1, min(len(sent), MAX_POINTS)).astype(int))
             marker = "o" if len(keep) < 3 else ""
@@ -289,7 +291,7 @@ def _bytes_chart(runs: Sequence[Run]) -> Chart:
         name="bytes",
         title="Megabytes that each rank put on the wire",
         alt=f"Bytes that each rank gave into merges, added up. {words}.",
-        note=f"Not counted: {', '.join(uncounted)}." if uncounted else "",
+        note=f"Nothing sent, or not counted: {', '.join(uncounted)}." if uncounted else "",
         draw=draw,
     )
 
@@ -323,7 +325,7 @@ def _utilisation_chart(run: Run) -> Chart:
             axes.axhline(ceiling, color=colour(1), linewidth=1.5, linestyle=(0, (4, 3)))
             ends.append((numbers[-1], ceiling, "most at equal shares", colour(1)))
         axes.set_ylim(0, max(1.05, 1.05 * np.nanmax(values)))
-        axes.set_xlabel("round")
+        number_rounds(axes, numbers)
         label_ends(axes, [end for end in ends if not np.isnan(end[1])], height_in=0.75 * _HEIGHT_IN)
 
     mean = np.nanmean(run.column("utilisation"))

@@ -71,7 +71,7 @@ def compare(seconds: float, reference_s: float | None) -> str:
 def draw_by_rank(axes: Axes, run: Run, values: Array, *, height_in: float) -> None:
     """Draws a number of each rank over rounds, shape (num_rounds, num_ranks); of many ranks the spread and the extremes."""
     numbers, values = thin(run.column("round"), values)
-    axes.set_xlabel("round")
+    number_rounds(axes, numbers)
     marker = "o" if len(numbers) < 3 else ""
     last = values[-1]
     if values.shape[1] > MAX_LINES:
@@ -103,6 +103,16 @@ def draw_by_rank(axes: Axes, run: Run, values: Array, *, height_in: float) -> No
             ends.append((numbers[-1], last[ranks[0]], text, ink))
     axes.set_ylim(0, 1.08 * np.nanmax(values) or 1.0)
     label_ends(axes, ends, height_in=height_in)
+
+
+def number_rounds(axes: Axes, numbers: Array) -> None:
+    """Makes x the numbers of rounds, which are whole; a single round has room on both sides."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("round")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    if len(numbers) == 1:
+        axes.set_xlim(numbers[0] - 0.5, numbers[0] + 0.5)
 
 
 def draw_stack(

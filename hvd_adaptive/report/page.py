@@ -15,7 +15,7 @@ from hvd_adaptive.report import analysis
 from hvd_adaptive.report.charts import Chart, comparison_charts, constants, run_charts
 from hvd_adaptive.report.figures import chart_svg, describe_ranks
 from hvd_adaptive.report.runs import Run, find_target, printable
-from hvd_adaptive.report.style import PALETTE, join_numbers
+from hvd_adaptive.report.style import PALETTE, few_seconds, join_numbers
 from hvd_adaptive.report.table import HEADER, table_rows
 
 _MAX_ROUNDS_NAMED = 12
@@ -113,18 +113,19 @@ def _findings(runs: Sequence[Run], target_p1: float | None) -> list[dict[str, st
             most = f"; equal shares would allow {ceiling:.2f} at most" if ceiling else ""
             findings.append({"figure": f"{used:.2f}", "text": f"utilisation of {name.lower() if len(runs) == 1 else name}{most}"})
         idle = analysis.idle(run) if run.rounds else None
-        if idle and run.num_ranks > 1 and idle.reclaimed_s > 0:
+        if idle and run.num_ranks > 1 and round(idle.reclaimed_s, 1) > 0:
             findings.append({
-                "figure": f"{idle.reclaimed_s:,.0f} s",
+                "figure": f"{few_seconds(idle.reclaimed_s)} s",
                 "text": f"of ranks' idle time reclaimed by {name if len(runs) > 1 else 'the run'}: equal shares would have cost "
-                f"{idle.equal_s:,.0f} rank-seconds at the speeds that the ranks showed; {idle.actual_s:,.0f} were idle",
+                f"{few_seconds(idle.equal_s)} rank-seconds at the speeds that the ranks showed; {few_seconds(idle.actual_s)} "
+                "were idle",
             })  # fmt: skip
     return findings[:9]
 
 
 def _more_cells(run: Run) -> tuple[str, str]:
     rate = run.num_samples / run.train_s if run.train_s else None
-    sent = float(np.nansum(run.column("payload_bytes"))) if run.rounds else 0.0
+    sent = float(np.nansum(analysis.sent_bytes(run)))
     return "-" if rate is None else f"{rate:,.0f}", f"{sent / 1e6:,.0f} MB" if sent else "-"
 
 

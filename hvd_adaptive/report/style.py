@@ -113,6 +113,11 @@ def shorten(text: str, width: int = 22) -> str:
     return f"{text[: width - tail - 1]}…{text[-tail:]}"
 
 
+def few_seconds(value: float) -> str:
+    """1234.5 -> "1,234", 1.23 -> "1.2": of few seconds the tenths count."""
+    return f"{value:,.1f}" if value < 10 else f"{value:,.0f}"
+
+
 def join_numbers(numbers: Sequence[int]) -> str:
     """1, 2, 3, 5 -> "1-3, 5"."""
     spans: list[list[int]] = []

@@ -343,6 +343,32 @@ def test_idle_time_at_equal_shares(tmp_path: Path) -> None:
     assert parts["other"] == pytest.approx([1.0, 1.0, 1.0])
     slow, fast, _ = analysis.rank_reports(run)
     assert (slow.relative_speed, slow.last_share, fast.last_share) == (pytest.approx(1 / 3), 0.0, 1.0)
+    # Of few seconds the tenths are shown; where none were gained, nothing is said.
+    (path / "rounds.jsonl").write_text(lines[0])
+    page = render_page(read_runs([path]))
+    assert "<strong>2.0 s</strong>" in page and "cost 2.3 rank-seconds at the speeds that the ranks showed; 0.3 were idle" in page
+    assert "a): 2.3 rank-seconds at equal shares, 0.3 as it was" in comparison_charts(read_runs([path, path]))[-2].alt
+    (path / "rounds.jsonl").write_text(lines[0].replace("0.1, 0.0, 0.05]", "1.1, 1.0, 0.06]"))
+    assert "rank-seconds at" not in render_page(read_runs([path]))
+
+
+def test_ticks_over_rounds_are_whole_numbers_and_a_single_rank_sends_nothing(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "a", strategy="local", num_rounds=1, slowdown=None)
+    record = json.loads((path / "rounds.jsonl").read_text())
+    (path / "rounds.jsonl").write_text(json.dumps({**record, "round": 3, "utilisation": 0.9}))
+    runs = read_runs([path])
+    over_rounds = [chart for chart in run_charts(runs[0]) if chart.name in ("speed", "utilisation")]
+    assert len(over_rounds) == 2
+    for chart in over_rounds:
+        axes = new_figure(6, 3).add_subplot()
+        chart.draw(axes)
+        low, high = axes.get_xlim()
+        assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [3]
+    assert "<td>2 MB</td>" in render_page(runs) and "bytes" in [chart.name for chart in comparison_charts(runs)]
+    alone = {name: values[:1] for name, values in record["ranks"].items()}
+    (path / "rounds.jsonl").write_text(json.dumps({**record, "ranks": alone}))
+    runs = read_runs([path])
+    assert " MB</td>" not in render_page(runs) and "bytes" not in [chart.name for chart in comparison_charts(runs)]
 
 
 def test_a_rank_without_samples_in_the_last_round_leaves_the_others_their_numbers(tmp_path: Path) -> None:
