@@ -445,6 +445,15 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     assert process.returncode == 130 and "a second signal came" in errors
 
 
+def test_a_session_keeps_what_was_saved_before_it(caught: Preemption) -> None:
+    caught.saved_at_first = lambda: "the last checkpoint is round-00000003"
+    # As a calibration does, before there is a checkpointer.
+    LocalWorld(1).run(lambda transport: caught.watch_over(transport, 60.0))
+    assert caught.saved() == "the last checkpoint is round-00000003"
+    caught.stop()
+    assert caught.saved() == "nothing was saved by this process"
+
+
 ENDING = """
 import ctypes, sys
 from hvd_adaptive.state.preemption import catch_signals
