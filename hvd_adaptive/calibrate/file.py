@@ -14,6 +14,8 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hvd_adaptive.validation import parse_slowdown
+
 FORMAT = 1
 TABLE = "calibration"
 # Bounds, recommended for strategy `local` alone: they would keep the shares of `sync` from what takes least time.
@@ -303,6 +305,23 @@ def options_of(
         return {name: value for name, value in kept.items() if name != "micro_batch_size"}
     # Micro-batches fit into memory, as many as you like.
     return {**kept, **given} if kept.get("micro_batch_size") is not None else {**kept, **given, **by_memory}
+
+
+def differences(values: Mapping[str, Any], calibration: Calibration, config: Any) -> list[tuple[str, str]]:
+    """Returns what a run has otherwise than the ranks that were measured, as pairs of (then, now) in words.
+
+    Args:
+        values: the options in the file.
+        calibration: the rest of it.
+        config: the run's :class:`hvd_adaptive.Config`, for as many ranks.
+    """
+    options = options_of(values, calibration, strategy=config.strategy)
+    names = [name for name in ("batch_size", *LOCAL_ONLY) if name != "batch_size" or name in options]
+    pairs = [(f"{name} {options.get(name, 'open')}", f"{name} {getattr(config, name) or 'open'}") for name in names]
+    factors = parse_slowdown(config.slowdown)[0][1] if config.slowdown else [1.0] * len(calibration.ranks)
+    slowdowns = [",".join(f"{factor:g}" for factor in one) for one in ([r.slowdown for r in calibration.ranks], factors)]
+    pairs.append((f"slowdown {slowdowns[0]}", f"slowdown {slowdowns[1]}"))
+    return [(then, now) for then, now in pairs if then != now]
 
 
 def write_file(path: Path, options: Mapping[str, Any], calibration: Calibration, *, comment: str) -> None:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import datetime
 import difflib
+import logging
 import os
 import re
 import sys
@@ -13,7 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hvd_adaptive.calibrate.file import TABLE, Calibration, chosen_options, options_of, read_table
+from hvd_adaptive.calibrate.file import (
+    TABLE,
+    Calibration,
+    chosen_options,
+    differences,
+    options_of,
+    read_table,
+)
 from hvd_adaptive.cli.fields import fields_of
 from hvd_adaptive.config import GONE_OPTIONS, Config
 from hvd_adaptive.validation import field_type, parse_json, type_words
@@ -23,6 +31,8 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+log = logging.getLogger(__name__)
 
 ENVIRONMENT_PREFIX = "HVD_ADAPTIVE_"
 # No option: what `run --elastic` tells the script, and whatever that starts.
@@ -103,18 +113,25 @@ def with_config_file(
 
 
 def predicted_speed(path: str | None, config: Config, *, world_size: int) -> float | None:
-    """Returns the samples a second that ``calibrate`` predicted for a run, None for a way to train that it has not measured.
+    """Returns the samples a second that ``calibrate`` predicted for a run, None for a way to train that it has not measured. For
+    other batches or speeds than were measured there is no prediction either, and rank 0 says so.
 
     Args:
         path: the file of options, if there is one.
         config: the run's.
         world_size: number of ranks.
     """
-    calibration = _take_measurements(read_config_file(path, measurements=True), path) if path else None
+    values = read_config_file(path, measurements=True) if path else {}
+    calibration = _take_measurements(values, path or "")
     if calibration is None or len(calibration.ranks) != world_size:
         return None
     ways = [calibration.predicted, *(one for one in calibration.choices if one.source == "measured")]
-    return next((one.samples_per_s for one in ways if one.is_way_of(config)), None)
+    speed = next((one.samples_per_s for one in ways if one.is_way_of(config)), None)
+    if speed is not None and (different := differences(values, calibration, config)):
+        then, now = (", ".join(side) for side in zip(*different, strict=True))
+        log.info("%s was measured with %s; this run has %s: no speed is predicted, calibrate again", path, then, now)
+        return None
+    return speed
 
 
 def read_environment(

@@ -322,7 +322,7 @@ def test_nothing_is_chosen_that_the_given_options_forbid() -> None:
     assert not may_choose(Config(sparse_merge="always"), {"sparse_merge"}, "local", "maxmin:4")
 
 
-def test_train_takes_the_recommended_way_unless_one_is_given_by_hand(tmp_path: Path) -> None:
+def test_train_takes_the_recommended_way_unless_one_is_given_by_hand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "c.json"
     chosen = {"strategy": "sync", "compression": "maxmin:4", "mega_batch": 640, "samples_per_s": 1000.0}
     values = {"mega_batch": 640, "max_batch_size": 180, "calibration": {**TABLE, "predicted": chosen, "choices": [chosen]}}
@@ -332,12 +332,24 @@ def test_train_takes_the_recommended_way_unless_one_is_given_by_hand(tmp_path: P
     assert predicted_speed(str(file), build_configs(taken)[0], world_size=2) == 1000
     assert predicted_speed(str(file), build_configs(taken)[0], world_size=3) is None
     assert predicted_speed(None, Config(), world_size=2) is None
+    # Nor for other batches or speeds than were measured, which rank 0 says in a line.
+    caplog.set_level("INFO", "hvd_adaptive")
+    for other, said in (
+        ({"max_batch_size": 90}, "max_batch_size 102; this run has max_batch_size 90: no speed is predicted, calibrate again"),
+        ({"slowdown": "1,2"}, "slowdown 1,1; this run has slowdown 1,2: no"),
+    ):
+        assert predicted_speed(str(file), build_configs(taken, other)[0], world_size=2) is None
+        assert f"c.json was measured with {said}" in caplog.messages[-1]
+    file.write_text(json.dumps({**values, "batch_size": 32}))
+    assert predicted_speed(str(file), build_configs(taken)[0], world_size=2) is None
+    assert "batch_size 32; this run has batch_size 64" in caplog.messages[-1] and len(caplog.messages) == 3
+    file.write_text(json.dumps(values))
     # Of a way chosen by hand the prediction is there where it was measured.
     by_hand = {"strategy": "local", "compression": "none", "mega_batch": 640}
     more = [chosen, {**by_hand, "samples_per_s": 900.0}, {**by_hand, "merge_fragments": 2, "samples_per_s": 950.0}]
     more[2]["source"] = "computed"
     file.write_text(json.dumps({**values, "calibration": {**TABLE, "predicted": chosen, "choices": more}}))
-    assert predicted_speed(str(file), Config(**by_hand), world_size=2) == 900
+    assert predicted_speed(str(file), Config(**by_hand, max_batch_size=180), world_size=2) == 900
     assert predicted_speed(str(file), Config(**by_hand, merge_fragments=2), world_size=2) is None
     assert predicted_speed(str(file), Config(**{**by_hand, "mega_batch": 1280}), world_size=2) is None
     fragments = {**by_hand, "merge_fragments": 2, "samples_per_s": 950.0}
