@@ -307,13 +307,17 @@ def options_of(
     return {**kept, **given} if kept.get("micro_batch_size") is not None else {**kept, **given, **by_memory}
 
 
-def differences(values: Mapping[str, Any], calibration: Calibration, config: Any) -> list[tuple[str, str]]:
+def differences(
+    values: Mapping[str, Any], calibration: Calibration, config: Any, num_samples: int, model_bytes: int
+) -> list[tuple[str, str]]:
     """Returns what a run has otherwise than the ranks that were measured, as pairs of (then, now) in words.
 
     Args:
         values: the options in the file.
         calibration: the rest of it.
         config: the run's :class:`hvd_adaptive.Config`, for as many ranks.
+        num_samples: of the training data.
+        model_bytes: of the model's trainable parameters.
     """
     options = options_of(values, calibration, strategy=config.strategy)
     names = [name for name in ("batch_size", *LOCAL_ONLY) if name != "batch_size" or name in options]
@@ -321,6 +325,8 @@ def differences(values: Mapping[str, Any], calibration: Calibration, config: Any
     factors = parse_slowdown(config.slowdown)[0][1] if config.slowdown else [1.0] * len(calibration.ranks)
     slowdowns = [",".join(f"{factor:g}" for factor in one) for one in ([r.slowdown for r in calibration.ranks], factors)]
     pairs.append((f"slowdown {slowdowns[0]}", f"slowdown {slowdowns[1]}"))
+    pairs.append((f"{calibration.num_samples:,} samples", f"{num_samples:,} samples"))
+    pairs.append((f"a model of {calibration.model_bytes / 1e6:.3g} MB", f"a model of {model_bytes / 1e6:.3g} MB"))
     return [(then, now) for then, now in pairs if then != now]
 
 

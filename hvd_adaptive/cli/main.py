@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import os
 import signal
@@ -159,12 +160,12 @@ def _run(options: argparse.Namespace, config: Config, configs: tuple[Config, Tra
         if options.launch is not None:
             supervised = Supervised(options.launch, options.memory_dir and Path(options.memory_dir))
             supervised.mark("imports")
-        predicted = predicted_speed(options.config, config, world_size=transport.world_size)
+        predicted = functools.partial(predicted_speed, options.config, config, world_size=transport.world_size)
         command = lambda: train(  # noqa: E731
             *configs,
             transport=transport,
             terminal=options.terminal or alone,
-            predicted_samples_per_s=predicted,
+            predicted_speed=predicted,
             supervised=supervised,
         )
     elif options.command == "bench":

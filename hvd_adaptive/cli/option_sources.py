@@ -112,14 +112,18 @@ def with_config_file(
     return merge_sources(values, given)
 
 
-def predicted_speed(path: str | None, config: Config, *, world_size: int) -> float | None:
+def predicted_speed(
+    path: str | None, config: Config, *, world_size: int, num_samples: int, model_bytes: int
+) -> float | None:
     """Returns the samples a second that ``calibrate`` predicted for a run, None for a way to train that it has not measured. For
-    other batches or speeds than were measured there is no prediction either, and rank 0 says so.
+    other data, another model, other batches or speeds than were measured there is no prediction either, and rank 0 says so.
 
     Args:
         path: the file of options, if there is one.
         config: the run's.
         world_size: number of ranks.
+        num_samples: of the training data.
+        model_bytes: of its trainable parameters.
     """
     values = read_config_file(path, measurements=True) if path else {}
     calibration = _take_measurements(values, path or "")
@@ -127,7 +131,7 @@ def predicted_speed(path: str | None, config: Config, *, world_size: int) -> flo
         return None
     ways = [calibration.predicted, *(one for one in calibration.choices if one.source == "measured")]
     speed = next((one.samples_per_s for one in ways if one.is_way_of(config)), None)
-    if speed is not None and (different := differences(values, calibration, config)):
+    if speed is not None and (different := differences(values, calibration, config, num_samples, model_bytes)):
         then, now = (", ".join(side) for side in zip(*different, strict=True))
         log.info("%s was measured with %s; this run has %s: no speed is predicted, calibrate again", path, then, now)
         return None

@@ -40,7 +40,7 @@ def train(
     *,
     transport: Transport,
     terminal: bool,
-    predicted_samples_per_s: float | None = None,
+    predicted_speed: Callable[..., float | None] | None = None,
     supervised: Supervised | None = None,
 ) -> int:
     """Runs a training; returns the exit code: 75 for one that was preempted, 130 for one that Ctrl-C ended, else 0. COLLECTIVE.
@@ -50,7 +50,8 @@ def train(
         options: what to train.
         transport: the world.
         terminal: rank 0's output goes to a terminal.
-        predicted_samples_per_s: what ``calibrate`` predicted for these options and ranks, to be shown beside what happened.
+        predicted_speed: gets ``num_samples`` and ``model_bytes``; returns the samples a second that ``calibrate`` predicted, to
+            be shown beside what happened.
         supervised: what the supervisor of ``--elastic`` asks for, None where there is none.
 
     Raises:
@@ -81,6 +82,8 @@ def train(
         torch.use_deterministic_algorithms(True)
     splits = open_data(options.data, options.test_data, options.cache_dir, transport)
     check_memory(options, splits[0], device, transport)
+    sizes = {"num_samples": len(splits[0]), "model_bytes": _model_bytes(options, splits[0])}
+    predicted = attempt(transport, lambda: predicted_speed(**sizes) if predicted_speed else None)
     attempt(transport, lambda: check_slowdown_early(config.slowdown, transport.world_size))
     make_directory = attempt(
         transport,
@@ -103,7 +106,7 @@ def train(
         transport=transport,
         make_directory=make_directory,
         supervised=supervised,
-        predicted_samples_per_s=predicted_samples_per_s,
+        predicted_samples_per_s=predicted,
         show_progress=progress.show if progress else None,
     )
     directory = trainer.directory
@@ -174,11 +177,13 @@ def open_data(
     return splits
 
 
+def _model_bytes(options: TrainConfig, data: SparseDataset) -> int:
+    return 4 * (options.hidden_size * (data.num_features + data.num_labels + 1) + data.num_labels)
+
+
 def check_memory(options: TrainConfig, data: SparseDataset, device: torch.device, transport: Transport) -> None:
     """Raises AgreedError if the model's weights alone are more than the memory that is free. COLLECTIVE."""
-    size = options.hidden_size
-    num_bytes = 4 * (size * (data.num_features + data.num_labels + 1) + data.num_labels)
-
+    size, num_bytes = options.hidden_size, _model_bytes(options, data)
     on_gpu = device.type == "cuda"
     own = attempt(transport, lambda: torch.cuda.mem_get_info(device)[0] if on_gpu else free_memory_bytes())
     # What is free changes from one look to the next: ranks of one place say the same.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,10 @@ from hvd_adaptive.calibrate.recommend import (
     recommend_batches,
     recommend_mega_batch,
 )
+from hvd_adaptive.cli import option_sources
 from hvd_adaptive.cli.arguments import check_writable
 from hvd_adaptive.cli.calibrate_options import check_calibrate
-from hvd_adaptive.cli.option_sources import build_configs, predicted_speed, read_config_file, with_config_file
+from hvd_adaptive.cli.option_sources import build_configs, read_config_file, with_config_file
 from hvd_adaptive.cli.run import run_config
 from hvd_adaptive.config import Config
 from hvd_adaptive.wrap.run_options import RunConfig
@@ -322,6 +324,10 @@ def test_nothing_is_chosen_that_the_given_options_forbid() -> None:
     assert not may_choose(Config(sparse_merge="always"), {"sparse_merge"}, "local", "maxmin:4")
 
 
+# The data and the model of TABLE.
+predicted_speed = functools.partial(option_sources.predicted_speed, num_samples=1000, model_bytes=4000)
+
+
 def test_train_takes_the_recommended_way_unless_one_is_given_by_hand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "c.json"
     chosen = {"strategy": "sync", "compression": "maxmin:4", "mega_batch": 640, "samples_per_s": 1000.0}
@@ -340,9 +346,11 @@ def test_train_takes_the_recommended_way_unless_one_is_given_by_hand(tmp_path: P
     ):
         assert predicted_speed(str(file), build_configs(taken, other)[0], world_size=2) is None
         assert f"c.json was measured with {said}" in caplog.messages[-1]
+    assert predicted_speed(str(file), build_configs(taken)[0], world_size=2, num_samples=400, model_bytes=2000) is None
+    assert "1,000 samples, a model of 0.004 MB; this run has 400 samples, a model of 0.002 MB: no" in caplog.messages[-1]
     file.write_text(json.dumps({**values, "batch_size": 32}))
     assert predicted_speed(str(file), build_configs(taken)[0], world_size=2) is None
-    assert "batch_size 32; this run has batch_size 64" in caplog.messages[-1] and len(caplog.messages) == 3
+    assert "batch_size 32; this run has batch_size 64" in caplog.messages[-1] and len(caplog.messages) == 4
     file.write_text(json.dumps(values))
     # Of a way chosen by hand the prediction is there where it was measured.
     by_hand = {"strategy": "local", "compression": "none", "mega_batch": 640}
