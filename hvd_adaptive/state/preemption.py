@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from hvd_adaptive.cluster.binding import read_launcher
 from hvd_adaptive.cluster.signals import Stop
 
 if TYPE_CHECKING:
@@ -80,6 +81,9 @@ class Preemption:
             self.become_worker()
             return
         self._ends_late = ends_late
+        with contextlib.suppress(ValueError):
+            # Until a session knows better; one that reads the launcher's variables says what is wrong with them.
+            self.rank = read_launcher(os.environ).rank or 0
         self._before = {number: signal.signal(number, _take_note) for number in numbers}
         for number in numbers:
             # System calls of MPI and Horovod go on.

@@ -432,7 +432,11 @@ time.sleep(100)
 
 
 def test_a_second_ctrl_c_ends_at_once() -> None:
-    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Without a session its number is the launcher's.
+    rank = {**os.environ, "OMPI_COMM_WORLD_RANK": "2"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=rank
+    )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
     # A launcher may send one twice.
@@ -442,7 +446,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=50)
-    assert process.returncode == 130 and "a second signal came" in errors
+    assert process.returncode == 130 and "rank 2: a second signal came" in errors
 
 
 def test_a_session_keeps_what_was_saved_before_it(caught: Preemption) -> None:
