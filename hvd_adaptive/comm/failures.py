@@ -182,17 +182,17 @@ def describe(fault: Fault, *, reporter: int, host: str, limit_s: float, state: s
     where = f"rank {fault.rank}" + (
         f" on {beat.host} (pid {beat.pid})" if beat else " (it never sent a heartbeat)"
     )
-    phase = f"its last sign of life: {beat.phase} {beat.what!r} for {beat.phase_s:.1f} s" if beat else ""
+    phase = f"; its last sign of life: {beat.phase} {beat.what!r} for {beat.phase_s:.1f} s" if beat else ""
     stack = (
         f"`py-spy dump --pid {beat.pid}` on {beat.host} shows where it is" if beat else "look at its output"
     )
     longer = f"if it may be quiet for so long, raise stall_limit_s (now {limit_s:g} s)"
     if fault.kind == "silent":
         verdict, remedy = _describe_silence(state, f"{stack}; {longer}")
-        text = f"{where} {verdict}: no heartbeat for {fault.for_s:.1f} s; {phase}. {remedy}"
+        text = f"{where} {verdict}: no heartbeat for {fault.for_s:.1f} s{phase}. {remedy}"
     elif fault.kind == "stuck":
         text = (
-            f"{where} is stuck: alive, but no progress for {fault.for_s:.1f} s while others wait; {phase}. "
+            f"{where} is stuck: alive, but no progress for {fault.for_s:.1f} s while others wait{phase}. "
             f"{stack}; {longer}"
         )
     elif fault.kind == "left early":
@@ -210,7 +210,7 @@ def describe(fault: Fault, *, reporter: int, host: str, limit_s: float, state: s
     else:
         text = (
             f"all ranks are deadlocked: each has waited for the others for {fault.for_s:.1f} s or more; "
-            f"{where}: {phase}. They called different collectives, or the network between them is down; "
+            f"{where}{phase}. They called different collectives, or the network between them is down; "
             f"{stack}; {longer}"
         )
     return f"hvd_adaptive: {text}. Rank {reporter} on {host} found this and ends the job."

@@ -86,9 +86,8 @@ def test_a_rank_that_never_beat():
     sightings = [Sighting(rank=0, beat=make_beat(), silent_s=0.0), Sighting(rank=1, beat=None, silent_s=10.0)]
     fault = find_fault(sightings, 10.0)
     assert fault == Fault(kind="silent", rank=1, for_s=10.0, beat=None)
-    assert "rank 1 (it never sent a heartbeat)" in describe(
-        fault, reporter=0, host="a", limit_s=10, state=None
-    )
+    text = describe(fault, reporter=0, host="a", limit_s=10, state="")
+    assert "rank 1 (it never sent a heartbeat) is dead: no heartbeat for 10.0 s. Its process has ended" in text
 
 
 @pytest.mark.parametrize(
