@@ -155,9 +155,15 @@ def idle(run: Run) -> Idle | None:
 def sent_bytes(run: Run) -> Array:
     """Returns the bytes that a rank gave into the merge of each round, shape (num_rounds,); NaN where a round does not say.
 
-    One rank sends nothing: 0.
+    One rank sends nothing: 0. Nor does one island, of which only the first rank has bytes.
     """
-    alone = [len(next(iter(record["ranks"].values()))) == 1 for record in run.rounds]
+    has_islands = run.config.get("island") is not None
+
+    def is_alone(ranks: dict[str, list[float]]) -> bool:
+        sent = ranks.get("payload_bytes")
+        return len(next(iter(ranks.values()))) == 1 or (has_islands and sent is not None and np.count_nonzero(sent) == 1)
+
+    alone = [is_alone(record["ranks"]) for record in run.rounds]
     return np.where(alone, 0.0, run.column("payload_bytes"))
 
 

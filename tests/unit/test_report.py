@@ -369,6 +369,12 @@ def test_ticks_over_rounds_are_whole_numbers_and_a_single_rank_sends_nothing(tmp
     (path / "rounds.jsonl").write_text(json.dumps({**record, "ranks": alone}))
     runs = read_runs([path])
     assert " MB</td>" not in render_page(runs) and "bytes" not in [chart.name for chart in comparison_charts(runs)]
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "island": "node"}))
+    rest = [0] * (len(next(iter(record["ranks"].values()))) - 2)
+    for payload, sends in (([9, 0, *rest], False), ([9, 9, *rest], True)):
+        (path / "rounds.jsonl").write_text(json.dumps({**record, "ranks": {**record["ranks"], "payload_bytes": payload}}))
+        assert (" MB</td>" in render_page(read_runs([path]))) == sends
 
 
 def test_a_rank_without_samples_in_the_last_round_leaves_the_others_their_numbers(tmp_path: Path) -> None:
