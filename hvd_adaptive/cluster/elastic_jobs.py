@@ -242,7 +242,8 @@ class ScriptJob:
         """
         if lost := self._lost_to():
             raise RuntimeError(lost)
-        self._events = {}
+        # That the script commits holds for all launches, also before the ranks say so again.
+        self._events = {name: event for name, event in self._events.items() if name == "commits"}
         in_memory = local and not self._is_chosen
         if not in_memory:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -294,7 +295,7 @@ class ScriptJob:
     def saved(self) -> str:
         newest = newest_checkpoint(*self._commits, kind=COMMIT)
         if newest is None:
-            return "nothing was committed through hvd.elastic, so the script starts from its beginning"
+            return "nothing was committed through hvd.elastic, so the next start begins at the script's beginning"
         return f"the last commit is {newest}"
 
     def close(self, *, finished: bool) -> str:

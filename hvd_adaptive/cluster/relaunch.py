@@ -21,7 +21,7 @@ from typing import Literal
 from hvd_adaptive.cluster import tether
 from hvd_adaptive.cluster.binding import read_launcher, requested_threads
 from hvd_adaptive.cluster.host import usable_cores
-from hvd_adaptive.cluster.signals import Stop, blocked, ending_signals, for_launcher, handled
+from hvd_adaptive.cluster.signals import Stop, blocked, ending_signals, handled, pass_on
 
 Flavour = Literal["openmpi4", "openmpi5", "hydra", "torchrun"]
 
@@ -295,6 +295,7 @@ def _run(command: Sequence[str], env: Mapping[str, str], *, is_torchrun: bool, e
         with blocked(signals):
             # Into a pipe Python writes in large pieces; mpirun's ranks have had one before.
             unbuffered = {"PYTHONUNBUFFERED": "1"} if is_torchrun else {}
+            started_s = time.monotonic()
             child = start(command, {**unbuffered, **env}, stdout=subprocess.PIPE)
             stop = Stop()
             asking = (*ending_signals(), *([signal.SIGUSR1] if ends_in_order else []))
@@ -306,7 +307,7 @@ def _run(command: Sequence[str], env: Mapping[str, str], *, is_torchrun: bool, e
                 # Any other signal than these two would end torchrun, and leave its ranks.
                 asks = is_torchrun and (number != signal.SIGINT or (ends_in_order and is_first))
                 in_order = ends_in_order and is_first and not asks
-                child.send_signal(for_launcher(signal.SIGTERM if asks else number, in_order=in_order))
+                pass_on(child, signal.SIGTERM if asks else number, in_order, started_s=started_s)
 
             handling.enter_context(handled(signals, forward))
         _pass_on(child)

@@ -8,9 +8,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvd_adaptive.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
+
+if TYPE_CHECKING:
+    import subprocess
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -18,6 +21,13 @@ Handler = Callable[[int, FrameType | None], Any]
 _SAME_SIGNAL_S = 2.0
 # Of SIGINT, which a person may repeat on purpose.
 _SAME_CTRL_C_S = 0.4
+
+
+# mpirun drops what it gets before it has ranks to pass it to, well within this time of its start.
+_YOUNG_S = 5.0
+# Together less than _SAME_SIGNAL_S, so that ranks which got the first one drop the others.
+_AGAIN_S = 0.4
+_NUM_AGAIN = 3
 
 
 class Stop:
@@ -101,3 +111,29 @@ def for_launcher(number: int, *, in_order: bool) -> int:
     if in_order and number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         return signal.SIGUSR1
     return signal.SIGTERM if number == signal.SIGHUP else number
+
+
+def pass_on(launcher: subprocess.Popen[bytes], number: int, in_order: bool, *, started_s: float) -> None:
+    """Passes a signal on to a launcher. An order to end that comes soon after its start is repeated. From the main thread.
+
+    Args:
+        launcher: what started the ranks.
+        number: as for `for_launcher`.
+        in_order: as for `for_launcher`.
+        started_s: when it was started, by time.monotonic.
+    """
+    passed_on = for_launcher(number, in_order=in_order)
+    launcher.send_signal(passed_on)
+    if not in_order or passed_on != signal.SIGUSR1 or time.monotonic() - started_s > _YOUNG_S:
+        return
+    left = _NUM_AGAIN
+
+    def again(number: int, frame: FrameType | None) -> None:
+        nonlocal left
+        launcher.send_signal(passed_on)
+        left -= 1
+        if not left:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+    signal.signal(signal.SIGALRM, again)
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)

@@ -7,10 +7,8 @@ elastic_jobs); the supervisor asks them by SIGUSR1 to stop in order, and judges 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -35,9 +33,10 @@ from hvd_adaptive.cluster.hosts import (
     slurm_environment,
     slurm_hosts,
 )
+from hvd_adaptive.cluster.job_memory import make_memory
 from hvd_adaptive.cluster.output import Lines
 from hvd_adaptive.cluster.relaunch import build_command, start
-from hvd_adaptive.cluster.signals import Stop, blocked, ending_signals, for_launcher, handled
+from hvd_adaptive.cluster.signals import Stop, blocked, ending_signals, handled, pass_on
 from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_TOO_FEW_HOSTS
 
 # A job that ends so often without getting on will not do better.
@@ -47,7 +46,6 @@ _ANSWER_LIMIT_S = 5.0
 _CHUNK_BYTES = 1 << 16
 # A launcher that has told of a fault ends within seconds, if it can end at all.
 _LAUNCHER_END_S = 30.0
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +102,8 @@ class Supervisor:
         self._job = make_job(self._memory)
         self._child: subprocess.Popen[bytes] | None = None
         self._stop = Stop()
-        self._unsent: int | None = None
+        self._unsent: tuple[int, bool] | None = None
+        self._started_s = 0.0
         self._forwarded: tuple[signal.Signals, ...] = ()
         self._asked = self._ended = self._is_finished = False
         self._waiting_hosts = ""
@@ -159,7 +158,7 @@ class Supervisor:
             if self._is_finished or code == EXIT_BAD_INPUT:
                 return code
             if self._stop.first:
-                return self._stop.job_code(code, in_order=self._job.stops_in_order)
+                return self._stopped_code(launch, code)
             # What was lost is not to be tried once more.
             self._discovery.ask_now(_ANSWER_LIMIT_S)
             parts_s = {"notice": self._silent_s, "teardown": ended_s - (self._failed_s or ended_s)}
@@ -179,6 +178,21 @@ class Supervisor:
                 self._say(f"{why}: giving up. Look at the ranks' output above")
                 return code or 1
         raise AssertionError
+
+    def _stopped_code(self, launch: Launch, code: int) -> int:
+        """Returns the exit code of the job, given its launcher's, after a signal that asked the job to end; says what is lost."""
+        name = signal.Signals(self._stop.first).name
+        in_order = self._job.stops_in_order
+        if in_order and launch.has_begun:
+            return self._stop.job_code(code, in_order=True)
+        # A plain script may do with SIGUSR1 what it likes, and go on.
+        if not in_order and self._stop.first == signal.SIGUSR1 and code != 128 + signal.SIGUSR1:
+            return code
+        if launch.has_begun:
+            self._say(f"ended by {name}; the script does not use hvd.elastic, so only what it saved itself is kept")
+        else:
+            self._say(f"launch {launch.number} ended by {name} before its first {self._job.stops_at}")
+        return self._stop.exit_code
 
     def _wait_for_hosts(self, before: Hosts) -> Hosts | None:
         """Returns the ranks by host for the next launch; None if there are too few for too long, or a signal came."""
@@ -215,7 +229,7 @@ class Supervisor:
             # mpirun waits for a second after each signal by which it ends the ranks that are left; they have nothing to save.
             env.setdefault(f"{project}_MCA_odls_base_sigkill_timeout", "0")
         env |= slurm_environment(env, launch.hosts)
-        launch.started_s = time.monotonic()
+        launch.started_s = self._started_s = time.monotonic()
         self._asked, self._ended, self._waiting_hosts = False, False, ""
         # Until the child is known a signal must wait: it could not be passed on.
         with blocked(self._forwarded):
@@ -224,7 +238,7 @@ class Supervisor:
             self._child = child = start(command, env, stderr=subprocess.PIPE)
         if self._unsent is not None:
             # The thread that asks for hosts has taken it in, and this one's handler ran when there was no child yet.
-            child.send_signal(self._unsent)
+            pass_on(child, *self._unsent, started_s=launch.started_s)
         self._say(f"launch {launch.number} ({launch.cause}): ranks {launch.hosts}")
         assert child.stderr is not None
         reader = threading.Thread(target=self._pass_on, args=(child.stderr,), daemon=True)
@@ -258,29 +272,36 @@ class Supervisor:
         gone, come = self._changes(launch.hosts)
         if come and not gone and not self._job.stops_in_order:
             if come != self._waiting_hosts:
-                self._say(f"{come} came: taken in when the script is started again; now it would lose what it has not saved")
+                self._say(f"{come}: taken in when the script is started again; now it would lose what it has not saved")
             self._waiting_hosts = come
             return
         if not gone and not come:
             return
-        change = f"{gone} left" if gone else f"{come} came"
         self._failed_s, self._asked = time.monotonic(), True
         if self._job.stops_in_order:
-            self._say(f"{change}: the job stops at the next {self._job.stops_at}")
+            self._say(f"{gone or come}: the job stops at the next {self._job.stops_at}")
             child.send_signal(signal.SIGUSR1)
         else:
-            self._say(f"{change}: the script is ended, and started again without it")
+            self._say(f"{gone}: the script is ended, and started again on what is left")
             self._ended = True
             child.send_signal(signal.SIGTERM)
 
     def _changes(self, hosts: Hosts) -> tuple[str, str]:
-        """The hosts that the job should do without, and those that it should have besides; empty for none."""
+        """What the job should do without, and what it should have besides, in words; empty for nothing."""
         usable = self._backoff.usable(self._discovery.hosts, time.monotonic())
         better = assign(usable, self._options.max_np, first=hosts)
-        gone = [host for host, count in hosts.items() if usable.get(host, 0) < count]
+        gone = [
+            f"{host} has room for {usable[host]} of its {count} ranks now" if usable.get(host) else f"{host} left"
+            for host, count in hosts.items()
+            if usable.get(host, 0) < count
+        ]
         if gone and sum(better.values()) < self._options.min_np:
             gone = []
-        come = [host for host in better if better[host] > hosts.get(host, 0)]
+        come = [
+            f"{host} has room for {count} ranks now instead of {hosts[host]}" if host in hosts else f"{host} came"
+            for host, count in better.items()
+            if count > hosts.get(host, 0)
+        ]
         return ", ".join(gone), ", ".join(come if sum(better.values()) > sum(hosts.values()) else [])
 
     def _look_for_beginning(self, launch: Launch) -> None:
@@ -368,28 +389,12 @@ class Supervisor:
             # Ranks that were asked to move would take another SIGUSR1 for the order to end at once.
             if not counts or (first and self._asked):
                 return
-            passed_on = for_launcher(number, in_order=first and self._job.stops_in_order)
+            in_order = first and self._job.stops_in_order
             if self._child is None:
-                self._unsent = passed_on
+                self._unsent = number, in_order
             else:
-                self._child.send_signal(passed_on)
+                pass_on(self._child, number, in_order, started_s=self._started_s)
 
         self._forwarded = (*ending_signals(), signal.SIGUSR1)
         with handled(self._forwarded, forward):
             yield
-
-
-def make_memory() -> tuple[Path, IO[bytes]]:
-    """Makes a folder for checkpoints in memory and locks it; removes those of this user whose supervisors were killed."""
-    prefix = f"hvd-adaptive-{os.getuid()}-"
-    for old in _SHARED_MEMORY.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError), (old / "lock").open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(old)
-    name = f"{prefix}{secrets.token_hex(8)}"
-    # Under another name until it is locked, as another supervisor would remove it.
-    folder = _SHARED_MEMORY / f".{name}"
-    folder.mkdir(mode=0o700)
-    own = (folder / "lock").open("xb")
-    fcntl.flock(own, fcntl.LOCK_EX)
-    return folder.rename(_SHARED_MEMORY / name), own

@@ -17,8 +17,7 @@ from hvd_adaptive.algorithm.world_scale import lr_factor, planned_mega_batch, sc
 from hvd_adaptive.cli.main import main
 from hvd_adaptive.cli.option_sources import read_environment
 from hvd_adaptive.cli.run import run_config
-from hvd_adaptive.cluster import hosts
-from hvd_adaptive.cluster import supervisor as elastic
+from hvd_adaptive.cluster import hosts, job_memory
 from hvd_adaptive.cluster.blame import blame, is_first_sign, same_host
 from hvd_adaptive.cluster.hosts import (
     Backoff,
@@ -243,16 +242,16 @@ def test_refused_before_anything_starts(capsys: pytest.CaptureFixture[str], argu
 
 
 def test_memory_of_killed_supervisors_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(job_memory, "_SHARED_MEMORY", tmp_path)
     stale = tmp_path / f"hvd-adaptive-{os.getuid()}-0123"
     stale.mkdir()
     (stale / "lock").touch()
     (stale / "round-00000001").mkdir()
     foreign = tmp_path / f"hvd-adaptive-{os.getuid()}x-0123"
     foreign.mkdir()
-    first, lock = elastic.make_memory()
+    first, lock = job_memory.make_memory()
     assert not stale.exists() and foreign.exists()
-    second, other = elastic.make_memory()
+    second, other = job_memory.make_memory()
     # The first one's supervisor lives.
     assert first != second and first.exists() and first.stat().st_mode & 0o777 == 0o700
     lock.close()

@@ -102,6 +102,8 @@ def test_a_script_with_commits_gets_on_by_new_ones(folders: tuple[Path, Path]) -
     # In a folder that was chosen, so not to memory, wherever the ranks are.
     where = ["run", "--launch", "7", "--commit-dir", str(disk), "--job", job_name(memory)]
     assert job.arguments(7, local=True) == [*where, "--interval", "5", "x.py", "--elastic"]
+    # That it commits is known at the next start, too, and nothing else is.
+    assert job.stops_in_order and not job.was_stopped(75)
     assert f"--commit-dir {disk} goes on from its commit 5" in job.close(finished=False)
     (disk / (".part-1-" + commit_name(6))).mkdir()
     (disk / "restarts.jsonl").touch()

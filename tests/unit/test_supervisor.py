@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from hvd_adaptive.cluster import signals
+from hvd_adaptive.cluster import job_memory, signals
 from hvd_adaptive.cluster import supervisor as module
 from hvd_adaptive.cluster.elastic_jobs import Beginning, Launch
+from hvd_adaptive.cluster.hosts import LOCAL
 from hvd_adaptive.cluster.supervisor import Elastic, Supervisor
 
 BLAME = "mpirun noticed that process rank 1 with PID 0 on node beta exited on signal 9 (Killed)."
@@ -64,7 +65,7 @@ class ShellJob:
 def supervise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Supervisor]:
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(module, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(job_memory, "_SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(module, "build_command", lambda num_ranks, argv, hosts: (argv, dict(os.environ)))
     return lambda job: Supervisor(Elastic(min_np=1, max_np=2), lambda memory: job)
 
@@ -142,4 +143,33 @@ def test_one_signal_delivered_twice_and_a_second_one(
 
 
 def test_what_ranks_say_of_a_stop_stays(supervise: Any) -> None:
-    assert supervise(ShellJob(f"trap 'exit 1' USR1; kill -TERM {os.getpid()}; sleep 20 & wait")).run() == 1
+    job = ShellJob(f"trap 'exit 1' USR1; kill -TERM {os.getpid()}; sleep 20 & wait", begins=(True,))
+    assert supervise(job).run() == 1
+
+
+def test_an_order_that_the_launcher_drops_as_it_has_no_ranks_yet_is_repeated(supervise: Any) -> None:
+    job = ShellJob(f"trap '' USR1; kill -TERM {os.getpid()}; sleep 0.6; trap 'exit 75' USR1; sleep 5 & wait", begins=(True,))
+    assert supervise(job).run() == 75
+
+
+@pytest.mark.parametrize(
+    ("begins", "said"),
+    [(False, "launch 1 ended by SIGTERM before its first merge"), (True, "the script does not use hvd.elastic")],
+)
+def test_ranks_that_have_nothing_to_save(supervise: Any, capsys: pytest.CaptureFixture[str], begins: bool, said: str) -> None:
+    # The launcher says 1 of ranks that it kills.
+    job = ShellJob(f"trap 'exit 1' TERM; kill -TERM {os.getpid()}; sleep 20 & wait", begins=(begins,))
+    job.stops_in_order = False
+    assert supervise(job).run() == 75 and said in capsys.readouterr().err
+
+
+def test_slots_that_come_and_go_are_not_hosts(supervise: Any) -> None:
+    supervisor = supervise(ShellJob("exit 0"))
+    for ranks, present, expected in [
+        (2, {LOCAL: 1}, (f"{LOCAL} has room for 1 of its 2 ranks now", "")),
+        (1, {LOCAL: 2}, ("", f"{LOCAL} has room for 2 ranks now instead of 1")),
+        (1, {"beta": 2}, (f"{LOCAL} left", "beta came")),
+    ]:
+        supervisor._discovery.hosts = present
+        assert supervisor._changes({LOCAL: ranks}) == expected
+    assert supervisor.run() == 0

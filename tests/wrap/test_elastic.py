@@ -128,7 +128,8 @@ def test_commits_outlive_killed_ranks_and_jobs_and_take_in_hosts(run_job: Any, j
         # A rank may be killed, or stopped, after the commit is written and before the test's file says so.
         last = max(number for other, number in numbers if other < launch)
         assert number - last in (0, 1), (went_on, numbers)
-    assert len(went_on) == 3 and "localhost came: the job stops at the next commit" in first.stderr, first.describe()
+    moved = "localhost has room for 2 ranks now instead of 1: the job stops at the next commit"
+    assert len(went_on) == 3 and moved in first.stderr, first.describe()
     parts = r"\(notice [\d.]+, teardown [\d.]+, wait [\d.]+, launch [\d.]+, imports [\d.]+, load [\d.]+, first step [\d.]+\)"
     assert len(re.findall(parts, first.stderr)) == 3 and "hvd-adaptive-event" not in first.stderr, first.describe()
     # What was in memory is in the working directory now.
@@ -179,8 +180,8 @@ def test_a_plain_script_goes_on_from_its_own_checkpoints(run_job: Any, job: Job)
     assert done.returncode == 0 and not done.leftover and epochs() == 120, done.describe()
     first = [int((job.folder / f"launch-{launch}-rank-0").read_text().split()[1]) for launch in (1, 2, 3)]
     assert first[0] == 0 < 2 <= first[1] <= first[2], done.describe()
-    assert "localhost left: the script is ended, and started again without it" in done.stderr, done.describe()
-    assert done.stderr.count("localhost came: taken in when the script is started again") == 1, done.describe()
+    assert "localhost has room for 1 of its 2 ranks now: the script is ended" in done.stderr, done.describe()
+    assert done.stderr.count("now instead of 1: taken in when the script is started again") == 1, done.describe()
     assert not (job.folder / "launch-4-rank-0").exists(), done.describe()
     entries = [json.loads(line) for line in restarts.read_text().splitlines()]
     assert [entry["ranks"] for entry in entries] == [2, 1] and [entry["commit"] for entry in entries] == [0, 0]
