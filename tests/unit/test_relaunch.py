@@ -264,6 +264,11 @@ def test_ranks_that_end_in_order(run_job, parent, ranks, gaps_s, saves):
     assert len(list(options["cwd"].glob("saved-*"))) == 2 * saves, result.describe()
 
 
+def test_an_order_that_the_launcher_drops_as_it_has_no_ranks_yet_is_repeated():
+    launcher = f"trap '' USR1; kill -TERM {os.getpid()}; sleep 0.6; trap 'exit 75' USR1; sleep 5 & wait"
+    assert module._run(["sh", "-c", launcher], os.environ, is_torchrun=False, ends_in_order=True) == 75
+
+
 def test_a_closed_terminal_ends_the_ranks(run_job, parent):
     argv, options = parent
     # Rank 1 is there as well, or is about to be: mpirun ends both.
