@@ -67,7 +67,7 @@ class Fragment:
         factor: what the sum is to be multiplied by, once it is there: one over the weights' sum.
         work: this rank's work since the fragment was sent.
         num_updates: its updates since then.
-        sent_at: the place in the round at which it was sent last, where merges go beside steps.
+        sent_at: the place in the round at which it was sent last; below 0 in the round before.
         merged_updates: those of the fastest rank in the sum that is there.
         history: of the norms of this rank's progress; None: outliers are let in.
     """

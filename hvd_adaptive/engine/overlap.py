@@ -127,11 +127,16 @@ class OverlappedMerge:
         # What has put parameters in others' place between two rounds has told the whole groups.
         for piece in self._pieces:
             piece.rebind()
+        goes_on = self._own is not None
         self._load_own_()
         if self._beside_steps:
             self._phases = phases_beside_steps(merges, len(self._fragments))
         for fragment in self._fragments:
             fragment.sent_at = 0.0
+        for phase in self._phases if goes_on else ():
+            if not phase.arrives:
+                # In the round before.
+                self._fragments[phase.fragment].sent_at = phase.position - 1.0
         self._next, self._seen_work, self._seen_updates, self._sent_bytes = 0, 0.0, 0.0, 0
         self._reached, self._scale = 0.0, 1.0 / work
 
@@ -200,8 +205,9 @@ class OverlappedMerge:
             self._arrive_(fragment)
         if unsent:
             # The last one has just been sent.
-            for fragment in self._fragments[:-1]:
-                self._send_(fragment)
+            for phase in self._phases:
+                if not phase.arrives and phase.position < 1.0:
+                    self._send_(self._fragments[phase.fragment], 1.0 - phase.position)
             for fragment in self._fragments[:-1]:
                 self._arrive_(fragment)
         for piece in self._pieces:
@@ -288,14 +294,12 @@ class OverlappedMerge:
         fragment = self._fragments[phase.fragment]
         if phase.arrives:
             self._arrive_(fragment)
-        elif not self._beside_steps:
-            self._send_(fragment)
+            return
         # At the end of a round that is closed early come all places that are left, and nothing is left to send at most of them.
-        elif (distance := min(phase.position, self._reached) - fragment.sent_at) > _LEAST_DISTANCE:
-            # Then the weights of a merge sum to about one, and what codecs lose counts as much in the next one.
-            fragment.work /= distance
-            fragment.sent_at += distance
-            self._send_(fragment)
+        place = min(phase.position, self._reached) if self._beside_steps else phase.position
+        if (part := place - fragment.sent_at) > _LEAST_DISTANCE:
+            fragment.sent_at = place
+            self._send_(fragment, part)
 
     def _count(self, work: float, num_updates: float) -> None:
         for fragment in self._fragments:
@@ -303,14 +307,15 @@ class OverlappedMerge:
             fragment.num_updates += num_updates - self._seen_updates
         self._seen_work, self._seen_updates = work, num_updates
 
-    def _send_(self, fragment: Fragment) -> None:
-        """Starts to sum a fragment's progress."""
+    def _send_(self, fragment: Fragment, part: float) -> None:
+        """Starts to sum a fragment's progress; ``part``: of a round's work, that all ranks made since it was sent last."""
         transport, flat, num_updates = self._transport, self._flat_model, fragment.num_updates
         finite = fragment.measure_()
         if not finite:
             self._start_again_()
             self._forget()
-        weight = fragment.work if finite else 0.0
+        # The weights of a merge sum to about one, so that what codecs lose counts as much in the next one.
+        weight = fragment.work / part if finite else 0.0
         if self._config.weight_rule == "uniform":
             weight = float(weight > 0) / transport.world_size
         norm, outlies = 0.0, False

@@ -202,10 +202,19 @@ def test_what_codecs_lose_beside_steps_comes_in_the_next_merge_as_it_was(
 ) -> None:
     """Fragments are sent after unequal parts of a round, and at the end of one that is closed early."""
     in_fragments(monkeypatch, 4)
-    options: dict[str, Any] = {"merges_per_round": 3, "outer_step": "none", "compression": codec}
-    results = LocalWorld(2).run(lambda t: drift(t, steps=12, closed_at=closed_at, **options))
+    check_what_codecs_lose(4 * 12 if closed_at is None else 3 * 12 + closed_at, codec, closed_at=closed_at, merges_per_round=3)
+
+
+@pytest.mark.parametrize("options", [*FRAGMENTS[:2], {"merge_fragments": 4}, {"merge_fragments": 4, "fragment_delay": 1.0}])
+@pytest.mark.parametrize("codec", ["maxmin:2", "topk:0.3"])
+def test_what_codecs_lose_in_fragments_comes_in_the_next_merge_as_it_was(codec: str, options: dict[str, Any]) -> None:
+    """The first merges of a run, and the last ones, have a part of a round's steps."""
+    check_what_codecs_lose(4 * 12, codec, **options)
+
+
+def check_what_codecs_lose(num_steps: int, codec: str, **options: Any) -> None:
+    results = LocalWorld(2).run(lambda t: drift(t, steps=12, outer_step="none", compression=codec, **options))
     start = flat(make_model())
-    num_steps = 4 * 12 if closed_at is None else 3 * 12 + closed_at
     moved = sum((1 + r) / 3 * progress_of(r, n, len(start)) for r in range(2) for n in range(num_steps))
     missing = float((start + moved - results[0]["final"]).sum())
     assert abs(missing) > 0.1
