@@ -322,9 +322,9 @@ def differences(
     options = options_of(values, calibration, strategy=config.strategy)
     names = [name for name in ("batch_size", *LOCAL_ONLY) if name != "batch_size" or name in options]
     pairs = [(f"{name} {options.get(name, 'open')}", f"{name} {getattr(config, name) or 'open'}") for name in names]
-    factors = parse_slowdown(config.slowdown)[0][1] if config.slowdown else [1.0] * len(calibration.ranks)
-    slowdowns = [",".join(f"{factor:g}" for factor in one) for one in ([r.slowdown for r in calibration.ranks], factors)]
-    pairs.append((f"slowdown {slowdowns[0]}", f"slowdown {slowdowns[1]}"))
+    entries = parse_slowdown(config.slowdown) if config.slowdown else [(0.0, [1.0] * len(calibration.ranks))]
+    then, now = (",".join(f"{factor:g}" for factor in one) for one in ([r.slowdown for r in calibration.ranks], entries[0][1]))
+    pairs.append((f"slowdown {then}", f"slowdown {now if len(entries) == 1 else config.slowdown}"))
     pairs.append((f"{calibration.num_samples:,} samples", f"{num_samples:,} samples"))
     pairs.append((f"a model of {calibration.model_bytes / 1e6:.3g} MB", f"a model of {model_bytes / 1e6:.3g} MB"))
     return [(then, now) for then, now in pairs if then != now]

@@ -81,7 +81,8 @@ def calibrate(
             options[name] = str(Path(options[name]).absolute())
     options |= {
         "batch_size": chosen.batch_size,
-        **bounds(chosen, found),
+        "min_batch_size": chosen.min_batch_size,
+        "max_batch_size": chosen.max_batch_size,
         "mega_batch": chosen.mega_batch,
     }
     if chosen.micro_batch_size is not None:
@@ -96,7 +97,7 @@ def calibrate(
 
 
 def bounds(chosen: Recommendation, found: Calibration) -> dict[str, int]:
-    """Returns the bounds of the batch sizes that the chosen strategy keeps to: of ``sync`` those that were given."""
+    """Returns the bounds of the batch sizes that the chosen strategy keeps to: ``sync`` to those that were given."""
     names = LOCAL_ONLY if found.predicted.strategy == "local" else found.bounds
     return {name: getattr(chosen, name) for name in names}
 

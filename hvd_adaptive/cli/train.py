@@ -178,7 +178,7 @@ def open_data(
 
 
 def _model_bytes(options: TrainConfig, data: SparseDataset) -> int:
-    return 4 * (options.hidden_size * (data.num_features + data.num_labels + 1) + data.num_labels)
+    return 4 * options.hidden_size * (data.num_features + data.num_labels)  # no bias
 
 
 def check_memory(options: TrainConfig, data: SparseDataset, device: torch.device, transport: Transport) -> None:

@@ -126,6 +126,7 @@ class TrainJob:
         self._memory = memory
         self._checkpoints = (memory, directory / "checkpoints")
         self._first_round = 0
+        self._has_begun = False
         self.records: Path | None = directory / RECORDS
 
     def num_done(self) -> int:
@@ -147,7 +148,7 @@ class TrainJob:
         first = next((line for line in rounds if line.get("start", {}).get("launch") == launch.number), None)
         if first is None:
             return None
-        self._first_round = first["round"]
+        self._first_round, self._has_begun = first["round"], True
         record = {"round": first["round"], "rounds_repeated": max(0, launch.num_before - first["round"])}
         return Beginning(record, f"at round {first['round'] + 1}", first["start"]["seconds"])
 
@@ -167,8 +168,10 @@ class TrainJob:
         return describe_newest(*self._checkpoints)
 
     def close(self, *, finished: bool) -> str:
-        # Of a run that never began there is nothing to say. What is in memory goes with the supervisor.
-        return "" if finished or not self.num_done() else describe_newest(self._directory / "checkpoints")
+        # Of a run that never began there is nothing to say; the folder may have another one's. What is in memory goes with the
+        # supervisor.
+        is_silent = finished or not (self._has_begun or (self._resume and self.num_done()))
+        return "" if is_silent else describe_newest(self._directory / "checkpoints")
 
     def _last_rounds(self) -> list[dict[str, Any]]:
         """The last rounds of the run directory; rounds of this launch are among them if there are any yet."""

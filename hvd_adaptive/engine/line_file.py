@@ -22,7 +22,8 @@ class LineFile:
     """
 
     def __init__(self, path: Path, mode: str = "ab") -> None:
-        self._path = path
+        # The script may change its working directory.
+        self._path = path.absolute()
         # Without a buffer of its own, which after an error would still hold the lines that are kept here.
         self._file = path.open(mode, buffering=0)
         self._unwritten = b""

@@ -160,7 +160,8 @@ class Report:
 
     def _loader_lines(self, loader: Loader) -> list[str]:
         if not loader.num_steps:
-            is_validation = not loader.is_successor and any(other.num_steps for other in self.loaders)
+            trained = [other.kind for other in self.loaders if other.num_steps]
+            is_validation = bool(trained) and loader.kind not in trained
             why = f"no optimizer step followed its batches{' (validation)' if is_validation else ''}"
             if loader.reasons & {Reason.INTERLEAVED} or (loader.num_losses and any(other.num_steps for other in self.loaders)):
                 why = "its batches go into steps together with those of another loader"

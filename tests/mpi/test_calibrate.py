@@ -39,7 +39,10 @@ def test_what_is_recommended_runs(run_job: Any, data: Path, tmp_path: Path) -> N
     job = run_job([*COMMAND, "train", "-np", "2", "--config", str(file), "--out", str(run), "--epochs", "1"], timeout=400)
     assert job.returncode == 0, job.describe()
     config = json.loads((run / "config.json").read_text())
-    assert config["mega_batch"] == read_config_file(str(file))["mega_batch"]
+    options_in_file = read_config_file(str(file))
+    assert config["mega_batch"] == options_in_file["mega_batch"]
+    # Whatever was chosen: by hand people may train with the other strategy.
+    assert {"min_batch_size", "max_batch_size"} <= options_in_file.keys()
     assert config["slowdown"] == "1,2" and config["batch_size"] == 32
     assert (config["strategy"], config["compression"]) == (found.predicted.strategy, found.predicted.compression)
     assert f"samples/s; predicted {found.predicted.samples_per_s:,.0f})" in job.stdout
