@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -114,7 +115,7 @@ def for_launcher(number: int, *, in_order: bool) -> int:
 
 
 def pass_on(launcher: subprocess.Popen[bytes], number: int, in_order: bool, *, started_s: float) -> None:
-    """Passes a signal on to a launcher. An order to end that comes soon after its start is repeated. From the main thread.
+    """Passes a signal on to a launcher. An order to end that comes soon after its start is repeated.
 
     Args:
         launcher: what started the ranks.
@@ -126,14 +127,11 @@ def pass_on(launcher: subprocess.Popen[bytes], number: int, in_order: bool, *, s
     launcher.send_signal(passed_on)
     if not in_order or passed_on != signal.SIGUSR1 or time.monotonic() - started_s > _YOUNG_S:
         return
-    left = _NUM_AGAIN
 
-    def again(number: int, frame: FrameType | None) -> None:
-        nonlocal left
-        launcher.send_signal(passed_on)
-        left -= 1
-        if not left:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
+    def again() -> None:
+        for _ in range(_NUM_AGAIN):
+            time.sleep(_AGAIN_S)
+            launcher.send_signal(passed_on)
 
-    signal.signal(signal.SIGALRM, again)
-    signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
+    # Not by a timer of the process, whose signal may come when it ends, and would be its end.
+    threading.Thread(target=again, name="hvd_adaptive-stop-again", daemon=True).start()

@@ -57,7 +57,7 @@ def test_ranks_of_a_host_say_the_same_of_its_memory(monkeypatch: pytest.MonkeyPa
     free = iter(range(30, 10, -1))
     monkeypatch.setattr(command, "free_memory_bytes", lambda: next(free))
     options, data = TrainConfig(hidden_size=4), rows("train", 8)
-    with pytest.raises(AgreedError, match=r"^hidden_size 4: .* take 476 bytes, and 28 are free on host .*, which has 3 rank"):
+    with pytest.raises(AgreedError, match=r"^hidden_size 4: .* take 432 bytes, and 28 are free on host .*, which has 3 rank"):
         LocalWorld(3).run(lambda transport: command.check_memory(options, data, torch.device("cpu"), transport))
 
 
