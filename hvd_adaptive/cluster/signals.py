@@ -22,8 +22,6 @@ Handler = Callable[[int, FrameType | None], Any]
 _SAME_SIGNAL_S = 2.0
 # Of SIGINT, which a person may repeat on purpose.
 _SAME_CTRL_C_S = 0.4
-
-
 # mpirun drops what it gets before it has ranks to pass it to, well within this time of its start.
 _YOUNG_S = 5.0
 # Together less than _SAME_SIGNAL_S, so that ranks which got the first one drop the others.
