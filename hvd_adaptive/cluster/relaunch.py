@@ -123,6 +123,15 @@ def recognize(path: str, version_text: str) -> Flavour:
     )
 
 
+def torchrun(python: str, num_ranks: int) -> list[str]:
+    """Returns the start of a command for that many ranks on this machine.
+
+    As --standalone, which needs an entry for "localhost" in /etc/hosts and tries for minutes without one.
+    """
+    meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    return [python, "-m", "torch.distributed.run", *meeting, f"--nproc-per-node={num_ranks}"]
+
+
 def launch_command(
     num_ranks: int,
     argv: Sequence[str],
@@ -181,8 +190,7 @@ def launch_command(
                 added |= {f"{project}_ALLOW_RUN_AS_ROOT": "1", f"{project}_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     whole = {**env, **{name: value for name, value in added.items() if not env.get(name)}}
     if launcher.flavour == "torchrun":
-        torchrun = [launcher.path, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "--no-python"]
-        return [*torchrun, *argv], whole
+        return [*torchrun(launcher.path, num_ranks), "--no-python", *argv], whole
     command = [launcher.path, "-np", str(num_ranks)]
     places = ",".join(f"{host}:{count}" for host, count in (hosts or {}).items())
     if launcher.flavour == "hydra":

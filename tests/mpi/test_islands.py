@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hvd_adaptive import Checkpointer, Config, Session
+from hvd_adaptive.cluster.relaunch import torchrun
 from hvd_adaptive.comm import connect
 from hvd_adaptive.comm.horovod_collectives import HorovodCollectives
 from hvd_adaptive.comm.protocols import AgreedError
@@ -355,8 +356,7 @@ session.close()
 def test_a_rank_that_leaves_out_a_step_ends_the_job(run_job: Any, tmp_path: Path) -> None:
     path = tmp_path / "own_loop.py"
     path.write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    job = run_job([*torchrun, str(path)], timeout=200)
+    job = run_job([*torchrun(sys.executable, 2), str(path)], timeout=200)
     assert job.returncode != 0 and not job.timed_out and not job.leftover, job.describe()
     assert "rank 1 made no step with a batch of its island" in job.stderr, job.describe()
 

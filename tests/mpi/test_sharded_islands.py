@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hvd_adaptive import Checkpointer, Config, Session, island_mesh
+from hvd_adaptive.cluster.relaunch import torchrun
 from hvd_adaptive.comm import connect
 from hvd_adaptive.comm.protocols import AgreedError
 from hvd_adaptive.session.sameness import compare_models
@@ -327,8 +328,7 @@ def test_a_script_gets_its_mesh_before_its_session(run_job: Any, tmp_path: Path,
     path = tmp_path / "own_loop.py"
     path.write_text(SCRIPT)
     if backend == "torch":
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        job = run_job([*torchrun, str(path), backend], timeout=200)
+        job = run_job([*torchrun(sys.executable, 2), str(path), backend], timeout=200)
     else:
         job = run_job([sys.executable, str(path), backend], np=2, timeout=200)
     assert job.returncode == 0 and not job.leftover, job.describe()

@@ -21,10 +21,11 @@ import pytest
 from runs import read_run
 from zygote import stub_of
 
+from hvd_adaptive.cluster.relaunch import torchrun
 from hvd_adaptive.comm import connect
 
 COMMAND = [sys.executable, "-m", "hvd_adaptive"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = torchrun(sys.executable, 2)
 REPO = Path(__file__).parents[2]
 # As where they are not installed.
 BLOCK = """

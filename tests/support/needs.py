@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 
 import pytest
 
@@ -13,6 +14,14 @@ def skip_or_fail(reason: str) -> None:
     if os.environ.get("CI") == "true":
         pytest.fail(f"CI skips nothing: {reason}")
     pytest.skip(reason)
+
+
+def need_localhost() -> None:
+    """Goes on only where the name has an address, which horovodrun connects to."""
+    try:
+        socket.getaddrinfo("localhost", None)
+    except OSError as error:
+        skip_or_fail(f"needs an address of localhost in /etc/hosts: {error}")
 
 
 def lacks(**packages: str) -> str | None:

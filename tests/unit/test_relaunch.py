@@ -149,8 +149,8 @@ def test_torchrun_starts_ranks_over_torch_where_there_is_no_mpirun(tmp_path, mon
         with pytest.raises(RuntimeError, match=r"no mpirun or mpiexec.*--backend torch"):
             choose_launcher({}, backend)
     command, env = launch_command(3, ["prog", "--x"], env={}, launcher=launcher, num_cores=6, is_root=True)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "--no-python"]
-    assert command == [*torchrun, "prog", "--x"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    assert command[:3] == torchrun and command[-4:] == ["--nproc-per-node=3", "--no-python", "prog", "--x"]
     assert env["OMP_NUM_THREADS"] == "2" and not any(name.startswith(("OMPI_", "PRTE_")) for name in env)
 
 

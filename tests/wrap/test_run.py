@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import need_localhost
 
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN = [sys.executable, "-m", "hvd_adaptive", "run"]
@@ -126,6 +127,7 @@ def test_the_drop_in_is_one_changed_line(run_job: Any) -> None:
 @pytest.mark.parametrize("launcher", [[], ["--gloo"]])
 def test_horovods_own_launcher(launcher: list[str], run_job: Any) -> None:
     """Under Gloo, too: what ranks tell each other goes through Horovod."""
+    need_localhost()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = ["horovodrun", *launcher, "-np", "2", "hvd-adaptive", "run", "--shares", "1,3", str(SCRIPTS / "mnist.py")]
     # As in an activated environment; ranks of a busy machine may come to Gloo's meeting more than its 30 s apart.
