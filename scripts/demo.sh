@@ -21,7 +21,7 @@ echo "== Adaptive SGD =="
 "${hvd_adaptive[@]}" train "${common[@]}" --epochs 4 --name adaptive --out "$out/adaptive"
 echo
 echo "== plain Horovod (synchronous, equal batches) =="
-# A limit keeps the demo short on a slow machine; the table says how far each got.
+# A limit keeps the demo short on a slow machine; the log says how far each got.
 "${hvd_adaptive[@]}" train "${common[@]}" --strategy horovod --lr 0.05 --name "plain Horovod" --time-limit 80 --out "$out/horovod"
 echo
 "${hvd_adaptive[@]}" report "$out/horovod" "$out/adaptive" --out "$out/report.html" --png "$out/png"

@@ -155,7 +155,8 @@ def _run(options: argparse.Namespace, config: Config, configs: tuple[Config, Tra
         from hvd_adaptive.cli.train import train
         from hvd_adaptive.session.supervised import Supervised
 
-        alone = transport.world_size == 1 and sys.stdout.isatty()
+        # Open MPI's mpirun gives a rank a pseudo-terminal, wherever the output goes.
+        alone = transport.world_size == 1 and sys.stdout.isatty() and read_launcher(os.environ).name != "openmpi"
         supervised = None
         if options.launch is not None:
             supervised = Supervised(options.launch, options.memory_dir and Path(options.memory_dir))

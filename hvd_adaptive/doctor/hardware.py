@@ -219,7 +219,7 @@ def collectives(ranks: Sequence[Facts]) -> list[Finding]:
     small, large, gather = (max(one[name] for one in found) for name in ("small_s", "large_s", "gather_s"))
     size = found[0]["large_bytes"]
     text = f"allreduce of {amount(found[0]['small_bytes'])} {seconds(small)}, of {amount(size)} {seconds(large)}"
-    return [Finding("collectives", "ok", f"{text} ({size / large / 1e9:.2g} GB/s); MPI gather {seconds(gather)}")]
+    return [Finding("collectives", "ok", f"{text} ({size / large / 1e9:.2g} GB/s); gather {seconds(gather)}")]
 
 
 def links(ranks: Sequence[Facts]) -> list[Finding]:

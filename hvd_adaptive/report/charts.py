@@ -214,10 +214,11 @@ def _utilisation_bars(runs: Sequence[Run]) -> Chart | None:
             axes.barh(place, value, color=colour(0), height=0.6)
             if ceiling:
                 axes.plot([ceiling, ceiling], [place - 0.42, place + 0.42], color=colour(1), linewidth=3)
-                left = ceiling > 0.5
+                left = ceiling > 0.9
+                # On white: it may stand on the bar.
                 axes.annotate(
-                    f"equal shares: {ceiling:.2f} at most", (ceiling, place), xytext=(-5 if left else 5, 0),
-                    textcoords="offset points", va="center", ha="right" if left else "left", color=colour(1),
+                    f"{ceiling:.2f}", (ceiling, place), xytext=(-5 if left else 5, 0), textcoords="offset points", va="center",
+                    ha="right" if left else "left", color=colour(1), bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
                 )  # fmt: skip
         axes.axvline(1, color=FAINT, linewidth=1)
         axes.set_xlim(0, 1.05)

@@ -362,3 +362,10 @@ def test_the_readmes_launchers(run_job: Any, data: Path, tmp_path: Path, launche
     job = run_job(["env", f"PATH={path}", *command], timeout=300, alone=True)
     assert job.returncode == 0, job.describe()
     assert read_run(tmp_path / "run")[0]["world_size"] == 2
+
+
+def test_one_rank_under_mpirun_writes_plain_lines_to_a_file(run_job: Any, data: Path, tmp_path: Path) -> None:
+    """Though Open MPI gives it a pseudo-terminal."""
+    job = run_job([*COMMAND, *train_arguments(data, tmp_path / "run"), "--epochs", "1", "-np", "1"], timeout=200, forked=False)
+    assert job.returncode == 0, job.describe()
+    assert "round 1 " in job.stdout and "\x1b" not in job.stdout, job.describe()

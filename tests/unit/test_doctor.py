@@ -142,7 +142,7 @@ def test_speeds_are_said_in_their_units() -> None:
     texts = {finding.subject: finding.text for finding in judge([facts(links=links(400.0)), facts(1)], joined=True)}
     assert texts["speed"] == "Big CPU, 2 threads: 50 GFLOP/s (100% of that)"
     assert texts["claims"] == "one claim takes 20 us, at worst 20 us (medians of ranks); 99% within 100 us"
-    assert texts["collectives"] == "allreduce of 4 KiB 1 ms, of 8 MiB 10 ms (0.84 GB/s); MPI gather 100 us"
+    assert texts["collectives"] == "allreduce of 4 KiB 1 ms, of 8 MiB 10 ms (0.84 GB/s); gather 100 us"
     assert texts["links"] == "2 links between hosts: 400 to 600 MB/s; 4 KiB in 1 ms"
 
 
