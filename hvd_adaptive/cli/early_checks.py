@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from hvd_adaptive.algorithm.islands import Islands
 from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.cluster.binding import num_restarts
 from hvd_adaptive.combinations import check_reference
@@ -17,10 +18,16 @@ def check_slowdown_early(slowdown: str | None, num_ranks: int) -> None:
     Slowdown(slowdown, world_size=num_ranks)
 
 
-def check_train_early(config: Config, train: TrainConfig, num_ranks: int) -> None:
-    """Raises ValueError for options that do not fit the ranks, data or a checkpoint not there, and a folder with a run."""
+def check_ranks_early(config: Config, num_ranks: int) -> None:
+    """Raises ValueError for options that do not fit the number of ranks."""
     check_slowdown_early(config.slowdown, num_ranks)
     check_reference(config)
+    if config.island is not None:
+        Islands.of(config.island, [""] * num_ranks)
+
+
+def check_files_early(train: TrainConfig) -> None:
+    """Raises ValueError for data or a checkpoint not there, and for a folder with a run."""
     check_data_early(train)
     if train.resume not in (None, "auto") and not Path(train.resume).exists():
         raise ValueError(f"resume: there is no checkpoint in {Path(train.resume).resolve()}")

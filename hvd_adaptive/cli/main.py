@@ -16,7 +16,7 @@ from hvd_adaptive.cli.arguments import NUM_RANKS, without_options
 from hvd_adaptive.cli.bench import bench_comm, bench_compress, uses_groups
 from hvd_adaptive.cli.calibrate_options import check_calibrate
 from hvd_adaptive.cli.doctor import doctor
-from hvd_adaptive.cli.early_checks import check_data_early, check_slowdown_early, check_train_early
+from hvd_adaptive.cli.early_checks import check_data_early, check_files_early, check_ranks_early
 from hvd_adaptive.cli.elastic import check_only_elastic, supervise_script, supervise_training
 from hvd_adaptive.cli.fields import fields_of
 from hvd_adaptive.cli.option_sources import (
@@ -42,7 +42,6 @@ from hvd_adaptive.cluster.binding import read_launcher
 from hvd_adaptive.cluster.last_checkpoint import describe_newest
 from hvd_adaptive.cluster.output import refuse
 from hvd_adaptive.cluster.relaunch import relaunch
-from hvd_adaptive.combinations import check_reference
 from hvd_adaptive.config import Config
 from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from hvd_adaptive.state.preemption import PREEMPTION, SIGNALS
@@ -103,7 +102,8 @@ def _main(arguments: list[str]) -> int:
         config = configs[0] if configs is not None else world_config(options)
         if options.num_ranks is not None:
             if configs is not None and options.command == "train":
-                check_train_early(*configs, options.num_ranks)
+                check_ranks_early(configs[0], options.num_ranks)
+                check_files_early(configs[1])
             elif configs is not None:
                 check_data_early(configs[1])
             return _start_ranks(options, arguments, configs, config.backend)
@@ -222,9 +222,13 @@ def _submit(arguments: list[str]) -> int:
                 "script by hand, as docs/elastic.md has it"
             )
         if options.command == "train":
-            config, _ = _train_configs(options)
-            check_slowdown_early(config.slowdown, num_ranks)
-            check_reference(config)
+            config, train = _train_configs(options)
+            check_ranks_early(config, num_ranks)
+            try:
+                check_files_early(train)
+            except ValueError as error:
+                # It may change until the job starts, and nodes may have what this host has not.
+                print(f"hvd-adaptive: warning: if the job started now on this host, it would end with: {error}", file=sys.stderr)
             if config.backend == "torch":
                 raise ValueError("submit: what it writes starts ranks for Horovod: leave backend 'torch' out")
         else:

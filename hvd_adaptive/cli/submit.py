@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 
 from hvd_adaptive.cli.arguments import Parser
@@ -47,7 +48,8 @@ def submit(arguments: Sequence[str], check_command: Callable[[Sequence[str], int
         raise ValueError(f"submit needs a command after --: {USAGE}; got {' '.join(command) or 'none'}")
     others = [_component_parser(prog="hvd-adaptive submit ... :").parse_args(part) for part in parts[1:]]
     components = tuple(_component(values) for values in (options, *others))
-    check_command(command, sum(part.nodes * part.ntasks_per_node for part in components))
+    resumes = ["--resume", "auto"] if options.requeue and command[0] == "train" else []
+    check_command([command[0], *resumes, *command[1:]], sum(part.nodes * part.ntasks_per_node for part in components))
     if options.signal_s is not None and not options.requeue:
         raise ValueError("--signal-s needs --requeue, without which no signal is asked for: add it, or leave --signal-s out")
     script = BatchScript(
@@ -67,6 +69,13 @@ def submit(arguments: Sequence[str], check_command: Callable[[Sequence[str], int
         title=("Written by hvd-adaptive submit.",),
     )
     text = render(script)
+    environment = script.venv or os.environ.get("VENV") or ".venv"
+    if not os.path.exists(os.path.join(environment, "bin", "activate")):
+        print(
+            f"hvd-adaptive: warning: {environment}/bin/activate, which the script reads, is not there: name the environment with "
+            f"--venv or VENV; this one is {sys.prefix}",
+            file=sys.stderr,
+        )
     print(text, end="", flush=True)
     if options.output:
         try:

@@ -280,12 +280,26 @@ def test_the_command_shows_saves_and_checks(
         (["--signal-s", "60", "--", "train"], "--signal-s needs --requeue"),
         (["--", "train", "--elastic", "--max-np", "2"], "--elastic starts them itself"),
         (["--", "train", "--elastic-batch", "fixed-per-rank"], "needs reference_ranks"),
+        (["--", "train", "--island", "3"], "got 3 and 4 ranks: choose 2 or 4"),
         (["--", "run", str(tmp_path / "x.py")], "is not there"),
         (["--nodes", "2"], "needs a command after --"),
         (["--", "rm", "-rf"], "needs a command after --"),
     ):
         assert main(["submit", *arguments]) == 2
         assert message in capsys.readouterr().err
+    # What may change until then, or is so on this host only, is told.
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "rounds.jsonl").write_text("{}\n")
+    for arguments, warning in (
+        (["--", "train", "--data", str(tmp_path / "none")], "none' is no file"),
+        (["--", "train", "--resume", str(tmp_path / "none")], "there is no checkpoint in"),
+        (["--", "train", "--out", str(tmp_path / "old")], "holds a run already"),
+        (["--requeue", "--", "train", "--out", str(tmp_path / "old")], ""),
+        (["--venv", str(tmp_path), "--", "train"], f"{tmp_path}/bin/activate, which the script reads, is not there"),
+    ):
+        assert main(["submit", "--venv", sys.prefix, *arguments]) == 0
+        told = capsys.readouterr().err
+        assert warning in told if warning else not told
     # Quoted, as they are in the script, the shell leaves them alone.
     monkeypatch.setenv("HOME", "/home/me")
     assert main(["submit", "--venv=~/venv", "--log=~/%j.out", "--", "train"]) == 0
