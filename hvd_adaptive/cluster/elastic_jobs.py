@@ -315,6 +315,9 @@ class ScriptJob:
         if newest is None:
             self._remove_folder()
             return ""
+        if not self._has_folder:
+            # It may have been refused because of this commit.
+            return ""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._move_out_of_memory()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from hvd_adaptive.cluster.last_checkpoint import COMMIT, find_checkpoints, number_of
 from hvd_adaptive.cluster.output import refuse
@@ -62,6 +63,11 @@ def load(state: Any, saved: dict[str, Any]) -> None:
         except Exception as error:
             # Whatever the script's own classes raise.
             raise ValueError(f"its {name} does not fit the script's: {type(error).__name__}: {error}") from error
+        if isinstance(value, Optimizer):
+            # torch fills in what commits of its earlier versions lack, and takes groups of any other kind.
+            missing = [key for key in value.defaults if any(key not in group for group in value.param_groups)]
+            if missing:
+                raise ValueError(f"its {name} is of another kind than the script's: it has no {', '.join(missing)}")
 
 
 def _tracked(state: Any) -> dict[str, Any]:

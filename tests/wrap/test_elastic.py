@@ -210,6 +210,24 @@ def test_what_cannot_be_stored_is_named(run_job: Any, job: Job, num_ranks: int, 
     assert done.returncode == 2 and done.stderr.count("error: ") == 1 and message in done.stderr, done.describe()
 
 
+def test_a_commit_of_another_kind_of_optimizer_is_refused(run_job: Any, job: Job) -> None:
+    job.hosts(1)
+
+    def during() -> None:
+        job.wait_for_commits(1, 1)
+        assert job.child is not None
+        job.child.send_signal(signal.SIGTERM)
+
+    command = ["--max-np", "1", "--commit-dir", job.folder / "kept", SCRIPTS / "elastic.py", job.folder]
+    first = run(run_job, job, *command, "SGD", during=during)
+    assert first.returncode == 75 and "goes on from its commit" in first.stderr, first.describe()
+    done = run(run_job, job, *command, "Adam")
+    assert done.returncode == 2 and done.stderr.count("error: ") == 1 and "launch 2" not in done.stderr, done.describe()
+    assert "its optimizer is of another kind than the script's: it has no betas, eps" in done.stderr, done.describe()
+    # Which would be refused again.
+    assert "goes on from its commit" not in done.stderr, done.describe()
+
+
 def test_of_two_jobs_with_one_folder_the_later_one_keeps_it(run_job: Any, job: Job) -> None:
     (job.folder / "later").mkdir()
     folder, later, ends = job.folder / "kept", Job(job.folder / "later"), []

@@ -21,6 +21,9 @@ model.uses = torch.nn.Parameter(torch.zeros(SAMPLES, dtype=torch.float64))
 x = torch.randn(SAMPLES, 3, dtype=torch.float64)
 groups = [{"params": [model.weight, model.bias]}, {"params": [model.uses], "lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}]
 optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
+if what in ("SGD", "Adam"):
+    # Without a momentum SGD has no state that another kind would miss.
+    optimizer = getattr(torch.optim, what)(model.parameters(), lr=0.1)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 data = torch.utils.data.TensorDataset(torch.arange(SAMPLES), x)
 sampler = hvd.elastic.ElasticSampler(data, shuffle=True, seed=3)
