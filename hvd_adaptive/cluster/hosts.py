@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import re
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from types import FrameType
 
 from hvd_adaptive.cluster.binding import expand_counts
+from hvd_adaptive.cluster.signals import ending_signals, handled
+from hvd_adaptive.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +30,8 @@ Hosts = dict[str, int]
 
 LOCAL = "localhost"
 _SCRIPT_LIMIT_S = 30.0
+# The discovery scripts that run now.
+_running: set[subprocess.Popen[str]] = set()
 _WINDOW_S = 600.0
 _BACKOFF_S = 5.0
 # What sinfo calls nodes that run nothing more. A trailing * means that a node does not answer.
@@ -47,20 +56,47 @@ def parse_hosts(text: str) -> Hosts:
 
 
 def run_script(script: str) -> Hosts:
-    """Runs a discovery script and reads its hosts.
+    """Runs a discovery script, in a session of its own, and reads its hosts.
 
     Raises:
         ValueError: if it fails, takes more than 30 s, or prints something else.
     """
     try:
-        done = subprocess.run(
-            [script], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_SCRIPT_LIMIT_S
-        )
-        if done.returncode:
-            raise ValueError(f"exit code {done.returncode}: {done.stderr.strip()[-500:]}")
-        return parse_hosts(done.stdout)
+        with subprocess.Popen(
+            [script],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as child:
+            _running.add(child)
+            try:
+                output, errors = child.communicate(timeout=_SCRIPT_LIMIT_S)
+            except BaseException:
+                _kill(child)
+                raise
+            finally:
+                _running.discard(child)
+        if child.returncode:
+            said = errors.strip()[-500:]
+            raise ValueError(f"exit code {child.returncode}" + (f": {said}" if said else ""))
+        return parse_hosts(output)
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
         raise ValueError(f"--host-discovery-script {script}: {error}") from None
+
+
+def _kill(script: subprocess.Popen[str]) -> None:
+    """Kills a script with all that it has started."""
+    # The number of one that has been waited for may be another's.
+    if script.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED)
 
 
 def slurm_hosts(env: Mapping[str, str]) -> Hosts:
@@ -179,7 +215,7 @@ class Backoff:
 
 
 class Discovery:
-    """Asks for the hosts again and again in a thread, so that a slow script holds up nobody.
+    """Asks for the hosts again and again in a thread, so that a slow script holds up nobody. From the main thread.
 
     Args:
         ask: returns the hosts, or raises ValueError.
@@ -194,8 +230,9 @@ class Discovery:
         self._wanted = threading.Event()
         self._answered = threading.Event()
         self._failing = ""
-        # A first answer must come: later ones may fail.
-        self.hosts = self._ask_first(time.monotonic() + first_limit_s)
+        # A first answer must come: later ones may fail. A signal that ends this process ends the script, too.
+        with handled(ending_signals(), _leave):
+            self.hosts = self._ask_first(time.monotonic() + first_limit_s)
         threading.Thread(target=self._run, name="discovery", daemon=True).start()
 
     def _ask_first(self, end_s: float) -> Hosts:
@@ -209,9 +246,11 @@ class Discovery:
             time.sleep(self._interval_s)
 
     def close(self) -> None:
-        """Asks no more."""
+        """Asks no more, and ends a script that still runs."""
         self._done = True
         self._wanted.set()
+        for script in list(_running):
+            _kill(script)
 
     def ask_now(self, limit_s: float) -> None:
         """Asks at once and waits for the answer, but not for longer than a limit."""
@@ -228,7 +267,7 @@ class Discovery:
             try:
                 self.hosts, self._failing = self._ask(), ""
             except ValueError as error:
-                if str(error) != self._failing:
+                if str(error) != self._failing and not self._done:
                     log.warning("%s; going on with the hosts known before: %s", error, self.hosts)
                 self._failing = str(error)
             self._answered.set()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +51,12 @@ def test_discovery_scripts_are_horovods() -> None:
 
 @pytest.mark.parametrize(
     ("body", "message"),
-    [("echo oops >&2; exit 3", "exit code 3: oops"), ("echo 'a b'", "a line must be host:slots"), (None, "No such file")],
+    [
+        ("echo oops >&2; exit 3", "exit code 3: oops"),
+        ("exit 5", "exit code 5$"),
+        ("echo 'a b'", "a line must be host:slots"),
+        (None, "No such file"),
+    ],
 )
 def test_a_script_that_fails_is_named(tmp_path: Path, body: str | None, message: str) -> None:
     script = tmp_path / "discover"
@@ -58,6 +65,37 @@ def test_a_script_that_fails_is_named(tmp_path: Path, body: str | None, message:
         script.chmod(0o755)
     with pytest.raises(ValueError, match=f"--host-discovery-script {script}: .*{message}"):
         run_script(str(script))
+
+
+def test_a_script_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, pids = tmp_path / "discover", tmp_path / "pids"
+    script.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! >> {pids}\nif [ -e hangs ]; then wait; fi\necho a\nkill $!\n")
+    script.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+
+    def all_have_ended() -> bool:
+        # One that nobody waits for has no command line.
+        lines = (Path(f"/proc/{pid}/cmdline") for pid in pids.read_text().split())
+        return not any(line.exists() and line.read_bytes() for line in lines)
+
+    discovery = hosts.Discovery(lambda: run_script(str(script)), 1000.0)
+    assert discovery.hosts == {"a": 1}
+    (tmp_path / "hangs").touch()
+    discovery.ask_now(0.0)
+    wait_until(lambda: len(pids.read_text().split()) == 2)
+    discovery.close()
+    wait_until(all_have_ended)
+    monkeypatch.setattr(hosts, "_SCRIPT_LIMIT_S", 0.5)
+    with pytest.raises(ValueError, match="timed out after"):
+        run_script(str(script))
+    wait_until(all_have_ended)
+    monkeypatch.undo()
+    command = "import sys; from hvd_adaptive.cluster.hosts import *; Discovery(lambda: run_script(sys.argv[1]), 1.0)"
+    with subprocess.Popen([sys.executable, "-c", command, str(script)], cwd=tmp_path) as launcher:
+        wait_until(lambda: len(pids.read_text().split()) == 4)
+        launcher.terminate()
+        assert launcher.wait(60) == 75
+    wait_until(all_have_ended)
 
 
 @pytest.fixture
