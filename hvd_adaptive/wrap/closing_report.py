@@ -10,7 +10,7 @@ import numpy as np
 
 from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.wrap.loaders import Loader
-from hvd_adaptive.wrap.reasons import Reason
+from hvd_adaptive.wrap.reasons import Reason, told
 from hvd_adaptive.wrap.run_options import parse_shares
 
 # Of the script's collectives that are named.
@@ -176,7 +176,7 @@ class Report:
             others, num_equal = unequal if loader.num_shared else "", loader.num_steps - loader.num_shared
             return [
                 f"  not adaptive: {loader.label}, {num_equal} steps with equal shares{others}, because",
-                *(f"    - {_why(loader, reason)}" for reason in sorted(loader.reasons, key=lambda reason: reason.bit)),
+                *(f"    - {_why(loader, reason)}" for reason in told(loader.reasons)),
             ]
         windows = self._windows.get(id(loader), _Windows())
         if self.pinned is not None and len(set(parse_shares(self.pinned))) > 1 and not windows.num_changes:

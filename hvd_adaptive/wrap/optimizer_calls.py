@@ -143,6 +143,9 @@ def _intercept_optimizer(listener: Engine, cls: Any, all_ranks: Any) -> None:
     @functools.wraps(step)
     def step_(self: Any, closure: Any = None) -> Any:
         result = step(self, closure)
+        if closure is not None and self._handles:
+            # Exchanges that the closure's backward has begun, and for which the step has not waited.
+            listener.refuse_batch(Reason.CLOSURE)
         listener.stepped(self)
         return result
 

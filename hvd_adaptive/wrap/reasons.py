@@ -88,6 +88,10 @@ class Reason(enum.Enum):
         "the script uses gradients of the rank's own batch before Horovod has averaged any: it moves the model by them, or takes "
         "them by torch.autograd.grad"
     )
+    CLOSURE = (
+        "the script calls step(closure): Horovod exchanges gradients before the closure computes them, so the ranks' models "
+        "drift apart, also without hvd-adaptive"
+    )
     UNEXCHANGED = (
         "the script trains parameters whose gradients no wrapped optimizer exchanges: it reduces them by hand or not at all, "
         "without the weights of unequal shares"
@@ -102,6 +106,19 @@ class Reason(enum.Enum):
     def bit(self) -> int:
         """Its bit in a mask of reasons."""
         return 1 << list(Reason).index(self)
+
+
+# What was found beside a reason because of it, and is not told with it.
+_EFFECTS = {
+    Reason.CLOSURE: {Reason.OWN_GRADIENTS, Reason.FETCHED_AHEAD},
+    Reason.INTERLEAVED: {Reason.OTHER_INPUT, Reason.UNSEEN},
+}
+
+
+def told(reasons: set[Reason]) -> list[Reason]:
+    """Returns what a report says of reasons, in their order."""
+    effects = {effect for reason in reasons for effect in _EFFECTS.get(reason, ())}
+    return sorted(reasons - effects, key=lambda reason: reason.bit)
 
 
 def mask(reasons: set[Reason]) -> int:

@@ -162,3 +162,11 @@ def test_a_loader_that_ended_before_fixed_shares_held_is_called_so() -> None:
     said = "\n".join(report.lines())
     assert "18 steps, all with equal shares: it ended before the first measurement (--interval) after its third" in said, said
     assert "fixed by" not in said, said
+
+
+def test_what_was_found_because_of_a_reason_is_not_told_with_it() -> None:
+    report, loader = Report(), Loader(DataLoader(TensorDataset(torch.zeros(8)), batch_size=2), 1)
+    loader.num_steps, loader.is_traced = 5, True
+    loader.reasons |= {Reason.OTHER_INPUT, Reason.UNSEEN, Reason.INTERLEAVED}
+    report.loaders.append(loader)
+    assert [line for line in report.lines() if line.startswith("    - ")] == [f"    - {Reason.INTERLEAVED.value}"]

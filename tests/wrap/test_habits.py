@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from wrapped_scripts import run, run_both
 
-from hvd_adaptive.wrap.reasons import Reason
+from hvd_adaptive.wrap.reasons import Reason, told
 
 SHARED = [
     "own_hidden", "loss_inside", "rows_inside", "pos_weight", "label_smoothing", "global_length", "penalty",
@@ -77,3 +77,15 @@ def test_samples_that_a_batch_lacks_later_on_end_unequal_shares(num_ranks: int) 
     assert values["num_steps"] == 45 and 0 < loader.num_shared < 20, (values["num_steps"], loader.num_shared)
     lines = engine.report.lines()
     assert any(f"{loader.num_shared} with others" in line for line in lines), lines
+
+
+@pytest.mark.mpi(2, timeout=300)
+def test_a_step_with_a_closure_has_a_reason_of_its_own(num_ranks: int) -> None:
+    from hvd_adaptive.wrap.run_options import RunConfig
+    from hvd_adaptive.wrap.script import intercept, start_world
+
+    start_world()
+    engine = intercept(RunConfig(shares="1,3", interval=5))
+    run("habits.py closure --epochs 1")
+    (loader,) = [loader for loader in engine.report.loaders if loader.num_steps]
+    assert told(loader.reasons) == [Reason.CLOSURE] and not loader.num_shared, loader.reasons

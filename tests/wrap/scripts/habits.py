@@ -304,6 +304,16 @@ def set_rate(number):
 
 def step(x, y):
     global num_steps, num_seen, num_seen_by_len
+    if mode == "closure":
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(x, y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return
     if mode == "dictionary":
         x, y = x.to("cpu"), y.to("cpu")
     for one in optimizers:
