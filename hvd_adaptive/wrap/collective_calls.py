@@ -39,6 +39,8 @@ class CollectiveName(NamedTuple):
 
 class _ByOptimizer(threading.local):
     is_here = False
+    # Within a collective that consists of others, and was told.
+    is_told = False
 
 
 _by_optimizer = _ByOptimizer()
@@ -61,12 +63,26 @@ def take_name(handle: Any) -> CollectiveName | str:
 
 def intercept_collectives(listener: Engine) -> None:
     """Replaces the functions of ``horovod.torch.mpi_ops`` that begin a collective."""
+    import horovod.torch as hvd
     from horovod.torch import mpi_ops
 
     for function, place in _FUNCTIONS.items():
         own = getattr(mpi_ops, function, None)
         if own is not None:
             setattr(mpi_ops, function, _around(own, function.strip("_").removesuffix("_async"), place, listener))
+    # A sparse gradient is not a value for each sample, though the numbers of its rows may be the batch itself.
+    own_sparse = mpi_ops.sparse_allreduce_async
+
+    @functools.wraps(own_sparse)
+    def sparse_allreduce_async(tensor: Any, name: Any, op: Any, *args: Any, **options: Any) -> Any:
+        listener.exchanged(f"sparse_allreduce {name!r}", [tensor], is_sum=op == mpi_ops.Sum)
+        _by_optimizer.is_told = True
+        try:
+            return own_sparse(tensor, name, op, *args, **options)
+        finally:
+            _by_optimizer.is_told = False
+
+    mpi_ops.sparse_allreduce_async = hvd.sparse_allreduce_async = sparse_allreduce_async
 
 
 def _around(own: Callable[..., Any], kind: str, place: int, listener: Engine) -> Callable[..., Any]:
@@ -82,11 +98,12 @@ def _around(own: Callable[..., Any], kind: str, place: int, listener: Engine) ->
         else:
             whose = "of the script's"
             given = args[0] if args else None
-            listener.exchanged(
-                f"{kind} {name!r}" if name else kind,
-                [given] if isinstance(given, Tensor) else list(given or []),
-                is_sum="reduce" in kind and (args[place + 1] if len(args) > place + 1 else options.get("op")) == mpi_ops.Sum,
-            )
+            if not _by_optimizer.is_told:
+                listener.exchanged(
+                    f"{kind} {name!r}" if name else kind,
+                    [given] if isinstance(given, Tensor) else list(given or []),
+                    is_sum="reduce" in kind and (args[place + 1] if len(args) > place + 1 else options.get("op")) == mpi_ops.Sum,
+                )
         handle = own(*args, **options)
         if isinstance(handle, int):
             _names[handle] = CollectiveName(kind, name, whose)

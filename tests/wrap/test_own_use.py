@@ -10,6 +10,7 @@ from hvd_adaptive.wrap.reasons import Reason
 EQUAL = {
     "by_hand": Reason.UNEXCHANGED,
     "reduced_by_hand": Reason.UNEXCHANGED,
+    "sparse_by_hand": Reason.UNEXCHANGED,
     "second_optimizer": Reason.UNEXCHANGED,
     "not_reduced_at_all": Reason.UNEXCHANGED,
     "sharpness": Reason.OWN_GRADIENTS,

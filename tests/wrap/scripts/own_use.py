@@ -25,6 +25,7 @@ optimizer = hvd.DistributedOptimizer(
     backward_passes_per_step=2 if mode in ("fgm", "two_losses") else 1,
 )
 head_optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+table = torch.nn.Embedding(10, 10, sparse=True, dtype=torch.float64)
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
 
@@ -46,6 +47,17 @@ def with_head(x, y):
     if mode in ("reduced_by_hand", "second_optimizer"):
         head_optimizer.step()
     head.zero_grad()
+
+
+def with_table(x, y):
+    """A table of labels, whose sparse gradient no wrapped optimizer reduces."""
+    out = model(x)
+    (F.nll_loss(out, y) + 0.1 * F.mse_loss(table(y), out)).backward()
+    optimizer.step()
+    gradient = hvd.sparse_allreduce_async(table.weight.grad, name="table", op=hvd.Average)()
+    with torch.no_grad():
+        table.weight.sub_(0.1 * gradient.to_dense())
+    table.zero_grad()
 
 
 def sharpness(x, y):
@@ -152,6 +164,7 @@ STEPS = {
     "bank": held,
     "queue": held,
     "counted": held,
+    "sparse_by_hand": with_table,
     "sharpness": sharpness,
     "fgm": fgm,
     "functional": functional,
