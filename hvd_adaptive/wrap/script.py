@@ -160,6 +160,8 @@ def run_script(
     launched = None if make_launched is None else make_launched()
     if launched is not None:
         _tell_supervisor(engine, launched)
+    # Python names a script's file so, which may change its folder; sys.argv[0] becomes the same.
+    file = os.path.abspath(path)
     sys.argv = [path, *arguments]
     # As python does; workers that are spawned or served by a fork server find the script's classes through it.
     sys.path[0] = os.getcwd() if is_module else str(Path(path).resolve().parent)
@@ -171,14 +173,14 @@ def run_script(
         if is_module:
             runpy.run_module(path, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(path, run_name="__main__")
+            runpy.run_path(file, run_name="__main__")
     except DryRunOver:
         pass
     except BadOptions as error:
         return refuse(error, speaks=engine.rank == 0)
     except SystemExit as leave:
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
-        if isinstance(leave.code, str):
+        if not isinstance(leave.code, int | None):
             print(leave.code, file=sys.stderr)
         if launched is not None and code not in (0, EXIT_PREEMPTED):
             launched.say("raised", any_rank=True)
@@ -210,7 +212,7 @@ def run_script(
             # torch raises a worker's death wherever its rank is then, and the first error may be what comes of it.
             if "DataLoader worker" in str(later):
                 error = later
-        sys.excepthook(type(error), error, _from_script(error, path))
+        sys.excepthook(type(error), error, _from_script(error, path if is_module else file))
         return 1
     finally:
         if last_words is not None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from needs import need_localhost
+from needs import need_host_names
 from pairs import BACKENDS
 from runs import read_run
 from safetensors.torch import load_file
@@ -340,7 +340,7 @@ def test_singletons_are_refused(run_job: Any, data: Path, tmp_path: Path) -> Non
 
 
 def test_gloo_is_refused(run_job: Any, tmp_path: Path) -> None:
-    need_localhost()
+    need_host_names()
     horovodrun = Path(sys.executable).with_name("horovodrun")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = [str(horovodrun), "--gloo", "-np", "2", *COMMAND, "train", "--out", str(tmp_path / "run")]
@@ -355,7 +355,7 @@ def test_the_readmes_launchers(run_job: Any, data: Path, tmp_path: Path, launche
     if launcher == "-np":
         command = ["hvd-adaptive", *arguments, "-np", "2"]
     else:
-        need_localhost()
+        need_host_names()
         command = ["horovodrun", "-np", "2", "hvd-adaptive", *arguments]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     # As in an activated environment.

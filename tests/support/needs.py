@@ -16,12 +16,13 @@ def skip_or_fail(reason: str) -> None:
     pytest.skip(reason)
 
 
-def need_localhost() -> None:
-    """Goes on only where the name has an address, which horovodrun connects to."""
-    try:
-        socket.getaddrinfo("localhost", None)
-    except OSError as error:
-        skip_or_fail(f"needs an address of localhost in /etc/hosts: {error}")
+def need_host_names() -> None:
+    """Goes on only where localhost and this host have addresses: horovodrun asks for the one, and Gloo for the other."""
+    for name in ("localhost", socket.gethostname()):
+        try:
+            socket.getaddrinfo(name, None)
+        except OSError as error:
+            skip_or_fail(f"needs an address of {name} in /etc/hosts: {error}")
 
 
 def lacks(**packages: str) -> str | None:

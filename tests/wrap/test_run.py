@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from needs import need_localhost
+from needs import need_host_names
 
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN = [sys.executable, "-m", "hvd_adaptive", "run"]
@@ -127,7 +127,7 @@ def test_the_drop_in_is_one_changed_line(run_job: Any) -> None:
 @pytest.mark.parametrize("launcher", [[], ["--gloo"]])
 def test_horovods_own_launcher(launcher: list[str], run_job: Any) -> None:
     """Under Gloo, too: what ranks tell each other goes through Horovod."""
-    need_localhost()
+    need_host_names()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = ["horovodrun", *launcher, "-np", "2", "hvd-adaptive", "run", "--shares", "1,3", str(SCRIPTS / "mnist.py")]
     # As in an activated environment; ranks of a busy machine may come to Gloo's meeting more than its 30 s apart.
@@ -148,6 +148,19 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback_first(run_job: Any) 
     raised = re.search(r"raising at ([\d.]+)", job.stdout)
     # Ten seconds, and as many for a machine that stalls.
     assert raised is not None and end - float(raised[1]) < 20, job.describe()
+
+
+def test_a_script_finds_its_file_after_a_change_of_folder(run_job: Any, tmp_path: Path) -> None:
+    (tmp_path / "away.py").write_text("""
+import os, sys
+import horovod.torch as hvd
+hvd.init()
+os.chdir("/")
+print(open(os.path.abspath(__file__)).read().count("import os"))
+sys.exit(("bad", "config"))
+""")
+    job = run_job([*RUN, "-np", "1", "away.py"], cwd=tmp_path, timeout=100)
+    assert job.returncode == 1 and job.stdout.strip() == "2" and "('bad', 'config')" in job.stderr, job.describe()
 
 
 def test_a_rank_that_leaves_early_ends_the_job(run_job: Any) -> None:
