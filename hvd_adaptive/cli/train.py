@@ -17,6 +17,7 @@ from hvd_adaptive.cli.progress import Progress
 from hvd_adaptive.cluster.binding import idle_nodes, num_restarts
 from hvd_adaptive.cluster.device import bind_device, compute_threads, device_place
 from hvd_adaptive.cluster.device_places import missing_gpus, shared_devices
+from hvd_adaptive.cluster.elastic_jobs import job_name
 from hvd_adaptive.cluster.host import free_memory_bytes, own_cores
 from hvd_adaptive.cluster.last_checkpoint import describe_newest, resume_when_requeued
 from hvd_adaptive.comm.protocols import Transport, agree_equal, attempt, long_task
@@ -217,7 +218,9 @@ def _run_directory(
         options.resume is not None and (options.resume == "auto" or _is_run_of(Path(options.resume), path))
     )
     RunDirectory(path, resume=resume).abandon()
-    return lambda: RunDirectory(path, resume=resume, sinks=sinks)
+    # Each launch is a job of its own, whose name says whose launch it is.
+    job = f"{job_name(supervised.memory)}/{supervised.launch}" if supervised and supervised.memory else None
+    return lambda: RunDirectory(path, resume=resume, sinks=sinks, job=job)
 
 
 def _is_run_of(source: Path, path: Path) -> bool:

@@ -13,11 +13,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hvd_adaptive.cluster.hosts import Hosts
-from hvd_adaptive.cluster.last_checkpoint import COMMIT, OWNER, describe_newest, newest_checkpoint, number_of
+from hvd_adaptive.cluster.job_memory import keep, move_to_disk
+from hvd_adaptive.cluster.last_checkpoint import (
+    COMMIT,
+    OWNER,
+    ROUND,
+    describe_newest,
+    newest_checkpoint,
+    number_of,
+)
 from hvd_adaptive.exit_codes import EXIT_PREEMPTED
 
 RECORDS = "restarts.jsonl"
 _TAIL_BYTES = 1 << 20
+_STAYS = "It stays in memory, and is lost when this machine restarts"
 EVENT = "hvd-adaptive-event: "
 """Before what a script's ranks tell their supervisor, on standard error: the one way that leads from every host to it."""
 
@@ -168,10 +177,26 @@ class TrainJob:
         return describe_newest(*self._checkpoints)
 
     def close(self, *, finished: bool) -> str:
-        # Of a run that never began there is nothing to say; the folder may have another one's. What is in memory goes with the
-        # supervisor.
-        is_silent = finished or not (self._has_begun or (self._resume and self.num_done()))
-        return "" if is_silent else describe_newest(self._directory / "checkpoints")
+        # Of a run that never began there is nothing to say; the folder may have another one's.
+        if finished or not (self._has_begun or (self._resume and self.num_done())):
+            return ""
+        folder = self._directory / "checkpoints"
+        # Ranks that end in order have saved, and those that are lost have not.
+        newest = newest_checkpoint(self._memory)
+        if newest is not None and self._has_folder():
+            try:
+                move_to_disk(self._memory, folder, kind=ROUND)
+            except OSError as error:
+                kept = keep(self._memory, kind=ROUND)
+                return f"the last checkpoint cannot be moved to {folder}: {error}. {_STAYS}: --resume {kept} goes on from it"
+        return describe_newest(folder)
+
+    def _has_folder(self) -> bool:
+        """Whether the ranks of a launch of this job were the last that took the run directory."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            owner = json.loads((self._directory / OWNER).read_text())["job"]
+            return str(owner).startswith(f"{job_name(self._memory)}/")
+        return False
 
     def _last_rounds(self) -> list[dict[str, Any]]:
         """The last rounds of the run directory; rounds of this launch are among them if there are any yet."""
@@ -249,8 +274,8 @@ class ScriptJob:
         self._events = {name: event for name, event in self._events.items() if name == "commits"}
         in_memory = local and not self._is_chosen
         if not in_memory:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._move_out_of_memory()
+            # Hosts that do not share this one's memory shall find the newest commit.
+            move_to_disk(self._memory, self._directory, kind=COMMIT)
         where = ["--launch", str(number), "--commit-dir", str(self._directory)]
         where += ["--memory-dir", str(self._memory)] if in_memory else []
         where += ["--job", job_name(self._memory)] if self._is_chosen else []
@@ -319,24 +344,19 @@ class ScriptJob:
             # It may have been refused because of this commit.
             return ""
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._move_out_of_memory()
+            move_to_disk(self._memory, self._directory, kind=COMMIT)
         except OSError as error:
             return self._leave_in_memory(newest, error)
         return f"the same command with --commit-dir {self._directory} goes on from its commit {self.num_done()}"
 
     def _leave_in_memory(self, newest: Path, error: OSError) -> str:
         """Keeps the newest commit where it is, as it cannot be moved to the disk; returns how to go on from it."""
-        shutil.rmtree(self._directory / f".part-{newest.name}", ignore_errors=True)
         if newest_checkpoint(self._directory, kind=COMMIT) is None:
             self._remove_folder()
-        # By a name that the next supervisor does not take for an abandoned one's.
-        kept = self._memory.with_name(f"hvd-adaptive-commits-{secrets.token_hex(4)}")
-        self._memory.rename(kept)
-        (kept / "lock").unlink(missing_ok=True)
+        kept = keep(self._memory, kind=COMMIT)
         return (
-            f"the last commit cannot be moved to {self._directory}: {error}. It stays in memory, and is lost when this machine "
-            f"restarts: the same command with --commit-dir {kept} goes on from its commit {number_of(newest)}"
+            f"the last commit cannot be moved to {self._directory}: {error}. {_STAYS}: the same command with --commit-dir {kept} "
+            f"goes on from its commit {number_of(newest)}"
         )
 
     def _lost_to(self) -> str | None:
@@ -349,12 +369,3 @@ class ScriptJob:
                 (self._directory / OWNER).unlink(missing_ok=True)
             # Not where there is something else in it, as restarts.jsonl in one that a person chose.
             self._directory.rmdir()
-
-    def _move_out_of_memory(self) -> None:
-        """Hosts that do not share this one's memory shall find the newest commit."""
-        newest = newest_checkpoint(self._directory, self._memory, kind=COMMIT)
-        if newest is not None and newest.parent == self._memory:
-            part = self._directory / f".part-{newest.name}"
-            shutil.rmtree(part, ignore_errors=True)
-            shutil.copytree(newest, part)
-            part.rename(self._directory / newest.name)

@@ -10,6 +10,8 @@ import shutil
 from pathlib import Path
 from typing import IO
 
+from hvd_adaptive.cluster.last_checkpoint import newest_checkpoint
+
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -27,3 +29,37 @@ def make_memory() -> tuple[Path, IO[bytes]]:
     own = (folder / "lock").open("xb")
     fcntl.flock(own, fcntl.LOCK_EX)
     return folder.rename(_SHARED_MEMORY / name), own
+
+
+def move_to_disk(memory: Path, folder: Path, *, kind: str) -> None:
+    """Copies the newest checkpoint or commit from a folder in memory to one on the disk, unless that has one as new.
+
+    Args:
+        memory: the supervisor's folder.
+        folder: made if it is not there.
+        kind: as for `find_checkpoints`.
+
+    Raises:
+        OSError: it cannot be written; nothing is left of it on the disk.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    newest = newest_checkpoint(folder, memory, kind=kind)
+    if newest is None or newest.parent != memory:
+        return
+    part = folder / f".part-{newest.name}"
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        shutil.copytree(newest, part)
+        part.rename(folder / newest.name)
+    except OSError:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+def keep(memory: Path, *, kind: str) -> Path:
+    """Has a folder in memory outlive its supervisor; returns what it is called now."""
+    # By a name that the next supervisor does not take for an abandoned one's.
+    kept = memory.with_name(f"hvd-adaptive-{kind}s-{secrets.token_hex(4)}")
+    memory.rename(kept)
+    (kept / "lock").unlink(missing_ok=True)
+    return kept

@@ -37,7 +37,7 @@ from hvd_adaptive.cluster.job_memory import make_memory
 from hvd_adaptive.cluster.output import Lines
 from hvd_adaptive.cluster.relaunch import build_command, start
 from hvd_adaptive.cluster.signals import Stop, blocked, ending_signals, handled, pass_on
-from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_TOO_FEW_HOSTS
+from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_FAULT, EXIT_TOO_FEW_HOSTS
 
 # A job that ends so often without getting on will not do better.
 _TRIES = 3
@@ -114,8 +114,7 @@ class Supervisor:
         self._silent_s = 0.0
 
     def run(self) -> int:
-        """Runs the job to its end; returns the exit code: the job's, 69 for too few hosts, 75 for a stop that was asked for, 130
-        for one by Ctrl-C.
+        """Runs the job to its end; returns its exit code: 69 for too few hosts, 75 for an end by a signal, 130 for Ctrl-C.
 
         Raises:
             RuntimeError: there is no usable mpirun, or this process is already a rank.
@@ -180,11 +179,13 @@ class Supervisor:
         raise AssertionError
 
     def _stopped_code(self, launch: Launch, code: int) -> int:
-        """Returns the exit code of the job, given its launcher's, after a signal that asked the job to end; says what is lost."""
-        name = signal.Signals(self._stop.first).name
-        in_order = self._job.stops_in_order
+        """Returns the exit code of a job that was asked to end by a signal, given its launcher's; says what is lost."""
+        name, in_order = signal.Signals(self._stop.first).name, self._job.stops_in_order
         if in_order and launch.has_begun:
-            return self._stop.job_code(code, in_order=True)
+            if (code != EXIT_FAULT and code <= 128) or self._stop.is_at_once or code == 128 + signal.SIGUSR1:
+                return self._stop.job_code(code, in_order=True)
+            self._say(f"ended by {name}; a rank was lost before all had saved (exit code {code})")
+            return self._stop.exit_code
         # A plain script may do with SIGUSR1 what it likes, and go on.
         if not in_order and self._stop.first == signal.SIGUSR1 and code != 128 + signal.SIGUSR1:
             return code
@@ -211,8 +212,7 @@ class Supervisor:
                 self._say(f"{text} ({self._options.timeout_s - (now_s - begin_s):.0f} s left)")
                 said, said_s = text, now_s
             if now_s - begin_s >= self._options.timeout_s:
-                limit = f"{self._options.timeout_s:g} s (--elastic-timeout)"
-                self._say(f"still too few hosts after {limit}: ending; {self._job.saved()}")
+                self._say(f"still too few hosts after {self._options.timeout_s:g} s (--elastic-timeout): ending")
                 return None
             time.sleep(_TICK_S)
         return None

@@ -51,6 +51,7 @@ class RunDirectory:
         path: the folder; made if it is not there.
         resume: it may hold a run, which goes on; call :meth:`go_on` before the first round.
         sinks: get every round's line too. One that raises OSError gets no more.
+        job: as for FolderOwner.
 
     Attributes:
         path: the folder.
@@ -60,9 +61,9 @@ class RunDirectory:
         ValueError: if the folder cannot be written, or holds a run already.
     """
 
-    def __init__(self, path: Path, *, resume: bool = False, sinks: Sequence[RoundSink] = ()) -> None:
+    def __init__(self, path: Path, *, resume: bool = False, sinks: Sequence[RoundSink] = (), job: str | None = None) -> None:
         self.path = path
-        self.owner = FolderOwner(path, socket.gethostname())
+        self.owner = FolderOwner(path, socket.gethostname(), job=job)
         self._sinks = sinks
         self._unwritten_best: tuple[dict[str, Tensor], dict[str, str]] | None = None
         self._config: dict[str, Any] | None = None

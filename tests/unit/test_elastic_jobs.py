@@ -144,6 +144,40 @@ def test_a_training_gets_on_by_new_checkpoints_and_not_by_the_same_merge_again(t
     assert job.has_got_on(begin(3, first=1), 1, blamed=False)
 
 
+def test_a_checkpoint_in_memory_goes_to_the_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, run = tmp_path / "hvd-adaptive-0-0123", tmp_path / "run"
+    checkpoints = run / "checkpoints"
+    for number in (3, 4):
+        (memory / directory_name(number)).mkdir(parents=True)
+    (memory / directory_name(4) / "file").write_text("four")
+    (memory / "lock").touch()
+    checkpoints.mkdir(parents=True)
+    (checkpoints / directory_name(2)).mkdir()
+    (run / "rounds.jsonl").write_text(json.dumps({"round": 0, "start": {"launch": 1, "seconds": {}}}) + "\n")
+    job = TrainJob([], run, None, memory)
+    # A run that never began may have another one's folder.
+    FolderOwner(run, "a", job=f"{job_name(memory)}/1").take()
+    assert job.close(finished=False) == "" and len(list(checkpoints.iterdir())) == 1
+    assert job.beginning(launch(1)) is not None and job.close(finished=True) == ""
+    # Another job writes there since.
+    FolderOwner(run, "a").take()
+    assert "round-00000002" in job.close(finished=False) and len(list(checkpoints.iterdir())) == 1
+    FolderOwner(run, "a", job=f"{job_name(memory)}/2").take()
+    assert job.close(finished=False) == f"the last checkpoint is {checkpoints / directory_name(4)}"
+    assert (checkpoints / directory_name(4) / "file").read_text() == "four"
+    shutil.rmtree(checkpoints / directory_name(4))
+
+    def fails(source: Path, target: Path) -> None:
+        target.mkdir()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copytree", fails)
+    said = job.close(finished=False)
+    kept = next(tmp_path.glob("hvd-adaptive-rounds-*"))
+    assert "No space left on device. It stays in memory" in said and f"--resume {kept} goes on from it" in said
+    assert (kept / directory_name(4) / "file").exists() and not memory.exists() and len(list(checkpoints.iterdir())) == 1
+
+
 def test_a_folder_that_another_job_has_taken_over_is_left_to_it(folders: tuple[Path, Path]) -> None:
     memory, disk = folders
 

@@ -142,9 +142,10 @@ def test_one_signal_delivered_twice_and_a_second_one(
     assert (tmp_path / "saved").exists() == saves
 
 
-def test_what_ranks_say_of_a_stop_stays(supervise: Any) -> None:
-    job = ShellJob(f"trap 'exit 1' USR1; kill -TERM {os.getpid()}; sleep 20 & wait", begins=(True,))
-    assert supervise(job).run() == 1
+@pytest.mark.parametrize(("code", "expected"), [(1, 1), (14, 75), (137, 75)])
+def test_what_ranks_say_of_a_stop_stays_unless_one_was_lost(supervise: Any, code: int, expected: int) -> None:
+    job = ShellJob(f"trap 'exit {code}' USR1; kill -TERM {os.getpid()}; sleep 20 & wait", begins=(True,))
+    assert supervise(job).run() == expected
 
 
 def test_an_order_that_the_launcher_drops_as_it_has_no_ranks_yet_is_repeated(supervise: Any) -> None:
