@@ -51,8 +51,11 @@ def move_to_disk(memory: Path, folder: Path, *, kind: str) -> None:
     try:
         shutil.copytree(newest, part)
         part.rename(folder / newest.name)
-    except OSError:
+    except OSError as error:
         shutil.rmtree(part, ignore_errors=True)
+        if isinstance(error, shutil.Error):
+            # It has one for each file.
+            raise OSError(error.args[0][0][2]) from None
         raise
 
 
