@@ -48,7 +48,8 @@ def submit(arguments: Sequence[str], check_command: Callable[[Sequence[str], int
         raise ValueError(f"submit needs a command after --: {USAGE}; got {' '.join(command) or 'none'}")
     others = [_component_parser(prog="hvd-adaptive submit ... :").parse_args(part) for part in parts[1:]]
     components = tuple(_component(values) for values in (options, *others))
-    resumes = ["--resume", "auto"] if options.requeue and command[0] == "train" else []
+    # As in the script.
+    resumes = ["--out", "runs/job", "--resume", "auto"] if options.requeue and command[0] == "train" else []
     check_command([command[0], *resumes, *command[1:]], sum(part.nodes * part.ntasks_per_node for part in components))
     if options.signal_s is not None and not options.requeue:
         raise ValueError("--signal-s needs --requeue, without which no signal is asked for: add it, or leave --signal-s out")

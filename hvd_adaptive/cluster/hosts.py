@@ -96,6 +96,7 @@ def _kill(script: subprocess.Popen[str]) -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
+    print(f"hvd-adaptive elastic: ended by {signal.Signals(number).name} before the hosts were known", file=sys.stderr)
     sys.exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED)
 
 

@@ -37,6 +37,8 @@ from hvd_adaptive.wrap.launched import Launched
 
 log = logging.getLogger(__name__)
 
+# Of an optimizer's groups; commits of other versions of torch lack some.
+_SWITCHES = {"capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize"}
 _NO_PICKLE = "hvd-adaptive run --elastic keeps commits without pickling"
 
 
@@ -58,16 +60,17 @@ def load(state: Any, saved: dict[str, Any]) -> None:
         if not _has_state_dict(value):
             setattr(state, name, saved[name])
             continue
+        # Before torch adds to them.
+        expected = set(getattr(value, "defaults", ())) - _SWITCHES if isinstance(value, Optimizer) else set()
         try:
             value.load_state_dict(saved[name])
         except Exception as error:
             # Whatever the script's own classes raise.
             raise ValueError(f"its {name} does not fit the script's: {type(error).__name__}: {error}") from error
-        if isinstance(value, Optimizer):
-            # torch fills in what commits of its earlier versions lack, and takes groups of any other kind.
-            missing = [key for key in value.defaults if any(key not in group for group in value.param_groups)]
-            if missing:
-                raise ValueError(f"its {name} is of another kind than the script's: it has no {', '.join(missing)}")
+        # It takes groups of any other kind.
+        missing = sorted(expected.difference(*value.param_groups)) if expected else []
+        if missing:
+            raise ValueError(f"its {name} is of another kind than the script's: it has no {', '.join(missing)}")
 
 
 def _tracked(state: Any) -> dict[str, Any]:

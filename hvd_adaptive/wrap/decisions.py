@@ -15,7 +15,6 @@ from types import FrameType
 from typing import Any
 
 _Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def decides_by_length(frame: FrameType, value: Any) -> bool:
@@ -37,12 +36,6 @@ def decides_by_length(frame: FrameType, value: Any) -> bool:
         and _may_be(node.args[0], value, frame)
     }
     names = _names_of(scope, lengths)
-    if isinstance(scope, ast.Module):
-        # A function's variable of the same name is another one.
-        functions = (node for node in ast.walk(scope) if isinstance(node, _FUNCTIONS))
-        return any(_decides(node, names, lengths) for node in _outside_functions(scope)) or any(
-            _decides(node, names - _variables(function), set()) for function in functions for node in ast.walk(function)
-        )
     shared = {name for name in names if "." in name or _is_global(scope, name)}
     return any(_decides(node, names, lengths) for node in ast.walk(scope)) or any(
         _decides(node, shared, set()) for node in (ast.walk(tree) if shared else ())
@@ -133,22 +126,6 @@ def scope_of(tree: ast.Module, line: int) -> _Scope:
     return best
 
 
-def _outside_functions(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes of a piece of source, without those of functions within it."""
-    yield scope
-    for child in ast.iter_child_nodes(scope):
-        if not isinstance(child, _FUNCTIONS):
-            yield from _outside_functions(child)
-
-
-def _variables(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> set[str]:
-    """The names that a function has for itself."""
-    nodes = list(ast.walk(function))
-    of_all = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
-    arguments = {node.arg for node in nodes if isinstance(node, ast.arg)}
-    return (arguments | {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}) - of_all
-
-
 def _is_length(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "len" and len(node.args) == 1
 
@@ -163,7 +140,7 @@ def _may_be(node: ast.expr, value: Any, frame: FrameType) -> bool:
 def _names_of(scope: _Scope, lengths: set[int]) -> set[str]:
     """The names that hold one of the lengths, or what was computed with it by adding and the like."""
     names: set[str] = set()
-    given = list(assignments(scope, in_functions=not isinstance(scope, ast.Module)))
+    given = list(assignments(scope))
     while True:
         found = {
             ast.unparse(target)
@@ -175,9 +152,9 @@ def _names_of(scope: _Scope, lengths: set[int]) -> set[str]:
         names |= found
 
 
-def assignments(scope: ast.AST, *, in_functions: bool = True) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yields what is assigned in a piece of source, also in functions within it or not, and what to."""
-    for node in ast.walk(scope) if in_functions else _outside_functions(scope):
+def assignments(scope: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yields what is assigned in a piece of source, and what to."""
+    for node in ast.walk(scope):
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):

@@ -22,7 +22,7 @@ from hvd_adaptive.wrap.index_lists import Handed
 from hvd_adaptive.wrap.loaders import IndexStream, Loader
 from hvd_adaptive.wrap.places import Place
 from hvd_adaptive.wrap.reasons import Reason
-from hvd_adaptive.wrap.tensors import tensors_in, trained_of
+from hvd_adaptive.wrap.tensors import tensors_in
 
 # Batches of a loader that are followed all of their way from loader to backward, and how many are tried for that.
 _ENOUGH_TRACES, _MOST_TRACES = 2, 10
@@ -195,8 +195,7 @@ class Follower:
             return
         loader = found[-1].loader
         for tensor in tensors:
-            if loader.heads.look(tensor, learn=learns, trained=lambda: trained_of(self._tracer.called()), ends=self.results):
-                loader.followed_from = loader.num_steps
+            loader.heads.look(tensor, learn=learns, ends=self.results)
         # One that comes later was not followed; whether shares were equal at its first step is for the report.
         if loader.heads.is_new and loader.is_traced:
             loader.reasons.add(Reason.OTHER_LOSS)

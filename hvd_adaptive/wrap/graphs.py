@@ -7,7 +7,7 @@ labels that are ignored). Its graph then begins with other nodes than those that
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,58 +29,41 @@ class Heads:
     """
 
     def __init__(self) -> None:
-        # Of each, the nodes by their places: which input of which input of the loss.
-        self._seen: set[tuple[tuple[tuple[int, ...], str], ...]] = set()
-        # The parameters that required gradients at those that were learnt.
-        self._trained: set[frozenset[int]] = set()
+        self._seen: set[tuple[str, ...]] = set()
         self.is_new = self.is_hidden = False
         # Targets of each loss so far, and how many of them it took, on the device: to read a number is to wait for it.
         self._targets: list[tuple[int, Tensor]] = []
         self._is_ignored = False
 
-    def look(
-        self,
-        loss: Tensor,
-        *,
-        learn: bool,
-        trained: Callable[[], frozenset[int]] = frozenset,
-        ends: Collection[Any] = (),
-    ) -> bool:
+    def look(self, loss: Tensor, *, learn: bool, ends: Collection[Any] = ()) -> None:
         """Looks at a loss; where it is not to be learnt, another kind than those before is noticed.
 
         Args:
             loss: what backward is called on.
             learn: it is one of those that are looked at closely.
-            trained: returns the parameters that require gradients now.
             ends: nodes behind which a model is whose graph may change.
-
-        Returns:
-            Whether the graph has changed, but may be that of a loss before: the script has frozen or unfrozen parameters.
         """
-        names: list[tuple[tuple[int, ...], str]] = []
-        nodes: list[tuple[tuple[int, ...], Any]] = [((), loss.grad_fn)]
-        known = set()
+        names: list[str] = []
+        nodes, known = [loss.grad_fn], set()
         for _ in range(_DEPTH):
             if not nodes:
                 break
-            place, node = nodes.pop(0)
+            node = nodes.pop(0)
             if node is None or node in known:
                 continue
             known.add(node)
             name = node.name()
-            names.append((place, name + _options(node)))
+            names.append(name + _options(node))
             if not learn and name.startswith("NllLoss"):
                 self._count_ignored(node)
             if node not in ends:
-                nodes.extend(((*place, number), following) for number, (following, _) in enumerate(node.next_functions))
+                nodes.extend(following for following, _ in node.next_functions)
         head = tuple(names)
-        is_changed = not learn and head not in self._seen
         if learn:
-            self._trained.add(trained())
-        may_be_seen = is_changed and trained() not in self._trained and any(_agree(head, seen) for seen in self._seen)
-        self._seen.add(head)
-        self.is_new |= is_changed and not may_be_seen
-        return may_be_seen
+            self._seen.add(head)
+        elif head not in self._seen:
+            self._seen.add(head)
+            self.is_new = True
 
     def take_ignored(self) -> bool:
         """Returns whether targets were left out since this was last asked."""
@@ -102,12 +85,6 @@ class Heads:
             # Of a loader at whose steps no exchange comes, nobody else would ask.
             if len(self._targets) == _MOST_TARGETS:
                 self._compare()
-
-
-def _agree(one: Iterable[tuple[tuple[int, ...], str]], other: Iterable[tuple[tuple[int, ...], str]]) -> bool:
-    """Whether two graphs have the same nodes at all places that both have: what needs no gradients has none."""
-    names = dict(other)
-    return all(names.get(place, name) == name for place, name in one)
 
 
 def _options(node: Any) -> str:

@@ -50,7 +50,10 @@ class Reason(enum.Enum):
         "the loss is not clearly a mean over samples, each by itself: it may compare samples, or divide by what depends on them"
     )
     UNKNOWN_LOSS = "it cannot be seen where the loss of backward() comes from"
-    OTHER_LOSS = "the script now computes another loss than in its first steps; only those are checked closely"
+    OTHER_LOSS = (
+        "the script now computes another loss than in its first steps, or has frozen or unfrozen parameters; only the first "
+        "steps are checked closely"
+    )
     SIZE_DECIDES = (
         "the script decides by the number of samples in a batch, or by a count of samples (to skip a short batch, to validate): "
         "ranks with other sizes would decide differently"

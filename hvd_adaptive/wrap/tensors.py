@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,8 +27,3 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
         return
     elif depth and isinstance(getattr(value, "__dict__", None), dict) and not callable(value):
         yield from tensors_in(vars(value), depth + 1)
-
-
-def trained_of(modules: Iterable[nn.Module]) -> frozenset[int]:
-    """Returns the ids of the parameters of some modules that require gradients now."""
-    return frozenset(id(parameter) for module in modules for parameter in module.parameters() if parameter.requires_grad)

@@ -295,6 +295,7 @@ def test_the_command_shows_saves_and_checks(
         (["--", "train", "--resume", str(tmp_path / "none")], "there is no checkpoint in"),
         (["--", "train", "--out", str(tmp_path / "old")], "holds a run already"),
         (["--requeue", "--", "train", "--out", str(tmp_path / "old")], ""),
+        (["--requeue", "--", "train"], ""),
         (["--venv", str(tmp_path), "--", "train"], f"{tmp_path}/bin/activate, which the script reads, is not there"),
     ):
         assert main(["submit", "--venv", sys.prefix, *arguments]) == 0

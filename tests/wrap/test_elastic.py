@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,22 @@ import pytest
 import torch
 from shared_memory import abandoned
 
+from hvd_adaptive.wrap.commits import contents, load
+
 SCRIPTS = Path(__file__).parent / "scripts"
 COMMAND = [sys.executable, "-m", "hvd_adaptive", "run", "--elastic"]
 LIMIT_S = 240.0
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "SparseAdam", "Adafactor", "LBFGS"])
+def test_an_optimizer_goes_on_from_a_commit_of_its_kind_only(kind: str) -> None:
+    def state(name: str) -> Any:
+        optimizer = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(2, 2))], lr=0.1)
+        return types.SimpleNamespace(_saved_state={}, _handlers={"optimizer": None}, optimizer=optimizer)
+
+    load(state(kind), contents(state(kind)))
+    with pytest.raises(ValueError, match="its optimizer is of another kind than the script's: it has no "):
+        load(state(kind), contents(state("Rprop")))
 
 
 class Job:

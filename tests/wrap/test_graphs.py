@@ -16,7 +16,6 @@ from hvd_adaptive.wrap.follow import Follower
 from hvd_adaptive.wrap.graphs import Heads
 from hvd_adaptive.wrap.loaders import IndexStream, Loader
 from hvd_adaptive.wrap.reasons import Reason
-from hvd_adaptive.wrap.tensors import trained_of
 
 WEIGHT = torch.tensor([0.5, 1.0, 2.0])
 # The loss of the first steps, and one that comes later.
@@ -61,24 +60,6 @@ def test_another_loss_is_noticed(name: str) -> None:
 @pytest.mark.parametrize("name", SAME)
 def test_the_same_loss_is_none(name: str) -> None:
     assert not is_another(*SAME[name])
-
-
-@pytest.mark.parametrize("first_frozen", [False, True])
-@pytest.mark.parametrize("part", [0, 3])
-@pytest.mark.parametrize("loss", ["plain", "hard"])
-def test_the_same_loss_with_other_parameters_frozen_is_none(first_frozen: bool, part: int, loss: str) -> None:
-    heads, model, y = Heads(), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3)), torch.arange(6) % 3
-
-    def look(loss_of: Any, *, frozen: bool, learn: bool) -> bool:
-        model[part].requires_grad_(not frozen)
-        return heads.look(loss_of(model(torch.randn(6, 4)), y), learn=learn, trained=lambda: trained_of([model]))
-
-    assert not look(plain, frozen=first_frozen, learn=True)
-    # Of another loss frozen parameters are no excuse.
-    assert look({"plain": plain, "hard": hard}[loss], frozen=not first_frozen, learn=False) is (loss == "plain")
-    assert heads.is_new is (loss == "hard")
-    if loss == "plain":
-        assert not look(plain, frozen=first_frozen, learn=False) and not heads.is_new
 
 
 def plain(z: Tensor, y: Tensor) -> Tensor:
