@@ -192,11 +192,12 @@ class TrainJob:
         return describe_newest(folder)
 
     def _has_folder(self) -> bool:
-        """Whether the ranks of a launch of this job were the last that took the run directory."""
+        """Whether no ranks but this job's have taken the run directory since its own did."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             owner = json.loads((self._directory / OWNER).read_text())["job"]
             return str(owner).startswith(f"{job_name(self._memory)}/")
-        return False
+        # As where the disk was full.
+        return True
 
     def _last_rounds(self) -> list[dict[str, Any]]:
         """The last rounds of the run directory; rounds of this launch are among them if there are any yet."""

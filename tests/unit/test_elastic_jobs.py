@@ -162,6 +162,9 @@ def test_a_checkpoint_in_memory_goes_to_the_disk_at_the_end(tmp_path: Path, monk
     # Another job writes there since.
     FolderOwner(run, "a").take()
     assert "round-00000002" in job.close(finished=False) and len(list(checkpoints.iterdir())) == 1
+    (run / ".owner").unlink()
+    assert "round-00000004" in job.close(finished=False)
+    shutil.rmtree(checkpoints / directory_name(4))
     FolderOwner(run, "a", job=f"{job_name(memory)}/2").take()
     assert job.close(finished=False) == f"the last checkpoint is {checkpoints / directory_name(4)}"
     assert (checkpoints / directory_name(4) / "file").read_text() == "four"
