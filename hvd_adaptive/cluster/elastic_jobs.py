@@ -182,8 +182,7 @@ class TrainJob:
             return ""
         folder = self._directory / "checkpoints"
         # Ranks that end in order have saved, and those that are lost have not.
-        newest = newest_checkpoint(self._memory)
-        if newest is not None and self._has_folder():
+        if newest_checkpoint(self._memory) is not None and self._has_folder():
             try:
                 move_to_disk(self._memory, folder, kind=ROUND)
             except OSError as error:

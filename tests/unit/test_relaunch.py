@@ -149,8 +149,9 @@ def test_torchrun_starts_ranks_over_torch_where_there_is_no_mpirun(tmp_path, mon
         with pytest.raises(RuntimeError, match=r"no mpirun or mpiexec.*--backend torch"):
             choose_launcher({}, backend)
     command, env = launch_command(3, ["prog", "--x"], env={}, launcher=launcher, num_cores=6, is_root=True)
-    torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    assert command[:3] == torchrun and command[-4:] == ["--nproc-per-node=3", "--no-python", "prog", "--x"]
+    meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc-per-node=3", "--no-python"]
+    assert command == [*torchrun, "prog", "--x"]
     assert env["OMP_NUM_THREADS"] == "2" and not any(name.startswith(("OMPI_", "PRTE_")) for name in env)
 
 
