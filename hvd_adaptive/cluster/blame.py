@@ -24,9 +24,18 @@ _BLAME = tuple(
 _FIRST_SIGN = re.compile(r"Primary job +terminated normally, but")
 
 
+# Of the launcher, not of ranks that it has started.
+_CANNOT_REACH = re.compile(r"(?:ORTE|PRTE) was unable to reliably start|ssh: (?:connect to host|Could not resolve hostname)")
+
+
 def is_first_sign(line: str) -> bool:
     """Whether a line of the job's output says that a rank has ended as it should not, without saying which."""
     return _FIRST_SIGN.search(line) is not None
+
+
+def cannot_reach(line: str) -> bool:
+    """Whether a line of the job's output says that the launcher does not reach a host."""
+    return _CANNOT_REACH.search(line) is not None
 
 
 def blame(line: str) -> tuple[str, float] | None:

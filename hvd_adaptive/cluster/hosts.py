@@ -191,6 +191,31 @@ def assign(hosts: Mapping[str, int], most: int, *, first: Collection[str] = ()) 
     return dealt
 
 
+def changes(hosts: Hosts, usable: Mapping[str, int], *, least: int, most: int) -> tuple[str, str]:
+    """Returns what a job on these hosts should do without, and what it should have besides, in words; empty for nothing.
+
+    Args:
+        hosts: its ranks by host.
+        usable: slots by host.
+        least: fewest ranks to go on with.
+        most: largest number of ranks.
+    """
+    better = assign(usable, most, first=hosts)
+    gone = [
+        f"{host} has room for {usable[host]} of its {count} ranks now" if usable.get(host) else f"{host} left"
+        for host, count in hosts.items()
+        if usable.get(host, 0) < count
+    ]
+    if gone and sum(better.values()) < least:
+        gone = []
+    come = [
+        f"{host} has room for {count} ranks now instead of {hosts[host]}" if host in hosts else f"{host} came"
+        for host, count in better.items()
+        if count > hosts.get(host, 0)
+    ]
+    return ", ".join(gone), ", ".join(come if sum(better.values()) > sum(hosts.values()) else [])
+
+
 class Backoff:
     """Leaves out hosts that keep failing: the second failure within ten minutes costs 5 s, each further one twice as much."""
 

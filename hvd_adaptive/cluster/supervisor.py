@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from hvd_adaptive.cluster.blame import blame, is_first_sign, is_local, same_host
+from hvd_adaptive.cluster.blame import blame, cannot_reach, is_first_sign, is_local, same_host
 from hvd_adaptive.cluster.elastic_jobs import EVENT, Job, Launch
 from hvd_adaptive.cluster.hosts import (
     LOCAL,
@@ -29,6 +29,7 @@ from hvd_adaptive.cluster.hosts import (
     Discovery,
     Hosts,
     assign,
+    changes,
     run_script,
     slurm_environment,
     slurm_hosts,
@@ -112,6 +113,8 @@ class Supervisor:
         self._blamed_s: float | None = None
         self._blamed: list[str] = []
         self._silent_s = 0.0
+        self._is_unreached = False
+        self._unreached_s: float | None = None
 
     def run(self) -> int:
         """Runs the job to its end; returns its exit code: 69 for too few hosts, 75 for an end by a signal, 130 for Ctrl-C.
@@ -140,7 +143,8 @@ class Supervisor:
             self._say(left)
 
     def _supervise(self) -> int:
-        cause, parts_s, tries = "start", {}, 0
+        cause, tries, has_begun = "start", 0, False
+        parts_s: dict[str, float] = {}
         hosts: Hosts = {}
         blamed: list[str] = []
         ended_s = time.monotonic()
@@ -149,7 +153,7 @@ class Supervisor:
             if found is None:
                 return self._stop.exit_code if self._stop.first else EXIT_TOO_FEW_HOSTS
             hosts = found
-            parts_s["wait"] = time.monotonic() - ended_s
+            parts_s["wait"] = parts_s.get("wait", 0.0) + time.monotonic() - ended_s
             launch = Launch(number, hosts, cause, blamed, self._job.num_done(), parts_s)
             code = self._run_once(launch)
             ended_s = time.monotonic()
@@ -158,6 +162,8 @@ class Supervisor:
                 return code
             if self._stop.first:
                 return self._stopped_code(launch, code)
+            if launch.has_begun:
+                has_begun, self._unreached_s = True, None
             # What was lost is not to be tried once more.
             self._discovery.ask_now(_ANSWER_LIMIT_S)
             parts_s = {"notice": self._silent_s, "teardown": ended_s - (self._failed_s or ended_s)}
@@ -168,10 +174,19 @@ class Supervisor:
                 continue
             # mpirun may say nothing of a host that was taken from the job.
             is_others = bool(self._blamed) or not launch.hosts.keys() <= self._discovery.hosts.keys()
-            tries = 0 if self._job.has_got_on(launch, code, blamed=is_others) else tries + 1
-            cause = f"job ended with exit code {code}" if code else "mpirun ended, and not the job"
-            blamed = self._count_failures(launch)
-            self._say(f"{cause}; {self._job.saved()}")
+            if has_begun and not launch.has_begun and self._is_unreached:
+                # How long such a host is waited for says --elastic-timeout.
+                self._unreached_s = self._unreached_s or ended_s
+            else:
+                tries = 0 if self._job.has_got_on(launch, code, blamed=is_others) else tries + 1
+            ended = f"job ended with exit code {code}" if code else "mpirun ended, and not the job"
+            failed = self._count_failures(launch)
+            if launch.has_begun or cause == "start":
+                cause, blamed = ended, failed
+            else:
+                # The fault is the one before; this launch was a part of the wait.
+                parts_s = {**launch.parts_s, "wait": launch.parts_s["wait"] + ended_s - launch.started_s}
+            self._say(f"{ended}; {self._job.saved()}")
             if tries == _TRIES:
                 why = f"{_TRIES} launches one after another {self._job.no_progress}"
                 self._say(f"{why}: giving up. Look at the ranks' output above")
@@ -197,8 +212,8 @@ class Supervisor:
 
     def _wait_for_hosts(self, before: Hosts) -> Hosts | None:
         """Returns the ranks by host for the next launch; None if there are too few for too long, or a signal came."""
-        begin_s = said_s = time.monotonic()
-        said = ""
+        said_s = time.monotonic()
+        begin_s, said = self._unreached_s or said_s, ""
         while not self._stop.first:
             now_s = time.monotonic()
             hosts = assign(self._backoff.usable(self._discovery.hosts, now_s), self._options.max_np, first=before)
@@ -219,7 +234,7 @@ class Supervisor:
 
     def _run_once(self, launch: Launch) -> int:
         """Starts the job and watches it; returns its exit code."""
-        self._failed_s, self._blamed_s, self._blamed, self._silent_s = None, None, [], 0.0
+        self._failed_s, self._blamed_s, self._blamed, self._silent_s, self._is_unreached = None, None, [], 0.0, False
         # In a Slurm job mpirun would go to all its nodes, also to those that are lost.
         local = all(map(is_local, launch.hosts))
         places = None if local and "SLURM_JOB_ID" not in os.environ else launch.hosts
@@ -269,7 +284,8 @@ class Supervisor:
 
     def _move(self, launch: Launch, child: subprocess.Popen[bytes]) -> None:
         """Has the ranks stop if they should be elsewhere."""
-        gone, come = self._changes(launch.hosts)
+        usable = self._backoff.usable(self._discovery.hosts, time.monotonic())
+        gone, come = changes(launch.hosts, usable, least=self._options.min_np, most=self._options.max_np)
         if come and not gone and not self._job.stops_in_order:
             if come != self._waiting_hosts:
                 self._say(f"{come}: taken in when the script is started again; now it would lose what it has not saved")
@@ -285,24 +301,6 @@ class Supervisor:
             self._say(f"{gone}: the script is ended, and started again on what is left")
             self._ended = True
             child.send_signal(signal.SIGTERM)
-
-    def _changes(self, hosts: Hosts) -> tuple[str, str]:
-        """What the job should do without, and what it should have besides, in words; empty for nothing."""
-        usable = self._backoff.usable(self._discovery.hosts, time.monotonic())
-        better = assign(usable, self._options.max_np, first=hosts)
-        gone = [
-            f"{host} has room for {usable[host]} of its {count} ranks now" if usable.get(host) else f"{host} left"
-            for host, count in hosts.items()
-            if usable.get(host, 0) < count
-        ]
-        if gone and sum(better.values()) < self._options.min_np:
-            gone = []
-        come = [
-            f"{host} has room for {count} ranks now instead of {hosts[host]}" if host in hosts else f"{host} came"
-            for host, count in better.items()
-            if count > hosts.get(host, 0)
-        ]
-        return ", ".join(gone), ", ".join(come if sum(better.values()) > sum(hosts.values()) else [])
 
     def _look_for_beginning(self, launch: Launch) -> None:
         """Notices the first merge or step of a launch and records what it took to get there."""
@@ -373,6 +371,7 @@ class Supervisor:
             # Whom the launcher ends may be heard after its first sign.
             self._silent_s = max(self._silent_s, found[1])
             self._blamed.append(found[0])
+        self._is_unreached |= cannot_reach(line)
         return False
 
     def _say(self, text: str) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hvd_adaptive import __version__
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.line_file import LineFile
+from hvd_adaptive.state.disk import share
 from hvd_adaptive.state.folder_owner import FolderOwner
 from hvd_adaptive.state.tensor_file import open_tensors
 from hvd_adaptive.validation import parse_json
@@ -207,6 +208,8 @@ class RunDirectory:
         temporary = self.path / (name + ".part")
         try:
             save_file(tensors, temporary, metadata={"hvd_adaptive": __version__, **metadata})
+            # safetensors makes it private.
+            share(temporary)
             os.replace(temporary, self.path / name)
         except (OSError, SafetensorError) as error:
             # Half a model would take the room of others.

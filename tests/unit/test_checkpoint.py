@@ -873,6 +873,10 @@ def test_a_best_model_that_a_full_disk_refuses_is_written_later(tmp_path: Path, 
         (disk / "run" / BEST_MODEL).unlink()
         directory.write_best()
         assert not (disk / "run" / BEST_MODEL).exists()
+        # Others may read a model as they may any file here.
+        directory.save_model(BEST_MODEL, nn.Linear(2, 2), {})
+        directory.write_summary({})
+        assert (disk / "run" / BEST_MODEL).stat().st_mode == (disk / "run" / "summary.json").stat().st_mode
         directory.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ import pytest
 from hvd_adaptive.cluster import job_memory, signals
 from hvd_adaptive.cluster import supervisor as module
 from hvd_adaptive.cluster.elastic_jobs import Beginning, Launch
-from hvd_adaptive.cluster.hosts import LOCAL
+from hvd_adaptive.cluster.hosts import LOCAL, changes
 from hvd_adaptive.cluster.supervisor import Elastic, Supervisor
 
 BLAME = "mpirun noticed that process rank 1 with PID 0 on node beta exited on signal 9 (Killed)."
@@ -23,7 +24,7 @@ BLAME = "mpirun noticed that process rank 1 with PID 0 on node beta exited on si
 class ShellJob:
     """A job whose launches each run a script of the shell, and merge at once where it is said so."""
 
-    records = None
+    records: Path | None = None
     stops_at = "merge"
     no_progress = "ended before a new checkpoint"
     stops_in_order = True
@@ -83,6 +84,27 @@ def test_a_launch_that_worked_until_it_was_moved_breaks_a_row_of_failures(superv
     # A move before anything was done says nothing.
     job = ShellJob(failure, failure, move, failure, begins=(False,) * 4)
     assert supervise(job).run() == 3 and job.num_launches == 4
+
+
+def test_a_host_that_cannot_be_reached_is_waited_for(
+    supervise: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unreached = "sleep 0.2; echo 'ORTE was unable to reliably start one or more daemons.' >&2; exit 1"
+    job = ShellJob("exit 3", *[unreached] * 4, "exit 0", begins=(True, *[False] * 4, True))
+    job.records = tmp_path / "restarts.jsonl"
+    assert supervise(job).run() == 0 and job.num_launches == 6
+    (restart,) = map(json.loads, job.records.read_text().splitlines())
+    assert restart["launch"] == 6 and restart["cause"] == "job ended with exit code 3" and restart["seconds"]["wait"] > 0.8
+    # Not where nothing has run before: an ssh that was never set up.
+    job = ShellJob(unreached, begins=(False,) * 3)
+    assert supervise(job).run() == 1 and job.num_launches == 3
+    # A launch that waits for the host's next turn ends in time.
+    monkeypatch.setattr(Elastic, "ask", lambda self: {"localhost": 1, "beta": 1})
+    job = ShellJob("exit 3", unreached, begins=(True, False, False, False))
+    supervisor = Supervisor(Elastic(min_np=2, max_np=2, timeout_s=6.0), lambda memory: job)
+    capsys.readouterr()
+    assert supervisor.run() == 69 and job.num_launches == 4
+    assert "still too few hosts after 6 s" in capsys.readouterr().err
 
 
 def test_a_host_that_was_taken_from_the_job_is_to_blame(supervise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,13 +186,10 @@ def test_ranks_that_have_nothing_to_save(supervise: Any, capsys: pytest.CaptureF
     assert supervise(job).run() == 75 and said in capsys.readouterr().err
 
 
-def test_slots_that_come_and_go_are_not_hosts(supervise: Any) -> None:
-    supervisor = supervise(ShellJob("exit 0"))
+def test_slots_that_come_and_go_are_not_hosts() -> None:
     for ranks, present, expected in [
         (2, {LOCAL: 1}, (f"{LOCAL} has room for 1 of its 2 ranks now", "")),
         (1, {LOCAL: 2}, ("", f"{LOCAL} has room for 2 ranks now instead of 1")),
         (1, {"beta": 2}, (f"{LOCAL} left", "beta came")),
     ]:
-        supervisor._discovery.hosts = present
-        assert supervisor._changes({LOCAL: ranks}) == expected
-    assert supervisor.run() == 0
+        assert changes({LOCAL: ranks}, present, least=1, most=2) == expected

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_adaptive.state.disk import sync_directory
+from hvd_adaptive.state.disk import share, sync_directory
 from hvd_adaptive.validation import parse_json
 from hvd_adaptive.xmc.data.cache_content import ARRAY_DTYPES, FORMAT_VERSION, SPLITS, write_content
 from hvd_adaptive.xmc.data.chunk import MAX_ID
@@ -148,10 +148,8 @@ def _build_locked(source: DataSource, root: Path, directory: Path, *, is_alone: 
             raise RuntimeError(
                 f"the files of {source.name} changed while they were read; start again once they are complete"
             )
-        # mkdtemp makes it private; other users of a shared cache_dir may read it as the umask says.
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o777 & ~umask)
+        # mkdtemp makes it private, and cache_dir may be shared.
+        share(temporary)
         sync_directory(temporary)
         try:
             temporary.rename(directory)
