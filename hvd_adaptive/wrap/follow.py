@@ -195,7 +195,7 @@ class Follower:
             return
         loader = found[-1].loader
         for tensor in tensors:
-            loader.heads.look(tensor, learn=learns, ends=self.results)
+            loader.heads.look(tensor, found[-1].current.num_samples, learn=learns, ends=self.results)
         # One that comes later was not followed; whether shares were equal at its first step is for the report.
         if loader.heads.is_new and loader.is_traced:
             loader.reasons.add(Reason.OTHER_LOSS)

@@ -233,7 +233,7 @@ class Tracer(TorchFunctionMode):
 
     def _look_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if func in losses.LOSSES:
-            self.findings |= losses.findings_of_loss_function(func, args, kwargs)
+            self.findings |= losses.findings_of_loss_function(func, args, kwargs, self._num_samples)
             if losses.is_sum(func, args, kwargs):
                 self.findings.add(Reason.SUM_LOSS)
             elif isinstance(result, Tensor):
@@ -286,7 +286,7 @@ class Tracer(TorchFunctionMode):
         cut = any(of is Kind.CUT for _, of in made) or losses.cuts(func, args, kwargs, results, self._num_samples)
         with_gradients = any(tensor.requires_grad for tensor in results)
         if with_gradients and func in losses.LOSSES:
-            self.findings |= losses.findings_of_loss_function(func, args, kwargs)
+            self.findings |= losses.findings_of_loss_function(func, args, kwargs, self._num_samples)
             self._own_reduction |= losses.is_own_reduction(func, args, kwargs)
         if with_gradients and losses.plain_name(func) in ("sum", "mean"):
             self._mean_seen = True

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.wrap.compilers import is_reading
+from hvd_adaptive.wrap.losses import left_out
 
 # Nodes of the graph, from the loss on: it, and the last layers of the model.
 _DEPTH = 10
@@ -31,15 +32,18 @@ class Heads:
     def __init__(self) -> None:
         self._seen: set[tuple[str, ...]] = set()
         self.is_new = self.is_hidden = False
-        # Targets of each loss so far, and how many of them it took, on the device: to read a number is to wait for it.
-        self._targets: list[tuple[int, Tensor]] = []
+        # Targets that those losses left out of each sample.
+        self._left_out: set[int] = set()
+        # Whether each later loss left out as many, on the device: to read it is to wait for it.
+        self._as_many: list[Tensor] = []
         self._is_ignored = False
 
-    def look(self, loss: Tensor, *, learn: bool, ends: Collection[Any] = ()) -> None:
+    def look(self, loss: Tensor, num_samples: int, *, learn: bool, ends: Collection[Any] = ()) -> None:
         """Looks at a loss; where it is not to be learnt, another kind than those before is noticed.
 
         Args:
             loss: what backward is called on.
+            num_samples: of the batch that it is of.
             learn: it is one of those that are looked at closely.
             ends: nodes behind which a model is whose graph may change.
         """
@@ -54,8 +58,8 @@ class Heads:
             known.add(node)
             name = node.name()
             names.append(name + _options(node))
-            if not learn and name.startswith("NllLoss"):
-                self._count_ignored(node)
+            if name.startswith("NllLoss"):
+                self._count_ignored(node, num_samples, learn=learn)
             if node not in ends:
                 nodes.extend(following for following, _ in node.next_functions)
         head = tuple(names)
@@ -66,25 +70,35 @@ class Heads:
             self.is_new = True
 
     def take_ignored(self) -> bool:
-        """Returns whether targets were left out since this was last asked."""
+        """Returns whether other numbers of targets were left out since this was last asked."""
         self._compare()
         is_ignored, self._is_ignored = self._is_ignored, False
         return is_ignored
 
     def _compare(self) -> None:
-        self._is_ignored |= any(bool(taken != number) for number, taken in self._targets)
-        self._targets.clear()
+        self._is_ignored |= not all(map(bool, self._as_many))
+        self._as_many.clear()
 
-    def _count_ignored(self, node: Any) -> None:
+    def _count_ignored(self, node: Any, num_samples: int, *, learn: bool) -> None:
         # Reduced as a mean, and not by class weights.
-        if getattr(node, "_saved_reduction", 0) == 1 and not _is_weighted(node):
-            if _is_packed(node, "total_weight"):
-                self.is_hidden = True
-                return
-            self._targets.append((node._saved_target.numel(), node._saved_total_weight.detach()))
-            # Of a loader at whose steps no exchange comes, nobody else would ask.
-            if len(self._targets) == _MOST_TARGETS:
-                self._compare()
+        if getattr(node, "_saved_reduction", 0) != 1 or _is_weighted(node):
+            return
+        if _is_packed(node, "total_weight") or _is_packed(node, "target"):
+            self.is_hidden |= not learn
+            return
+        target = node._saved_target
+        if not learn and self._left_out <= {0}:
+            self._as_many.append(node._saved_total_weight.detach() == target.numel())
+        else:
+            number, as_many = left_out(target, _signed(node._saved_ignore_index), num_samples)
+            if learn:
+                # Where they are not, the loss function was found to be so.
+                self._left_out.add(int(number))
+            else:
+                self._as_many.append(as_many & torch.stack([number == learnt for learnt in self._left_out]).any())
+        # Of a loader at whose steps no exchange comes, nobody else would ask.
+        if len(self._as_many) == _MOST_TARGETS:
+            self._compare()
 
 
 def _options(node: Any) -> str:
@@ -95,6 +109,11 @@ def _options(node: Any) -> str:
 
 def _is_weighted(node: Any) -> bool:
     return _is_packed(node, "weight") or getattr(node, "_saved_weight", None) is not None
+
+
+def _signed(number: int) -> int:
+    """Autograd shows a signed number as if it had no sign."""
+    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def _is_packed(node: Any, name: str) -> bool:

@@ -270,16 +270,26 @@ def _reduction(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict
     return str(given.get("reduction", "mean"))
 
 
-def findings_of_loss_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[Reason]:
+def findings_of_loss_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_samples: int) -> set[Reason]:
     """Returns what a call of one of torch's loss functions shows by itself; within a forward that is all there is to see."""
     given = LOSSES[func].bind(*args, **kwargs).arguments
     if func not in (F.cross_entropy, F.nll_loss):
         return set()
     target, ignored = given["target"], given.get("ignore_index", -100)
     unequal = given.get("weight") is not None or ignored >= 0
-    if unequal or (not target.is_floating_point() and bool((target == ignored).any())):
+    if unequal or (not target.is_floating_point() and not left_out(target, ignored, num_samples)[1]):
         return {Reason.WEIGHTED_LOSS}
     return set()
+
+
+def left_out(target: Tensor, ignored: int, num_samples: int) -> tuple[Tensor, Tensor]:
+    """Returns how many targets of a sample a loss leaves out, and whether these are as many of each sample: then it still is a
+    mean over samples, as where a language model has no target for a sequence's last place."""
+    is_ignored = target == ignored
+    if num_samples == 0 or target.numel() % num_samples:
+        return is_ignored.sum(), ~is_ignored.any()
+    of_samples = is_ignored.reshape(num_samples, -1).sum(1)
+    return of_samples[0], (of_samples == of_samples[0]).all()
 
 
 def is_own_reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

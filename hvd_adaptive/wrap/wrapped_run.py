@@ -83,6 +83,7 @@ class Engine:
         size = config.micro_batch_size
         self.micro_batches = None if size is None else MicroBatches(size, self.follower, self.report)
         self._tail: Stretch | None = None
+        self._tail_counts = False
         self._untimed = True
         self._training = TrainingThread()
         self._local = LocalSteps(config, make_world=self._make_world, note=self.report.note)
@@ -251,7 +252,8 @@ class Engine:
             self._meter.ends()
         tell = functools.partial(self._local.timed, optimizer) if local else None
         self._meter.step(None if stream is None else batches, stretches, tell)
-        self._tail = None
+        # What a step is followed by says as little of speed as its end does.
+        self._tail, self._tail_counts = None, not untimed
         if finish is not None:
             finish()
         self._watch.start()
@@ -264,7 +266,8 @@ class Engine:
     def stepped(self, optimizer: Any) -> None:
         """The optimizer has moved its parameters: ends what counts as computing after the wait for the gradients. What comes now
         counts if another step follows on the same batch."""
-        self._tail = self._watch.stop()
+        tail = self._watch.stop()
+        self._tail = tail if self._tail_counts else None
         self._watch.start()
         self._local.end_step(optimizer)
         self._settle()

@@ -63,6 +63,8 @@ def test_a_plain_step_has_no_findings() -> None:
         lambda m, x, y: F.cross_entropy(m(torch.cat([x, x + 1])), y.repeat(2)),
         lambda m, x, y: F.cross_entropy(m(x[:, :4]), y, label_smoothing=0.1),
         lambda m, x, y: F.cross_entropy(m(x), y, reduction="none").mean(),
+        # Each sample has one more place, without a target.
+        lambda m, x, y: F.cross_entropy(m(x[:, None].expand(-1, 2, -1)), F.pad(y[:, None], (0, 1), value=-100).flatten()),
         lambda m, x, y: (m(x) - 1).pow(2).sum(dim=1).mean(),
         lambda m, x, y: F.cross_entropy(m(x), y) + 1e-3 * m.layer.weight.pow(2).sum(),
         lambda m, x, y: nn.CrossEntropyLoss()(m(torch.autograd.Variable(x)), y),

@@ -46,15 +46,41 @@ def is_another(first: Any, later: Any) -> bool:
     def scores() -> Tensor:
         return model(torch.randn(6, 4))  # type: ignore[no-any-return]
 
-    heads.look(first(scores(), y), learn=True)
+    heads.look(first(scores(), y), 6, learn=True)
     assert not heads.is_new
-    heads.look(later(scores(), y), learn=False)
+    heads.look(later(scores(), y), 6, learn=False)
     return heads.is_new
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_loss_is_noticed(name: str) -> None:
     assert is_another(*OTHERS[name])
+
+
+@pytest.mark.parametrize(
+    ("learnt", "later", "is_other"),
+    [
+        ([[3], [3]], [[3], [3]], False),  # As of a language model, whose last place has no target.
+        ([[], []], [[], []], False),
+        ([[], []], [[3], [3]], True),
+        ([[3], [3]], [[], []], True),
+        ([[3], [3]], [[0], [2]], False),
+        ([[3], [3]], [[0, 3], []], True),
+        ([[3], [3]], [[0, 3], [0, 3]], True),
+    ],
+)
+def test_losses_leave_out_as_many_targets_of_each_sample_as_those_that_were_learnt(
+    learnt: list[list[int]], later: list[list[int]], is_other: bool
+) -> None:
+    heads = Heads()
+    for places, learn in ((learnt, True), (later, False)):
+        targets = torch.ones(2, 4, dtype=torch.long)
+        for row, of_row in zip(targets, places, strict=True):
+            row[of_row] = -100
+        scores = torch.randn(2, 4, 3, requires_grad=True)
+        for loss in (F.cross_entropy(scores.flatten(0, 1), targets.flatten()), F.cross_entropy(scores.transpose(1, 2), targets)):
+            heads.look(loss, 2, learn=learn)
+    assert heads.take_ignored() is is_other and not heads.is_new | heads.is_hidden
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -87,7 +113,7 @@ def test_a_checkpointed_loss_is_not_computed_again_to_look_at_it(weight: Tensor 
 
     for learn in (True, False):
         num_forwards = 0
-        heads.look(checkpoint(compute, torch.randn(6, 4), use_reentrant=False), learn=learn)
+        heads.look(checkpoint(compute, torch.randn(6, 4), use_reentrant=False), 6, learn=learn)
         assert num_forwards == 1 and not heads.is_new
     assert heads.is_hidden is (weight is None) and not heads.take_ignored()
 
