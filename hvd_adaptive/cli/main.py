@@ -67,8 +67,10 @@ def _main(arguments: list[str]) -> int:
     if not arguments:
         make_parser().print_help(sys.stderr)
         return EXIT_BAD_INPUT
-    rank = 0
+    rank, is_alone = 0, False
     try:
+        # Variables of another job's rank may be left over, and no rank 0 is there to speak.
+        is_alone = arguments[0] in ("report", "simulate") or "-np" in arguments
         rank = read_launcher(os.environ).rank or 0
         options = make_parser().parse_args(arguments)
         _check_working_directory()
@@ -108,7 +110,7 @@ def _main(arguments: list[str]) -> int:
                 check_data_early(configs[1])
             return _start_ranks(options, arguments, configs, config.backend)
     except (ValueError, RuntimeError) as error:
-        return refuse(error, speaks=rank == 0)
+        return refuse(error, speaks=is_alone or rank == 0)
     if options.command == "train":
         # Before torch is loaded, which takes seconds in which the signal would end the rank.
         # A shell that starts the command in the background has SIGINT ignored.

@@ -208,11 +208,18 @@ def launch_command(
     return [*command, *argv], whole
 
 
+def python_module(name: str) -> list[str]:
+    """Returns the command that runs a module of ours, as the console command would: a random.py of the working folder is not
+    Python's own. Python 3.10 knows no such option, and a checkout that is not installed is found through its folder."""
+    safe = sys.version_info >= (3, 11) and not Path("hvd_adaptive").is_dir()
+    return [sys.executable, *(["-P"] if safe else []), "-m", name]
+
+
 def build_command(
     num_ranks: int, argv: Sequence[str], *, hosts: Mapping[str, int] | None = None, launcher: Launcher | None = None
 ) -> tuple[list[str], dict[str, str]]:
     """As :func:`ranks_command`, for ``python -m hvd_adaptive ARGV``."""
-    return ranks_command(num_ranks, [sys.executable, "-m", "hvd_adaptive", *argv], hosts=hosts, launcher=launcher)
+    return ranks_command(num_ranks, [*python_module("hvd_adaptive"), *argv], hosts=hosts, launcher=launcher)
 
 
 def ranks_command(

@@ -17,7 +17,9 @@ from hvd_adaptive.comm.seal import Seal, new_secret
 PROBE_S = 3.0
 _PATIENT_PROBES_S = 20.0
 CONNECTIONS_PER_RANK = 4  # claims, rendezvous, heartbeats, and the heartbeats' lifeline
-_OTHER_FILES = 512
+# What rank 0 opens besides: at least, and where it loads much data.
+_OWN_FILES = 100
+_MANY_FILES = 512
 _SIOCGIFADDR = 0x8915
 # Under it stands what only rank 0 of this job can have put there.
 _SIGN = "sign"
@@ -50,7 +52,7 @@ def serve(*, same_host: bool, world_size: int) -> tuple[TCPStore, Offer]:
     Raises:
         RuntimeError: this process may not open enough files for that many connections.
     """
-    _allow_open_files(CONNECTIONS_PER_RANK * world_size + _OTHER_FILES)
+    _allow_open_files(world_size)
     backlog = CONNECTIONS_PER_RANK * world_size
     if same_host:
         addresses = ["127.0.0.1"]
@@ -139,13 +141,15 @@ def own_addresses() -> list[str]:
     return usable
 
 
-def _allow_open_files(needed: int) -> None:
+def _allow_open_files(world_size: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
+    needed = CONNECTIONS_PER_RANK * world_size + _OWN_FILES
     if hard != resource.RLIM_INFINITY and hard < needed:
+        fewer = " or start fewer ranks" if hard > CONNECTIONS_PER_RANK + _OWN_FILES else ""
         raise RuntimeError(
-            f"rank 0 needs {needed} open files for the other ranks' connections, and the limit is {hard}: "
-            "raise it (`ulimit -Hn`, LimitNOFILE of the scheduler's daemon) or start fewer ranks"
+            f"rank 0 needs {needed} open files, {CONNECTIONS_PER_RANK} for the connections of each of {world_size} ranks and "
+            f"{_OWN_FILES} of its own, and the limit is {hard}: raise it (`ulimit -Hn`, LimitNOFILE of the scheduler's daemon){fewer}"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    wanted = CONNECTIONS_PER_RANK * world_size + _MANY_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))

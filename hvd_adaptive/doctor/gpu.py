@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvd_adaptive.cluster.relaunch import choose_launcher, meeting_place, ranks_command
+from hvd_adaptive.cluster.relaunch import choose_launcher, meeting_place, python_module, ranks_command
 from hvd_adaptive.doctor.findings import Facts, Finding, count
 from hvd_adaptive.doctor.gpu_verdict import WHAT, judge_check
 from hvd_adaptive.doctor.machine import cpu_model, horovod_build, installed_versions
@@ -116,7 +116,7 @@ def run_check(
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory(prefix="hvd-adaptive-gpu-") as folder, contextlib.ExitStack() as stack:
         report = Path(folder) / "facts.json"
-        command = [sys.executable, "-m", "hvd_adaptive.doctor.gpu_checks", name, device, backend, str(report)]
+        command = [*python_module("hvd_adaptive.doctor.gpu_checks"), name, device, backend, str(report)]
         if num_ranks is not None:
             try:
                 launcher = choose_launcher(environment, backend)

@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from hvd_adaptive.cluster import signals
+from hvd_adaptive.cluster.relaunch import python_module
 
 _TAIL_CHARACTERS = 2000
 
@@ -61,7 +61,7 @@ def supervise(arguments: dict[str, Any], *, limit_s: float, on_stage: Callable[[
         try:
             # Launchers may talk to their ranks through descriptors that they leave open.
             child = subprocess.Popen(
-                [sys.executable, "-m", "hvd_adaptive.doctor.child", text],
+                [*python_module("hvd_adaptive.doctor.child"), text],
                 stdin=subprocess.DEVNULL,
                 stdout=errors,
                 stderr=errors,

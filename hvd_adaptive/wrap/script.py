@@ -164,7 +164,10 @@ def run_script(
     file = os.path.abspath(path)
     sys.argv = [path, *arguments]
     # As python does; workers that are spawned or served by a fork server find the script's classes through it.
-    sys.path[0] = os.getcwd() if is_module else str(Path(path).resolve().parent)
+    if not getattr(sys.flags, "safe_path", False):
+        # The console command's folder, or the working one.
+        del sys.path[0]
+    sys.path.insert(0, os.getcwd() if is_module else str(Path(path).resolve().parent))
     code = 0
     # The supervisor's ranks end in another way.
     speaks = launched is None and (read_launcher(os.environ).rank or 0) == 0

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +13,21 @@ import torch
 from hvd_adaptive.compress.kernels import dispatch, reference
 from hvd_adaptive.compress.kernels.reference import maxmin_bytes, mix_key, sign_bytes, uniform
 
+UNWRITABLE = """
+import numba.core.caching as caching
+caching.CacheImpl._locator_classes = [caching.UserProvidedCacheLocator]
+import logging
+from hvd_adaptive.compress.kernels import dispatch
+logging.basicConfig()
+print(dispatch._cpu().__name__)
+"""
 SIZES = (1, 7, 8, 9, 511, 512, 513, 5000)
+
+
+def test_compiled_code_that_can_be_kept_nowhere_is_compiled_anew() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    run = subprocess.run([sys.executable, "-c", UNWRITABLE], env=environment, capture_output=True, text=True, timeout=120)
+    assert run.stdout == "hvd_adaptive.compress.kernels.cpu\n" and "set NUMBA_CACHE_DIR to a writable folder" in run.stderr
 
 
 def awkward(num: int, seed: int) -> torch.Tensor:

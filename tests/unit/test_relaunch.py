@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ from hvd_adaptive.cluster.relaunch import (
     find_launcher,
     launch_command,
     meeting_place,
+    python_module,
     recognize,
 )
 
@@ -33,6 +35,13 @@ def make_command(num_ranks, env=None, flavour="openmpi4", num_cores=2, is_root=F
     return launch_command(
         num_ranks, ["prog", "--x"], env=env or {}, launcher=launcher, num_cores=num_cores, is_root=is_root
     )
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot leave the working folder out")
+def test_a_file_of_the_working_folder_is_not_pythons_own(tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+    assert subprocess.run([*python_module("hvd_adaptive"), "--version"], timeout=60).returncode == 0
 
 
 def test_commands_of_the_flavours():

@@ -409,6 +409,32 @@ def many_files():
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+LIMITED = """
+import resource, sys
+hard, world_size = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
+from hvd_adaptive.comm.store_address import serve
+serve(same_host=True, world_size=world_size)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("hard", "world_size", "said"),
+    [
+        (130, 4, "130"),
+        (1000, 4, "528"),
+        (90, 4, "the limit is 90: raise it (`ulimit -Hn`, LimitNOFILE of the scheduler's daemon)\n"),
+        (200, 32, "needs 228 open files, 4 for the connections of each of 32 ranks and 100 of its own, and the limit is 200"),
+        (200, 32, "or start fewer ranks"),
+    ],
+)
+def test_a_limit_of_open_files(hard, world_size, said):
+    command = [sys.executable, "-c", LIMITED, str(hard), str(world_size)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert said in run.stdout + run.stderr and (run.returncode == 0) is said.isdigit()
+
+
 def make_beats(ranks, abort):
     return [
         Heartbeat(channel, rank=rank, host="here", pid=os.getpid(), limit_s=4.0, abort=abort)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import logging
 import math
+import tempfile
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -185,9 +187,16 @@ def _cpu() -> ModuleType:
     try:
         from hvd_adaptive.compress.kernels import cpu
     except RuntimeError as error:
-        raise RuntimeError(
-            f"numba cannot keep its compiled code: {error}. Set NUMBA_CACHE_DIR to a folder that can be written."
-        ) from error
+        import numba
+
+        if numba.config.CACHE_DIR:
+            raise RuntimeError(f"numba cannot keep its compiled code: {error}. Set NUMBA_CACHE_DIR to a writable folder.") from error
+        # Neither the package nor the home can be written.
+        folder = tempfile.TemporaryDirectory(prefix="hvd-adaptive-numba-")
+        atexit.register(folder.cleanup)
+        numba.config.CACHE_DIR = folder.name
+        log.warning("codecs are compiled anew, for some seconds: set NUMBA_CACHE_DIR to a writable folder, which keeps them")
+        from hvd_adaptive.compress.kernels import cpu
     return cpu
 
 
