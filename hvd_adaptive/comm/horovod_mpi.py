@@ -23,7 +23,7 @@ from hvd_adaptive.comm.horovod_collectives import HorovodCollectives
 from hvd_adaptive.comm.horovod_wait import waits_asleep
 from hvd_adaptive.comm.job_end import end_on_exceptions
 from hvd_adaptive.comm.mpi_library import check_one_mpi, hold_back_mpi
-from hvd_adaptive.comm.protocols import has_equal_hosts
+from hvd_adaptive.comm.protocols import AgreedError, has_equal_hosts
 from hvd_adaptive.comm.through_host import host_route
 from hvd_adaptive.comm.watched_world import WatchedWorld
 
@@ -192,11 +192,18 @@ class HorovodMpiTransport(WatchedWorld):
         average: bool = True,
         may_sleep: bool = False,
     ) -> Optimizer:
-        wrapped: Any = self._hvd.DistributedOptimizer(
-            optimizer,
-            named_parameters=model.named_parameters(),
-            op=self._hvd.Average if average else self._hvd.Sum,
-        )
+        try:
+            wrapped: Any = self._hvd.DistributedOptimizer(
+                optimizer,
+                named_parameters=model.named_parameters(),
+                op=self._hvd.Average if average else self._hvd.Sum,
+            )
+        except (TypeError, AttributeError) as error:
+            # Every rank has the same optimizer, so every rank is here.
+            raise AgreedError(
+                f"Horovod makes {type(optimizer).__name__} anew from its parameter groups alone, and fails: {error}. Give its "
+                "other arguments defaults, or use strategy 'sync'"
+            ) from error
         if may_sleep and is_crowded(self.local_size):
             wrapped.synchronize = waits_asleep(self._hvd.mpi_ops.mpi_lib)(wrapped.synchronize)
         result: Optimizer = wrapped

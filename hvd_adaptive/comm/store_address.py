@@ -148,7 +148,8 @@ def _allow_open_files(world_size: int) -> None:
         fewer = " or start fewer ranks" if hard > CONNECTIONS_PER_RANK + _OWN_FILES else ""
         raise RuntimeError(
             f"rank 0 needs {needed} open files, {CONNECTIONS_PER_RANK} for the connections of each of {world_size} ranks and "
-            f"{_OWN_FILES} of its own, and the limit is {hard}: raise it (`ulimit -Hn`, LimitNOFILE of the scheduler's daemon){fewer}"
+            f"{_OWN_FILES} of its own, and the limit is {hard}: raise it (`ulimit -Hn`, LimitNOFILE of the scheduler's daemon)"
+            f"{fewer}"
         )
     wanted = CONNECTIONS_PER_RANK * world_size + _MANY_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

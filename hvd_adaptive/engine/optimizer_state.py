@@ -80,10 +80,12 @@ def with_defaults(
         rare_labels: a label occurs on one rank at most between most merges.
 
     Raises:
-        AgreedError: on all ranks, for dual averaging with an optimizer that cannot, or options of an outer step where there is
-            none.
+        AgreedError: on all ranks, for dual averaging or an average of states with an optimizer that cannot, or options of an
+            outer step where there is none.
     """
     # Every rank has the same options and optimizer, so every rank raises.
+    if config.optimizer_state == "average" and isinstance(optimizer, LBFGS):
+        raise AgreedError("optimizer_state 'average' cannot average LBFGS's history: leave it out, or choose 'reset'")
     known = {id(p) for p in _parameters(optimizer)}
     fits = has_accumulators(optimizer) and all(id(p) in known for p in parameters)
     if config.merge_weights == "dual-averaging" and not fits:

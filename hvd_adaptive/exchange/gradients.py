@@ -116,6 +116,11 @@ class GradientExchange:
         return sum(slot.parameter.nbytes for slot in self._slots)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether gradients of this step have come that are not reduced yet."""
+        return any(slot.passes_left < self._num_passes for slot in self._slots)
+
+    @property
     def is_exact(self) -> bool:
         """Whether no gradient's codec loses anything."""
         return all(self._sum.policy.codec(slot.info).exact for slot in self._slots)

@@ -81,7 +81,7 @@ def _described(value: Any) -> str:
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
     groups = getattr(optimizer, "param_groups", None)
-    if not isinstance(groups, list):
+    if not (isinstance(groups, list) and hasattr(optimizer, "state_dict") and hasattr(optimizer, "register_step_pre_hook")):
         raise TypeError(
             "optimizer must be a torch optimizer, such as torch.optim.SGD(model.parameters(), lr=0.1), got "
             f"{type(optimizer).__name__}"

@@ -93,7 +93,9 @@ class HorovodStrategy(FixedWorkStrategy):
     def close(self) -> None:
         """Ends Horovod's exchange, whose hooks are on the model."""
         self._reduced.close()
-        detach(self.optimizer, self._own)
+        detach(self.optimizer)
+        # Horovod's copy has made the steps.
+        self._own.state.update(self.optimizer.state)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the model's parameters and rank 0's optimizer state (shared: the ranks' are equal), and this rank's

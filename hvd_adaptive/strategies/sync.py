@@ -87,7 +87,6 @@ class SyncStrategy(FixedWorkStrategy):
         sparse = sparse_parameters(model).values() if world_size > 1 else ()
         self._weight = GradientWeight(optimizer, sparse)
         self._compressed: GradientExchange | None = None
-        wrapped: Any = optimizer
         exchanger: Exchanger | None = None
         # Horovod adds up no bf16, and takes contiguous gradients only: none of channels_last. Our exchange takes both; bf16 goes
         # as fp32, whose sums are rounded once; or encoded.
@@ -97,8 +96,11 @@ class SyncStrategy(FixedWorkStrategy):
         # A rank's device may decide how its parameters lie in memory.
         needs_ours = any(transport.allgather_object(needs_ours))
         if not config.encodes and transport.backend == "horovod" and not needs_ours:
-            wrapped = transport.distributed_optimizer(optimizer, model, average=self._mean, may_sleep=True)
-            if hasattr(wrapped, "synchronize"):
+            # Of the script's own Horovod would make a new one from its groups, without its other attributes, hooks and state.
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            carrier = torch.optim.SGD(parameters, lr=0.0)
+            wrapped = transport.distributed_optimizer(carrier, model, average=self._mean, may_sleep=True)
+            if wrapped is not carrier:
                 exchanger = HorovodExchanger(wrapped, config.accumulation_steps)
         elif transport.world_size > 1:
             exchanger = self._compressed = GradientExchange(
@@ -108,7 +110,7 @@ class SyncStrategy(FixedWorkStrategy):
                 backward_passes=config.accumulation_steps,
                 auto_bits=config.auto_bits,
             )
-        start_state_(wrapped, optimizer, transport)
+        start_state_(optimizer, optimizer, transport)
         # Steps that the shares do not know yet, and samples and seconds of those that are over.
         self._num_uncounted = 0
         # Steps in a row that were left out, of whole rounds.
@@ -126,8 +128,7 @@ class SyncStrategy(FixedWorkStrategy):
             emulates=config.slowdown is not None,
         )
         gradients = UntouchedGradients(model, transport.rank) if world_size > 1 else None
-        self._steps = SyncOptimizer(wrapped, exchanger, gradients)
-        self._own = optimizer
+        self._steps = SyncOptimizer(optimizer, exchanger, gradients)
         self._guard = self._steps.guard(optimizer)
         self.optimizer: Optimizer = self._steps
         self.inexact = what_breaks_equality(model, loss_reduction=config.loss_reduction)
@@ -270,9 +271,7 @@ class SyncStrategy(FixedWorkStrategy):
         """Takes the hooks off the model and the optimizer."""
         self._weight.remove()
         self._guard.remove()
-        self._steps.close(self._own)
-        if self._compressed is not None:
-            self._compressed.remove()
+        self._steps.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the model, the optimizer's state, the shares, and what was learnt of the ranks' speeds: all ranks' alike;

@@ -28,11 +28,18 @@ class Exchanger(Protocol):
     """What makes all ranks' gradients the same: :class:`HorovodExchanger`, or
     :class:`~hvd_adaptive.exchange.gradients.GradientExchange`."""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether gradients of this step have come that are not reduced yet."""
+
     def synchronize(self) -> None:
         """Waits for the reduced gradients. COLLECTIVE."""
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sets how many micro-batches' gradients add up before they are exchanged, from the next step on."""
+
+    def remove(self) -> None:
+        """Takes the hooks off the parameters."""
 
 
 class HorovodExchanger:
@@ -42,7 +49,7 @@ class HorovodExchanger:
     The other steps may have as many passes, or fewer.
 
     Args:
-        wrapped: Horovod's DistributedOptimizer.
+        wrapped: Horovod's DistributedOptimizer, which never steps.
         passes: micro-batches of a step.
     """
 
@@ -52,6 +59,11 @@ class HorovodExchanger:
         self._repeats = 0
         wrapped.set_backward_passes_per_step(_UNKNOWN)
         wrapped._compression = _CountedApart
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether gradients of this step have come that are not reduced yet."""
+        return bool(self._wrapped._handles)
 
     def synchronize(self) -> None:
         """Waits for the reduced gradients. COLLECTIVE."""
@@ -68,6 +80,10 @@ class HorovodExchanger:
         self._passes = passes
         if self._repeats:
             self._wrapped.set_backward_passes_per_step(passes * self._repeats)
+
+    def remove(self) -> None:
+        """Takes the hooks off the parameters."""
+        detach(self._wrapped)
 
 
 class _CountedApart:
@@ -133,29 +149,28 @@ def _share_groups(own: Optimizer, wrapped: Optimizer) -> None:
     own.param_groups[:] = wrapped.param_groups
 
 
-def detach(wrapped: Any, own: Optimizer) -> None:
-    """Makes Horovod's DistributedOptimizer a plain one, and gives the script's own optimizer its state.
+def detach(wrapped: Any) -> None:
+    """Makes Horovod's DistributedOptimizer a plain one; another is left as it is.
 
     Horovod keeps no handles of its hooks: they go with the nodes of autograd that it holds, or do nothing where an old graph
     holds one too.
-
-    Args:
-        wrapped: Horovod's; another is left as it is.
-        own: what it wraps.
     """
     if not hasattr(wrapped, "_allreduce_delay"):
         return
     wrapped._grad_accs.clear()
     wrapped._allreduce_delay, wrapped._handles = _Never(_UNKNOWN), _Never(None)
     wrapped.synchronize = lambda: None
-    # Horovod's copy has made the steps.
-    own.state.update(wrapped.state)
 
 
 def explain_passes(error: Exception) -> None:
-    """Raises RuntimeError for Horovod's error about a gradient that was computed again after its exchange had begun."""
+    """Raises RuntimeError for Horovod's errors about a gradient that was computed again after its exchange began, or is gone."""
     if isinstance(error, AssertionError) and "backward_passes_per_step" in str(error):
         raise RuntimeError(f"a gradient was computed again {TOO_LATE}") from error
+    if isinstance(error, AttributeError) and str(error) == "'NoneType' object has no attribute 'requires_grad'":
+        raise RuntimeError(
+            "a gradient is gone before its exchange, as where a hook steps and forgets it within backward(): leave it to "
+            "session.optimizer.step(), or use strategy 'local'"
+        ) from error
 
 
 class SyncOptimizer(Optimizer):
@@ -166,7 +181,7 @@ class SyncOptimizer(Optimizer):
     gradients are the same on every rank, all leave it out. Everything else is the wrapped optimizer's.
 
     Args:
-        inner: the wrapped optimizer; Horovod's may be both.
+        inner: the wrapped optimizer, the script's own.
         exchanger: None where there is one rank without Horovod.
         gradients: finds those that the loop changes too early; None: nobody exchanges them.
 
@@ -213,16 +228,18 @@ class SyncOptimizer(Optimizer):
             raise AttributeError(name)
         return getattr(self._inner, name)
 
-    def close(self, own: Optimizer) -> None:
-        """Ends the exchange: from now on this is the script's own optimizer by another name.
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "session.optimizer of strategy 'sync' cannot be copied or pickled: take session.optimizer.state_dict(), or the "
+            "optimizer that Session was given"
+        )
 
-        Args:
-            own: it.
-        """
-        detach(self._inner, own)
-        if self._gradients is not None:
-            self._gradients.remove()
-        self._inner, self._exchanger, self._gradients, self._is_closed = own, None, None, True
+    def close(self) -> None:
+        """Ends the exchange: from now on this is the script's own optimizer by another name."""
+        for part in (self._exchanger, self._gradients):
+            if part is not None:
+                part.remove()
+        self._exchanger, self._gradients, self._is_closed = None, None, True
         self._opens_window = self.step_due = True
 
     def begin(self, *, opens_window: bool, step_due: bool) -> None:
@@ -245,11 +262,21 @@ class SyncOptimizer(Optimizer):
         self._num_passes = passes
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients before the first micro-batch of a window; does nothing before the others."""
+        """Forgets the gradients before the first micro-batch of a window; does nothing before the others.
+
+        Raises:
+            RuntimeError: if some have come that no step has used.
+        """
         if not self._opens_window:
             return
+        if self._exchanger is not None and self._exchanger.has_begun:
+            raise RuntimeError(
+                "strategy 'sync' sums the gradients of a step over the ranks, got session.optimizer.zero_grad() between "
+                "backward() and session.optimizer.step(): leave it out, or use strategy 'local', as for a step with two gradients "
+                "(SAM)"
+            )
         kept = [] if set_to_none else [p for p in self._parameters() if p.grad is not None]
-        # Horovod's takes no argument.
+        # A script's own may take no argument.
         self._inner.zero_grad()
         for p in kept:
             p.grad = torch.zeros_like(p)
@@ -295,11 +322,9 @@ class SyncOptimizer(Optimizer):
         if not self._is_finite():
             self.num_skipped += 1
             return
-        skip = getattr(self._inner, "skip_synchronize", nullcontext)
         self._is_stepping = True
         try:
-            with skip():
-                self._inner.step()
+            self._inner.step()
         finally:
             self._is_stepping = False
 

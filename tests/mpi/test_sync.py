@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -394,6 +395,43 @@ def test_rounds_without_a_finite_step_stop_the_run_on_all_ranks(num_ranks: int) 
                 (loss * (float("inf") if session.rank == 1 else 1.0)).backward()
                 session.optimizer.step()
     session.close()
+
+
+class Powered(torch.optim.SGD):
+    """An optimizer with a required argument and a setting outside its groups."""
+
+    def __init__(self, params: Any, power: float) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.power = power
+
+
+@pytest.mark.mpi(2)
+def test_the_scripts_own_optimizer_makes_the_steps(num_ranks: int) -> None:
+    model = nn.Linear(4, 3)
+    own = Powered(model.parameters(), power=2.0)
+    calls: list[str] = []
+    own.register_step_pre_hook(lambda *_: calls.append("own"))
+    session = Session(model, own, Config(strategy="sync", global_batch_size=10, mega_batch=20))
+    session.optimizer.register_step_post_hook(lambda *_: calls.append("session's"))
+    data = TensorDataset(torch.randn(40, 4), torch.arange(40) % 3)
+    for number, batch in enumerate(session.batches(data, num_epochs=1)):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+            if number == 1:
+                with pytest.raises(RuntimeError, match="between backward.* and session.optimizer.step.*SAM"):
+                    session.optimizer.zero_grad()
+            session.optimizer.step()
+        assert session.optimizer.power == 2.0 and len(own.state_dict()["state"]) == 2
+    assert calls == ["own", "session's"] * 4
+    with pytest.raises(TypeError, match=r"take session.optimizer.state_dict\(\)"):
+        copy.deepcopy(session.optimizer)
+    session.close()
+    own.step()
+    transport = connect(stall_limit_s=60)
+    with pytest.raises(AgreedError, match="Horovod makes Powered anew from its parameter groups alone, and fails"):
+        Session(model, own, Config(strategy="horovod"), transport=transport)
+    transport.close()
 
 
 @pytest.mark.mpi(3)

@@ -189,12 +189,15 @@ def _cpu() -> ModuleType:
     except RuntimeError as error:
         import numba
 
-        if numba.config.CACHE_DIR:
-            raise RuntimeError(f"numba cannot keep its compiled code: {error}. Set NUMBA_CACHE_DIR to a writable folder.") from error
+        settings: Any = numba.config
+        if settings.CACHE_DIR:
+            raise RuntimeError(
+                f"numba cannot keep its compiled code: {error}. Set NUMBA_CACHE_DIR to a folder that can be written."
+            ) from error
         # Neither the package nor the home can be written.
         folder = tempfile.TemporaryDirectory(prefix="hvd-adaptive-numba-")
         atexit.register(folder.cleanup)
-        numba.config.CACHE_DIR = folder.name
+        settings.CACHE_DIR = folder.name
         log.warning("codecs are compiled anew, for some seconds: set NUMBA_CACHE_DIR to a writable folder, which keeps them")
         from hvd_adaptive.compress.kernels import cpu
     return cpu
