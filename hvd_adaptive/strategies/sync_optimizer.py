@@ -272,8 +272,8 @@ class SyncOptimizer(Optimizer):
         if self._exchanger is not None and self._exchanger.has_begun:
             raise RuntimeError(
                 "strategy 'sync' sums the gradients of a step over the ranks, got session.optimizer.zero_grad() between "
-                "backward() and session.optimizer.step(): leave it out, or use strategy 'local', as for a step with two gradients "
-                "(SAM)"
+                "backward() and session.optimizer.step(): leave it out, or use strategy 'local', as for a step with two "
+                "gradients (SAM)"
             )
         kept = [] if set_to_none else [p for p in self._parameters() if p.grad is not None]
         # A script's own may take no argument.
