@@ -120,6 +120,11 @@ def check_ranges(config: Any) -> None:
         raise ValueError(
             f"stall_limit_s must be >= 1, got {config.stall_limit_s}: a busy machine is quiet for shorter times"
         )
+    if config.micro_batch_size is not None and config.micro_batch_size > config.batch_size:
+        raise ValueError(
+            f"micro_batch_size must be <= batch_size {config.batch_size}, got {config.micro_batch_size}: lower it, or raise "
+            "batch_size"
+        )
     low, high = config.batch_size_bounds
     if low > high:
         raise ValueError(f"min_batch_size must be <= max_batch_size, got {low} > {high}")

@@ -40,6 +40,7 @@ class Progress:
         self._live: Live | None = None
         self._last_line_s = 0.0
         self._last_p1: float | None = None
+        self._last_p1_epoch = 0.0
         self._previous = (0.0, 0)
 
     def start(self, path: Path) -> None:
@@ -57,7 +58,7 @@ class Progress:
     def show(self, record: RoundRecord, scores: dict[str, float] | None, left_s: float | None) -> None:
         """Shows a round."""
         if scores:
-            self._last_p1 = scores["p1"]
+            self._last_p1, self._last_p1_epoch = scores["p1"], record.epoch
         line = self._line(record, left_s)
         if self._console.is_terminal:
             if self._live is None:
@@ -84,8 +85,10 @@ class Progress:
         when = "after" if epoch is None else f"reached at epoch {epoch:.2f} of"
         expected = summary["predicted_samples_per_s"]
         predicted = f"; predicted {expected:,.0f}" if expected else ""
+        scored = f", on {summary['eval_samples']:,} test samples" if summary["eval_samples"] else ""
+        on_all = f"; the last model on all: P@1 {summary['final']['p1']:.4f}" if scored else ""
         lines = [
-            f"best model: {scores}, {when} {summary['epochs']:.2f}",
+            f"best model{scored}: {scores}, {when} {summary['epochs']:.2f}{on_all}",
             f"{summary['samples']:,} samples in {summary['train_s']:.1f} s of training "
             f"({summary['samples_per_s']:,.0f} samples/s{predicted}), {summary['wall_s']:.1f} s with evaluation",
             f"waiting for other ranks {summary['wait_share']:.1%}, merging {summary['merge_share']:.1%}"
@@ -112,7 +115,8 @@ class Progress:
         if record.loss is not None:
             parts.append(f"loss {record.loss:.3f}")
         if self._last_p1 is not None:
-            parts.append(f"P@1 {self._last_p1:.4f}")
+            at = "" if self._last_p1_epoch == record.epoch else f" (epoch {self._last_p1_epoch:.2f})"
+            parts.append(f"P@1 {self._last_p1:.4f}{at}")
         if left_s is not None:
             parts.append(f"left {int(left_s) // 60}:{int(left_s) % 60:02d}")
         return "  ".join(parts)

@@ -160,7 +160,8 @@ class RoundRecord:
         return cls(
             train_s=float(stats["train_s"].max()),
             loss=float(stats["loss_sum"].sum() / loss_samples) if loss_samples else None,
-            payload_bytes=round(float(stats["payload_bytes"].mean())),
+            # One rank sends nothing.
+            payload_bytes=round(float(stats["payload_bytes"].mean())) if len(stats["payload_bytes"]) > 1 else 0,
             stats=stats,
             **others,
         )

@@ -45,7 +45,7 @@ def draw_accuracy(axes: Axes, runs: Sequence[Run], *, height_in: float, by_time:
         marker = "o" if len(x) < 3 else ""
         axes.plot(x, accuracy, color=colour(number), linestyle=dashes(number), marker=marker, zorder=3)
         label = shorten(run.label)
-        reached = run.seconds_to(found[0]) if found and by_time else None
+        reached = run.seconds_to(found[0]) if found and by_time and run.is_scored_like(found[1]) else None
         if found and reached and run.strategy != "horovod":
             height = accuracy[x.index(reached)]
             axes.plot(

@@ -92,7 +92,7 @@ def _findings(runs: Sequence[Run], target_p1: float | None) -> list[dict[str, st
         name = run.label if len(runs) > 1 else "The run"
         seconds = run.seconds_to(target) if target is not None else None
         reference = baseline.seconds_to(target) if baseline and target is not None else None
-        if seconds and reference and baseline:
+        if seconds and reference and baseline and run.is_scored_like(baseline):
             ratio = reference / seconds
             findings.append({
                 "figure": f"{ratio:.1f}x" if ratio >= 1 else f"{1 / ratio:.1f}x",

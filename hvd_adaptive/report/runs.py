@@ -112,6 +112,11 @@ class Run:
         found = self.best_evaluation
         return None if found is None else found.scores.get(metric)
 
+    def is_scored_like(self, other: Run) -> bool:
+        """Whether both were scored on the same test samples, or one of the runs does not say on which."""
+        own, others = self.summary.get("scored"), other.summary.get("scored")
+        return own is None or others is None or own == others
+
     def seconds_to(self, target_p1: float) -> float | None:
         """Returns the training seconds at the first evaluation with P@1 >= target_p1, None if never."""
         return next((e.train_s for e in self.evaluations if e.comparable and e.scores["p1"] >= target_p1), None)

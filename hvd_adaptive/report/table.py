@@ -38,7 +38,7 @@ def table_rows(runs: Sequence[Run], *, target_p1: float | None = None) -> tuple[
     if target_p1 is None and found:
         target_p1 = found[0]
     from_baseline = bool(found and target_p1 == found[0])
-    rows = [_row(run, target_p1, baseline) for run in runs]
+    rows = [_row(run, target_p1, baseline, from_baseline=from_baseline) for run in runs]
     return rows, _notes(runs, target_p1, baseline, from_baseline=from_baseline)
 
 
@@ -58,9 +58,10 @@ def summary_table(runs: Sequence[Run], *, target_p1: float | None = None) -> str
     return "\n".join([*lines, "", *notes])
 
 
-def _row(run: Run, target_p1: float | None, baseline: Run | None) -> tuple[str, ...]:
-    seconds = None if target_p1 is None else run.seconds_to(target_p1)
-    reference = baseline.seconds_to(target_p1) if baseline is not None and target_p1 is not None else None
+def _row(run: Run, target_p1: float | None, baseline: Run | None, *, from_baseline: bool) -> tuple[str, ...]:
+    is_like = baseline is None or run.is_scored_like(baseline)
+    seconds = None if target_p1 is None or (from_baseline and not is_like) else run.seconds_to(target_p1)
+    reference = baseline.seconds_to(target_p1) if baseline is not None and target_p1 is not None and is_like else None
     return (
         run.label,
         run.strategy,
@@ -83,6 +84,10 @@ def _notes(
     else:
         source = f", the best of {baseline.label}" if baseline is not None and from_baseline else ""
         notes.append(f"Target: P@1 {target_p1:.4f}{source}. Seconds are training time, evaluation excluded.")
+    for run in runs:
+        if baseline is not None and not run.is_scored_like(baseline):
+            on = f"{run.summary['scored']}, {baseline.label} on {baseline.summary['scored']}"
+            notes.append(f"{run.label} was scored on {on}: they are not compared.")
     slowed = {run.slowdown for run in runs}
     if len(slowed) == 1 and slowed != {""}:
         notes.append(f"Emulated slowdowns of the ranks: {slowed.pop()}.")

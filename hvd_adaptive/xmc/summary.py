@@ -223,6 +223,7 @@ class Totals:
             "best": self.best or final,
             "best_train_s": self._best_train_s,
             "best_epoch": self._best_epoch,
+            "scored": self._scored,
             "final": final,
             "target_p1": self._train.target_p1,
             "target_train_s": self._target_train_s,

@@ -89,6 +89,8 @@ class TrainConfig:
             check_not_negative(self, "checkpoint_interval")
         if self.resume == "auto" and self.out is None:
             raise ValueError("resume 'auto' needs out: name the run directory with --out")
+        if self.momentum is not None and self.momentum >= 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
         if self.target_p1 is not None and not 0 < self.target_p1 <= 1:
             raise ValueError(f"target_p1 must be in (0, 1], got {self.target_p1}")
         if self.test_data is not None and self.data is None:

@@ -217,6 +217,7 @@ class Trainer:
         agreed = len(set(self._transport.allgather_object(digest))) == 1
         summary = self._totals.summary(session, final=final, model_hash=digest, ranks_agreed=agreed)
         summary["predicted_samples_per_s"] = self._predicted_samples_per_s
+        summary["eval_samples"] = None if self._scores_all else self._train.eval_samples
         summary["checkpoints"] = dataclasses.asdict(counts)
         self._write(self._close)
         self._write(lambda directory: directory.write_summary(summary))

@@ -419,7 +419,7 @@ def test_the_scripts_own_optimizer_makes_the_steps(num_ranks: int) -> None:
             session.optimizer.zero_grad()
             nn.functional.cross_entropy(model(batch.x), batch.y).backward()
             if number == 1:
-                with pytest.raises(RuntimeError, match="between backward.* and session.optimizer.step.*SAM"):
+                with pytest.raises(RuntimeError, match=r"between backward.* and session.optimizer.step.*SAM"):
                     session.optimizer.zero_grad()
             session.optimizer.step()
         assert session.optimizer.power == 2.0 and len(own.state_dict()["state"]) == 2

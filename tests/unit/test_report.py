@@ -82,6 +82,18 @@ def test_table_with_a_given_target_and_one_that_nobody_reaches(run_dirs: list[Pa
     assert [row[6:8] for row in cells(table_of(run_dirs, target_p1=0.99))[2:]] == [["-", "-"]] * 2
 
 
+def test_runs_that_were_scored_on_other_samples_are_not_compared(run_dirs: list[Path]) -> None:
+    for path, scored in zip(run_dirs, ("10 samples of test set a", "9 samples of test set b"), strict=False):
+        summary = json.loads((path / "summary.json").read_text())
+        (path / "summary.json").write_text(json.dumps(summary | {"scored": scored}))
+    table = table_of(run_dirs)
+    assert [row[7] for row in cells(table)[2:]] == ["1.00x", "-"] and cells(table)[3][6] == "-"
+    assert "Adaptive SGD was scored on 9 samples of test set b, plain Horovod on 10 samples of test set a" in table
+    given = cells(table_of(run_dirs, target_p1=0.4))[3]
+    assert given[6] != "-" and given[7] == "-"
+    assert "sooner" not in render_page(read_runs(run_dirs))
+
+
 def test_table_without_a_baseline_says_so(run_dirs: list[Path]) -> None:
     table = table_of(run_dirs[1:])
     assert "No target" in table
