@@ -70,7 +70,9 @@ def _main(arguments: list[str]) -> int:
     rank, is_alone = 0, False
     try:
         # Variables of another job's rank may be left over, and no rank 0 is there to speak.
-        is_alone = arguments[0] in ("report", "simulate") or "-np" in arguments
+        is_alone = arguments[0] in ("report", "simulate", "doctor") or arguments[:2] == ["bench", "compress"]
+        # A script has options of its own.
+        is_alone |= "-np" in (arguments[1:2] if arguments[0] == "run" else arguments)
         rank = read_launcher(os.environ).rank or 0
         options = make_parser().parse_args(arguments)
         _check_working_directory()

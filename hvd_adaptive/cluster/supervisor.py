@@ -174,13 +174,14 @@ class Supervisor:
                 continue
             # mpirun may say nothing of a host that was taken from the job.
             is_others = bool(self._blamed) or not launch.hosts.keys() <= self._discovery.hosts.keys()
-            if has_begun and not launch.has_begun and self._is_unreached:
-                # How long such a host is waited for says --elastic-timeout.
-                self._unreached_s = self._unreached_s or ended_s
-            else:
+            failed = self._count_failures(launch)
+            lost_s = self._unreached_s or ended_s
+            waits = has_begun and not launch.has_begun and self._is_unreached and bool(failed)
+            # A host that is to blame is left out and tried again.
+            self._unreached_s = lost_s if waits and ended_s - lost_s < self._options.timeout_s else None
+            if self._unreached_s is None:
                 tries = 0 if self._job.has_got_on(launch, code, blamed=is_others) else tries + 1
             ended = f"job ended with exit code {code}" if code else "mpirun ended, and not the job"
-            failed = self._count_failures(launch)
             if launch.has_begun or cause == "start":
                 cause, blamed = ended, failed
             else:

@@ -53,7 +53,7 @@ class SyncStrategy(FixedWorkStrategy):
     A round is only the interval of statistics and evaluation. Buffers are merged there; shares change within it.
 
     Attributes:
-        optimizer: a :class:`SyncOptimizer` around Horovod's wrapper.
+        optimizer: a :class:`SyncOptimizer` around the script's own.
         round_unit: the global batch size.
         inexact: what makes the ranks differ from one rank, as sentences.
 

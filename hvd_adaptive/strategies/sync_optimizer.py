@@ -248,10 +248,19 @@ class SyncOptimizer(Optimizer):
         Args:
             opens_window: it is the first after a step.
             step_due: it is the last before one.
+
+        Raises:
+            RuntimeError: if no step has used the gradients of the one before.
         """
         self._opens_window = opens_window
         self.step_due = step_due
         self._synchronized = self._has_stepped = False
+        if opens_window and self._exchanger is not None and self._exchanger.has_begun:
+            raise RuntimeError(
+                "strategy 'sync' sums the gradients of a step over the ranks, and session.optimizer.step() has not used those of "
+                "the batch before: skip a batch before its backward(), on all ranks. Where two gradients make a step (SAM), use "
+                "strategy 'local'"
+            )
         if opens_window and self._gradients is not None:
             self._gradients.begin()
 

@@ -286,10 +286,18 @@ def left_out(target: Tensor, ignored: int, num_samples: int) -> tuple[Tensor, Te
     """Returns how many targets of a sample a loss leaves out, and whether these are as many of each sample: then it still is a
     mean over samples, as where a language model has no target for a sequence's last place."""
     is_ignored = target == ignored
-    if num_samples == 0 or target.numel() % num_samples:
+    of_one = target.numel() // max(num_samples, 1)
+    if of_one * num_samples != target.numel() or of_one == 0 or (target.dim() == 1 and of_one == num_samples > 1):
         return is_ignored.sum(), ~is_ignored.any()
-    of_samples = is_ignored.reshape(num_samples, -1).sum(1)
-    return of_samples[0], (of_samples == of_samples[0]).all()
+    rows = is_ignored.reshape(num_samples, of_one)
+    of_samples = rows.sum(1)
+    as_many = (of_samples == of_samples[0]).all()
+    if target.dim() == 1:
+        # Each place of all samples may come first. Then what a whole sample leaves out returns within what is taken for a row.
+        kept = ~rows[0]
+        num_stretches = kept[0].int() + (kept[1:] & ~kept[:-1]).sum()
+        as_many = as_many & (rows == rows[0]).all() & (num_stretches <= 1)
+    return of_samples[0], as_many
 
 
 def is_own_reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

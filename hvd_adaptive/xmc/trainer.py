@@ -146,8 +146,9 @@ class Trainer:
         propensity = inverse_propensity(self._data.label_counts(), num_samples=len(self._data))
         self._evaluator = Evaluator(test, propensity, transport)
         self._scores_all = train.eval_samples is None or train.eval_samples >= len(test)
-        scored = f"{len(test) if self._scores_all else train.eval_samples} samples of test set {test.fingerprint[:12]}"
-        self._totals = Totals(config, train, transport, speeds, scored=scored)
+        test_set = f"samples of test set {test.fingerprint[:12]}"
+        self._scored = {True: f"{len(test)} {test_set}", False: f"{train.eval_samples} {test_set}"}
+        self._totals = Totals(config, train, transport, speeds, scored=self._scored[self._scores_all])
         self._last_scores: dict[str, float] | None = None
         self._session.register_state("totals", self._totals, shared=True)
         self._in_memory: MemoryCheckpointer | None = None
@@ -217,7 +218,7 @@ class Trainer:
         agreed = len(set(self._transport.allgather_object(digest))) == 1
         summary = self._totals.summary(session, final=final, model_hash=digest, ranks_agreed=agreed)
         summary["predicted_samples_per_s"] = self._predicted_samples_per_s
-        summary["eval_samples"] = None if self._scores_all else self._train.eval_samples
+        summary |= {"scored": self._scored[comparable], "eval_samples": None if comparable else self._train.eval_samples}
         summary["checkpoints"] = dataclasses.asdict(counts)
         self._write(self._close)
         self._write(lambda directory: directory.write_summary(summary))

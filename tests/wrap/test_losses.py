@@ -186,6 +186,26 @@ def test_losses_that_are_no_means_over_samples(name: str) -> None:
     assert reason in findings(nn.Sequential(nn.Linear(4, 3)), [X, Y], loss_of)
 
 
+@pytest.mark.parametrize(
+    ("target", "number"),
+    [
+        ([[1, 2, 3, -100], [4, 5, 6, -100]], 1),
+        ([[1, -100, 2, 3], [-100, 4, 5, 6]], 1),
+        ([[1, 2, 3, -100], [4, 5, -100, -100]], None),
+        ([1, 2, 3, -100, 4, 5, 6, -100], 1),
+        ([-100, 2, 3, -100, -100, 5, 6, -100], 2),
+        ([1, 2, 3, 4, 5, 6, 7, 8], 0),
+        # The second sample has no target, and each place of both comes first.
+        ([1, -100, 2, -100, 3, -100, 4, -100], None),
+        ([1, -100, 2, -100], None),
+        ([1, 2, 3, -100, 4], None),
+    ],
+)
+def test_targets_that_are_left_out(target: list[int], number: int | None) -> None:
+    found, as_many = losses.left_out(torch.tensor(target), -100, 2)
+    assert bool(as_many) is (number is not None) and (number is None or int(found) == number)
+
+
 def test_losses_among_a_forwards_results() -> None:
     assert not findings(WithLoss(), [X, Y], lambda m, x, y: m(inputs=x, labels=y)["loss"] / 4)
     assert not findings(Variational(), [X], lambda m, x: variational(m, "mean"))
