@@ -49,8 +49,8 @@ def test_ranks_share_epochs_whose_rows_workers_read() -> None:
 
 @pytest.mark.mpi(2)
 def test_ranks_that_are_alike_take_equally_many_batches_until_one_becomes_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A busy machine may make a rank twice as slow.
-    monkeypatch.setattr("hvd_adaptive.algorithm.merge_period._ALIKE", 0.3)
+    # A busy machine may make a rank several times as slow.
+    monkeypatch.setattr("hvd_adaptive.algorithm.merge_period._ALIKE", 0.15)
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     session = Session(model, torch.optim.AdamW(model.parameters(), lr=1e-6), Config(batch_size=4))
@@ -63,7 +63,7 @@ def test_ranks_that_are_alike_take_equally_many_batches_until_one_becomes_slow(m
             session.optimizer.zero_grad()
             model(batch.x).mean().backward()
             session.optimizer.step()
-            time.sleep(0.2 if session.rank and 10 <= len(steps) < 14 else 0.02)
+            time.sleep(0.5 if session.rank and 10 <= len(steps) < 14 else 0.02)
         rows += batch.rows.tolist()
     every = [row for part in session.gather(rows) for row in part]
     assert sorted(every) == sorted(2 * list(range(NUM_SAMPLES)))

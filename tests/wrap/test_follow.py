@@ -166,7 +166,11 @@ LOSSES: dict[str, tuple[Any, set[Reason]]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_later_pass_begins_with_a_batch_that_is_followed_again(follower: Follower, name: str) -> None:
+def test_a_later_pass_begins_with_a_batch_that_is_followed_again(
+    follower: Follower, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a busy machine it may have cost too much.
+    monkeypatch.setattr("hvd_adaptive.wrap.follow._CHEAP_S", 60.0)
     loss_of, expected = LOSSES[name]
     model, loader = nn.Linear(1, 1), make_loader()
     follower.trains(list(model.parameters()))
