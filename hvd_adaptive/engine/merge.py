@@ -39,7 +39,13 @@ from hvd_adaptive.engine.flat_model import FlatModel
 from hvd_adaptive.engine.merge_rule import make_merge_rule
 from hvd_adaptive.engine.model_fragments import cut_model, fragments_beside_steps
 from hvd_adaptive.engine.overlap import OverlappedMerge
-from hvd_adaptive.engine.rank_warnings import BrokenRounds, warn_of_broken, warn_of_copies, warn_of_outliers
+from hvd_adaptive.engine.rank_warnings import (
+    BrokenRounds,
+    OtherOptimizers,
+    warn_of_broken,
+    warn_of_copies,
+    warn_of_outliers,
+)
 from hvd_adaptive.engine.row_merge import RowMerge
 from hvd_adaptive.engine.shards import local, local_state, sharded_state
 from hvd_adaptive.engine.touched_rows import mark_rows, sparse_parameters
@@ -113,6 +119,7 @@ class Merge:
         modules: Iterable[nn.Module] | None = None,
         beside_steps: bool = False,
     ) -> None:
+        is_whole = parameters is None
         if parameters is None:
             parameters = [p for p in model.parameters() if p.requires_grad]
         modules = [model] if modules is None else list(modules)
@@ -151,6 +158,10 @@ class Merge:
         averages = self.state_rule == "average" and self.outer.kind == "none"
         merges = transport.world_size > 1 and config.logical_ranks is None
         self._seeks_copies = merges and not averages and self.state_rule != "reset"
+        # In the first round. A wrapped script may have several optimizers, and says which parameters are merged.
+        seeks_others = is_whole and transport.rank == 0 and config.merge_fragments == 1
+        self._seek_others = functools.partial(OtherOptimizers, model, optimizer) if seeks_others else None
+        self._others: OtherOptimizers | None = None
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
         overlap = functools.partial(
             OverlappedMerge, flat, self.outer, transport, config, self._forget, num_fragments=num_fragments
@@ -195,6 +206,7 @@ class Merge:
             self._residuals_for = kept_for
         if self._base is None:
             self._base = BaseWatch(self.flat_model, self.outer)
+            self._others = self._seek_others() if self._seek_others else None
         self._adopt()
         if self.overlap is not None:
             # Before the first of the merges, all of which end with an error if ranks have not made the same change.
@@ -229,6 +241,9 @@ class Merge:
             self._seeks_copies = False
             if self.who is not None:
                 warn_of_copies(optimizer_state.copies_of_parameters(self._optimizer))
+        if self._others is not None:
+            self._others.warn()
+            self._others = None
         stats.base = 0.0 if self._base is None else float(self._base.checksum)
         # What is sent beside steps is measured and weighed by its own rank, before others' statistics are there.
         if finite and self.config.measures_deltas and self.overlap is None:

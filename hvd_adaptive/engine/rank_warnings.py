@@ -1,4 +1,4 @@
-"""What is said of ranks whose progress a merge leaves out, when that ends the job, and of optimizers that undo merges."""
+"""What is said of ranks whose progress a merge leaves out, when that ends the job, and of optimizers that merges do not suit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import logging
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
+from torch.optim import Optimizer
 
 from hvd_adaptive.comm.protocols import AgreedError
 
@@ -75,3 +77,27 @@ def warn_of_copies(names: list[str]) -> None:
             "outer_step 'none', or use strategy 'sync'.",
             ", ".join(names),
         )
+
+
+class OtherOptimizers:
+    """Watches the trainable parameters that the session's optimizer does not have: only another optimizer's steps change them.
+
+    Args:
+        model: to train.
+        optimizer: that Session was given.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._others = [(n, p, p._version) for n, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+
+    def warn(self) -> None:
+        """Logs which of them have changed since construction, if any have."""
+        names = [name for name, parameter, version in self._others if parameter._version != version]
+        if names:
+            log.warning(
+                "something else than the optimizer that Session was given has changed %s. If that is a second optimizer: "
+                "learning rates that the session changes (lr_rule, warmup_epochs, lr_decay) do not reach it, merges leave its "
+                "state alone, and checkpoints lack it. Give Session one optimizer with a parameter group for each.",
+                ", ".join(names[:3]) + (f" and {len(names) - 3} more parameters" if len(names) > 3 else ""),
+            )

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
@@ -79,12 +79,14 @@ class GradientWeight:
     sparse gradient, all values for one row are added up first: what comes after, on every rank, has so many fewer of them.
 
     Args:
-        optimizer: over the parameters; it may get more of them between two steps.
+        model: to train. Another optimizer may have some of its parameters.
+        optimizer: it may get more parameters between two steps.
         sparse: those whose gradients may be sparse.
     """
 
-    def __init__(self, optimizer: Optimizer, sparse: Iterable[Tensor]) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, sparse: Iterable[Tensor] = ()) -> None:
         self._optimizer = optimizer
+        self._of_model = list(model.parameters())
         self._num_parameters = 0
         self._coalescing = [p.register_hook(_coalesced) for p in sparse]
         self._weighted: list[WeightedGradient] = []
@@ -101,14 +103,15 @@ class GradientWeight:
         if value == 1.0:
             self._remove_weights()
             return
-        groups = [group["params"] for group in self._optimizer.param_groups]
+        groups = [self._of_model, *(group["params"] for group in self._optimizer.param_groups)]
         num_parameters = sum(map(len, groups))
         if num_parameters != self._num_parameters:
             # add_param_group has brought others since.
             self._remove_weights()
             self._num_parameters = num_parameters
         if not self._weighted:
-            self._weighted = [WeightedGradient(p, lambda: self._value) for group in groups for p in group if p.requires_grad]
+            parameters = {id(p): p for group in groups for p in group}.values()
+            self._weighted = [WeightedGradient(p, lambda: self._value) for p in parameters if p.requires_grad]
 
     def _remove_weights(self) -> None:
         for weighted in self._weighted:

@@ -51,7 +51,7 @@ class ExchangedGradients:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, inside: Inside, *, rank: int) -> None:
         sparse = sparse_parameters(model).values() if inside.world_size > 1 else ()
-        self._weight = GradientWeight(optimizer, sparse)
+        self._weight = GradientWeight(model, optimizer, sparse)
         ranks = cast(Collectives, inside)
         self._exchange = GradientExchange(model.named_parameters(), config, ranks, average=True, name="island")
         self._untouched = UntouchedGradients(model, rank) if inside.world_size > 1 else None

@@ -67,7 +67,7 @@ class LocalStrategy:
         self._round = 0
         self._sizes = np.full(transport.world_size, float(config.batch_size))
         self._shares = np.full(transport.world_size, 1.0 / transport.world_size)
-        self._weight = GradientWeight(optimizer, ()) if config.micro_batch_size is not None else None
+        self._weight = GradientWeight(model, optimizer) if config.micro_batch_size is not None else None
         self.inexact: list[str] = []
         self._warming_up = False
         self._forget_claims: Callable[[], None] = lambda: None

@@ -85,7 +85,7 @@ class SyncStrategy(FixedWorkStrategy):
         self._buffers = FlatBuffers(model, transport)
         self._mean = config.loss_reduction == "mean"
         sparse = sparse_parameters(model).values() if world_size > 1 else ()
-        self._weight = GradientWeight(optimizer, sparse)
+        self._weight = GradientWeight(model, optimizer, sparse)
         self._compressed: GradientExchange | None = None
         exchanger: Exchanger | None = None
         # Horovod adds up no bf16, and takes contiguous gradients only: none of channels_last. Our exchange takes both; bf16 goes

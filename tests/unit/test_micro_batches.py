@@ -100,21 +100,25 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
 
 
-def train(transport: Any, *, num_epochs: float = 2, **options: Any) -> dict[str, Any]:
+def train(transport: Any, *, num_epochs: float = 2, second: bool = False, **options: Any) -> dict[str, Any]:
+    """``second``: another optimizer has the biases."""
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    biases = [p for p in model.parameters() if second and p.dim() == 1]
+    optimizer = torch.optim.SGD([p for p in model.parameters() if not second or p.dim() > 1], lr=0.1, momentum=0.9)
+    other = torch.optim.SGD([{"params": biases}], lr=0.1, momentum=0.9)
     session = Session(model, optimizer, Config(**options), transport=transport)
     shapes, rows, records = set(), [], []
     session.records.append(records.append)
     for batch in session.batches(DATA, num_epochs=num_epochs):
         with session.step(batch):
             rows.append(batch.rows)
-            session.optimizer.zero_grad()
+            model.zero_grad()
             for micro in batch.micro_batches():
                 shapes.add(tuple(micro.x.shape))
                 micro.loss = nn.functional.cross_entropy(model(micro.x), micro.y)
                 micro.loss.backward()
             session.optimizer.step()
+            other.step()
     session.close()
     return {"model": model, "rows": np.concatenate(rows), "shapes": shapes, "records": records}
 
@@ -152,6 +156,14 @@ def test_one_rank_is_plain_training(strategy: str, size: int) -> None:
     assert result["shapes"] == {(size, 6)}
     reported = sum(record.stats["loss_sum"].sum() for record in result["records"])
     assert np.isclose(reported, sum(losses), rtol=1e-9)
+
+
+def test_gradients_for_a_second_optimizer_have_their_weights_and_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"outer_step": "none", "lr_rule": "none", "mega_batch": NUM_SAMPLES, "batch_size": 20, "micro_batch_size": 5}
+    train(LocalTransport(), **options)
+    assert "second optimizer" not in caplog.text
+    assert_equal(train(LocalTransport(), second=True, **options)["model"], plain(20)[0])
+    assert "has changed 0.bias, 2.bias. If that is a second optimizer" in caplog.text
 
 
 @pytest.mark.parametrize("dispatch", ["dynamic", "equal", "proportional"])

@@ -113,7 +113,7 @@ def test_each_gradient_of_a_step_has_its_own_weight(size: int, taken: bool) -> N
     seen: list[float] = []
     if taken:
         parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad[0].item()))  # type: ignore[index]
-    weight = GradientWeight(torch.optim.SGD([parameter], lr=0.1), [])
+    weight = GradientWeight(nn.ParameterList([parameter]), torch.optim.SGD([parameter], lr=0.1))
     for _ in range(2):
         for weight.value, expected in ((0.5, 1.0), (0.25, 1.5), (1.0, 3.5)):
             # Used twice: one gradient, the sum of both uses'.
@@ -151,7 +151,7 @@ def test_each_gradient_of_a_step_has_its_own_weight(size: int, taken: bool) -> N
 
 def test_the_first_gradient_of_a_step_is_weighted_where_it_lies_and_a_copy_of_the_parameter_has_none() -> None:
     parameter, gradient = nn.Parameter(torch.ones(LARGE)), torch.ones(LARGE)
-    weight = GradientWeight(torch.optim.SGD([parameter], lr=0.1), [])
+    weight = GradientWeight(nn.ParameterList([parameter]), torch.optim.SGD([parameter], lr=0.1))
     weight.value = 0.5
     other, loaded = copy.deepcopy(parameter), io.BytesIO()
     torch.save(parameter, loaded)
@@ -180,7 +180,7 @@ def test_the_first_gradient_of_a_step_is_weighted_where_it_lies_and_a_copy_of_th
 
 def test_a_large_sparse_gradient_is_weighted_with_several_values_for_a_row() -> None:
     table = nn.Embedding(LARGE, 1, sparse=True)
-    weight = GradientWeight(torch.optim.SGD(table.parameters(), lr=0.1), [])
+    weight = GradientWeight(table, torch.optim.SGD(table.parameters(), lr=0.1))
     weight.value = 0.5
     for expected in ([0.5, 1.0], [1.0, 2.0]):
         table(torch.tensor([3, 1, 3])).sum().backward()
@@ -191,7 +191,7 @@ def test_a_large_sparse_gradient_is_weighted_with_several_values_for_a_row() -> 
 
 def test_the_values_for_a_row_are_added_up_before_they_are_exchanged() -> None:
     table = nn.Embedding(5, 2, sparse=True)
-    weight = GradientWeight(torch.optim.SGD(table.parameters(), lr=0.1), [table.weight])
+    weight = GradientWeight(table, torch.optim.SGD(table.parameters(), lr=0.1), [table.weight])
     for factor in (1.0, 0.5):
         weight.value, table.weight.grad = factor, None
         table(torch.tensor([3, 1, 3])).sum().backward()
