@@ -187,7 +187,10 @@ class TrainJob:
                 move_to_disk(self._memory, folder, kind=ROUND)
             except OSError as error:
                 kept = keep(self._memory, kind=ROUND)
-                return f"the last checkpoint cannot be moved to {folder}: {error}. {_STAYS}: --resume {kept} goes on from it"
+                return (
+                    f"the last checkpoint cannot be moved to {folder}: {error}. {_STAYS}. Make room, move {kept}/{ROUND}-* to "
+                    f"{folder}, and go on with --resume auto; or go on elsewhere with --resume {kept} and another --out"
+                )
         return describe_newest(folder)
 
     def _has_folder(self) -> bool:

@@ -11,7 +11,7 @@ import shutil
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -67,6 +67,8 @@ class RunDirectory:
         self.owner = FolderOwner(path, socket.gethostname(), job=job)
         self._sinks = sinks
         self._unwritten_best: tuple[dict[str, Tensor], dict[str, str]] | None = None
+        # The file of the best model, which stays readable when somebody moves or removes it.
+        self._best: IO[bytes] | None = None
         self._config: dict[str, Any] | None = None
         try:
             # What a run that never begins is to remove.
@@ -127,6 +129,7 @@ class RunDirectory:
             temporary = self.path / (BEST_MODEL + ".part")
             shutil.copyfile(checkpoint / BEST_MODEL, temporary)
             os.replace(temporary, self.path / BEST_MODEL)
+            self._hold_best()
 
     def write_config(self, config: Config, train: TrainConfig) -> None:
         """Writes config.json, which ``--config`` reads."""
@@ -173,13 +176,40 @@ class RunDirectory:
             )  # fmt: skip
 
     def write_best(self) -> None:
-        """Writes the best model, if :meth:`save_best` could not.
+        """Writes the best model, if :meth:`save_best` could not, or if somebody has moved or removed it.
 
         Raises:
-            OSError: if that still cannot be done.
+            OSError: if that cannot be done.
         """
         if self._unwritten_best is not None:
             self._save_tensors(BEST_MODEL, *self._unwritten_best)
+        elif self._best is not None and not (self.path / BEST_MODEL).exists():
+            log.warning("%s is gone: writing it again", self.path / BEST_MODEL)
+            self._best.seek(0)
+            self.path.mkdir(parents=True, exist_ok=True)
+            temporary = self.path / (BEST_MODEL + ".part")
+            with temporary.open("wb") as copy:
+                shutil.copyfileobj(self._best, copy)
+            os.replace(temporary, self.path / BEST_MODEL)
+
+    def best_files(self, spare: Path | None) -> list[Path]:
+        """Returns the file of the best model, if there is one, for a checkpoint.
+
+        Args:
+            spare: a folder for it as long as this one has no room; None: there is none.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        try:
+            self.write_best()
+        except OSError:
+            if spare is None or self._unwritten_best is None:
+                raise
+            self._save_tensors(BEST_MODEL, *self._unwritten_best, folder=spare)
+            return [spare / BEST_MODEL]
+        path = self.path / BEST_MODEL
+        return [path] if path.exists() else []
 
     def close(self) -> None:
         """Closes rounds.jsonl and the sinks.
@@ -203,21 +233,33 @@ class RunDirectory:
                 log.error("%s cannot write, and gets no more rounds: %s. rounds.jsonl has all.", type(sink).__name__, error)
         self._sinks = kept
 
-    def _save_tensors(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    def _save_tensors(
+        self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str], *, folder: Path | None = None
+    ) -> None:
         self.owner.hold()
-        temporary = self.path / (name + ".part")
+        target = (folder or self.path) / name
+        # safetensors writes to another name first. A process that is killed leaves that file, and the next one removes it.
+        part = target.with_name(f".part-{name}")
+        shutil.rmtree(part, ignore_errors=True)
         try:
-            save_file(tensors, temporary, metadata={"hvd_adaptive": __version__, **metadata})
+            part.mkdir(parents=True)
+            save_file(tensors, part / name, metadata={"hvd_adaptive": __version__, **metadata})
             # safetensors makes it private.
-            share(temporary)
-            os.replace(temporary, self.path / name)
+            share(part / name)
+            os.replace(part / name, target)
         except (OSError, SafetensorError) as error:
+            raise OSError(f"{target} cannot be written: {error}") from None
+        finally:
             # Half a model would take the room of others.
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise OSError(f"{self.path / name} cannot be written: {error}") from None
-        if name == BEST_MODEL:
+            shutil.rmtree(part, ignore_errors=True)
+        if name == BEST_MODEL and folder is None:
             self._unwritten_best = None
+            self._hold_best()
+
+    def _hold_best(self) -> None:
+        if self._best is not None:
+            self._best.close()
+        self._best = (self.path / BEST_MODEL).open("rb")
 
     def _write_json(self, name: str, value: Any) -> None:
         self._write(name, json.dumps(value, indent=2) + "\n")

@@ -276,7 +276,11 @@ class Trainer:
                 "Go on with --resume auto." if counts.written or self._train.checkpoint_interval != 0
                 else "checkpoint_interval is 0: what was computed is lost.",
             )  # fmt: skip
-        self._write(self._close)
+        try:
+            self._write(self._close)
+        except AgreedError as error:
+            if self.directory:
+                log.error("%s", error)
         session.close()
 
     def _make_checkpointer(self) -> Checkpointer | None:
@@ -318,15 +322,11 @@ class Trainer:
     def _calibrate(self, config: Config, optimizer: Optimizer, device: torch.device) -> Speeds:
         moving = config.size_rule in ("paper", "heterogpu")
         size = config.batch_size_bounds[1] if moving else config.batch_size
+        source = BatchSource(self._data, device, micro_batch_size=config.micro_batch_size)
         return measure_speeds(
-            self._model,
-            optimizer,
-            lambda batch: self._step(optimizer, batch),
-            BatchSource(self._data, device, micro_batch_size=config.micro_batch_size),
-            batch_size=size,
-            seed=config.seed,
-            transport=self._transport,
-        )
+            self._model, optimizer, lambda batch: self._step(optimizer, batch), source,
+            batch_size=size, seed=config.seed, transport=self._transport,
+        )  # fmt: skip
 
     def _after_round(self, record: RoundRecord) -> None:
         train, session = self._train, self._session
@@ -386,10 +386,10 @@ class Trainer:
     def _best_files(self) -> list[Path]:
         """The best model's file, for a checkpoint: its totals say which model that is. On rank 0."""
         assert self.directory is not None
+        memory = self._in_memory
         with long_task(self._transport, "writing the best model"):
-            self.directory.write_best()
-        path = self.directory.path / BEST_MODEL
-        return [path] if self._totals.best and path.exists() else []
+            files = self.directory.best_files(memory.folder if memory is not None and not memory.refusal else None)
+        return files if self._totals.best else []
 
     def _seconds_left(self, record: RoundRecord) -> float | None:
         left = []

@@ -120,7 +120,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     save_file = run_directory.save_file
 
     def save(tensors: Any, path: Path, **options: Any) -> None:
-        if path.name.removesuffix(".part") in names:
+        if path.name in names:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         save_file(tensors, path, **options)
 

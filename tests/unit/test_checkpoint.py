@@ -865,16 +865,24 @@ def test_a_best_model_that_a_full_disk_refuses_is_written_later(tmp_path: Path, 
         best.load_state_dict(later.state_dict())
         with pytest.raises(OSError, match=r"model.safetensors cannot be written: .*No space left"):
             directory.write_best()
-        assert not (disk / "run" / "model.safetensors.part").exists()
+        assert not list((disk / "run").glob(".part*"))
+        # A checkpoint takes it from where there is room.
+        with pytest.raises(OSError, match="No space left"):
+            directory.best_files(None)
+        spare = tmp_path / "memory"
+        assert directory.best_files(spare) == [spare / BEST_MODEL] and load_model(spare)[0].keys() == expected.keys()
         (disk / "filler").unlink()
         directory.write_best()
         assert all(torch.equal(value, expected[name]) for name, value in load_model(disk / "run")[0].items())
-        # It is on the disk now, and not written again.
-        (disk / "run" / BEST_MODEL).unlink()
-        directory.write_best()
-        assert not (disk / "run" / BEST_MODEL).exists()
-        # Others may read a model as they may any file here.
+        # Whoever moves or removes the folder does not lose it.
+        os.rename(disk / "run", disk / "moved")
+        assert directory.best_files(None) == [disk / "run" / BEST_MODEL]
+        assert (disk / "run" / BEST_MODEL).read_bytes() == (disk / "moved" / BEST_MODEL).read_bytes()
+        # Others may read a model as they may any file here. What a killed process has left of one goes.
+        (left := disk / "run" / f".part-{BEST_MODEL}").mkdir()
+        (left / ".tmpaBcDeF").write_bytes(bytes(100))
         directory.save_model(BEST_MODEL, nn.Linear(2, 2), {})
+        assert not left.exists()
         directory.write_summary({})
         assert (disk / "run" / BEST_MODEL).stat().st_mode == (disk / "run" / "summary.json").stat().st_mode
         directory.close()

@@ -103,8 +103,8 @@ def test_who_writes_a_model_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(trainer_module, "long_task", long_task, raising=False)
     monkeypatch.setattr(run_directory, "save_file", save)
     make_trainer(tmp_path / "run", epochs=1, eval_rounds=3).run()
-    assert found[0] == (f"{BEST_MODEL}.part", "writing the best model")
-    assert found[-1] == (f"{LAST_MODEL}.part", "writing the run directory") and all(len(one) == 2 for one in found)
+    assert found[0] == (BEST_MODEL, "writing the best model")
+    assert found[-1] == (LAST_MODEL, "writing the run directory") and all(len(one) == 2 for one in found)
 
 
 def test_a_recording_that_cannot_be_opened_is_an_error_of_all_ranks(tmp_path: Path) -> None:
