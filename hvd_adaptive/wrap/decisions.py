@@ -7,13 +7,19 @@ by assignments and sums, and the comparisons of those with anything that does no
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import linecache
+import operator
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+}  # fmt: skip
 _Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
 
 
@@ -72,6 +78,52 @@ def divides_by_length(frame: FrameType, is_batch: Callable[[Any], bool]) -> bool
         or (isinstance(divisor, ast.Name) and all(id(value) in lengths for value in values.get(divisor.id, [divisor])))
         for divisor in divisors
     )
+
+
+def scales_by_length(frame: FrameType, number: float, is_batch: Callable[[Any], bool]) -> bool:
+    """Whether a product or a quotient in the line that runs in a frame is by this number, and that comes from a batch's length:
+    ``loss * (len(x) / batch_size)``.
+
+    False where there is no source, or where the number comes from other calls as well.
+
+    Args:
+        frame: the script's own code.
+        number: the factor or divisor.
+        is_batch: whether a value holds the batch's samples, a row each.
+    """
+    tree = parse(frame.f_code.co_filename)
+    if tree is None:
+        return False
+    scope, line = scope_of(tree, frame.f_lineno), frame.f_lineno
+    known = {**frame.f_globals, **frame.f_locals}
+    nodes = list(ast.walk(scope))
+    lengths = {id(node) for node in nodes if _is_length(node) and is_batch(_value(node.args[0], known))}  # type: ignore[attr-defined]
+    names = _names_of(scope, lengths, quotients=True) if lengths else set()
+    factors: list[ast.expr] = []
+    for node in nodes if lengths else ():
+        is_scaled = isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, (ast.Mult, ast.Div))
+        if is_scaled and node.lineno <= line <= (node.end_lineno or 0):  # type: ignore[attr-defined]
+            factors += [node.left, node.right] if isinstance(node, ast.BinOp) else [node.value]  # type: ignore[attr-defined]
+    return any(_comes_from(node, names, lengths, quotients=True) and _value(node, known) == number for node in factors)
+
+
+def _value(node: ast.expr, known: dict[str, Any]) -> Any:
+    """Computes an expression of names, numbers and lengths; None where it is made of anything else."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    if isinstance(node, ast.Attribute):
+        return getattr(_value(node.value, known), node.attr, None)
+    if isinstance(node, ast.Call) and _is_length(node):
+        value = _value(node.args[0], known)
+        return len(value) if hasattr(value, "__len__") else None
+    if isinstance(node, ast.BinOp) and (compute := _ARITHMETIC.get(type(node.op))) is not None:
+        left, right = _value(node.left, known), _value(node.right, known)
+        numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
+        with contextlib.suppress(ArithmeticError):
+            return compute(left, right) if numbers else None
+    return None
 
 
 def _divisor(node: ast.AST, line: int) -> ast.expr | None:
@@ -137,7 +189,7 @@ def _may_be(node: ast.expr, value: Any, frame: FrameType) -> bool:
     return frame.f_locals.get(node.id, frame.f_globals.get(node.id)) is value
 
 
-def _names_of(scope: _Scope, lengths: set[int]) -> set[str]:
+def _names_of(scope: _Scope, lengths: set[int], *, quotients: bool = False) -> set[str]:
     """The names that hold one of the lengths, or what was computed with it by adding and the like."""
     names: set[str] = set()
     given = list(assignments(scope))
@@ -145,7 +197,7 @@ def _names_of(scope: _Scope, lengths: set[int]) -> set[str]:
         found = {
             ast.unparse(target)
             for target, value in given
-            if _comes_from(value, names, lengths) and isinstance(target, (ast.Name, ast.Attribute))
+            if _comes_from(value, names, lengths, quotients=quotients) and isinstance(target, (ast.Name, ast.Attribute))
         }
         if found <= names:
             return names
@@ -165,15 +217,17 @@ def assignments(scope: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
             yield node.target, node.value  # type: ignore[misc]
 
 
-def _comes_from(node: ast.AST, names: set[str], lengths: set[int]) -> bool:
-    """Whether an expression is a length, a name that holds one, or arithmetic with one (but for quotients)."""
+def _comes_from(node: ast.AST, names: set[str], lengths: set[int], *, quotients: bool = False) -> bool:
+    """Whether an expression is a length, a name that holds one, or arithmetic with one, also quotients if wanted."""
     if id(node) in lengths:
         return True
     if isinstance(node, (ast.Name, ast.Attribute)):
         return ast.unparse(node) in names
-    if isinstance(node, ast.BinOp) and not isinstance(node.op, ast.Div):
-        return _comes_from(node.left, names, lengths) or _comes_from(node.right, names, lengths)
-    return isinstance(node, ast.IfExp) and any(_comes_from(part, names, lengths) for part in (node.body, node.orelse))
+    if isinstance(node, ast.BinOp) and (quotients or not isinstance(node.op, ast.Div)):
+        parts = [node.left, node.right]
+    else:
+        parts = [node.body, node.orelse] if isinstance(node, ast.IfExp) else []
+    return any(_comes_from(part, names, lengths, quotients=quotients) for part in parts)
 
 
 def _decides(node: ast.AST, names: set[str], lengths: set[int]) -> bool:

@@ -295,8 +295,7 @@ class Tracer(TorchFunctionMode):
             others = [(tensor, other) for tensor, other in made if not tensor.requires_grad]
             kind = losses.kind_of_loss(func, args, kwargs, [*of_loss, *others], self._num_samples)
             kind = Kind.CUT if cut and kind is Kind.ROWS else kind
-            if kind is Kind.SUM and inside.divides_by_len(func, args, self._num_samples, self._holds_samples):
-                kind = Kind.MEAN if self._kind(args[0]) is Kind.SUM else kind
+            kind = inside.kind_with_len(kind, func, args, self._num_samples, self._holds_samples, self._kind)
             if self._are_from_inside(given):
                 kind = Kind.OTHER
         # An assignment to places of a tensor has no result.

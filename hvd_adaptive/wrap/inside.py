@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hvd_adaptive.wrap import losses, sizes
-from hvd_adaptive.wrap.decisions import divides_by_length
+from hvd_adaptive.wrap.decisions import divides_by_length, scales_by_length
 from hvd_adaptive.wrap.reasons import Reason
 
 _RESHAPES = {"view", "reshape", "expand", "repeat"}
@@ -143,12 +143,28 @@ def divides_by_number(func: Any, args: tuple[Any, ...], frame: FrameType) -> boo
     return sizes.is_size(args[1]) or divides_by_length(frame, lambda value: isinstance(value, Tensor) and value.dim() > 0)
 
 
-def divides_by_len(func: Any, args: tuple[Any, ...], num_samples: int, holds_samples: Callable[[Any], bool]) -> bool:
-    """Whether something is divided by ``len(x)`` outside of a forward, which Python makes a plain integer of."""
-    if losses.plain_name(func) not in ("div", "true_divide") or len(args) < 2 or type(args[1]) is not int:
-        return False
-    frame = sizes.calling_frame() if args[1] == num_samples else None
-    return frame is not None and divides_by_length(frame, holds_samples)
+def kind_with_len(
+    kind: losses.Kind,
+    func: Any,
+    args: tuple[Any, ...],
+    num_samples: int,
+    holds_samples: Callable[[Any], bool],
+    kind_of: Callable[[Any], losses.Kind | None],
+) -> losses.Kind:
+    """Returns what a product or quotient outside of a forward holds, which without ``len(x)`` would be of the kind given.
+
+    Python makes a plain number of a length, so that what is computed from it is read in the script's line.
+    """
+    if losses.plain_name(func) not in ("mul", "div", "true_divide") or len(args) < 2:
+        return kind
+    number = next((value for value in args[:2] if type(value) in (int, float)), None)
+    frame = None if number is None else sizes.calling_frame()
+    if number is None or frame is None:
+        return kind
+    if kind is losses.Kind.SUM:
+        divides = losses.plain_name(func) != "mul" and args[1] == num_samples and kind_of(args[0]) is losses.Kind.SUM
+        return losses.Kind.MEAN if divides and divides_by_length(frame, holds_samples) else kind
+    return losses.Kind.OTHER if scales_by_length(frame, number, holds_samples) else kind
 
 
 def holds_samples(value: Any, num_samples: int) -> bool:

@@ -201,6 +201,8 @@ def _kind_of_reduced(
         return Kind.OTHER
     if name in ("div", "true_divide") and args[0] is not source:
         return Kind.OTHER
+    if kinds == {Kind.MEAN} and name in ("mul", "div", "true_divide") and any(is_size(value) for value in args):
+        return Kind.OTHER
     if kinds == {Kind.SUM} and name in ("div", "true_divide"):
         divisor = args[1] if len(args) > 1 else None
         # Of a number that the script has from this batch, the mean over it comes out whatever its size.

@@ -2,9 +2,9 @@
 
 A script that leaves out a short batch (``if x.size(0) != batch_size``), or counts samples to know when to validate
 (``if seen >= limit``), works with equal shares only. So while a batch is watched, the sizes that the script is given are
-integers which remember where they come from, through sums and products, and tell when they are compared with a number that
-does not come from a batch. One batch later the script's next sum makes plain integers of them. ``len(x)`` is a plain integer
-in any case, for which see decisions.py.
+integers which remember where they come from, through sums, products and quotients, and tell when they are compared with a
+number that does not come from a batch. One batch later the script's next sum makes plain integers of them. ``len(x)`` is a
+plain integer in any case, for which see decisions.py.
 """
 
 from __future__ import annotations
@@ -67,6 +67,19 @@ class Size(int):
     __hash__ = int.__hash__
 
 
+class Ratio(float):
+    """A fraction that is made of a batch's size.
+
+    Attributes:
+        of: what it would be for a batch of another size.
+    """
+
+    of: Callable[[int], float]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return float, (float(self),)
+
+
 class Dimension(int):
     """A length along another dimension of a tensor, which is as long as the batch by chance."""
 
@@ -109,6 +122,8 @@ def _arithmetic(name: str, *, is_count: bool) -> Callable[..., Any]:
 
     @functools.wraps(compute)
     def method(self: Size, other: Any) -> Any:
+        if isinstance(other, float) and hasattr(float, name):
+            return _fraction(name)(self, other)
         result = compute(self, other)
         if _told is None or type(result) is not int:
             return result
@@ -120,12 +135,33 @@ def _arithmetic(name: str, *, is_count: bool) -> Callable[..., Any]:
     return method
 
 
+@functools.cache
+def _fraction(name: str) -> Callable[..., Any]:
+    compute = getattr(float, name)
+
+    def method(self: Any, other: Any) -> Any:
+        result = compute(float(self), other)
+        if _told is None or type(result) is not float:
+            return result
+        ratio = Ratio(result)
+        ratio.of = lambda count: compute(float(self.of(count)), other.of(count) if is_size(other) else other)
+        return ratio
+
+    return method
+
+
 for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
     setattr(Size, _name, _comparison(_name))
 for _name in ("__add__", "__radd__", "__mul__", "__rmul__"):
     setattr(Size, _name, _arithmetic(_name, is_count=True))
 for _name in ("__sub__", "__rsub__", "__mod__", "__rmod__", "__floordiv__", "__rfloordiv__"):
     setattr(Size, _name, _arithmetic(_name, is_count=False))
+for _name in ("__truediv__", "__rtruediv__"):
+    setattr(Size, _name, _fraction(_name))
+for _name in (
+    "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__", "__rpow__",
+):  # fmt: skip
+    setattr(Ratio, _name, _fraction(_name))
 
 
 def watch(tell: Callable[[], None]) -> None:
@@ -167,7 +203,7 @@ def as_dimension(value: Any) -> Any:
 
 def is_size(value: Any) -> bool:
     """Whether a number is a batch's size, or made of one."""
-    return isinstance(value, Size)
+    return isinstance(value, (Size, Ratio))
 
 
 def as_size(value: Any, num_samples: int | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hvd_adaptive.wrap.reasons import Reason
 
 N = 6
 X, Y = torch.randn(N, 4), torch.arange(N) % 3
-TABLE = torch.zeros(N, 2)
+TABLE, SETTINGS = torch.zeros(N, 2), SimpleNamespace(batch_size=N)
 SEQUENCES, TAGS = torch.randn(N, 7, 4), torch.randint(0, 3, (N, 7))
 
 
@@ -78,6 +79,13 @@ def by_another_name(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y, reduction="sum") / count
 
 
+def scaled_by_a_name(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    scale = len(x) / SETTINGS.batch_size
+    loss = F.cross_entropy(model(x), y)
+    loss *= scale
+    return loss
+
+
 def focal(model: Any, x: Tensor, y: Tensor) -> Tensor:
     each = F.cross_entropy(model(x), y, reduction="none")
     return ((1 - torch.exp(-each)) ** 2 * each).mean()
@@ -138,6 +146,8 @@ FLAT = {
     "by the length of targets": lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum").div(len(y)),
     "by a name of its length": by_name,
     "by its size": lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum") / x.shape[0],
+    "by its size as a float": lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum") / (x.shape[0] * 1.0),
+    "beside what is divided by its length": lambda m, x, y: F.cross_entropy(m(x), y) * 0.5 + m(x).pow(2).sum() / len(x),
 }
 OF_SEQUENCES = {
     "flattened": lambda m, x, y: F.cross_entropy(m(x).view(-1, 3), y.view(-1)),
@@ -167,6 +177,16 @@ NO_MEANS = {
         lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum") / len(x) + m(x).sum() / N, Reason.SUM_LOSS
     ),
     "by a constant": (lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum") / N, Reason.SUM_LOSS),
+    # So that a short last batch counts less.
+    "scaled by its size": (lambda m, x, y: F.cross_entropy(m(x), y) * (x.size(0) / N), Reason.MIXED),
+    "scaled by a root of its size": (lambda m, x, y: (x.numel() / (4 * N)) ** 0.5 * F.cross_entropy(m(x), y), Reason.MIXED),
+    "scaled by a tensor of its size": (lambda m, x, y: F.cross_entropy(m(x), y) * torch.tensor(x.size(0) / N), Reason.MIXED),
+    "rows scaled by its size": (
+        lambda m, x, y: (F.cross_entropy(m(x), y, reduction="none") * (x.size(0) / N)).mean(), Reason.MIXED
+    ),
+    "scaled by its length": (lambda m, x, y: F.cross_entropy(m(x), y) * (len(x) / N), Reason.MIXED),
+    "scaled by its length, and then by a constant": (lambda m, x, y: F.cross_entropy(m(x), y) * len(x) / N, Reason.MIXED),
+    "scaled by a name": (scaled_by_a_name, Reason.MIXED),
 }  # fmt: skip
 
 
