@@ -9,6 +9,7 @@ import os
 import runpy
 import sys
 import time
+import traceback
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -193,6 +194,11 @@ def run_script(
                 _tell_failure(engine)
             for action in engine.on_failure:
                 action()
+            if engine.report.is_started:
+                # The other ranks lose Horovod then, and each says that it has failed.
+                last = traceback.extract_tb(leave.__traceback__)[-1]
+                said = f"rank {engine.rank} left the script with exit code {code}, at {last.filename}:{last.lineno}"
+                print(f"hvd-adaptive: {said}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
         for action in engine.on_failure:

@@ -179,6 +179,7 @@ def test_one_rank_that_ends_with_a_code_when_all_have_trained_ends_the_job(rank:
     job = run_job([*RUN, "-np", "2", str(SCRIPTS / "failing.py"), "one code", str(rank)], timeout=200, forked=False)
     assert job.returncode == 3 and not job.timed_out and not job.leftover, job.describe()
     assert "heartbeat" not in job.stderr, job.describe()
+    assert f"rank {rank} left the script with exit code 3, at {SCRIPTS / 'failing.py'}:" in job.stderr, job.describe()
 
 
 def test_a_frozen_rank_is_named(run_job: Any, tmp_path: Path) -> None:
