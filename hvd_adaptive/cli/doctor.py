@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,10 +90,16 @@ def doctor(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         return _doctor_gpu(options.gpu, options.num_ranks, backend)
     progress = _Progress(options.as_rank and not rank)
     if options.num_ranks is not None:
-        found: dict[str, Any] | None = examine_by_launching(
-            options.num_ranks, [*arguments, "--as-rank"], backend=backend, device=options.device, limit_s=options.limit,
-            on_stage=progress.show,
-        )  # fmt: skip
+        try:
+            found: dict[str, Any] | None = examine_by_launching(
+                options.num_ranks, [*arguments, "--as-rank"], backend=backend, device=options.device, limit_s=options.limit,
+                on_stage=progress.show,
+            )  # fmt: skip
+        except Ended as ended:
+            progress.end()
+            name = signal.Signals(ended.args[0]).name
+            print(f"hvd-adaptive doctor: ended by {name} before all checks were made", file=sys.stderr)
+            return 128 + int(ended.args[0])
     else:
         found = examine_rank(
             backend=backend, device=options.device, probe_seconds=options.probe_seconds, limit_s=options.limit,

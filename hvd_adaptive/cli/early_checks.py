@@ -14,7 +14,9 @@ from hvd_adaptive.xmc.train_config import TrainConfig
 
 
 def check_slowdown_early(slowdown: str | None, num_ranks: int) -> None:
-    """Raises ValueError for a slowdown without one factor a rank."""
+    """Raises ValueError for a slowdown without one factor a rank, and for no ranks."""
+    if num_ranks < 1:
+        raise ValueError(f"-np must be >= 1, got {num_ranks}")
     Slowdown(slowdown, world_size=num_ranks)
 
 

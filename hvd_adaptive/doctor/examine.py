@@ -18,7 +18,7 @@ from hvd_adaptive.cluster.relaunch import build_command, choose_launcher, meetin
 from hvd_adaptive.doctor import hardware, software
 from hvd_adaptive.doctor.findings import Facts, Finding, count
 from hvd_adaptive.doctor.machine import machine_facts
-from hvd_adaptive.doctor.supervise import Ended, Outcome, ending_signals, supervise
+from hvd_adaptive.doctor.supervise import Outcome, ending_signals, supervise
 from hvd_adaptive.doctor.text_page import document
 
 OnStage = Callable[[str], None]
@@ -227,7 +227,7 @@ def _listen_to_ranks(
                     if "stage" in said:
                         on_stage(said["stage"])
             child.wait(_END_LIMIT_S if hung or found else limit_s)
-        except (subprocess.TimeoutExpired, Ended):
+        except subprocess.TimeoutExpired:
             hung = True
         finally:
             if child.poll() is None:

@@ -22,7 +22,7 @@ _TAIL_CHARACTERS = 2000
 
 
 class Ended(BaseException):
-    """The launcher ends this rank."""
+    """A signal, the first argument, ends this process: of the launcher, or by Ctrl-C."""
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ def ending_signals() -> Iterator[None]:
     """Makes SIGTERM, SIGINT and SIGHUP (unless it is ignored, as by nohup) raise `Ended` in this block. From the main thread."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise Ended
+        raise Ended(number)
 
     with signals.handled(signals.ending_signals(), end):
         yield

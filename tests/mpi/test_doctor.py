@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +63,13 @@ def test_a_rank_that_cannot_join_says_why_and_rank_0_does_not_wait_for_ever(run_
     assert "rank 1 on" in job.stderr and "undefined symbol: _ZN2at4_ops" in job.stderr, job.describe()
     # Rank 0's page: it waited for its limit, or was ended when rank 1 had given up.
     assert "✗ FAIL  world" in job.stdout and "✓ ok    versions" in job.stdout, job.describe()
+
+
+def test_ctrl_c_is_no_finding(run_job: Any) -> None:
+    def interrupt(child: subprocess.Popen[bytes]) -> None:
+        time.sleep(1.5)
+        child.send_signal(signal.SIGINT)
+
+    job = run_job([*COMMAND[:-1], "20", "-np", "2"], during=interrupt)
+    assert job.returncode == 130 and "ended by SIGINT before all checks were made" in job.stderr, job.describe()
+    assert "problem" not in job.stdout and not job.leftover, job.describe()

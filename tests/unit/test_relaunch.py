@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import terminal
 
+from hvd_adaptive.cli.early_checks import check_slowdown_early
 from hvd_adaptive.cluster import relaunch as module
 from hvd_adaptive.cluster.relaunch import (
     Launcher,
@@ -114,6 +115,9 @@ def test_allowed_in_an_interactive_slurm_shell():
 def test_no_ranks():
     with pytest.raises(ValueError, match="-np must be >= 1, got 0"):
         make_command(0)
+    # Not of a slowdown that nobody has asked for.
+    with pytest.raises(ValueError, match="-np must be >= 1, got -1"):
+        check_slowdown_early(None, -1)
 
 
 @pytest.mark.parametrize("flavour", VERSIONS)
