@@ -159,7 +159,7 @@ class Merge:
         merges = transport.world_size > 1 and config.logical_ranks is None
         self._seeks_copies = merges and not averages and self.state_rule != "reset"
         # In the first round. A wrapped script may have several optimizers, and says which parameters are merged.
-        seeks_others = is_whole and transport.rank == 0 and config.merge_fragments == 1
+        seeks_others = is_whole and transport.rank == 0
         self._seek_others = functools.partial(OtherOptimizers, model, optimizer) if seeks_others else None
         self._others: OtherOptimizers | None = None
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
@@ -206,7 +206,8 @@ class Merge:
             self._residuals_for = kept_for
         if self._base is None:
             self._base = BaseWatch(self.flat_model, self.outer)
-            self._others = self._seek_others() if self._seek_others else None
+            # Merges beside steps change parameters as well.
+            self._others = self._seek_others() if self._seek_others and self.overlap is None else None
         self._adopt()
         if self.overlap is not None:
             # Before the first of the merges, all of which end with an error if ranks have not made the same change.
@@ -242,7 +243,8 @@ class Merge:
             if self.who is not None:
                 warn_of_copies(optimizer_state.copies_of_parameters(self._optimizer))
         if self._others is not None:
-            self._others.warn()
+            if self.who is not None:
+                self._others.warn()
             self._others = None
         stats.base = 0.0 if self._base is None else float(self._base.checksum)
         # What is sent beside steps is measured and weighed by its own rank, before others' statistics are there.

@@ -80,7 +80,9 @@ def warn_of_copies(names: list[str]) -> None:
 
 
 class OtherOptimizers:
-    """Watches the trainable parameters that the session's optimizer does not have: only another optimizer's steps change them.
+    """Watches the trainable parameters that the session's optimizer does not have: another optimizer may change them.
+
+    Its fused steps are not seen, nor changes of ``parameter.data``.
 
     Args:
         model: to train.
@@ -88,12 +90,13 @@ class OtherOptimizers:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._others = [(n, p, p._version) for n, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+        self._optimizer = optimizer
+        self._versions = [(name, p, p._version) for name, p in model.named_parameters() if p.requires_grad]
 
     def warn(self) -> None:
         """Logs which of them have changed since construction, if any have."""
-        names = [name for name, parameter, version in self._others if parameter._version != version]
+        known = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        names = [name for name, p, version in self._versions if p._version != version and id(p) not in known]
         if names:
             log.warning(
                 "something else than the optimizer that Session was given has changed %s. If that is a second optimizer: "

@@ -20,6 +20,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
 }  # fmt: skip
+_SCALING = {"mul", "multiply", "div", "divide", "true_divide"}
 _Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
 
 
@@ -102,9 +103,11 @@ def scales_by_length(frame: FrameType, number: float, is_batch: Callable[[Any], 
     factors: list[ast.expr] = []
     for node in nodes if lengths else ():
         is_scaled = isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, (ast.Mult, ast.Div))
+        is_scaled |= isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.strip("_") in _SCALING
         if is_scaled and node.lineno <= line <= (node.end_lineno or 0):  # type: ignore[attr-defined]
-            factors += [node.left, node.right] if isinstance(node, ast.BinOp) else [node.value]  # type: ignore[attr-defined]
-    return any(_comes_from(node, names, lengths, quotients=True) and _value(node, known) == number for node in factors)
+            factors += [value for value in ast.iter_child_nodes(node) if isinstance(value, ast.expr)]
+    values = [_value(node, known) for node in factors if _comes_from(node, names, lengths, quotients=True)]
+    return any(isinstance(value, (int, float)) and value == number for value in values)
 
 
 def _value(node: ast.expr, known: dict[str, Any]) -> Any:
@@ -114,7 +117,8 @@ def _value(node: ast.expr, known: dict[str, Any]) -> Any:
     if isinstance(node, ast.Name):
         return known.get(node.id)
     if isinstance(node, ast.Attribute):
-        return getattr(_value(node.value, known), node.attr, None)
+        # Without running code of the script, such as a property's.
+        return inspect.getattr_static(_value(node.value, known), node.attr, None)
     if isinstance(node, ast.Call) and _is_length(node):
         value = _value(node.args[0], known)
         return len(value) if hasattr(value, "__len__") else None

@@ -35,6 +35,7 @@ from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.run_options import RunConfig
 from hvd_adaptive.wrap.share_exchange import DryRunOver
 from hvd_adaptive.wrap.shared_gpu import prepare_for_shared_gpus, watch_for_shared_gpus
+from hvd_adaptive.wrap.sizes import is_installed
 from hvd_adaptive.wrap.wrapped_run import BadOptions, Engine
 
 if TYPE_CHECKING:
@@ -194,11 +195,12 @@ def run_script(
                 _tell_failure(engine)
             for action in engine.on_failure:
                 action()
-            if engine.report.is_started:
+            if engine.report.is_started and not (launched is not None and code == EXIT_PREEMPTED):
                 # The other ranks lose Horovod then, and each says that it has failed.
-                last = traceback.extract_tb(leave.__traceback__)[-1]
-                said = f"rank {engine.rank} left the script with exit code {code}, at {last.filename}:{last.lineno}"
-                print(f"hvd-adaptive: {said}", file=sys.stderr, flush=True)
+                frames = [f for f in traceback.extract_tb(leave.__traceback__) if not is_installed(f.filename)]
+                where = f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+                sys.stderr.write(f"hvd-adaptive: rank {engine.rank} left the script with exit code {int(code)}{where}\n")
+                sys.stderr.flush()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
         for action in engine.on_failure:

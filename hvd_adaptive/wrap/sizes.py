@@ -2,8 +2,8 @@
 
 A script that leaves out a short batch (``if x.size(0) != batch_size``), or counts samples to know when to validate
 (``if seen >= limit``), works with equal shares only. So while a batch is watched, the sizes that the script is given are
-integers which remember where they come from, through sums, products and quotients, and tell when they are compared with a
-number that does not come from a batch. One batch later the script's next sum makes plain integers of them. ``len(x)`` is a
+numbers which remember where they come from, through sums, products and quotients. Integers tell when they are compared with
+a number that does not come from a batch. One batch later the script's next sum makes plain numbers of them. ``len(x)`` is a
 plain integer in any case, for which see decisions.py.
 """
 
@@ -88,9 +88,9 @@ class Dimension(int):
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_installed(path: str) -> bool:
+def is_installed(path: str) -> bool:
     """Whether a file belongs to an installed package: what progress bars compare, say, is not what the script decides."""
-    if path.startswith(_INSTALLED) or not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts):
+    if path.startswith((*_INSTALLED, "<frozen")) or not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts):
         return True
     # The first entry is the script's own folder.
     folders = [entry for entry in sys.path[1:] if entry and entry != sys.path[0] and path.startswith(f"{entry.rstrip('/')}/")]
@@ -99,7 +99,7 @@ def _is_installed(path: str) -> bool:
 
 def _tell() -> None:
     # This function, the number's own, and who compares.
-    if _told is not None and not _is_installed(sys._getframe(2).f_code.co_filename):
+    if _told is not None and not is_installed(sys._getframe(2).f_code.co_filename):
         _told()
 
 
@@ -154,7 +154,7 @@ for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
     setattr(Size, _name, _comparison(_name))
 for _name in ("__add__", "__radd__", "__mul__", "__rmul__"):
     setattr(Size, _name, _arithmetic(_name, is_count=True))
-for _name in ("__sub__", "__rsub__", "__mod__", "__rmod__", "__floordiv__", "__rfloordiv__"):
+for _name in ("__sub__", "__rsub__", "__pow__", "__mod__", "__rmod__", "__floordiv__", "__rfloordiv__"):
     setattr(Size, _name, _arithmetic(_name, is_count=False))
 for _name in ("__truediv__", "__rtruediv__"):
     setattr(Size, _name, _fraction(_name))
@@ -183,7 +183,7 @@ def stop() -> None:
 def calling_frame() -> FrameType | None:
     """Returns the innermost frame of the script's own code; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_installed(frame.f_code.co_filename):
+    while frame is not None and is_installed(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -193,7 +193,7 @@ def own_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PASSED):
         frame = frame.f_back
-    return None if frame is None or _is_installed(frame.f_code.co_filename) else frame
+    return None if frame is None or is_installed(frame.f_code.co_filename) else frame
 
 
 def as_dimension(value: Any) -> Any:

@@ -69,6 +69,8 @@ class RunDirectory:
         self._unwritten_best: tuple[dict[str, Tensor], dict[str, str]] | None = None
         # The file of the best model, which stays readable when somebody moves or removes it.
         self._best: IO[bytes] | None = None
+        # It in memory, while it finds no room here.
+        self._spare: Path | None = None
         self._config: dict[str, Any] | None = None
         try:
             # What a run that never begins is to remove.
@@ -88,6 +90,7 @@ class RunDirectory:
     def abandon(self) -> None:
         """Removes what this has made, for a run that ends before its first merge; what was there stays."""
         self._rounds.close()
+        self._hold_best(None)
         if self.owner.lost_to():
             return
         with contextlib.suppress(OSError):
@@ -129,7 +132,7 @@ class RunDirectory:
             temporary = self.path / (BEST_MODEL + ".part")
             shutil.copyfile(checkpoint / BEST_MODEL, temporary)
             os.replace(temporary, self.path / BEST_MODEL)
-            self._hold_best()
+            self._hold_best(self.path / BEST_MODEL)
 
     def write_config(self, config: Config, train: TrainConfig) -> None:
         """Writes config.json, which ``--config`` reads."""
@@ -169,6 +172,7 @@ class RunDirectory:
         try:
             self.save_model(BEST_MODEL, model, metadata)
         except OSError as error:
+            self._forget_spare()
             self._unwritten_best = ({key: value.clone() for key, value in _tensors_of(model).items()}, metadata)
             log.error(
                 "the best model so far, of round %d, is in memory only: %s. The run goes on; it is written when it can be.",
@@ -181,16 +185,14 @@ class RunDirectory:
         Raises:
             OSError: if that cannot be done.
         """
+        path = self.path / BEST_MODEL
         if self._unwritten_best is not None:
             self._save_tensors(BEST_MODEL, *self._unwritten_best)
-        elif self._best is not None and not (self.path / BEST_MODEL).exists():
-            log.warning("%s is gone: writing it again", self.path / BEST_MODEL)
-            self._best.seek(0)
+        elif self._best is not None and not path.exists():
             self.path.mkdir(parents=True, exist_ok=True)
-            temporary = self.path / (BEST_MODEL + ".part")
-            with temporary.open("wb") as copy:
-                shutil.copyfileobj(self._best, copy)
-            os.replace(temporary, self.path / BEST_MODEL)
+            self.owner.hold()
+            log.warning("%s is gone: writing it again", path)
+            self._copy_best(path)
 
     def best_files(self, spare: Path | None) -> list[Path]:
         """Returns the file of the best model, if there is one, for a checkpoint.
@@ -204,12 +206,42 @@ class RunDirectory:
         try:
             self.write_best()
         except OSError:
-            if spare is None or self._unwritten_best is None:
+            if spare is None:
                 raise
-            self._save_tensors(BEST_MODEL, *self._unwritten_best, folder=spare)
-            return [spare / BEST_MODEL]
+            if self._spare is None or not self._spare.exists():
+                if self._unwritten_best is not None:
+                    self._save_tensors(BEST_MODEL, *self._unwritten_best, folder=spare)
+                else:
+                    self._copy_best(spare / BEST_MODEL)
+                self._spare = spare / BEST_MODEL
+            return [self._spare]
+        self._forget_spare()
         path = self.path / BEST_MODEL
         return [path] if path.exists() else []
+
+    def _copy_best(self, path: Path) -> None:
+        assert self._best is not None
+        part = path.with_name(f"{path.name}.part")
+        try:
+            self._best.seek(0)
+            with part.open("wb") as copy:
+                shutil.copyfileobj(self._best, copy)
+            os.replace(part, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise
+
+    def _hold_best(self, path: Path | None) -> None:
+        """Keeps the best model's file open, so that it can be read when somebody has removed it."""
+        before, self._best = self._best, None if path is None else path.open("rb")
+        if before is not None:
+            before.close()
+
+    def _forget_spare(self) -> None:
+        if self._spare is not None:
+            self._spare.unlink(missing_ok=True)
+            self._spare = None
 
     def close(self) -> None:
         """Closes rounds.jsonl and the sinks.
@@ -220,6 +252,7 @@ class RunDirectory:
         self.owner.hold()
         self._rounds.flush()
         self._rounds.close()
+        self._hold_best(None)
         self._call_sinks(lambda sink: sink.close())
 
     def _call_sinks(self, call: Callable[[RoundSink], None]) -> None:
@@ -254,12 +287,7 @@ class RunDirectory:
             shutil.rmtree(part, ignore_errors=True)
         if name == BEST_MODEL and folder is None:
             self._unwritten_best = None
-            self._hold_best()
-
-    def _hold_best(self) -> None:
-        if self._best is not None:
-            self._best.close()
-        self._best = (self.path / BEST_MODEL).open("rb")
+            self._hold_best(target)
 
     def _write_json(self, name: str, value: Any) -> None:
         self._write(name, json.dumps(value, indent=2) + "\n")

@@ -871,13 +871,23 @@ def test_a_best_model_that_a_full_disk_refuses_is_written_later(tmp_path: Path, 
             directory.best_files(None)
         spare = tmp_path / "memory"
         assert directory.best_files(spare) == [spare / BEST_MODEL] and load_model(spare)[0].keys() == expected.keys()
+        written = (spare / BEST_MODEL).stat().st_mtime_ns
+        assert directory.best_files(spare) == [spare / BEST_MODEL] and (spare / BEST_MODEL).stat().st_mtime_ns == written
         (disk / "filler").unlink()
+        assert directory.best_files(spare) == [disk / "run" / BEST_MODEL] and not (spare / BEST_MODEL).exists()
         directory.write_best()
         assert all(torch.equal(value, expected[name]) for name, value in load_model(disk / "run")[0].items())
         # Whoever moves or removes the folder does not lose it.
         os.rename(disk / "run", disk / "moved")
         assert directory.best_files(None) == [disk / "run" / BEST_MODEL]
         assert (disk / "run" / BEST_MODEL).read_bytes() == (disk / "moved" / BEST_MODEL).read_bytes()
+        # Unless the folder is another job's by now.
+        shutil.rmtree(disk / "run")
+        (disk / "run").mkdir()
+        FolderOwner(disk / "run", "b").take()
+        with pytest.raises(FolderLostError):
+            directory.write_best()
+        (disk / "run" / ".owner").unlink()
         # Others may read a model as they may any file here. What a killed process has left of one goes.
         (left := disk / "run" / f".part-{BEST_MODEL}").mkdir()
         (left / ".tmpaBcDeF").write_bytes(bytes(100))

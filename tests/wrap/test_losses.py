@@ -20,6 +20,15 @@ TABLE, SETTINGS = torch.zeros(N, 2), SimpleNamespace(batch_size=N)
 SEQUENCES, TAGS = torch.randn(N, 7, 4), torch.randint(0, 3, (N, 7))
 
 
+class Unread:
+    @property
+    def rows(self) -> list[int]:
+        raise RuntimeError("open() first")
+
+
+UNREAD = Unread()
+
+
 class WithLoss(nn.Module):
     """As transformers' models: a loss among the results."""
 
@@ -147,6 +156,8 @@ FLAT = {
     "by a name of its length": by_name,
     "by its size": lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum") / x.shape[0],
     "by its size as a float": lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum") / (x.shape[0] * 1.0),
+    # Nothing of the script's is run to see what a line is about.
+    "in a file with a property": lambda m, x, y: F.cross_entropy(m(x), y) * 0.5 if UNREAD is not None else len(UNREAD.rows),
     "beside what is divided by its length": lambda m, x, y: F.cross_entropy(m(x), y) * 0.5 + m(x).pow(2).sum() / len(x),
 }
 OF_SEQUENCES = {
@@ -186,6 +197,8 @@ NO_MEANS = {
     ),
     "scaled by its length": (lambda m, x, y: F.cross_entropy(m(x), y) * (len(x) / N), Reason.MIXED),
     "scaled by its length, and then by a constant": (lambda m, x, y: F.cross_entropy(m(x), y) * len(x) / N, Reason.MIXED),
+    "scaled by its length, by a method": (lambda m, x, y: F.cross_entropy(m(x), y).mul(len(x) / N), Reason.MIXED),
+    "scaled by its size's square": (lambda m, x, y: F.cross_entropy(m(x), y) * x.size(0) ** 2, Reason.MIXED),
     "scaled by a name": (scaled_by_a_name, Reason.MIXED),
 }  # fmt: skip
 
