@@ -98,7 +98,10 @@ def run_simulation(options: argparse.Namespace) -> None:
         outcomes = []
         # The measured one is for the measured ranks.
         mega_batch_ranks = len(calibration.ranks) if calibration is not None and "mega_batch" not in chosen else None
-        for outcome in sweep(sweep_config, cluster_config, shared, calibration, of_local, mega_batch_ranks=mega_batch_ranks):
+        for outcome in sweep(
+            sweep_config, cluster_config, shared, calibration, of_local, mega_batch_ranks=mega_batch_ranks,
+            repeats_slowdown=calibration is not None and "slowdown" not in chosen,
+        ):  # fmt: skip
             outcomes.append(outcome)
             if not options.json:
                 _print_row(outcome, header=len(outcomes) == 1, gap=len(outcomes) > 1 and outcome.ranks != outcomes[-2].ranks)

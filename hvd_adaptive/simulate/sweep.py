@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from hvd_adaptive.simulate.scenario_options import STRATEGIES, ClusterConfig, Sw
 from hvd_adaptive.simulate.units import parse_ranks
 from hvd_adaptive.simulate.virtual_run import simulate
 from hvd_adaptive.simulate.virtual_strategies import Round
+from hvd_adaptive.validation import parse_slowdown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +95,7 @@ def sweep(
     of_local: Mapping[str, Any] | None = None,
     *,
     mega_batch_ranks: int | None = None,
+    repeats_slowdown: bool = False,
 ) -> Iterator[Outcome]:
     """Yields the outcome of each strategy at each number of ranks, the fewest ranks first.
 
@@ -104,6 +107,7 @@ def sweep(
         of_local: for strategy ``local`` in place of those of ``shared``.
         mega_batch_ranks: number of ranks that ``mega_batch`` of ``shared`` is for; other numbers have as many samples a rank.
             None: it is for any number.
+        repeats_slowdown: the factors of ``slowdown`` are of the measured ranks, and further ranks repeat them.
 
     Raises:
         ValueError: if options do not go together.
@@ -120,6 +124,8 @@ def sweep(
                 config = dataclasses.replace(config, mega_batch=max(1, samples))
             elif mega_batch_ranks is not None:
                 config = dataclasses.replace(config, mega_batch=max(1, round(config.mega_batch * count / mega_batch_ranks)))
+            if repeats_slowdown and config.slowdown is not None:
+                config = dataclasses.replace(config, slowdown=_repeated(config.slowdown, count))
             if calibration is None:
                 cluster = described_cluster(cluster_config, count)
             else:
@@ -127,3 +133,9 @@ def sweep(
                 cluster = measured_cluster(calibration, cluster_config, count, strategy=config.strategy, mega_batch=mega_batch)
             rounds = simulate(config, cluster, num_rounds=sweep_config.rounds, dataset_size=dataset_size)
             yield outcome(name, rounds, settle=sweep_config.settle)
+
+
+def _repeated(slowdown: str, num_ranks: int) -> str:
+    """Returns a schedule with as many factors as there are ranks."""
+    entries = [(start, itertools.islice(itertools.cycle(factors), num_ranks)) for start, factors in parse_slowdown(slowdown)]
+    return ";".join(f"{start}:{','.join(map(str, factors))}" for start, factors in entries)

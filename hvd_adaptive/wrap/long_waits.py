@@ -129,9 +129,9 @@ class LongWaits:
         if self._are_unequal:
             advice += (
                 ". The ranks' shares of a batch are unequal, too, and a script that goes by numbers of samples may then part "
-                f"them: to rule this out, run it with {equal_shares(self._num_ranks)}{_of_forks(platform.python_version())}"
+                f"them: to rule this out, run it with {equal_shares(self._num_ranks)}"
             )
-        return advice
+        return advice + _of_forks(platform.python_version())
 
 
 def _ranks(ranks: list[int]) -> str:

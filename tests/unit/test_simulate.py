@@ -557,6 +557,9 @@ def test_options_come_from_files_and_the_command_line_wins(tmp_path: Path, capsy
     (calibrated,) = rows("--calibration", str(measured), "--strategies", "local")
     # Two ranks of 32 samples in 3.78 ms and, slowed twice and by the other, in 18.5 ms.
     assert calibrated["ranks"] == 2 and calibrated["samples_per_s"] == pytest.approx(32 / 0.00378 + 32 / 0.0185, rel=0.05)
+    # Further ranks repeat the measured ones, their slowdown too.
+    alike, more = rows("--calibration", str(measured), "--strategies", "local", "--ranks", "2,4")
+    assert alike == calibrated and more["samples_per_s"] > 1.5 * alike["samples_per_s"]
     # The smallest batch that calibrate recommends is for local steps; one that is given is for all.
     by_rule = ("--calibration", str(measured), "--strategies", "sync", "--slowdown", "1,8")
     (free,) = rows(*by_rule)
