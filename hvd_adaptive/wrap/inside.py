@@ -162,7 +162,8 @@ def kind_with_len(
     if number is None or frame is None:
         return kind
     if kind is losses.Kind.SUM:
-        divides = losses.plain_name(func) != "mul" and args[1] == num_samples and kind_of(args[0]) is losses.Kind.SUM
+        divides = losses.plain_name(func) != "mul" and args[1] is number and number == num_samples
+        divides = divides and kind_of(args[0]) is losses.Kind.SUM
         return losses.Kind.MEAN if divides and divides_by_length(frame, holds_samples) else kind
     return losses.Kind.OTHER if scales_by_length(frame, number, holds_samples) else kind
 
