@@ -159,8 +159,7 @@ class Merge:
         merges = transport.world_size > 1 and config.logical_ranks is None
         self._seeks_copies = merges and not averages and self.state_rule != "reset"
         # In the first round. A wrapped script may have several optimizers, and says which parameters are merged.
-        seeks_others = is_whole and transport.rank == 0
-        self._seek_others = functools.partial(OtherOptimizers, model, optimizer) if seeks_others else None
+        self._seek_others = functools.partial(OtherOptimizers, model, optimizer) if is_whole else None
         self._others: OtherOptimizers | None = None
         self._initial_state = copy.deepcopy(optimizer.state_dict()["state"])
         overlap = functools.partial(

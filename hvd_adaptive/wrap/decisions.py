@@ -62,14 +62,7 @@ def divides_by_length(frame: FrameType, is_batch: Callable[[Any], bool]) -> bool
     if tree is None:
         return False
     scope, line = scope_of(tree, frame.f_lineno), frame.f_lineno
-    lengths = {
-        id(node)
-        for node in ast.walk(scope)
-        if isinstance(node, ast.Call)
-        and _is_length(node)
-        and isinstance(node.args[0], ast.Name)
-        and is_batch(frame.f_locals.get(node.args[0].id, frame.f_globals.get(node.args[0].id)))
-    }
+    lengths = _lengths(scope, {**frame.f_globals, **frame.f_locals}, is_batch)
     values: dict[str, list[ast.expr]] = {}
     for target, value in assignments(scope):
         values.setdefault(ast.unparse(target), []).append(value)
@@ -97,17 +90,22 @@ def scales_by_length(frame: FrameType, number: float, is_batch: Callable[[Any], 
         return False
     scope, line = scope_of(tree, frame.f_lineno), frame.f_lineno
     known = {**frame.f_globals, **frame.f_locals}
-    nodes = list(ast.walk(scope))
-    lengths = {id(node) for node in nodes if _is_length(node) and is_batch(_value(node.args[0], known))}  # type: ignore[attr-defined]
+    lengths = _lengths(scope, known, is_batch)
     names = _names_of(scope, lengths, quotients=True) if lengths else set()
     factors: list[ast.expr] = []
-    for node in nodes if lengths else ():
+    for node in ast.walk(scope) if lengths else ():
         is_scaled = isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, (ast.Mult, ast.Div))
         is_scaled |= isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.strip("_") in _SCALING
         if is_scaled and node.lineno <= line <= (node.end_lineno or 0):  # type: ignore[attr-defined]
             factors += [value for value in ast.iter_child_nodes(node) if isinstance(value, ast.expr)]
     values = [_value(node, known) for node in factors if _comes_from(node, names, lengths, quotients=True)]
     return any(isinstance(value, (int, float)) and value == number for value in values)
+
+
+def _lengths(scope: _Scope, known: dict[str, Any], is_batch: Callable[[Any], bool]) -> set[int]:
+    """The calls of ``len`` on a batch, by id."""
+    calls = (node for node in ast.walk(scope) if isinstance(node, ast.Call) and _is_length(node))
+    return {id(node) for node in calls if is_batch(_value(node.args[0], known))}
 
 
 def _value(node: ast.expr, known: dict[str, Any]) -> Any:

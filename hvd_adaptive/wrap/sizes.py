@@ -122,7 +122,7 @@ def _arithmetic(name: str, *, is_count: bool) -> Callable[..., Any]:
 
     @functools.wraps(compute)
     def method(self: Size, other: Any) -> Any:
-        if isinstance(other, float) and hasattr(float, name):
+        if isinstance(other, float):
             return _fraction(name)(self, other)
         result = compute(self, other)
         if _told is None or type(result) is not int:

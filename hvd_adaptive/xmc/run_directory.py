@@ -129,9 +129,8 @@ class RunDirectory:
         self._rounds = LineFile(self.path / "rounds.jsonl")
         (self.path / "summary.json").unlink(missing_ok=True)
         if checkpoint is not None and (checkpoint / BEST_MODEL).exists():
-            temporary = self.path / (BEST_MODEL + ".part")
-            shutil.copyfile(checkpoint / BEST_MODEL, temporary)
-            os.replace(temporary, self.path / BEST_MODEL)
+            self._hold_best(checkpoint / BEST_MODEL)
+            self._copy_best(self.path / BEST_MODEL)
             self._hold_best(self.path / BEST_MODEL)
 
     def write_config(self, config: Config, train: TrainConfig) -> None:

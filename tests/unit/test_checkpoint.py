@@ -877,6 +877,10 @@ def test_a_best_model_that_a_full_disk_refuses_is_written_later(tmp_path: Path, 
         assert directory.best_files(spare) == [disk / "run" / BEST_MODEL] and not (spare / BEST_MODEL).exists()
         directory.write_best()
         assert all(torch.equal(value, expected[name]) for name, value in load_model(disk / "run")[0].items())
+        # It is on the disk now, and not written again.
+        written = (disk / "run" / BEST_MODEL).stat().st_ino
+        directory.write_best()
+        assert (disk / "run" / BEST_MODEL).stat().st_ino == written
         # Whoever moves or removes the folder does not lose it.
         os.rename(disk / "run", disk / "moved")
         assert directory.best_files(None) == [disk / "run" / BEST_MODEL]

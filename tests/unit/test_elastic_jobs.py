@@ -179,6 +179,7 @@ def test_a_checkpoint_in_memory_goes_to_the_disk_at_the_end(tmp_path: Path, monk
     kept = next(tmp_path.glob("hvd-adaptive-rounds-*"))
     assert f"to {checkpoints}: No space left on device. It stays in memory" in said
     assert f"move {kept}/round-* to {checkpoints}, and go on with --resume auto" in said
+    assert f"--resume {kept} and another --out" in said
     assert (kept / directory_name(4) / "file").exists() and not memory.exists() and len(list(checkpoints.iterdir())) == 1
 
 
