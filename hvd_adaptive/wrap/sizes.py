@@ -121,15 +121,15 @@ def _arithmetic(name: str, *, is_count: bool) -> Callable[..., Any]:
     compute = getattr(int, name)
 
     @functools.wraps(compute)
-    def method(self: Size, other: Any) -> Any:
+    def method(self: Size, other: Any, *modulo: int) -> Any:
         if isinstance(other, float):
             return _fraction(name)(self, other)
-        result = compute(self, other)
+        result = compute(self, other, *modulo)
         if _told is None or type(result) is not int:
             return result
         size = Size(result)
         size.is_count = is_count and self.is_count and getattr(other, "is_count", True)
-        size.of = lambda count: compute(self.of(count), other.of(count) if isinstance(other, Size) else other)
+        size.of = lambda count: compute(self.of(count), other.of(count) if isinstance(other, Size) else other, *modulo)
         return size
 
     return method
