@@ -255,7 +255,7 @@ class Config:
         strategy=_LOCAL,
     )
     compression: str = option(
-        "auto", "none, fp16, maxmin:4, ...; auto (default): none, or by a trial (docs/compression.md)",
+        "auto", "none, fp16, maxmin:4, ...; auto (default): none; in Session by a trial (docs/compression.md)",
         strategy=("local", "sync"),
     )
     reducer: str = option(

@@ -13,6 +13,17 @@ from hvd_adaptive.config import Config
 from hvd_adaptive.xmc.train_config import TrainConfig
 
 
+def why_missing(path: str) -> str | None:
+    """Returns why nobody finds anything at a path: it is not there, or this user may not look. None: it is there."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return "is not there"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return None
+
+
 def check_slowdown_early(slowdown: str | None, num_ranks: int) -> None:
     """Raises ValueError for a slowdown without one factor a rank, and for no ranks."""
     if num_ranks < 1:
@@ -31,9 +42,9 @@ def check_ranks_early(config: Config, num_ranks: int) -> None:
 def check_files_early(train: TrainConfig) -> None:
     """Raises ValueError for data or a checkpoint not there, and for a folder with a run."""
     check_data_early(train)
-    if train.resume not in (None, "auto") and not Path(train.resume).exists():
-        raise ValueError(f"resume: there is no checkpoint in {Path(train.resume).resolve()}")
-    if train.resume is None and train.out and (Path(train.out) / "rounds.jsonl").exists() and not num_restarts(os.environ):
+    if train.resume not in (None, "auto") and (reason := why_missing(train.resume)):
+        raise ValueError(f"resume: there is no checkpoint in {os.path.abspath(train.resume)}: it {reason}")
+    if train.resume is None and train.out and os.path.exists(f"{train.out}/rounds.jsonl") and not num_restarts(os.environ):
         # Only now: it loads torch.
         from hvd_adaptive.xmc.run_directory import RunDirectory
 
@@ -45,9 +56,12 @@ def check_data_early(train: TrainConfig) -> None:
     if train.data is None:
         return
     path = Path(train.data).expanduser()
-    if path.exists() or any(path.parent.glob(f"{path.name}*")):
+    if os.path.exists(path) or any(path.parent.glob(f"{path.name}*")):
         return
     # Only now: it loads torch.
     from hvd_adaptive.xmc.data import resolve
 
-    resolve(train.data, train.test_data)
+    try:
+        resolve(train.data, train.test_data)
+    except OSError as error:
+        raise ValueError(f"data: {path} cannot be read: {error.strerror}") from None

@@ -161,7 +161,7 @@ def _add_looking(commands: Any, launch: argparse.ArgumentParser) -> None:
     )
     report.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run directories; the baseline first")
     report.add_argument("--out", metavar="FILE", help="write a page with charts: one HTML file with everything in it")
-    report.add_argument("--png", metavar="FOLDER", help="write each chart as a PNG; overview.png has accuracy and batch sizes")
+    report.add_argument("--png", metavar="FOLDER", help="write each chart as a PNG; overview.png has P@1 and samples a round")
     report.add_argument(
         "--target-p1",
         type=float,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_adaptive.cli.arguments import NUM_RANKS
-from hvd_adaptive.cli.early_checks import check_slowdown_early
+from hvd_adaptive.cli.early_checks import check_slowdown_early, why_missing
 from hvd_adaptive.cli.fields import fields_of
 from hvd_adaptive.cli.option_sources import (
     read_environment,
@@ -106,7 +106,7 @@ def _check_script(script: str, *, is_module: bool) -> None:
         if importlib.machinery.PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
             raise ValueError(f"module {script!r} is not there (looked in {os.getcwd()} and where Python looks)")
     elif not os.path.isfile(script):
-        raise ValueError(f"script {script!r} is not there (looked in {os.getcwd()})")
+        raise ValueError(f"script {script!r} {why_missing(script) or 'is no file'} (looked in {os.getcwd()})")
 
 
 def run(options: argparse.Namespace, config: RunConfig) -> int:

@@ -59,9 +59,12 @@ def same_host(one: str, other: str) -> bool:
 
     A discovery script may print addresses or full names where ranks and launchers say what the host calls itself.
     """
-    if _same_name(one, other) or (is_local(one) and is_local(other)):
-        return True
-    return bool(_addresses(one) & _addresses(other))
+    return has_same_name(one, other) or bool(_addresses(one) & _addresses(other))
+
+
+def has_same_name(one: str, other: str) -> bool:
+    """Whether two names are one host's without asking for addresses: with and without its domain, or both this machine's."""
+    return _same_name(one, other) or (is_local(one) and is_local(other))
 
 
 def _same_name(one: str, other: str) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 
 from hvd_adaptive.cluster.binding import expand_counts
+from hvd_adaptive.cluster.blame import has_same_name
 from hvd_adaptive.cluster.signals import ending_signals, handled
 from hvd_adaptive.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
@@ -49,8 +50,9 @@ def parse_hosts(text: str) -> Hosts:
         match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d{1,6}))?", line)
         if match is None:
             raise ValueError(f"a line must be host:slots, got {line[:200]!r}")
-        if match[1] in hosts:
-            raise ValueError(f"host {match[1]} is printed twice")
+        for host in hosts:
+            if has_same_name(host, match[1]):
+                raise ValueError(f"host {host} is printed twice{'' if host == match[1] else f', also as {match[1]}'}")
         hosts[match[1]] = int(match[2] or 1)
     return {host: slots for host, slots in hosts.items() if slots}
 

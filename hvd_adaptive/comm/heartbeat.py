@@ -22,7 +22,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined,u
 
 from hvd_adaptive.comm import failures
 from hvd_adaptive.comm.failures import Beat, Fault, Phase, Sighting
-from hvd_adaptive.comm.job_end import end_job
+from hvd_adaptive.comm.job_end import end_job, said_by_rank_0
 from hvd_adaptive.comm.launcher_end import GRACE_S, end_later, find_launcher_process
 from hvd_adaptive.comm.seal import UnsealedError
 from hvd_adaptive.comm.side_channel import SideChannel
@@ -302,7 +302,7 @@ class Heartbeat:
             self._awake_s += min(now_s - last_s, 2 * tick_s)
             last_s = now_s
             fault = self._judge()
-            if fault is not None and not self._over.is_set():
+            if fault is not None and not self._over.is_set() and not said_by_rank_0.is_set():
                 self._report(fault)
                 return
 

@@ -20,6 +20,8 @@ from hvd_adaptive.comm.protocols import AgreedError
 _PATIENCE_S = 5
 _HEAD_START_S = 1.0
 _WORKER_END_S = 0.5
+# Set where this rank waits for rank 0 to say an error for all: that rank 0 then ends is no fault to be told.
+said_by_rank_0 = threading.Event()
 _FINALIZE_S = 120.0
 
 
@@ -91,16 +93,21 @@ def end_on_exceptions(rank: int, abort: Callable[[], object]) -> None:
         abort: ends the whole job, as MPI_Abort does.
     """
 
+    # torch.distributed wraps the hook and holds back what it writes to sys.stderr until it returns, which it does not.
+    stream = sys.stderr
+
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         # PyTorch's handler would raise the death of a worker out of here, and nothing would be said.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if isinstance(error, AgreedError) and rank:
             # Rank 0 says it for all, and ends the job.
+            said_by_rank_0.set()
             time.sleep(_PATIENCE_S)
+            said_by_rank_0.clear()
         text = "".join(traceback.format_exception(kind, error, trace)) + _dead_worker(error)
         sys.stdout.flush()
-        sys.stderr.write(f"rank {rank} failed:\n{text}")
-        sys.stderr.flush()
+        stream.write(f"rank {rank} failed:\n{text}")
+        stream.flush()
         # The launcher's notice of the abort comes another way, and shall not overtake the reason.
         time.sleep(_HEAD_START_S)
         abort()

@@ -155,8 +155,11 @@ def printable(text: str) -> str:
 
 
 def _read_run(path: Path) -> Run:
-    if not path.is_dir():
-        raise ValueError(f"{path} is {'no directory' if path.exists() else 'not there'}: name a run directory")
+    try:
+        if not path.is_dir():
+            raise ValueError(f"{path} is {'no directory' if path.exists() else 'not there'}: name a run directory")
+    except OSError as failure:
+        raise ValueError(f"{path} cannot be read: {failure}") from None
     try:
         return _parse_run(path)
     except (TypeError, KeyError, AttributeError) as error:

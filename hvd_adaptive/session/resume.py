@@ -112,18 +112,33 @@ def find_candidates(source: Path, transport: Transport, also: Sequence[Path] = (
         source: the path.
         transport: the world.
         also: further folders to look in; of equally new ones theirs come first.
+
+    Raises:
+        AgreedError: on all ranks, if rank 0 may not look there.
     """
     found: list[Path] = []
+    error = None
     if transport.rank == 0:
-        # One whose manifest is missing is to be refused by name, not overlooked.
-        if (source / checkpoint.MANIFEST).exists() or source in find_checkpoints(source.parent):
-            found = [source]
-        else:
-            found = find_checkpoints(source) or find_checkpoints(source / "checkpoints")
-        if more := find_checkpoints(*also):
-            found = sorted(more + found, key=number_of, reverse=True)
-    result: list[Path] = transport.allgather_object(found)[0]
+        try:
+            found = _look_for_candidates(source, also)
+        except OSError as failure:
+            error = f"{source} cannot be read: {failure}"
+    result: list[Path]
+    result, error = transport.allgather_object((found, error))[0]
+    if error is not None:
+        raise AgreedError(error)
     return result
+
+
+def _look_for_candidates(source: Path, also: Sequence[Path]) -> list[Path]:
+    # One whose manifest is missing is to be refused by name, not overlooked.
+    if (source / checkpoint.MANIFEST).exists() or source in find_checkpoints(source.parent):
+        found = [source]
+    else:
+        found = find_checkpoints(source) or find_checkpoints(source / "checkpoints")
+    if more := find_checkpoints(*also):
+        found = sorted(more + found, key=number_of, reverse=True)
+    return found
 
 
 def load_newest_valid(

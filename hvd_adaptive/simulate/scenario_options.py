@@ -46,7 +46,7 @@ class ClusterConfig:
     link: str = option("10gbit", "bandwidth of a host's link, each way")
     latency: str = option("50us", "seconds of an empty message between hosts")
     host_link: str = option("10GB/s", "bandwidth between two ranks of a host")
-    host_latency: str = option("2us", "seconds of an empty message between them")
+    host_latency: str = option("2us", "seconds of an empty message between two ranks of a host")
     model_mb: float = option(100.0, "megabytes (10^6 bytes) of the model in fp32")
     gradient_mb: float | None = option(
         None, "megabytes exchanged in a step of sync and horovod (default: the model's)"

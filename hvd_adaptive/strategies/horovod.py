@@ -26,7 +26,7 @@ class HorovodStrategy(FixedWorkStrategy):
     """Plain synchronous data parallelism, with nothing of ours in a step but claims ahead of it. Construction is COLLECTIVE.
 
     A "round" is only the interval of statistics and evaluation, as many samples as in strategy ``local``, but whole
-    global batches. The last one of an epoch is padded, as DistributedSampler does, so that all ranks make as many steps.
+    global batches. The last one of an epoch is filled with samples used before, so that all ranks make as many steps.
 
     Attributes:
         optimizer: Horovod's wrapper of the user's optimizer.

@@ -85,7 +85,12 @@ class Reason(enum.Enum):
     DROPPED = "its collate_fn leaves out samples, so that a batch may hold fewer than its weight is for"
     CLIPPED = (
         "the script changes gradients before Horovod has averaged them (to clip them, it should call optimizer.synchronize() "
-        "first): the result depends on the ranks' shares"
+        "first): the result depends on the ranks' shares, and if Horovod averages them just then, the ranks' models drift apart, "
+        "also without hvd-adaptive"
+    )
+    FREQUENCY = (
+        "an embedding with scale_grad_by_freq=True divides a row's gradient by how often a rank's batch has it, which depends on "
+        "the ranks' shares"
     )
     OWN_GRADIENTS = (
         "the script uses gradients of the rank's own batch before Horovod has averaged any: it moves the model by them, or takes "

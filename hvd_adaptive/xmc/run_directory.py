@@ -337,6 +337,9 @@ def load_model(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Path]:
     """
     file = path / BEST_MODEL if path.is_dir() else path
     try:
+        # safetensors says of a file that may not be read that it is not there.
+        with open(file, "rb"):
+            pass
         with open_tensors(file) as opened:
             metadata = dict(opened.metadata() or {})
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118

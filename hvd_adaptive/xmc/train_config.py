@@ -30,7 +30,7 @@ class TrainConfig:
     epochs: float | None = option(
         None, "stop after X passes over the data (default: 50 without other limits)"
     )
-    time_limit: float | None = option(None, "stop after X seconds of training, evaluation not counted")
+    time_limit: float | None = option(None, "stop after X seconds of training at the end of a round; evaluation does not count")
     target_p1: float | None = option(None, "stop when P@1 on the test data reaches this, in (0, 1]")
     row_norm: str = option(
         "l2", "l2: each row of features is scaled to length 1, so that one learning rate fits all data; none: as in the files",

@@ -245,7 +245,7 @@ class Trainer:
             except OSError as failure:
                 remedy = "go on with --resume auto" if self._train.checkpoint_interval != 0 else "start again"
                 error = (
-                    f"run directory {self.directory.path} cannot be written: {failure}; make room there and {remedy}; "
+                    f"run directory {self.directory.path} cannot be written: {failure}; mend that, or make room, and {remedy}; "
                     f"{self._session.preemption.saved()}"
                 )
         agree(self._transport, error)

@@ -177,7 +177,8 @@ def test_a_best_model_that_never_finds_room_is_an_error(
     answer = train(*OPTIONS, *ONE_EVALUATION, "--checkpoint-interval", interval, code=2)
     assert not (shared_tmp_path / "run" / "summary.json").exists()
     if MPI.COMM_WORLD.Get_rank() == 0:
-        assert f"{BEST_MODEL} cannot be written: [Errno 28] No space left on device; make room there and " in answer.stderr
+        reason = f"{BEST_MODEL} cannot be written: [Errno 28] No space left on device; mend that, or make room, and "
+        assert reason in answer.stderr
         remedy = "start again; nothing was saved by this process" if interval == "0" else "go on with --resume auto; there is no"
         assert remedy in answer.stderr and ("--resume" in answer.stderr) == (interval != "0")
 

@@ -460,6 +460,8 @@ def test_resume_from_an_older_one_by_name(tmp_path: Path) -> None:
     assert len(checkpoint.find_checkpoints(tmp_path / "a")) == 3
     with pytest.raises(AgreedError, match="there is no checkpoint in"):
         run(1, tmp_path / "b", resume=tmp_path / "nothing")
+    with pytest.raises(AgreedError, match=r"x cannot be read: .*File name too long"):
+        run(2, tmp_path / "b", resume=tmp_path / ("x" * 300))
 
 
 def test_nothing_to_resume_from_starts_fresh_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -42,7 +42,9 @@ def test_discovery_scripts_are_horovods() -> None:
         ("a:2 b:2", "a line must be host:slots, got 'a:2 b:2'"),
         ("-o:1", "a line must be host:slots"),
         ("a:-1", "a line must be host:slots"),
-        ("a:1\na:2", "host a is printed twice"),
+        ("a:1\na:2", "host a is printed twice$"),
+        ("a:1\nb:1\nA.x:2", "host a is printed twice, also as A.x"),
+        (f"localhost:1\n{socket.gethostname()}:2", "host localhost is printed twice, also as"),
         ("a:99999999999999", "a line must be host:slots"),
     ):
         with pytest.raises(ValueError, match=message):

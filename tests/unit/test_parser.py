@@ -12,6 +12,9 @@ import pytest
 from hvd_adaptive.cli.main import main
 from hvd_adaptive.cli.parser import make_parser
 
+# As good as a folder that may not be entered, which root always may.
+NO_PATH = "x" * 300
+
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -53,6 +56,9 @@ def test_mistyped_arguments(arguments: list[str], message: str, capsys: pytest.C
         (["run", "-np", "2", "--compression", "none", "--slowdown", "1", __file__], "one factor a rank: 2 ranks, got 1"),
         (["train", "-np", "2", "--compression", "none", "--slowdown", "1"], "one factor a rank: 2 ranks, got 1"),
         (["train", "-np", "2", "--compression", "none", "--resume", "/no/such"], "there is no checkpoint in /no/such"),
+        (["train", "-np", "2", "--compression", "none", "--resume", NO_PATH], "it cannot be read: File name too long"),
+        (["run", "-np", "2", "--compression", "none", NO_PATH], "cannot be read: File name too long (looked in"),
+        (["train", "-np", "2", "--compression", "none", "--data", NO_PATH], "cannot be read: File name too long"),
         (["train", "-np", "2", "--compression", "none", "--out", "taken"], "run directory taken holds a run already"),
     ],
 )

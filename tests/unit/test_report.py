@@ -126,6 +126,8 @@ def test_missing_evaluations_and_files_are_errors(tmp_path: Path) -> None:
     (path / "rounds.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"a: no round of the run is finished yet; let it run longer"):
         table_of([path])
+    with pytest.raises(ValueError, match=r"xxx cannot be read: .*File name too long"):
+        read_runs([tmp_path / ("x" * 300)])
     with pytest.raises(ValueError, match=r"absent is not there: name a run directory"):
         read_runs([tmp_path / "absent"])
     with pytest.raises(ValueError, match=r"config\.json is missing: is .* a run directory"):

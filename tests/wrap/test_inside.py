@@ -130,6 +130,14 @@ def test_losses_within_a_forward_that_are_sums(name: str) -> None:
     assert Reason.MIXED in trace(SUMS_INSIDE[name], as_it_is).findings
 
 
+def test_rows_of_an_embedding_that_are_scaled_by_their_count_in_the_batch() -> None:
+    def by_count(model: Own, x: Tensor, y: Tensor) -> Tensor:
+        model.table.scale_grad_by_freq = True
+        return model.layer(x) + model.table(y)
+
+    assert trace(by_count, of_results).findings == {Reason.FREQUENCY}
+
+
 def test_what_a_forward_leaves_beside_its_result() -> None:
     tracer = trace(beside, lambda out, model, y: F.cross_entropy(out, y) + 0.1 * model.beside)
     assert tracer.findings == {Reason.MIXED}
