@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,8 @@ _YOUNG_S = 5.0
 # Together less than _SAME_SIGNAL_S, so that ranks which got the first one drop the others.
 _AGAIN_S = 0.4
 _NUM_AGAIN = 3
+# Ranks that get the signal have ended by then, unless writing their checkpoint takes long.
+_LONG_S = 120.0
 
 
 class Stop:
@@ -113,7 +116,8 @@ def for_launcher(number: int, *, in_order: bool) -> int:
 
 
 def pass_on(launcher: subprocess.Popen[bytes], number: int, in_order: bool, *, started_s: float) -> None:
-    """Passes a signal on to a launcher. An order to end that comes soon after its start is repeated.
+    """Passes a signal on to a launcher. An order to end that comes soon after its start is repeated. If the launcher still runs two
+    minutes after an order to end, standard error says what to do.
 
     Args:
         launcher: what started the ranks.
@@ -123,13 +127,18 @@ def pass_on(launcher: subprocess.Popen[bytes], number: int, in_order: bool, *, s
     """
     passed_on = for_launcher(number, in_order=in_order)
     launcher.send_signal(passed_on)
-    if not in_order or passed_on != signal.SIGUSR1 or time.monotonic() - started_s > _YOUNG_S:
+    if not in_order or passed_on != signal.SIGUSR1:
         return
+    is_young = time.monotonic() - started_s <= _YOUNG_S
 
     def again() -> None:
-        for _ in range(_NUM_AGAIN):
+        for _ in range(_NUM_AGAIN * is_young):
             time.sleep(_AGAIN_S)
             launcher.send_signal(passed_on)
+        time.sleep(_LONG_S)
+        if launcher.poll() is None:
+            said = f"hvd-adaptive: the launcher still runs {_LONG_S:.0f} s after the signal; a second signal ends the job at once"
+            print(said, file=sys.stderr, flush=True)
 
     # Not by a timer of the process, whose signal may come when it ends, and would be its end.
     threading.Thread(target=again, name="hvd_adaptive-stop-again", daemon=True).start()

@@ -14,6 +14,7 @@ import terminal
 
 from hvd_adaptive.cli.early_checks import check_slowdown_early
 from hvd_adaptive.cluster import relaunch as module
+from hvd_adaptive.cluster import signals
 from hvd_adaptive.cluster.relaunch import (
     Launcher,
     choose_launcher,
@@ -306,6 +307,20 @@ def test_nohup_is_heeded(run_job, parent):
 
     result = run_job(["nohup", *argv, "sleep"], **options, during=hang_up, timeout=120)
     assert not result.timed_out and not result.leftover, result.describe()
+
+
+def test_a_launcher_that_does_not_heed_a_signal_is_named(monkeypatch, capfd):
+    monkeypatch.setattr(signals, "_LONG_S", 0.1)
+    command = ["sh", "-c", "trap '' USR1; echo ready; exec sleep 60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as deaf:
+        assert deaf.stdout.readline() == b"ready\n"
+        signals.pass_on(deaf, signal.SIGTERM, True, started_s=time.monotonic() - 60)
+        said, limit_s = "", time.monotonic() + 30
+        while "a second signal ends the job at once" not in said:
+            assert time.monotonic() < limit_s
+            said += capfd.readouterr().err
+            time.sleep(0.05)
+        deaf.kill()
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(run_job, parent):
