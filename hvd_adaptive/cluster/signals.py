@@ -116,8 +116,8 @@ def for_launcher(number: int, *, in_order: bool) -> int:
 
 
 def pass_on(launcher: subprocess.Popen[bytes], number: int, in_order: bool, *, started_s: float) -> None:
-    """Passes a signal on to a launcher. An order to end that comes soon after its start is repeated. If the launcher still runs two
-    minutes after an order to end, standard error says what to do.
+    """Passes a signal on to a launcher. An order to end that comes soon after its start is repeated. If the launcher still runs
+    two minutes after an order to end, standard error says what to do.
 
     Args:
         launcher: what started the ranks.
