@@ -94,7 +94,7 @@ class Loader:
         self.followed_from = self._followed_after = _FOLLOWED_AFTER
         self.begins_followed = False
         self.controller: Controller | None = None
-        self.looks = FirstBatches()
+        self.looks = FirstBatches(loader)
         self.ends_together = False
         self.beside: IndexStream | None = None
         if isinstance(loader.dataset, IterableDataset):
@@ -243,6 +243,8 @@ class IndexStream:
                 self._union = found
                 # Any other sampler than torch's must first show in this pass that its batches were foreseen.
                 self._fractions = self.loader.fractions if isinstance(found, OneOrder) else None
+        if self._union is not None:
+            self._union.handing_out(self.num_handed)
         own = self._again.popleft() if self._again else next(self._own)
         while self._changes and self.num_handed >= self._changes[0][0]:
             _, self._fractions, self._smallest = self._changes.popleft()
@@ -329,7 +331,7 @@ class IndexStream:
         if lists[self._rank] != own:
             raise RuntimeError(
                 f"{self.loader.label}: {Reason.UNION.value}. This was not so at first, so some batches have been pooled already; "
-                "run the script with --shares 1,1,... (one number a rank) or make its sampler repeatable"
+                "make its sampler repeatable, change batch_size between passes only, or run with --shares 1,1,... (one a rank)"
             )
         if {len(part) for part in lists} != {len(own)}:
             # All ranks see these lists and leave this batch alone.
@@ -346,8 +348,7 @@ class IndexStream:
         # The last batch of a pass may be smaller, and its parts coarser.
         if self._fractions != self.loader.split[0] or total >= sum(self.loader.split[1]):
             self.loader.split = self._fractions, sizes
-        size = sizes[self._rank]
-        handed = Handed(size, total, self._world_size * size / total, len(set(sizes)) > 1)
+        handed = Handed(sizes[self._rank], total, self._world_size * sizes[self._rank] / total, len(set(sizes)) > 1)
         return take_share(lists, sizes, self._rank), handed
 
 

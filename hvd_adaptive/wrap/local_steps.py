@@ -276,7 +276,8 @@ class LocalSteps:
                 "    each optimizer.step() uses the rank's own gradients: clipping, synchronize(), GradScaler act on those",
                 f"    learning rate: the script's x (share of the batch / equal share), rule {self._config.lr_rule}",
                 *(f"    {', '.join(kinds) + ': ' if len(rules) > 1 else ''}{rule}" for rule, kinds in rules.items()),
-                "    validation and checkpoints at the end of an epoch see the merged model",
+                "    validation and checkpoints see the merged model at the end of a whole pass over the loader, and after "
+                "model.eval() or state_dict() on all ranks",
             ]
         return lines
 

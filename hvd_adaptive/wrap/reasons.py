@@ -12,7 +12,10 @@ class Reason(enum.Enum):
     ELASTIC = "hvd.elastic runs the script with a number of ranks that changes; the script runs as it is"
     PROCESS_SET = "an optimizer reduces over a process set, not over all ranks"
     SYNC_BATCH_NORM = "SyncBatchNorm mixes the ranks' gradients before they can be weighted"
-    NO_LOADER = "no DataLoader gave the batches of these steps: there is nothing whose share could change"
+    NO_LOADER = (
+        "no DataLoader gave the batches of these steps, or it was left before them (next(iter(loader)), list(loader)): there is "
+        "nothing whose share could change"
+    )
     JOIN = "the script calls hvd.join(), for ranks whose numbers of batches may differ"
     ITERABLE = "an IterableDataset makes its own batches: its samples have no numbers that another rank could take"
     NO_BATCHING = "batch_size=None: the dataset makes its own batches"
@@ -76,6 +79,8 @@ class Reason(enum.Enum):
     FIXED_SIZE = (
         "a forward makes or reshapes a tensor for the script's batch size, without asking how many samples there are"
     )
+    SHAPES = "its batches have samples of different shapes, and its collate_fn cannot stack samples of two of them"
+    KINDS = "its batch sampler makes batches of one kind each (a task, a language), so samples of two must not come into one"
     KEPT = "the script keeps its batches, and may train on them again: the shares of other ranks then are not known"
     HELD = (
         "the script keeps values of the rank's own samples in a tensor, by their numbers or in a queue, and its loss uses that: "

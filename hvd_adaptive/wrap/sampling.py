@@ -7,6 +7,8 @@ import copy
 import dis
 import random
 import zlib
+from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -25,6 +27,9 @@ class Union(Protocol):
 
     def batch(self, number: int) -> list[list[Any]]:
         """Returns the ranks' own lists of indices of a batch, in rank order; numbers may not go back far."""
+
+    def handing_out(self, number: int) -> None:
+        """The sampler is about to be asked for the list of that number."""
 
 
 def find_union(index_sampler: Any, *, world_size: int, rank: int) -> Union | Reason:
@@ -96,6 +101,10 @@ class OneOrder(Union):
         return [self._order[start + rank : stop : self._world_size] for rank in range(self._world_size)]
 
 
+    def handing_out(self, number: int) -> None:
+        """See :class:`Union`."""
+
+
 class _Replicas(Union):
     """Any sampler that holds its rank: copies of it, one with each rank, run side by side.
 
@@ -117,6 +126,13 @@ class _Replicas(Union):
         self._copied_of_epochs: list[list[Any]] = []
         self._batches: dict[int, list[list[Any]]] = {}
         self._next = 0
+        # From which list on the parts had which epochs.
+        self._epochs: deque[tuple[int, list[Any]]] = deque()
+
+    def handing_out(self, number: int) -> None:
+        now = [part.epoch for part in self._of_epochs]
+        if now and (not self._epochs or self._epochs[-1][1] != now):
+            self._epochs.append((number, now))
 
     def batch(self, number: int) -> list[list[Any]]:
         with _random_numbers_kept():
@@ -128,11 +144,12 @@ class _Replicas(Union):
                 self._iterators = [iter(sampler) for sampler in copies]
                 self._copied_of_epochs = [_of_epochs(sampler) for sampler in copies]
             while self._next <= number:
-                # Exact if this is asked at each batch. Else the lists may turn out not to be the rank's, and shares stay equal.
+                while len(self._epochs) > 1 and self._epochs[1][0] <= self._next:
+                    self._epochs.popleft()
                 # The first has the epoch of before the pass.
-                for copied in self._copied_of_epochs if self._next else []:
-                    for part, original in zip(copied, self._of_epochs, strict=False):
-                        part.epoch = original.epoch
+                for copied in self._copied_of_epochs if self._next and self._epochs else []:
+                    for part, epoch in zip(copied, self._epochs[0][1], strict=False):
+                        part.epoch = epoch
                 self._batches[self._next] = [as_list(next(iterator, [])) or [] for iterator in self._iterators]
                 self._batches.pop(self._next - self._KEPT, None)
                 self._next += 1
@@ -183,8 +200,9 @@ def _counts(part: Any) -> bool:
 
 def _is_own_state(value: Any) -> bool:
     """Whether a sampler may change this while it runs; a data set is shared, not copied."""
-    simple = (int, float, str, bool, type(None), list, dict, set, torch.Generator, np.random.Generator, random.Random)
-    return isinstance(value, (*simple, Sampler)) or hasattr(value, "num_replicas")
+    simple = (int, float, str, bool, type(None), list, dict, set, deque, array, bytearray, np.ndarray, torch.Tensor)
+    generators = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    return isinstance(value, (*simple, *generators, Sampler)) or hasattr(value, "num_replicas")
 
 
 @contextlib.contextmanager

@@ -139,6 +139,7 @@ class Shares:
                 loader.reasons.add(Reason.WEIGHTED_LOSS)
             if Reason.KEPT not in loader.reasons and loader.looks.are_kept():
                 loader.reasons.add(Reason.KEPT)
+            loader.reasons |= loader.looks.reasons()
             if stream.is_uneven():
                 loader.reasons.add(Reason.UNEVEN)
             # So the other ranks, too, wait for a loader whose use does not show yet.

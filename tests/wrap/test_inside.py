@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from hvd_adaptive.wrap.forwards import Tracer
 from hvd_adaptive.wrap.kept_batches import FirstBatches
@@ -164,21 +165,37 @@ class Batch:
 
 @pytest.mark.parametrize("kind", [dict, Batch])
 def test_batches_that_are_kept_and_shapes_that_vary(kind: Any) -> None:
-    looks, kept = FirstBatches(), []
+    looks, kept = FirstBatches(DataLoader([0])), []  # type: ignore[arg-type]
     for length in (3, 3, 4, 3):
         batch = kind(x=torch.zeros(N, length), y=torch.zeros(N))
         kept.append(batch)
         looks.delivered(batch)
-        assert looks.has_other_shapes is (len(kept) > 2)
+        assert looks.has_other_shapes is (len(kept) > 2) and looks.reasons() == ({Reason.SHAPES} if len(kept) > 2 else set())
     assert looks.are_kept()
     del kept[0], batch
     assert not looks.are_kept()
 
 
 def test_a_tensor_for_each_sample_is_no_other_shape() -> None:
-    looks = FirstBatches()
+    looks = FirstBatches(DataLoader([0], collate_fn=list))  # type: ignore[arg-type]
     for num_samples in (4, 7, 8, 20):
         looks.delivered({"x": [torch.zeros(3, 5)] * num_samples, "y": torch.zeros(num_samples)})
     assert not looks.has_other_shapes
     looks.delivered({"x": [torch.zeros(3, 6)] * 20, "y": torch.zeros(20)})
-    assert looks.has_other_shapes
+    # A collate_fn of the script's own may join them.
+    assert looks.has_other_shapes and not looks.reasons()
+
+
+@pytest.mark.parametrize("kind", [lambda n: ["de", "fr"][n] * 8, lambda n: [["de", "fr"][n]] * 8, lambda n: torch.full((8,), n)])
+def test_batches_of_one_kind_each(kind: Any) -> None:
+    own: Any = [list(range(8))]
+    for loader, expected in (
+        (DataLoader(range(8), batch_sampler=own), {Reason.KINDS}),  # type: ignore[arg-type]
+        (DataLoader(range(8), batch_size=8), set()),  # type: ignore[arg-type]
+    ):
+        looks = FirstBatches(loader)
+        for number, found in ((0, set()), (0, set()), (1, expected), (0, expected)):
+            looks.delivered({"x": torch.zeros(8, 3), "of": {"kind": kind(number)}, "y": torch.arange(8)})
+            assert looks.reasons() == found
+        looks.delivered({"x": torch.zeros(8, 3), "of": {"kind": torch.arange(8)}, "y": torch.arange(8)})
+        assert not looks.reasons()

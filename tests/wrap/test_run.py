@@ -105,7 +105,7 @@ def test_local_steps(run_job: Any) -> None:
     merges = re.search(r"local steps: (\d+) merges, at last every [3-5] steps", job.stderr)
     assert merges is not None and 24 <= int(merges[1]) <= 48, job.describe()
     check_shares_followed(job)
-    assert "validation and checkpoints at the end of an epoch see the merged model" in job.stderr, job.describe()
+    assert "validation and checkpoints see the merged model at the end of a whole pass" in job.stderr, job.describe()
 
 
 @pytest.mark.parametrize(("mode", "differ"), [("average", True), ("teacher", True), ("merged", False)])

@@ -15,6 +15,7 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     Subset,
     TensorDataset,
     random_split,
@@ -126,6 +127,34 @@ def test_a_sampler_of_the_scripts_own_is_foreseen_and_left_as_it_is() -> None:
         assert np.random.get_state()[1].tolist() == numpy_state  # type: ignore[union-attr]
 
 
+class Keeping(Sampler[int]):
+    """Has its order in an array of its own, or its random numbers in a generator of NumPy's old kind."""
+
+    def __init__(self, rank: int, kind: str) -> None:
+        self.num_replicas, self.rank, self.kind = 2, rank, kind
+        self.array, self.tensor, self.numbers = np.arange(24), torch.arange(24), np.random.RandomState(0)
+
+    def __iter__(self) -> Any:
+        if self.kind == "array":
+            np.random.RandomState(3).shuffle(self.array)
+        self.tensor[:] = self.tensor.roll(5)
+        order = {"array": self.array, "tensor": self.tensor}.get(self.kind)
+        return iter((self.numbers.permutation(24) if order is None else order).tolist()[self.rank :: 2])
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor", "numbers"])
+def test_what_a_sampler_changes_in_place_is_its_own(kind: str) -> None:
+    alone, watched = ([BatchSampler(Keeping(rank, kind), 4, False) for rank in range(2)] for _ in range(2))
+    for _ in range(3):
+        unions = [find_union(sampler, world_size=2, rank=rank) for rank, sampler in enumerate(watched)]
+        for number, lists in enumerate(zip(*alone, strict=True)):
+            assert all(union.batch(number) == list(lists) for union in unions)  # type: ignore[union-attr]
+        assert [list(sampler) for sampler in watched] == [
+            [union.batch(number)[rank] for number in range(3)]  # type: ignore[union-attr]
+            for rank, union in enumerate(unions)
+        ]
+
+
 def test_an_endless_pass_is_foreseen_through_the_epochs_that_the_script_sets() -> None:
     samplers = [torch_sampler(rank, 2, 24, 4, False) for rank in range(2)]
     endless = [iter(Repeated(sampler)) for sampler in samplers]
@@ -136,11 +165,21 @@ def test_an_endless_pass_is_foreseen_through_the_epochs_that_the_script_sets() -
         epoch = {1: 9, 3: 6, 6: 7, 9: 8}.get(number)
         for sampler in samplers if epoch else []:
             sampler.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        for union in unions:
+            union.handing_out(number)  # type: ignore[union-attr]
         seen.append([next(own) for own in endless])
         # One is asked at each batch, as for unequal shares, the other at times.
         asked = unions if number % 3 == 2 else unions[:1]
         assert all(union.batch(number) == seen[number] for union in asked)  # type: ignore[union-attr]
-    assert unions[1].batch(10) == seen[10] and seen[0] != seen[3] != seen[6]  # type: ignore[union-attr]
+    assert seen[0] != seen[3] != seen[6]
+    # Lists are asked for when the script has set later epochs already, as where workers read ahead.
+    late = []
+    for number in range(12, 20):
+        for sampler in samplers:
+            sampler.sampler.set_epoch(100 + number)  # type: ignore[attr-defined]
+        unions[1].handing_out(number)  # type: ignore[union-attr]
+        late.append([next(own) for own in endless])
+    assert [unions[1].batch(number) for number in range(12, 20)] == late  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", [Counting, Calling])
