@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 
 from hvd_adaptive.cluster.binding import expand_counts
-from hvd_adaptive.cluster.blame import has_same_name
+from hvd_adaptive.cluster.blame import has_same_name, is_local
 from hvd_adaptive.cluster.signals import ending_signals, handled
 from hvd_adaptive.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
@@ -46,14 +46,20 @@ def parse_hosts(text: str) -> Hosts:
         ValueError: naming the line that is neither, or the host that comes twice.
     """
     hosts: Hosts = {}
+    alike: dict[str, list[str]] = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d{1,6}))?", line)
         if match is None:
             raise ValueError(f"a line must be host:slots, got {line[:200]!r}")
-        for host in hosts:
-            if has_same_name(host, match[1]):
-                raise ValueError(f"host {host} is printed twice{'' if host == match[1] else f', also as {match[1]}'}")
-        hosts[match[1]] = int(match[2] or 1)
+        host, slots = match[1], int(match[2] or 1)
+        if host in hosts:
+            raise ValueError(f"host {host} is printed twice")
+        if slots:
+            others = alike.setdefault("localhost" if is_local(host) else host.lower().partition(".")[0], [])
+            if other := next((other for other in others if has_same_name(host, other)), None):
+                raise ValueError(f"host {other} is printed twice, also as {host}")
+            others.append(host)
+        hosts[host] = slots
     return {host: slots for host, slots in hosts.items() if slots}
 
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ _AGAIN_S = 0.4
 _NUM_AGAIN = 3
 # Ranks that get the signal have ended by then, unless writing their checkpoint takes long.
 _LONG_S = 120.0
+# How many signals each launcher has been passed.
+_passed_on: weakref.WeakKeyDictionary[subprocess.Popen[bytes], int] = weakref.WeakKeyDictionary()
 
 
 class Stop:
@@ -127,6 +130,7 @@ def pass_on(launcher: subprocess.Popen[bytes], number: int, in_order: bool, *, s
     """
     passed_on = for_launcher(number, in_order=in_order)
     launcher.send_signal(passed_on)
+    count = _passed_on[launcher] = _passed_on.get(launcher, 0) + 1
     if not in_order or passed_on != signal.SIGUSR1:
         return
     is_young = time.monotonic() - started_s <= _YOUNG_S
@@ -136,9 +140,9 @@ def pass_on(launcher: subprocess.Popen[bytes], number: int, in_order: bool, *, s
             time.sleep(_AGAIN_S)
             launcher.send_signal(passed_on)
         time.sleep(_LONG_S)
-        if launcher.poll() is None:
-            said = f"hvd-adaptive: the launcher still runs {_LONG_S:.0f} s after the signal; a second signal ends the job at once"
-            print(said, file=sys.stderr, flush=True)
+        if launcher.poll() is None and _passed_on[launcher] == count:
+            said = f"the launcher still runs {_LONG_S:.0f} s after the signal. A second signal ends the job at once"
+            print(f"hvd-adaptive: {said}; what is being saved is lost", file=sys.stderr, flush=True)
 
     # Not by a timer of the process, whose signal may come when it ends, and would be its end.
     threading.Thread(target=again, name="hvd_adaptive-stop-again", daemon=True).start()

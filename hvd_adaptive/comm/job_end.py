@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import io
 import os
 import signal
 import sys
@@ -93,8 +94,7 @@ def end_on_exceptions(rank: int, abort: Callable[[], object]) -> None:
         abort: ends the whole job, as MPI_Abort does.
     """
 
-    # torch.distributed wraps the hook and holds back what it writes to sys.stderr until it returns, which it does not.
-    stream = sys.stderr
+    stderr = sys.stderr
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         # PyTorch's handler would raise the death of a worker out of here, and nothing would be said.
@@ -102,12 +102,22 @@ def end_on_exceptions(rank: int, abort: Callable[[], object]) -> None:
         if isinstance(error, AgreedError) and rank:
             # Rank 0 says it for all, and ends the job.
             said_by_rank_0.set()
-            time.sleep(_PATIENCE_S)
-            said_by_rank_0.clear()
+            try:
+                time.sleep(_PATIENCE_S)
+            except BaseException:
+                said_by_rank_0.clear()
+                raise
+            # Nobody watches the end of this rank any more.
+            threading.Timer(2 * _PATIENCE_S, os._exit, (1,)).start()
         text = "".join(traceback.format_exception(kind, error, trace)) + _dead_worker(error)
         sys.stdout.flush()
-        stream.write(f"rank {rank} failed:\n{text}")
-        stream.flush()
+        # torch.distributed calls this with a buffer as sys.stderr, and would write it when this returns, which it does not.
+        for stream in (sys.stderr, stderr, sys.__stderr__):
+            if stream is not None and not isinstance(stream, io.StringIO):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.write(f"rank {rank} failed:\n{text}")
+                    stream.flush()
+                    break
         # The launcher's notice of the abort comes another way, and shall not overtake the reason.
         time.sleep(_HEAD_START_S)
         abort()

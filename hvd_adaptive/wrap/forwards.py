@@ -202,7 +202,7 @@ class Tracer(TorchFunctionMode):
             self._look_at_arguments(module, [args, kwargs], places)
             if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
                 self.findings.add(Reason.SCRIPTED)
-            if any(getattr(part, "scale_grad_by_freq", False) for part in module.modules()):
+            if any(getattr(part, "scale_grad_by_freq", False) and part.weight.requires_grad for part in module.modules()):
                 self.findings.add(Reason.FREQUENCY)
         for tensor in tensors_in([result]):
             if tensor.numel() == 1:

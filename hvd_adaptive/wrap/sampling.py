@@ -20,6 +20,8 @@ from hvd_adaptive.wrap.index_lists import as_list
 from hvd_adaptive.wrap.reasons import Reason
 
 _MAX_DEPTH = 4
+# Bytes of a sampler's array: of a larger one no copies are made for every rank.
+_MOST_COPIED = 64 * 2**20
 
 
 class Union(Protocol):
@@ -199,7 +201,15 @@ def _counts(part: Any) -> bool:
 
 
 def _is_own_state(value: Any) -> bool:
-    """Whether a sampler may change this while it runs; a data set is shared, not copied."""
+    """Whether a sampler may change this while it runs; a data set is shared, not copied.
+
+    Raises:
+        ValueError: for what is too large to be copied.
+    """
+    if isinstance(value, np.ndarray) and not value.flags.writeable:
+        return False
+    if isinstance(value, (np.ndarray, torch.Tensor)) and value.nbytes > _MOST_COPIED:
+        raise ValueError("a large array")
     simple = (int, float, str, bool, type(None), list, dict, set, deque, array, bytearray, np.ndarray, torch.Tensor)
     generators = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     return isinstance(value, (*simple, *generators, Sampler)) or hasattr(value, "num_replicas")

@@ -37,6 +37,7 @@ SCRIPT = str(Path(__file__).parents[1] / "wrap" / "scripts" / "elastic.py")
 
 
 def test_discovery_scripts_are_horovods() -> None:
+    assert parse_hosts("a.x:1\na.y:1\na:0\n") == {"a.x": 1, "a.y": 1}
     assert parse_hosts("a:2\n b-1.x:4 \n\nc\nd:0\n") == {"a": 2, "b-1.x": 4, "c": 1}
     for text, message in (
         ("a:2 b:2", "a line must be host:slots, got 'a:2 b:2'"),

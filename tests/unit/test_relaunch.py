@@ -316,7 +316,7 @@ def test_a_launcher_that_does_not_heed_a_signal_is_named(monkeypatch, capfd):
         assert deaf.stdout.readline() == b"ready\n"
         signals.pass_on(deaf, signal.SIGTERM, True, started_s=time.monotonic() - 60)
         said, limit_s = "", time.monotonic() + 30
-        while "a second signal ends the job at once" not in said:
+        while "A second signal ends the job at once" not in said:
             assert time.monotonic() < limit_s
             said += capfd.readouterr().err
             time.sleep(0.05)

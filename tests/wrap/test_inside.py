@@ -136,7 +136,12 @@ def test_rows_of_an_embedding_that_are_scaled_by_their_count_in_the_batch() -> N
         model.table.scale_grad_by_freq = True
         return model.layer(x) + model.table(y)
 
+    def frozen(model: Own, x: Tensor, y: Tensor) -> Tensor:
+        model.table.requires_grad_(False)
+        return by_count(model, x, y)
+
     assert trace(by_count, of_results).findings == {Reason.FREQUENCY}
+    assert not trace(frozen, of_results).findings
 
 
 def test_what_a_forward_leaves_beside_its_result() -> None:

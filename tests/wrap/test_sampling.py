@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 
 from hvd_adaptive.algorithm.shares import integer_shares
+from hvd_adaptive.wrap import sampling
 from hvd_adaptive.wrap.fingerprint import contents, fingerprint
 from hvd_adaptive.wrap.loaders import Loader
 from hvd_adaptive.wrap.reasons import Reason, mask, unmask
@@ -153,6 +154,15 @@ def test_what_a_sampler_changes_in_place_is_its_own(kind: str) -> None:
             [union.batch(number)[rank] for number in range(3)]  # type: ignore[union-attr]
             for rank, union in enumerate(unions)
         ]
+
+
+def test_large_arrays_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = Keeping(0, "numbers")
+    monkeypatch.setattr(sampling, "_MOST_COPIED", 8)
+    assert find_union(BatchSampler(sampler, 4, False), world_size=2, rank=0) is Reason.NOT_COPYABLE
+    sampler.array.flags.writeable, sampler.tensor = False, torch.zeros(1)
+    union = find_union(BatchSampler(sampler, 4, False), world_size=2, rank=0)
+    assert not isinstance(union, Reason) and union.batch(0)
 
 
 def test_an_endless_pass_is_foreseen_through_the_epochs_that_the_script_sets() -> None:
