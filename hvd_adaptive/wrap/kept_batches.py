@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
@@ -87,12 +88,13 @@ class FirstBatches:
 def _kinds_in(part: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yields where a batch has one value for all of its samples, a word or a whole number, and the value."""
     if isinstance(part, Tensor):
-        is_column = part.dim() == 1 and len(part) > 1 and not part.is_floating_point() and not part.is_complex()
+        is_column = part.layout == torch.strided and part.dim() == 1 and len(part) > 1
+        is_column = is_column and not part.is_floating_point() and not part.is_complex()
         if is_column and bool((part == part[0]).all()):
             yield path, part[0].item()
     elif isinstance(part, str):
         yield path, part
-    elif isinstance(part, dict):
+    elif isinstance(part, Mapping):
         for name, value in part.items():
             yield from _kinds_in(value, (*path, name))
     elif isinstance(part, (list, tuple)):
