@@ -61,7 +61,4 @@ def check_data_early(train: TrainConfig) -> None:
     # Only now: it loads torch.
     from hvd_adaptive.xmc.data import resolve
 
-    try:
-        resolve(train.data, train.test_data)
-    except OSError as error:
-        raise ValueError(f"data: {path} cannot be read: {error.strerror}") from None
+    resolve(train.data, train.test_data)

@@ -93,7 +93,6 @@ def end_on_exceptions(rank: int, abort: Callable[[], object]) -> None:
         rank: this rank.
         abort: ends the whole job, as MPI_Abort does.
     """
-
     stderr = sys.stderr
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -31,7 +31,7 @@ class Union(Protocol):
         """Returns the ranks' own lists of indices of a batch, in rank order; numbers may not go back far."""
 
     def handing_out(self, number: int) -> None:
-        """The sampler is about to be asked for the list of that number."""
+        """Takes note that the sampler is about to be asked for the list of that number, if that matters."""
 
 
 def find_union(index_sampler: Any, *, world_size: int, rank: int) -> Union | Reason:
@@ -102,9 +102,8 @@ class OneOrder(Union):
         start, stop = number * size, min((number + 1) * size, len(self._order))
         return [self._order[start + rank : stop : self._world_size] for rank in range(self._world_size)]
 
-
     def handing_out(self, number: int) -> None:
-        """See :class:`Union`."""
+        """See :class:`Union`; the order is of one epoch."""
 
 
 class _Replicas(Union):

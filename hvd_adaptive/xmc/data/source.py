@@ -58,8 +58,15 @@ def resolve(data: str | None, test_data: str | None = None) -> DataSource:
             "test" for "train". PREFIX_labels.txt and PREFIX_features.txt beside it, if there, name the ids.
 
     Raises:
-        ValueError: nothing was found, or more than one thing; says what is there instead.
+        ValueError: nothing was found, or more than one thing; says what is there instead. Or a folder may not be read.
     """
+    try:
+        return _find(data, test_data)
+    except OSError as error:
+        raise ValueError(f"data: {error.filename or data} cannot be read: {error.strerror}") from None
+
+
+def _find(data: str | None, test_data: str | None) -> DataSource:
     if data is None or (data == EMBEDDED_NAME and not Path(data).exists()):
         if test_data is not None:
             raise ValueError(
