@@ -57,7 +57,7 @@ class Follower:
         self._condition = condition
         self._weighs = weighs
         self._streams: weakref.WeakSet[IndexStream] = weakref.WeakSet()
-        self._is_backward = self._has_gradients = False
+        self._is_backward = self._has_gradients = self._is_kept = False
         # Events are numbered, to know what came after what.
         self._event = self._last_backward = 0
         self._used: list[tuple[IndexStream, Handed]] = []
@@ -136,6 +136,7 @@ class Follower:
         """A pass is over."""
         self.finish_trace()
         stream.is_over = True
+        self._is_kept = stream.delivered_at > self._last_backward and not stream.is_evaluated
 
     def backward(self) -> float:
         """A parameter has got a gradient; returns the factor on it.
@@ -319,9 +320,10 @@ class Follower:
         self._last_backward = self._event = self._event + 1
         if candidates:
             self._begin_with(candidates)
-        elif self.stream is not None and not self.stream.is_open:
-            # Neither a new batch nor a loop that is still open.
+        elif self.stream is not None and (self._is_kept or not self.stream.is_open):
+            # Neither a new batch nor a loop that is still open. Or a pass was read to its end for later, as by list(loader).
             self.stream, self.weight = None, 1.0
+        self._is_kept = False
 
     def _begin_with(self, candidates: list[IndexStream]) -> None:
         self.stream = stream = candidates[-1]
