@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
