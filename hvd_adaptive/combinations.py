@@ -230,10 +230,10 @@ def check_elastic_script(config: Any) -> None:
     """
     if config.dry_run:
         raise ValueError("dry_run ends after a few steps: leave --elastic out")
-    for name in ("shares", "slowdown"):
+    for name, instead in ("shares", ", or set --shares equal"), ("slowdown", ""):
         value = getattr(config, name)
-        if value is not None:
-            raise ValueError(f"{name} {value!r} has a number a rank, and --elastic changes their number: leave one out")
+        if value not in (None, "equal"):
+            raise ValueError(f"{name} {value!r} has a number a rank, and --elastic changes their number: leave one out{instead}")
 
 
 def _check_needed(config: Any, what: str, why: str, **needed: tuple[Any, ...]) -> None:

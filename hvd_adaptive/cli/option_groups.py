@@ -85,7 +85,7 @@ PLACEHOLDERS = {
     "ranks": "N,N|A..B",
     "replay": "RUN_DIR",
     "resume": "auto|PATH",
-    "shares": "A,B,...",
+    "shares": "equal|A,B,...",
     "slowdown": "F,G,...",
     "speeds": "S,T,...",
     "strategies": "A,B,...",

@@ -339,8 +339,8 @@ class Follower:
                 self._mismatch = f"{Reason.INTERLEAVED.value}. Its first steps did not show this"
         if self._mismatch is not None and unequal:
             raise RuntimeError(
-                f"{stream.loader.label}: {self._mismatch}, and its shares are unequal by now; run the script "
-                "with --shares 1,1,... (one number a rank)"
+                f"{stream.loader.label}: {self._mismatch}, and its shares are unequal by now; run the "
+                "script with --shares equal"
             )
         if stream.num_unused > 1 and Reason.SKIPPED not in stream.loader.reasons:
             stream.loader.reasons.add(Reason.FETCHED_AHEAD)

@@ -331,7 +331,7 @@ class IndexStream:
         if lists[self._rank] != own:
             raise RuntimeError(
                 f"{self.loader.label}: {Reason.UNION.value}. This was not so at first, so some batches have been pooled already; "
-                "make its sampler repeatable, change batch_size between passes only, or run with --shares 1,1,... (one a rank)"
+                "make its sampler repeatable, change batch_size between passes only, or run with --shares equal"
             )
         if {len(part) for part in lists} != {len(own)}:
             # All ranks see these lists and leave this batch alone.

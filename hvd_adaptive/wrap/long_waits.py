@@ -82,7 +82,7 @@ class LongWaits:
                 raise
             raise RuntimeError(
                 f"{error} [hvd_adaptive: in {what}. The ranks' shares of a batch are unequal; if this is as long as the "
-                f"batch, run the script with {equal_shares(self._num_ranks)}]"
+                "batch, run the script with --shares equal]"
             ) from None
         finally:
             self._wait = None
@@ -129,7 +129,7 @@ class LongWaits:
         if self._are_unequal:
             advice += (
                 ". The ranks' shares of a batch are unequal, too, and a script that goes by numbers of samples may then part "
-                f"them: to rule this out, run it with {equal_shares(self._num_ranks)}"
+                "them: to rule this out, run it with --shares equal"
             )
         return advice + _of_forks(platform.python_version())
 
@@ -145,8 +145,3 @@ def _of_forks(version: str) -> str:
     if not may_hang_at_fork(version):
         return ""
     return f". If a DataLoader has workers, one may not have started: Python {version} has a fault there (docs/sharp-bits.md)"
-
-
-def equal_shares(num_ranks: int) -> str:
-    """Returns the option for equal shares."""
-    return f"--shares {','.join(['1'] * num_ranks)}"

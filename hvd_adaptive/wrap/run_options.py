@@ -30,6 +30,9 @@ def _as_in_train(
     )
 
 
+EQUAL_SHARES = "equal"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """How a wrapped script's ranks share their batches. Fields are options; ``metadata["help"]`` describes them.
@@ -45,7 +48,7 @@ class RunConfig:
     )
     shares: str | None = option(
         None,
-        "fixed shares of the global batch, one a rank, as in 1,2 (default: by measured speeds)",
+        "fixed shares of the global batch: equal, or one number a rank as in 1,2 (default: by measured speeds)",
     )
     interval: int = option(25, "optimizer steps between two looks at the ranks' speeds")
     max_batch_size: int | None = option(
@@ -140,18 +143,20 @@ LOCAL_OPTIONS = tuple(n for n, f in RunConfig.__dataclass_fields__.items() if f.
 _ENCODING = ("compression", "reducer", "error_feedback")
 
 
-def parse_shares(text: str) -> tuple[float, ...]:
+def parse_shares(text: str, num_ranks: int = 1) -> tuple[float, ...]:
     """Returns the proportions behind ``shares``, one > 0 a rank, of any scale.
 
     Raises:
-        ValueError: if the text is not a list of such numbers.
+        ValueError: if the text is neither "equal" nor a list of such numbers.
     """
+    if text == EQUAL_SHARES:
+        return (1.0,) * num_ranks
     try:
         shares = tuple(float(part) for part in text.split(","))
     except ValueError:
         shares = ()
     if not shares or not all(0 < share < float("inf") for share in shares):
-        raise ValueError(f"shares must be one number > 0 a rank, as in 1,2, got {text!r}")
+        raise ValueError(f"shares must be one number > 0 a rank, as in 1,2, or {EQUAL_SHARES}; got {text!r}")
     return shares
 
 
@@ -161,5 +166,5 @@ def check_shares(text: str | None, num_ranks: int) -> None:
     Raises:
         ValueError: if not.
     """
-    if text is not None and len(parse_shares(text)) != num_ranks:
-        raise ValueError(f"shares must have one number a rank: {num_ranks} ranks, got {len(parse_shares(text))} in {text!r}")
+    if text is not None and (count := len(parse_shares(text, num_ranks))) != num_ranks:
+        raise ValueError(f"shares must have one number a rank: {num_ranks} ranks, got {count} in {text!r} (or be {EQUAL_SHARES})")

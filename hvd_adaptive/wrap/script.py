@@ -41,7 +41,7 @@ from hvd_adaptive.wrap.wrapped_run import BadOptions, Engine
 if TYPE_CHECKING:
     from hvd_adaptive.wrap.launched import Launched
 
-_EQUAL = "If the script cannot take batches of another size, run it with --shares 1,1,... (one number a rank)"
+_EQUAL = "If the script cannot take batches of another size, run it with --shares equal"
 _engine: Engine | None = None
 
 

@@ -61,7 +61,6 @@ class Shares:
         self.config = config
         self.reasons: set[Reason] = set()
         self._report = report
-        self._pinned = None if config.shares is None else parse_shares(config.shares)
         self._world_size, self._rank = 1, 0
         # Steps since all ranks were known to be at one place: what all of them count alike.
         self._num_steps = 0
@@ -171,7 +170,9 @@ class Shares:
     def controller(self, loader: Loader) -> Controller:
         """Returns what proposes a loader's shares."""
         if loader.controller is None:
-            loader.controller = Controller(self._world_size, pinned=self._pinned)
+            shares = self.config.shares
+            pinned = None if shares is None else parse_shares(shares, self._world_size)
+            loader.controller = Controller(self._world_size, pinned=pinned)
         return loader.controller
 
     def _decide(self, stream: IndexStream | None, gathered: Gathered, agreed: Array) -> None:

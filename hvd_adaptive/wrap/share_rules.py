@@ -85,7 +85,7 @@ def judge(gathered: Gathered) -> set[Reason]:
         raise RuntimeError(
             f"the ranks computed {gathered['num_samples'].astype(int).tolist()} samples of global batches of "
             f"{expected.astype(int).tolist()}: shares did not add up. This is a fault in hvd_adaptive or in the "
-            "script's sampler; run with --shares 1,1,... (one number a rank) and report it"
+            "script's sampler; run with --shares equal and report it"
         )
     return reasons
 

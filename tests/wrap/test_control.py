@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hvd_adaptive.algorithm.shares import integer_shares
+from hvd_adaptive.combinations import check_elastic_script
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.run_options import RunConfig, parse_shares
 from hvd_adaptive.wrap.share_rules import Controller, Window, judge, pack, unpack
@@ -113,7 +114,8 @@ def test_the_merges_rules_are_those_of_train() -> None:
 
 
 def test_options_are_checked() -> None:
-    assert parse_shares("1, 2.5") == (1.0, 2.5)
+    assert parse_shares("1, 2.5") == (1.0, 2.5) and parse_shares("equal", 3) == (1.0, 1.0, 1.0)
+    check_elastic_script(RunConfig(shares="equal"))
     for values, message in [
         ({"interval": 0}, "interval must be > 0"),
         ({"shares": "a"}, "one number > 0 a rank"),
