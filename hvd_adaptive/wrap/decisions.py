@@ -246,6 +246,8 @@ def _decides(node: ast.AST, names: set[str], lengths: set[int]) -> bool:
         return not (is_count and all(isinstance(side, ast.Constant) and side.value in (0, None) for side in others))
     if isinstance(node, (ast.If, ast.While, ast.IfExp)) and isinstance(node.test, ast.BinOp):
         return _comes_from(node.test, names, lengths)
+    if isinstance(node, ast.Match):
+        return _comes_from(node.subject, names, lengths)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
         return any(_comes_from(argument, names, lengths) for argument in node.args)
     return False

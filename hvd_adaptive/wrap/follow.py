@@ -108,8 +108,7 @@ class Follower:
         stream.delivered_at = self._event = self._event + 1
         self._is_backward, self._learns, self._mismatch = False, False, None
         self._lengths = {n for tensor in tensors_in([batch]) for n in tensor.shape} if stream.weight_differs else set()
-        loader = stream.loader
-        loader.looks.delivered(batch)
+        (loader := stream.loader).looks.delivered(batch)
         if self._is_to_follow(stream):
             self._learns = not loader.is_traced
             loader.num_traces += self._learns
@@ -123,14 +122,14 @@ class Follower:
 
     def _is_to_follow(self, stream: IndexStream) -> bool:
         """Whether the batch that was just delivered is to be followed to its loss: an early one, or the first of a later pass."""
-        loader = stream.loader
-        if not stream.current.num_samples:
-            return False
+        loader, has_samples = stream.loader, stream.current.num_samples > 0
         if not loader.is_traced:
-            return loader.num_traces < _MOST_TRACES
+            # Passes before the first step, as an evaluation's, show nothing.
+            is_early = max(loader.num_steps, stream.num_delivered - 1) < _MOST_TRACES
+            return has_samples and (is_early or loader.num_traces < _MOST_TRACES)
         # Each rank looks at its own time: what one of them finds counts for all.
         is_cheap = self._cost_s <= max(_CHEAP_S, _CHEAP * (time.monotonic() - self._traced_at_s))
-        return is_cheap and stream.begins_followed and stream.num_delivered == 1 and not loader.reasons
+        return has_samples and is_cheap and stream.begins_followed and stream.num_delivered == 1 and not loader.reasons
 
     def exhausted(self, stream: IndexStream) -> None:
         """A pass is over."""
@@ -192,7 +191,8 @@ class Follower:
             found, learns = [self.stream], self._learns
         for stream in found:
             stream.loader.num_losses += 1
-        if not found or found[-1].loader.reasons or found[-1].is_beside:
+        # The following of a first batch may have ended with a validation before its loss.
+        if not found or found[-1].loader.reasons or found[-1].is_beside or not (learns or found[-1].loader.is_traced):
             return
         loader = found[-1].loader
         for tensor in tensors:
@@ -304,7 +304,7 @@ class Follower:
                 loader.reasons.add(Reason.UNKNOWN_LOSS)
             for module in self._tracer.called():
                 self._look_at_layers(module, loader)
-        elif not loader.is_traced and loader.num_traces == _MOST_TRACES and not loader.reasons:
+        elif not loader.is_traced and loader.num_traces >= _MOST_TRACES and not loader.reasons:
             loader.reasons.add(Reason.NO_FORWARD)
 
     def _candidates(self) -> list[IndexStream]:

@@ -27,6 +27,7 @@ from hvd_adaptive.wrap.compilers import is_reading
 from hvd_adaptive.wrap.decisions import decides_by_length
 from hvd_adaptive.wrap.forward_hook import ForwardHook
 from hvd_adaptive.wrap.losses import Kind
+from hvd_adaptive.wrap.made_of_batch import MadeOfBatch
 from hvd_adaptive.wrap.own_gradients import OwnGradients
 from hvd_adaptive.wrap.picks import goes_through_batch, number_of_pick
 from hvd_adaptive.wrap.places import Place, packed_in, places_of
@@ -65,13 +66,9 @@ class Tracer(TorchFunctionMode):
         self._entered = False
         self._watching = False
         self._num_samples = 0
-        # Tensors made of the batch, kept alive so that neither their ids nor their memory is used again.
-        self._made: dict[int, tuple[Tensor, Kind]] = {}
-        self._memory: set[int] = set()
-        # Tensors as long as the batch and its like: made since, from data or by a script that has asked how long the batch is.
-        self._as_long: dict[int, Tensor] = {}
-        # Made since, of weights and the like, outside of any forward; and the nodes of sums that were divided by a batch's size.
-        self._beside: dict[int, Tensor] = {}
+        self._tape = Tape(lambda tensor: self._made.kind(tensor) is Kind.SUM)
+        self._made = MadeOfBatch(self._tape.is_made)
+        # The nodes of sums that were divided by a batch's size.
         self._means: set[Any] = set()
         self._size_asked = self._length_asked = False
         # How often the root is within itself.
@@ -79,7 +76,6 @@ class Tracer(TorchFunctionMode):
         self._depth = 0
         self._own_reduction = self._mean_seen = False
         self._hooks: list[Any] = []
-        self._tape = Tape(lambda tensor: self._kind(tensor) is Kind.SUM)
 
     def train(self, parameters: list[Tensor]) -> None:
         """Adds parameters that an optimizer trains: modules that own some are of interest."""
@@ -98,7 +94,7 @@ class Tracer(TorchFunctionMode):
         self.root, self._depth, self.least_samples = None, 0, 1
         self._size_asked = self._length_asked = self._own_reduction = self._mean_seen = False
         self._num_samples = num_samples
-        self._guarded(lambda: self._keep(Kind.ROWS, *tensors_in([batch])))
+        self._guarded(lambda: self._made.begin(tensors_in([batch]), num_samples))
         self._guarded(lambda: self._tape.begin(tensors_in([batch]), num_samples))
         self._watching = True
         self._go_on()
@@ -112,10 +108,7 @@ class Tracer(TorchFunctionMode):
         self._watching = False
         self._pause()
         self._made.clear()
-        self._as_long.clear()
-        self._beside.clear()
         self._means.clear()
-        self._memory.clear()
         self._tape.begin((), 0)
 
     @contextmanager
@@ -141,9 +134,9 @@ class Tracer(TorchFunctionMode):
             self._guarded(lambda: self._judge(args, kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if self._watching and torch._C._current_graph_task_id() == -1:
-            within, asked = self.root is not None, self._length_asked
+            within, as_long, asked = self.root is not None, self._made.as_long, self._length_asked
             with suppress(Exception), torch._C.DisableTorchFunction():
-                self._tape.record(func, args, kwargs or {}, result, is_inside=within, as_long=self._as_long, length_asked=asked)
+                self._tape.record(func, args, kwargs or {}, result, is_inside=within, as_long=as_long, length_asked=asked)
         if not self._is_followed():
             if self._watching and self.root is not None and torch.is_grad_enabled():
                 self._guarded(lambda: self._look_inside(func, args, kwargs or {}, result))
@@ -206,20 +199,23 @@ class Tracer(TorchFunctionMode):
                 self.findings.add(Reason.FREQUENCY)
         for tensor in tensors_in([result]):
             if tensor.numel() == 1:
+                read = inside.kind_of_number(tensor, self._means) if tensor.requires_grad else Kind.MEAN
                 kind = Kind.MEAN
-                if tensor.requires_grad and inside.is_sum(tensor, self._means):
+                self._made.needs_proof |= read is Kind.OTHER
+                if read is Kind.SUM:
                     self.findings.add(Reason.MIXED)
             else:
                 kind = Kind.OTHER if losses.rows_dim(tensor, self._num_samples) is None else Kind.ROWS
-            self._keep(kind, tensor)
+                self._made.needs_proof |= not self._made.may_have_rows(tensor)
+            self._made.keep(kind, tensor)
         self._tape.gives(tensors_in([result]))
 
     def _look_at_arguments(self, module: nn.Module, arguments: Any, places: set[Place]) -> None:
         found, ragged = False, packed_in(arguments)
         for number, tensor in enumerate(tensors_in(arguments)):
-            kind = self._kind(tensor)
+            kind = self._made.kind(tensor)
             if id(tensor) not in ragged and kind is None and self._num_samples in tensor.shape:
-                if id(tensor) not in self._as_long:
+                if id(tensor) not in self._made.as_long:
                     self.findings.add(Reason.OTHER_INPUT)
                     continue
                 kind = Kind.ROWS
@@ -228,7 +224,7 @@ class Tracer(TorchFunctionMode):
             self.findings |= batch_statistics.findings_of_argument(tensor, kind)
             if new := places_of(tensor, number, self._num_samples):
                 found = True
-                places.add(min(new))
+                places.add(min(new, key=lambda place: (place[2] > 1, place)))
                 self.possible_places.setdefault(module, set()).update(new)
         if not found:
             self.findings.add(Reason.UNSEEN)
@@ -243,12 +239,16 @@ class Tracer(TorchFunctionMode):
                 self._means.add(result.grad_fn)
             # What the forward makes of it is seen at its result.
             self._mean_seen = True
+            rows = args[0] if args else None
+            self._made.needs_proof |= isinstance(rows, Tensor) and losses.rows_dim(rows, self._num_samples) is None
             return
         results, frame = list(tensors_in([result])), sizes.own_frame()
         if losses.mixes_inside(func, args, results, self._num_samples):
             self.findings.add(Reason.MIXED)
+        self._made.needs_proof |= inside.pairs_samples(func, args, results, self._num_samples)
         if frame is None:
             return
+        self._made.needs_proof |= inside.may_be_of_whole_batch(func, args, kwargs, results, self._num_samples)
         self._length_asked |= func is Tensor.__len__
         self.findings |= inside.findings(func, args, kwargs, results, self._num_samples, length_asked=self._length_asked)
         if inside.divides_by_number(func, args, frame):
@@ -266,23 +266,29 @@ class Tracer(TorchFunctionMode):
             return
         if self.gradients.are_changed(func, args):
             self.findings.add(Reason.CLIPPED)
-        made = [(tensor, found) for tensor in given if (found := self._kind(tensor)) is not None]
+        elif self.gradients.are_made_by(func, args) and self._tape.holds_values(tensors_in([args[1:], kwargs])):
+            self.findings.add(Reason.HELD)
+        is_setitem = func is Tensor.__setitem__
+        if is_setitem and self._fills_fixed_length(*args[:2]):
+            self.findings.add(Reason.SIZE_DECIDES)
+        from_inside = self._made.are_from_inside(given)
+        made = [(tensor, found) for tensor in given if (found := self._made.kind(tensor)) is not None]
         if not made:
             # What comes from a tensor that was there before is as fixed as that.
-            is_new = all(id(tensor) in self._as_long for tensor in given if self._num_samples in tensor.shape)
+            is_new = all(id(tensor) in self._made.as_long for tensor in given if self._num_samples in tensor.shape)
             if is_new and (self._size_asked or func not in sizes.FACTORIES):
-                self._as_long.update((id(tensor), tensor) for tensor in results if self._num_samples in tensor.shape)
-            if not self._are_from_inside(given):
-                self._beside.update((id(tensor), tensor) for tensor in results if tensor.requires_grad)
+                self._made.as_long.update((id(tensor), tensor) for tensor in results if self._num_samples in tensor.shape)
+            if not from_inside:
+                self._made.beside.update((id(tensor), tensor) for tensor in results if tensor.requires_grad)
             return
         self._size_asked |= func in sizes.SIZES
         self._length_asked |= func is Tensor.__len__
-        if args and self._holds_samples(args[0]):
+        if args and self._made.holds_samples(args[0]):
             self._look_at_pick(func, args, sizes.calling_frame())
         for tensor in given:
             # Labels of a fixed number, an order of a fixed length. Weights and a layer's statistics are as long by chance.
             is_weight = tensor.requires_grad or isinstance(tensor, nn.Parameter) or func in losses.NORMS
-            is_other = not is_weight and self._kind(tensor) is None and id(tensor) not in self._as_long
+            is_other = not is_weight and self._made.kind(tensor) is None and id(tensor) not in self._made.as_long
             if is_other and tensor.dim() > 0 and tensor.shape[0] == self._num_samples:
                 self.findings.add(Reason.OTHER_INPUT)
         cut = any(of is Kind.CUT for _, of in made) or losses.cuts(func, args, kwargs, results, self._num_samples)
@@ -296,34 +302,43 @@ class Tracer(TorchFunctionMode):
         if with_gradients and of_loss:
             others = [(tensor, other) for tensor, other in made if not tensor.requires_grad]
             kind = losses.kind_of_loss(func, args, kwargs, [*of_loss, *others], self._num_samples)
+            if kind is Kind.OTHER and losses.may_keep_rows(func, args, [*of_loss, *others], results, self._num_samples):
+                kind, self._made.has_unknown = Kind.ROWS, True
             kind = Kind.CUT if cut and kind is Kind.ROWS else kind
-            kind = inside.kind_with_len(kind, func, args, self._num_samples, self._holds_samples, self._kind)
-            if self._are_from_inside(given):
+            kind = inside.kind_with_len(kind, func, args, self._made)
+            if from_inside:
                 kind = Kind.OTHER
         # An assignment to places of a tensor has no result.
-        written = [args[0]] if func is Tensor.__setitem__ else []
+        written = [args[0]] if is_setitem else []
         data = batch_statistics.kinds_of_data(func, args, kwargs, made, results or written, self._num_samples)
         for tensor, of_data in zip(results, data, strict=False):
             of_data = Kind.CUT if cut else of_data
-            self._keep(kind if tensor.requires_grad and of_loss else of_data, tensor)
+            self._made.keep(kind if tensor.requires_grad and of_loss else of_data, tensor)
         if written and data == [Kind.OTHER] and not args[0].requires_grad:
-            self._keep(Kind.OTHER, args[0])
+            self._made.keep(Kind.OTHER, args[0])
+
+    def _fills_fixed_length(self, tensor: Tensor, places: Any) -> bool:
+        is_filled = sizes.fills_by_length(places, self._num_samples, length_asked=self._length_asked)
+        return is_filled and self._made.kind(tensor) is None and id(tensor) not in self._made.as_long
 
     def _judge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Looks at what backward is called on."""
         for tensor in tensors_in([args[0] if args else kwargs.get("tensors", ())]):
             self.num_backwards += 1
-            kind = self._kind(tensor)
+            kind = self._made.kind(tensor)
             self._tape.ends_in(tensor)
             reason = Reason.UNKNOWN_LOSS if kind is None else losses.REASONS.get(kind)
             if reason is not None:
                 self.findings.add(reason)
-            elif not self.findings and self._tape.tells_other(tensor):
-                self.findings.add(Reason.MIXED)
+            elif not self.findings:
+                is_other = self._tape.tells_other(tensor, inside=self._made.needs_proof)
+                is_other = (self._made.needs_proof or self._made.has_unknown) if is_other is None else is_other
+                if is_other or losses.reduces_by_itself(self._made.known.values()):
+                    self.findings.add(Reason.MIXED)
 
     def _size_of_batch(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
         tensor = args[0] if args else None
-        known = self._made.get(id(tensor))
+        known = self._made.known.get(id(tensor))
         if known is None or known[1] is not Kind.ROWS:
             return result
         if func in sizes.COUNTS:
@@ -333,14 +348,11 @@ class Tracer(TorchFunctionMode):
     def _look_at_size(self, func: Any, tensor: Tensor) -> None:
         """The script asks for a tensor's size: looks in its source for what follows from that."""
         frame = sizes.calling_frame()
-        if frame is None or id(tensor) not in self._made or not self._holds_samples(tensor):
+        if frame is None or id(tensor) not in self._made.known or not self._made.holds_samples(tensor):
             return
         decides = func is Tensor.__len__ and decides_by_length(frame, tensor)
         if decides or sets_rate_by_size(frame.f_code.co_filename, frame.f_lineno):
             self.findings.add(Reason.SIZE_DECIDES)
-
-    def _holds_samples(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and self._kind(value) is Kind.ROWS and losses.rows_dim(value, self._num_samples) == 0
 
     def _look_at_pick(self, func: Any, args: tuple[Any, ...], frame: FrameType | None) -> None:
         count = number_of_pick(func, args)
@@ -353,28 +365,7 @@ class Tracer(TorchFunctionMode):
     def is_made_of_batch(self, tensor: Tensor) -> bool:
         """Whether a tensor is made of the batch that is watched now, sample by sample."""
         is_inside = self.root is not None and tensor.dim() > 0 and tensor.shape[0] == self._num_samples
-        return self._watching and (is_inside or self._kind(tensor) in (Kind.ROWS, Kind.CUT))
-
-    def _keep(self, kind: Kind, *tensors: Tensor) -> None:
-        for tensor in tensors:
-            self._made[id(tensor)] = (tensor, kind)
-            if tensor.layout == torch.strided and kind is Kind.ROWS:
-                self._memory.add(tensor.untyped_storage().data_ptr())
-
-    def _kind(self, tensor: Tensor) -> Kind | None:
-        """What a tensor holds; None if it is not made of the batch at all."""
-        known = self._made.get(id(tensor))
-        if known is not None:
-            return known[1]
-        # Aliases that no torch function makes, as the old torch.autograd.Variable.
-        if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in self._memory:
-            return Kind.ROWS if self._num_samples in tensor.shape else Kind.CUT
-        return None
-
-    def _are_from_inside(self, tensors: list[Tensor]) -> bool:
-        """Whether a tensor with gradients comes from a forward, but by another way than its result."""
-        computed = [tensor for tensor in tensors if tensor.requires_grad and not tensor.is_leaf]
-        return any(id(tensor) not in self._beside and self._kind(tensor) is None for tensor in computed)
+        return self._watching and (is_inside or self._made.kind(tensor) in (Kind.ROWS, Kind.CUT))
 
     # -- being there
 

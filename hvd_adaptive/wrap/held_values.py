@@ -1,6 +1,6 @@
-"""Whether a script keeps values of a batch in a tensor that its losses use: a row for each sample, or a queue of the last ones.
+"""Whether a script keeps values of a batch, and later losses use them: a row for each sample, a queue, a moving mean.
 
-With unequal shares samples come to ranks that do not have theirs.
+With unequal shares samples come to ranks that do not have theirs, and a mean over a rank's batch is one over others.
 """
 
 from __future__ import annotations
@@ -8,23 +8,50 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hvd_adaptive.wrap.tensors import tensors_in
 
 # Who is on the way from a script's call to here.
 _WATCHERS = {__name__, *(f"hvd_adaptive.wrap.{name}" for name in ("tape", "forwards"))}
+# They take a length, a type or a place from a tensor; the second kind from all but the first one.
+_NO_VALUES = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like"}
+_NO_VALUES |= {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}
+_VALUES_OF_FIRST = {"to", "type_as", "expand_as", "view_as", "reshape_as"}
 
 
 class HeldValues:
-    """Knows tensors by their memory, as a script may write to one view and read another."""
+    """Knows tensors that are written to by their memory, as a script may write to one view and read another."""
 
     def __init__(self) -> None:
+        # What was made of values of this batch, and of those before it.
+        self._now, self._older = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self.begin(())
+
+    def begin(self, batch: Iterable[Tensor]) -> None:
+        """Begins with a batch's tensors; values of the one before are older ones now."""
+        self._older.update(self._now)
+        self._now = WeakTensorKeyDictionary(dict.fromkeys(batch, True))
         self._written: set[int] = set()
         # What tensors that are not of the batch were made of, in this batch.
         self._sources: dict[int, set[int]] = {}
         # None of their memory is given to others.
         self._alive: list[Tensor] = []
+
+    def computed(self, name: str, args: Any, kwargs: Any, results: Iterable[Tensor]) -> None:
+        """A function of that name was called."""
+        given = [] if name in _NO_VALUES else list(tensors_in(args[:1] if name in _VALUES_OF_FIRST else [args, kwargs]))
+        for values in (self._now, self._older):
+            if any(tensor in values for tensor in given):
+                values.update(dict.fromkeys(results, True))
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is made of values of the batch."""
+        return tensor in self._now
 
     def written(self, tensor: Tensor) -> None:
         """Values of the batch, or places by them, are written to a tensor that is not made of the batch."""
@@ -43,7 +70,10 @@ class HeldValues:
                 self._sources.setdefault(_memory(tensor), set()).update(sources)
 
     def are_in(self, used: Iterable[Tensor]) -> bool:
-        """Whether such a tensor, older than the batch, is among these or what they were made of."""
+        """Whether a tensor with values that the script keeps, older than the batch, is among these or what they were made of."""
+        used = list(used)
+        if any(tensor in self._older for tensor in used):
+            return True
         # Parameters are moved by optimizers.
         plain = [tensor for tensor in used if tensor.layout == torch.strided and not tensor.requires_grad]
         new = found = set(map(_memory, plain)) if self._written else set()

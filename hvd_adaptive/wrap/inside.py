@@ -6,7 +6,7 @@ So a forward is not followed from tensor to tensor; what is looked at are calls 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from types import FrameType
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hvd_adaptive.wrap import losses, sizes
 from hvd_adaptive.wrap.decisions import divides_by_length, scales_by_length
+from hvd_adaptive.wrap.made_of_batch import MadeOfBatch
 from hvd_adaptive.wrap.reasons import Reason
 
 _RESHAPES = {"view", "reshape", "expand", "repeat"}
@@ -31,7 +32,10 @@ _BETWEEN = (
     "ReshapeAlias",
 )  # fmt: skip
 # What a regularizer does with weights before it adds them up.
-_OF_WEIGHTS = {"Pow", "Mul", "Abs", "Norm", "LinalgVectorNorm", "View", "Add", "Sub", "ToCopy"}
+_OF_WEIGHTS = {
+    "Pow", "Mul", "Div", "Abs", "Norm", "LinalgVectorNorm", "View", "Add", "Sub", "ToCopy", "Exp", "Log", "Neg", "Sum", "Mean",
+    "Sigmoid", "Softplus", "Softmax", "Reciprocal", "Sqrt", "Select", "Unsqueeze", "Squeeze", "Stack", "Cat", "Clamp",
+}  # fmt: skip
 _MOST_NODES = 64
 
 
@@ -74,13 +78,13 @@ def _numbers(values: Any) -> list[Any]:
 
 
 def _is_of_whole_batch(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor], num_samples: int
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor], num_samples: int, *, many: bool = False
 ) -> bool:
     source = args[0] if args else None
     if name not in _STATISTICS or not isinstance(source, Tensor) or not source.dim() or not results:
         return False
     is_of_two = len(args) > 1 and isinstance(args[1], Tensor)
-    if is_of_two or not source.is_floating_point() or not holds_samples(source, num_samples):
+    if is_of_two or not source.is_floating_point() or not holds_samples(source, num_samples, many=many):
         return False
     dims = losses.dims_of(name, args, kwargs, source)
     # A mean of all numbers is how a loss ends, which has its own look.
@@ -88,26 +92,50 @@ def _is_of_whole_batch(
     return name in _OF_ALL and source.requires_grad if is_one_number else 0 in dims
 
 
-def is_sum(loss: Tensor, means: Collection[Any]) -> bool:
-    """Whether a number that a forward has returned was added up over samples, rather than averaged.
+def kind_of_number(loss: Tensor, means: Collection[Any]) -> losses.Kind:
+    """Returns what a number is that a forward has returned: a mean over samples, a sum, or OTHER if that cannot be read.
 
     Args:
         loss: one number, with gradients.
-        means: autograd's nodes of sums that were divided by the number of samples.
+        means: autograd's nodes of means, and of sums that were divided by the number of samples.
     """
     nodes: list[Any] = [loss.grad_fn]
     known: set[Any] = set()
+    kind = losses.Kind.MEAN
     while nodes and len(known) < _MOST_NODES:
         node = nodes.pop()
         if node is None or node in known or node in means:
             continue
         known.add(node)
         name = _plain(node)
-        if name == "Sum" and not _is_of_parameters(node) and not _is_of_numbers(node):
-            return True
+        is_own = losses.is_own_function(node)
+        if is_own or (name == "Sum" and not _is_of_parameters(node) and not _is_of_numbers(node)):
+            return losses.Kind.SUM
         if name in _BETWEEN or name == "Sum":
             nodes.extend(following for following, _ in node.next_functions)
-    return False
+        elif name != "Mean" and not _is_weight(node) and not _is_of_parameters(node):
+            kind = losses.Kind.OTHER
+    return kind
+
+
+def may_be_of_whole_batch(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor], num_samples: int
+) -> bool:
+    """Whether a function of the script's own code may make a number of all rows, of which each sample has several."""
+    return _is_of_whole_batch(losses.plain_name(func), args, kwargs, results, num_samples, many=True)
+
+
+def pairs_samples(func: Any, args: tuple[Any, ...], results: list[Tensor], num_samples: int) -> bool:
+    """Whether a function may compare each of the batch's rows with each: it makes a table that has as many both ways."""
+    given = [value for value in args[:2] if isinstance(value, Tensor) and value.requires_grad and not losses.is_weight(value)]
+    shape = results[0].shape if len(results) == 1 else ()
+    if len(given) < 2 or len(shape) < 2 or 0 in shape[:2] or shape[0] % num_samples or shape[1] % num_samples:
+        return False
+    if losses.plain_name(func) in ("mm", "matmul", "cdist"):
+        return len(shape) == 2
+    # By broadcasting.
+    is_row, is_column = (any(t.dim() >= len(shape) and t.shape[dim] == 1 for t in given) for dim in (0, 1))
+    return is_row and is_column and shape[0] > 1 and shape[1] > 1
 
 
 def _is_of_numbers(node: Any) -> bool:
@@ -143,14 +171,7 @@ def divides_by_number(func: Any, args: tuple[Any, ...], frame: FrameType) -> boo
     return sizes.is_size(args[1]) or divides_by_length(frame, lambda value: isinstance(value, Tensor) and value.dim() > 0)
 
 
-def kind_with_len(
-    kind: losses.Kind,
-    func: Any,
-    args: tuple[Any, ...],
-    num_samples: int,
-    holds_samples: Callable[[Any], bool],
-    kind_of: Callable[[Any], losses.Kind | None],
-) -> losses.Kind:
+def kind_with_len(kind: losses.Kind, func: Any, args: tuple[Any, ...], made: MadeOfBatch) -> losses.Kind:
     """Returns what a product or quotient outside of a forward holds, which without ``len(x)`` would be of the kind given.
 
     Python makes a plain number of a length, so that what is computed from it is read in the script's line.
@@ -162,17 +183,19 @@ def kind_with_len(
     if number is None or frame is None:
         return kind
     if kind is losses.Kind.SUM:
-        divides = losses.plain_name(func) != "mul" and args[1] is number and number == num_samples
-        divides = divides and kind_of(args[0]) is losses.Kind.SUM
-        return losses.Kind.MEAN if divides and divides_by_length(frame, holds_samples) else kind
-    return losses.Kind.OTHER if scales_by_length(frame, number, holds_samples) else kind
+        divides = losses.plain_name(func) != "mul" and args[1] is number and number == made.num_samples
+        divides = divides and made.kind(args[0]) is losses.Kind.SUM
+        return losses.Kind.MEAN if divides and divides_by_length(frame, made.holds_samples) else kind
+    return losses.Kind.OTHER if scales_by_length(frame, number, made.holds_samples) else kind
 
 
-def holds_samples(value: Any, num_samples: int) -> bool:
-    """Whether a value may hold a row for each sample."""
-    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+def holds_samples(value: Any, num_samples: int, *, many: bool = False) -> bool:
+    """Whether a value may hold a row for each sample; or many rows, and no other dimension as long as the batch."""
+    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or not value.dim():
         return False
-    return value.dim() > 0 and value.shape[0] == num_samples
+    if many:
+        return num_samples not in value.shape and value.shape[0] > 0 and value.shape[0] % num_samples == 0
+    return value.shape[0] == num_samples
 
 
 def sizes_of(args: tuple[Any, ...], result: Any, num_samples: int) -> Any:

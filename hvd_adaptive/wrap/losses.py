@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -235,6 +235,17 @@ def _kind_of_rows(
     return Kind.ROWS if name in _ROWWISE else Kind.OTHER
 
 
+def may_keep_rows(
+    func: Any, args: tuple[Any, ...], given: Iterable[tuple[Tensor, Kind]], results: Sequence[Tensor], num_samples: int
+) -> bool:
+    """Whether a function that is not known here may give a row for each row, each by itself: the numbers must show it."""
+    name = plain_name(func)
+    is_known = name in _ALONG or name in _PRODUCTS - {"einsum"} or name == "cat" or func in LOSSES
+    if is_known or selects(func, args, num_samples) or any(kind is not Kind.ROWS for _, kind in given):
+        return False
+    return all(tensor.dim() > 0 and tensor.shape[0] == num_samples for tensor in results)
+
+
 def is_index(name: str, tensor: Tensor) -> bool:
     """Whether a function takes rows or numbers by a tensor that says which."""
     is_whole = not (tensor.is_floating_point() or tensor.is_complex())
@@ -259,7 +270,7 @@ def _dims(value: Any, tensor: Tensor) -> set[int]:
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, default: Any) -> Any:
-    value = kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else default))
+    value = kwargs.get("dim", kwargs.get("axis", kwargs.get("dims", args[position] if len(args) > position else default)))
     return value if value is None or isinstance(value, (int, list, tuple)) else default
 
 
@@ -300,6 +311,21 @@ def left_out(target: Tensor, ignored: int, num_samples: int) -> tuple[Tensor, Te
         num_stretches = kept[0].int() + (kept[1:] & ~kept[:-1]).sum()
         as_many = as_many & (rows == rows[0]).all() & (num_stretches <= 1)
     return of_samples[0], as_many
+
+
+def reduces_by_itself(made: Iterable[tuple[Tensor, Kind]]) -> bool:
+    """Whether an autograd.Function of the script's own gives something of the whole batch: its backward cannot be looked at.
+
+    Args:
+        made: tensors that are made of the batch, and their kinds.
+    """
+    return any(kind is not Kind.ROWS and is_own_function(tensor.grad_fn) for tensor, kind in made)
+
+
+def is_own_function(node: Any) -> bool:
+    """Whether a node of autograd's graph is an autograd.Function's that neither torch nor Horovod has."""
+    own = getattr(type(node), "_forward_cls", None)
+    return own is not None and not own.__module__.startswith(("torch.", "horovod."))
 
 
 def is_own_reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

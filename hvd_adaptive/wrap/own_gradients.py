@@ -6,6 +6,8 @@ as in clipping without ``optimizer.synchronize()``, comes out otherwise with eve
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +18,7 @@ _SCALES = {"mul_", "div_", "true_divide_", "__imul__", "__itruediv__", "__idiv__
 _OTHERS = {"__iadd__", "__isub__", "__ipow__"}
 # In place, and no change that depends on the gradients.
 _HARMLESS = {"zero_", "detach_", "requires_grad_", "_foreach_zero_", "_amp_foreach_non_finite_check_and_unscale_"}
+_SETTERS: Any = {Tensor.grad.__set__, Tensor.data.__set__}  # type: ignore[union-attr, attr-defined]
 
 
 class OwnGradients:
@@ -31,6 +34,7 @@ class OwnGradients:
     def __init__(self, trained: WeakTensorKeyDictionary) -> None:
         self._trained = trained
         self.are_here = self._is_norm_known = False
+        self._written: Callable[[], Tensor | None] = lambda: None
 
     def arrive(self) -> None:
         """A backward has run."""
@@ -40,14 +44,29 @@ class OwnGradients:
     def are_changed(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether a torch function changes some of them by more than a factor that does not come from them."""
         name = getattr(func, "__name__", "")
-        is_change = name in _SCALES or name in _OTHERS or (name.endswith("_") and not name.endswith("__"))
-        if not self.are_here or not args or name in _HARMLESS or not (is_change or name in _NORMS) or not self._hold(args[0]):
+        if not self.are_here or not args or name in _HARMLESS:
             return False
+        if func in _SETTERS:
+            # What is set after ``parameter.grad *= 2`` is what that has written to.
+            return self._sets(args[0]) and isinstance(args[1], Tensor) and args[1] is not self._written()
+        if not (_writes(name) or name in _NORMS) or not self._hold(args[0]):
+            return False
+        self._written = weakref.ref(args[0]) if isinstance(args[0], Tensor) else self._written
         if name in _NORMS:
             self._is_norm_known = True
             return False
         is_factor = name in _SCALES and len(args) > 1 and isinstance(args[1], (int, float))
         return self._is_norm_known or not is_factor
+
+    def are_made_by(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether a torch function changes or sets some of them, also those that Horovod has averaged."""
+        if func in _SETTERS:
+            return self._sets(args[0])
+        return bool(args) and _writes(getattr(func, "__name__", "")) and self._hold(args[0])
+
+    def _sets(self, tensor: Any) -> bool:
+        """Whether it is a trained parameter, whose gradient is set, or a gradient."""
+        return tensor in self._trained or any(parameter.grad is tensor for parameter in self._trained)
 
     def _hold(self, value: Any) -> bool:
         """Whether a value is one of them, or a list of some; ``grad.data`` is another tensor in the same memory."""
@@ -55,3 +74,8 @@ class OwnGradients:
         places = {tensor.data_ptr() for tensor in given if not tensor.is_sparse}
         gradients = (parameter.grad for parameter in self._trained if parameter.grad is not None)
         return any(gradient.data_ptr() in places for gradient in gradients if not gradient.is_sparse)
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of that name writes to its first argument."""
+    return name in _SCALES or name in _OTHERS or (name.endswith("_") and not name.endswith("__"))

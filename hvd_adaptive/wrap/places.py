@@ -22,9 +22,9 @@ def places_of(tensor: Tensor, number: int, num_samples: int) -> set[Place]:
     """
     shape = list(tensor.shape)
     found = {(number, dim, 1) for dim, size in enumerate(shape) if size == num_samples}
-    if found or not shape or not shape[0] or shape[0] % num_samples:
-        return found
-    return {(number, 0, shape[0] // num_samples)}
+    if shape and shape[0] and shape[0] != num_samples and shape[0] % num_samples == 0:
+        found.add((number, 0, shape[0] // num_samples))
+    return found
 
 
 def packed_in(arguments: Iterable[Any]) -> set[int]:

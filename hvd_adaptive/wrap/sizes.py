@@ -206,6 +206,15 @@ def is_size(value: Any) -> bool:
     return isinstance(value, (Size, Ratio))
 
 
+def fills_by_length(places: Any, num_samples: int, *, length_asked: bool) -> bool:
+    """Whether places are a stretch as long as the batch: a tensor of a fixed length that is filled so has no room for more."""
+    first = places[0] if isinstance(places, tuple) and places else places
+    if not isinstance(first, slice) or not isinstance(first.stop, int) or first.step is not None:
+        return False
+    start = 0 if first.start is None else first.start
+    return (length_asked or is_size(first.stop)) and int(first.stop) - int(start) == num_samples
+
+
 def as_size(value: Any, num_samples: int | None = None) -> Any:
     """Returns an integer as a batch's size, or as what it is of a batch of so many samples."""
     size = Size(operator.index(value))

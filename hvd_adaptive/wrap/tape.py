@@ -10,7 +10,6 @@ It is computed on the CPU: there, a function that gets what it cannot take raise
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import time
 import warnings
@@ -18,10 +17,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hvd_adaptive.wrap.evaluation import evaluate, wide
 from hvd_adaptive.wrap.held_values import HeldValues
 from hvd_adaptive.wrap.losses import plain_name, rows_dim
 from hvd_adaptive.wrap.sizes import is_size
@@ -31,8 +30,6 @@ _RANDOM = {
     "rand_like", "randn_like", "randint_like", "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial",
     "poisson", "uniform", "random", "exponential", "geometric", "cauchy", "log_normal", "gumbel_softmax",
 }  # fmt: skip
-_DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout"}
-_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 # They have no numbers of their own.
 _WITHOUT = {"requires_grad", "retain_grad", "register_hook", "backward", "pin_memory", "share_memory"}
 # How far apart the loss and its parts' mean may be, relative to them: some functions compute in single precision.
@@ -83,10 +80,12 @@ class Tape:
 
     def __init__(self, is_sum: Callable[[Tensor], bool] = lambda tensor: False) -> None:
         self._is_sum = is_sum
+        self._held = HeldValues()
         self.begin((), 0)
 
     def begin(self, batch: Iterable[Tensor], num_samples: int) -> None:
-        """Forgets all, and begins with a batch's tensors."""
+        """Forgets all but what the script keeps, and begins with a batch's tensors."""
+        batch = list(batch)
         self._num_samples = num_samples
         self._slots: Any = WeakTensorKeyDictionary()
         self._num_slots = 0
@@ -100,7 +99,7 @@ class Tape:
         self._scaled: set[int] = set()
         self._losses: list[int] = []
         self._ends_in_sum = False
-        self._held = HeldValues()
+        self._held.begin(batch)
         self._is_whole, self._is_after = num_samples > 1, False
         self._left_s = _MOST_S
         for tensor in batch:
@@ -130,6 +129,7 @@ class Tape:
         if (name == "grad" or func == _GRADIENT) and self._take_gradients(func, args, kwargs, results):
             self._is_whole = True
             return
+        self._held.computed(name, args, kwargs, results)
         if not is_made:
             self._held.made(results, of=_tensors((args, kwargs)))
         elif args and isinstance(args[0], Tensor) and args[0] not in self._slots and _writes(func, kwargs):
@@ -168,6 +168,14 @@ class Tape:
         if loss in self._slots:
             self._losses.append(self._slots[loss])
 
+    def is_made(self, tensor: Tensor) -> bool:
+        """Whether a tensor is made of the batch."""
+        return tensor in self._slots
+
+    def holds_values(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether some of these tensors are made of the batch's values."""
+        return any(map(self._held.holds, tensors))
+
     def holds_state(self) -> bool:
         """Whether a loss was made of a tensor that was there before the batch, and the batch's values were written to that."""
         wanted, used = set(self._losses), list[Tensor]()
@@ -186,22 +194,29 @@ class Tape:
                 self._given[self._slots[tensor]] = tensor
 
     @torch.no_grad()
-    def tells_other(self, loss: Tensor) -> bool:
-        """Whether a loss is something else than a mean over samples, each by itself, as far as it can be computed again."""
+    def tells_other(self, loss: Tensor, *, inside: bool = False) -> bool | None:
+        """Whether a loss is something else than a mean over samples, each by itself; None if it cannot be computed again.
+
+        Args:
+            loss: one that backward is called on.
+            inside: what follows the forwards does not tell.
+        """
         if not self._is_whole or loss.numel() != 1 or loss not in self._slots:
-            return False
+            return None
         start = time.monotonic()
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             # Which the script has had already.
             warnings.simplefilter("ignore")
-            differs = any(self._differs(self._slots[loss], from_batch=from_batch) for from_batch in (True, False))
+            of_all, of_rest = (self._differs(self._slots[loss], from_batch=from_batch) for from_batch in (True, False))
         self._constants.clear()
         self._left_s -= time.monotonic() - start
-        return differs
+        if of_all or of_rest:
+            return True
+        return of_all if inside or of_rest is None else False
 
-    def _differs(self, slot: int, *, from_batch: bool) -> bool:
+    def _differs(self, slot: int, *, from_batch: bool) -> bool | None:
         """Whether a loss of some samples is not the mean of those of two parts of them, for the batch's numbers and for others,
-        as a loss may be a mean for some numbers only.
+        as a loss may be a mean for some numbers only. None if that cannot be said.
 
         Args:
             slot: the loss's.
@@ -214,7 +229,9 @@ class Tape:
             whole = compute(0, count)
             # What is random would be taken for a difference.
             is_same = abs(compute(0, count) - whole) <= _CLOSE / 100 * abs(whole)
-            for changed in (False, True) if is_same else ():
+            if not is_same:
+                return None
+            for changed in (False, True):
                 whole, first, rest = (compute(*part, changed=changed) for part in ((0, count), (0, cut), (cut, count)))
                 mean, scale = (cut * first + (count - cut) * rest) / count, max(abs(whole), abs(first), abs(rest))
                 # A part may have nothing to divide by, which the whole has.
@@ -222,7 +239,7 @@ class Tape:
                     return True
         except Exception:
             # A function has the batch's size by a way of its own, or the numbers are none for it.
-            return False
+            return None
         return False
 
     def _replay(
@@ -255,9 +272,9 @@ class Tape:
             args, kwargs = _map(unpack, (call.args, call.kwargs))
             if _writes(call.func, kwargs) and isinstance(call.args[0], Tensor):
                 args = (args[0].clone(), *args[1:])
-            result = _call(call.func, args, kwargs)
+            result = evaluate(call.func, args, kwargs)
             results = list(_tensors(result)) if call.func is not Tensor.__setitem__ else [args[0]]
-            values |= {slot: _wide(tensor) for slot, tensor in zip(call.slots, results, strict=True)}
+            values |= {slot: wide(tensor) for slot, tensor in zip(call.slots, results, strict=True)}
             if time.monotonic() > end or sum(tensor.numel() for tensor in values.values()) > _MOST_MADE:
                 raise Unclear
             for slot in _slots(call):
@@ -274,7 +291,7 @@ class Tape:
                 if sum(tensor.numel() for tensor in self._constants.values()) + value.numel() > _MOST_CONSTANT:
                     raise Unclear
                 # The script's own memory stays as it is.
-                self._constants[id(value)] = _wide(value.detach()).clone()
+                self._constants[id(value)] = wide(value.detach()).clone()
             return self._constants[id(value)]
         if isinstance(value, torch.dtype):
             return torch.float64 if value.is_floating_point else value
@@ -285,12 +302,12 @@ class Tape:
         """Returns a copy of some samples' rows."""
         dim = rows_dim(tensor, self._num_samples)
         if dim is None:
-            return _wide(tensor.detach()).clone()
+            return wide(tensor.detach()).clone()
         rows = tensor.shape[dim] // self._num_samples
         most = min(self._num_samples, _MOST_SAMPLES) * rows
         if tensor.numel() // tensor.shape[dim] * most > _MOST_MADE:
             raise Unclear
-        part = _wide(tensor.detach().narrow(dim, 0, most)).clone()
+        part = wide(tensor.detach().narrow(dim, 0, most)).clone()
         if changed and part.is_floating_point():
             # The same ones for each part.
             generator = torch.Generator().manual_seed(0)
@@ -330,40 +347,11 @@ class _Number(NamedTuple):
     of: Callable[[int], int]
 
 
-def _call(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls a function as in evaluation: what layers draw at random or take of the whole batch has reports of its own."""
-    name = plain_name(func)
-    if name in _DROPOUT or name == "cuda":
-        return args[0]
-    if name in _RECURRENT:
-        # The part that is dropped between layers.
-        return func(*(0.0 if type(value) is float else value for value in args), **kwargs)
-    try:
-        names = inspect.signature(func).parameters
-    except (TypeError, ValueError):
-        names = {}  # type: ignore[assignment]
-    if "training" in names or name == "scaled_dot_product_attention":
-        if name == "scaled_dot_product_attention":
-            return func(*args[:4], **(kwargs | {"dropout_p": 0.0}))
-        bound = inspect.signature(func).bind(*args, **kwargs)
-        bound.apply_defaults()
-        bound.arguments["training"] = False
-        if func is F.batch_norm and bound.arguments["running_mean"] is None:
-            return args[0]
-        return func(*bound.args, **bound.kwargs)
-    return func(*args, **kwargs)
-
-
 def _writes(func: Any, kwargs: Any) -> bool:
     """Whether a function writes to its first argument."""
     name = str(getattr(func, "__name__", ""))
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
     return in_place or name == "__setitem__" or kwargs.get("inplace") is True
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """Returns a tensor on the CPU, in double precision."""
-    return tensor.cpu().double() if tensor.is_floating_point() else tensor.cpu()
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:

@@ -1,0 +1,44 @@
+"""A torch function called again for some samples: on the CPU, in double precision, and as in evaluation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from hvd_adaptive.wrap.losses import plain_name
+
+_DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout"}
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+
+
+def evaluate(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls a function as in evaluation: what layers draw at random or take of the whole batch has reports of its own."""
+    name = plain_name(func)
+    if name in _DROPOUT or name == "cuda":
+        return args[0]
+    if name in _RECURRENT:
+        # The part that is dropped between layers.
+        return func(*(0.0 if type(value) is float else value for value in args), **kwargs)
+    try:
+        names = inspect.signature(func).parameters
+    except (TypeError, ValueError):
+        names = {}  # type: ignore[assignment]
+    if "training" in names or name == "scaled_dot_product_attention":
+        if name == "scaled_dot_product_attention":
+            return func(*args[:4], **(kwargs | {"dropout_p": 0.0}))
+        bound = inspect.signature(func).bind(*args, **kwargs)
+        bound.apply_defaults()
+        bound.arguments["training"] = False
+        if func is F.batch_norm and bound.arguments["running_mean"] is None:
+            return args[0]
+        return func(*bound.args, **bound.kwargs)
+    return func(*args, **kwargs)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Returns a tensor on the CPU, in double precision."""
+    return tensor.cpu().double() if tensor.is_floating_point() else tensor.cpu()

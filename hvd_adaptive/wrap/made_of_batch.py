@@ -1,0 +1,94 @@
+"""The tensors that a script makes of the batch that is followed, and what each of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvd_adaptive.wrap.losses import Kind, rows_dim
+
+
+class MadeOfBatch:
+    """Knows them by id, or by their memory.
+
+    Args:
+        is_computed: whether a tensor is made of the batch, also within a forward.
+
+    Attributes:
+        num_samples: of the batch.
+        known: the tensors and their kinds, by id; kept alive so that neither their ids nor their memory is used again.
+        as_long: tensors as long as the batch and its like: made since, from data or by a script that has asked how long it is.
+        beside: tensors made since, of weights and the like, outside of any forward.
+        needs_proof: a tensor was taken for what it may not be, as rows that a forward has made and not returned: the loss must be
+            shown to be a mean by its numbers.
+        has_unknown: the same, of a function that followed the forwards.
+    """
+
+    def __init__(self, is_computed: Callable[[Tensor], bool]) -> None:
+        self._is_computed = is_computed
+        self.num_samples = 0
+        self.known: dict[int, tuple[Tensor, Kind]] = {}
+        self.as_long: dict[int, Tensor] = {}
+        self.beside: dict[int, Tensor] = {}
+        self.needs_proof = self.has_unknown = False
+        self._memory: set[int] = set()
+        self._lengths: set[int] = set()
+
+    def begin(self, batch: Iterable[Tensor], num_samples: int) -> None:
+        """Begins with a batch's tensors."""
+        self.clear()
+        batch = list(batch)
+        self.num_samples = num_samples
+        self._lengths = {size + shift for tensor in batch for size in tensor.shape for shift in (-1, 0, 1)}
+        self.keep(Kind.ROWS, *batch)
+
+    def clear(self) -> None:
+        """Forgets all."""
+        for kept in (self.known, self.as_long, self.beside, self._memory):
+            kept.clear()
+        self.needs_proof = self.has_unknown = False
+
+    def keep(self, kind: Kind, *tensors: Tensor) -> None:
+        """Adds tensors of a kind."""
+        for tensor in tensors:
+            self.known[id(tensor)] = (tensor, kind)
+            if tensor.layout == torch.strided and kind is Kind.ROWS:
+                self._memory.add(tensor.untyped_storage().data_ptr())
+
+    def kind(self, tensor: Tensor) -> Kind | None:
+        """Returns what a tensor holds; None if it is not made of the batch at all."""
+        known = self.known.get(id(tensor))
+        if known is not None:
+            return known[1]
+        # Aliases that no torch function makes, as the old torch.autograd.Variable.
+        if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in self._memory:
+            return Kind.ROWS if self.num_samples in tensor.shape else Kind.CUT
+        return None
+
+    def may_have_rows(self, tensor: Tensor) -> bool:
+        """Whether a tensor has as many rows for each sample as the batch's tensors have places: others have them by chance."""
+        return self.num_samples in tensor.shape or not tensor.dim() or tensor.shape[0] // self.num_samples in self._lengths
+
+    def holds_samples(self, value: Any) -> bool:
+        """Whether a value has a row, or some, for each sample along its first dimension."""
+        return isinstance(value, Tensor) and self.kind(value) is Kind.ROWS and rows_dim(value, self.num_samples) == 0
+
+    def are_from_inside(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether a tensor with gradients comes from a forward, but by another way than its result.
+
+        One with a row for each sample is kept as such from now on: its loss must then be shown to be a mean.
+        """
+        found = False
+        for tensor in tensors:
+            is_computed = tensor.requires_grad and not tensor.is_leaf
+            if not is_computed or id(tensor) in self.beside or self.kind(tensor) is not None:
+                continue
+            if rows_dim(tensor, self.num_samples) == 0 and self._is_computed(tensor):
+                self.keep(Kind.ROWS, tensor)
+                self.needs_proof = True
+            else:
+                found = True
+        return found
