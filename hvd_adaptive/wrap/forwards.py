@@ -195,8 +195,6 @@ class Tracer(TorchFunctionMode):
             self._look_at_arguments(module, [args, kwargs], places)
             if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
                 self.findings.add(Reason.SCRIPTED)
-            if any(getattr(part, "scale_grad_by_freq", False) and part.weight.requires_grad for part in module.modules()):
-                self.findings.add(Reason.FREQUENCY)
         for tensor in tensors_in([result]):
             if tensor.numel() == 1:
                 read = inside.kind_of_number(tensor, self._means) if tensor.requires_grad else Kind.MEAN
@@ -230,6 +228,8 @@ class Tracer(TorchFunctionMode):
             self.findings.add(Reason.UNSEEN)
 
     def _look_inside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if losses.goes_by_rows_of_batch(func, args, kwargs):
+            self.findings.add(Reason.FREQUENCY)
         if func in losses.LOSSES:
             self.findings |= losses.findings_of_loss_function(func, args, kwargs, self._num_samples)
             if losses.is_sum(func, args, kwargs):
@@ -271,7 +271,7 @@ class Tracer(TorchFunctionMode):
         is_setitem = func is Tensor.__setitem__
         if is_setitem and self._fills_fixed_length(*args[:2]):
             self.findings.add(Reason.SIZE_DECIDES)
-        from_inside = self._made.are_from_inside(given)
+        from_inside = self._made.are_from_inside(tensor for tensor in given if not any(tensor is one for one in results))
         made = [(tensor, found) for tensor in given if (found := self._made.kind(tensor)) is not None]
         if not made:
             # What comes from a tensor that was there before is as fixed as that.
@@ -293,11 +293,15 @@ class Tracer(TorchFunctionMode):
                 self.findings.add(Reason.OTHER_INPUT)
         cut = any(of is Kind.CUT for _, of in made) or losses.cuts(func, args, kwargs, results, self._num_samples)
         with_gradients = any(tensor.requires_grad for tensor in results)
+        if losses.goes_by_rows_of_batch(func, args, kwargs):
+            self.findings.add(Reason.FREQUENCY)
         if with_gradients and func in losses.LOSSES:
             self.findings |= losses.findings_of_loss_function(func, args, kwargs, self._num_samples)
             self._own_reduction |= losses.is_own_reduction(func, args, kwargs)
         if with_gradients and losses.plain_name(func) in ("sum", "mean"):
             self._mean_seen = True
+        if with_gradients and inside.pairs_samples(func, args, results, self._num_samples):
+            self._made.has_unknown = True
         of_loss = [(tensor, of) for tensor, of in made if tensor.requires_grad]
         if with_gradients and of_loss:
             others = [(tensor, other) for tensor, other in made if not tensor.requires_grad]
@@ -316,6 +320,8 @@ class Tracer(TorchFunctionMode):
             self._made.keep(kind if tensor.requires_grad and of_loss else of_data, tensor)
         if written and data == [Kind.OTHER] and not args[0].requires_grad:
             self._made.keep(Kind.OTHER, args[0])
+        # One sample's numbers may be made of another's.
+        self._made.needs_proof |= bool(written) and any(of is Kind.CUT for _, of in made)
 
     def _fills_fixed_length(self, tensor: Tensor, places: Any) -> bool:
         is_filled = sizes.fills_by_length(places, self._num_samples, length_asked=self._length_asked)

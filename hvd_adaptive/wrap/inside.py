@@ -17,6 +17,7 @@ from hvd_adaptive.wrap import losses, sizes
 from hvd_adaptive.wrap.decisions import divides_by_length, scales_by_length
 from hvd_adaptive.wrap.made_of_batch import MadeOfBatch
 from hvd_adaptive.wrap.reasons import Reason
+from hvd_adaptive.wrap.tensors import tensors_in
 
 _RESHAPES = {"view", "reshape", "expand", "repeat"}
 _FACTORIES = {"zeros", "ones", "empty", "full", "rand", "randn", "new_zeros", "new_ones", "new_empty", "new_full"}
@@ -127,11 +128,11 @@ def may_be_of_whole_batch(
 
 def pairs_samples(func: Any, args: tuple[Any, ...], results: list[Tensor], num_samples: int) -> bool:
     """Whether a function may compare each of the batch's rows with each: it makes a table that has as many both ways."""
-    given = [value for value in args[:2] if isinstance(value, Tensor) and value.requires_grad and not losses.is_weight(value)]
+    given = [value for value in tensors_in(args) if value.requires_grad and not losses.is_weight(value)]
     shape = results[0].shape if len(results) == 1 else ()
     if len(given) < 2 or len(shape) < 2 or 0 in shape[:2] or shape[0] % num_samples or shape[1] % num_samples:
         return False
-    if losses.plain_name(func) in ("mm", "matmul", "cdist"):
+    if losses.plain_name(func) in ("mm", "matmul", "cdist", "einsum", "tensordot", "inner"):
         return len(shape) == 2
     # By broadcasting.
     is_row, is_column = (any(t.dim() >= len(shape) and t.shape[dim] == 1 for t in given) for dim in (0, 1))

@@ -1,4 +1,4 @@
-"""DataLoader, intercepted in place: its index lists change size, everything else of it stays as it is.
+"""What a DataLoader's passes hand out: index lists that change size; loader_calls.py has the interception.
 
 All that a loader does with a batch (workers, prefetching, pinning, collating) follows from the list of indices that its batch
 sampler hands out. So only that list is replaced, in this process; workers see nothing of it. A list is fixed when it is
@@ -13,10 +13,9 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hvd_adaptive.algorithm.shares import integer_shares
 from hvd_adaptive.wrap.decisions import leaves_out_samples
@@ -27,9 +26,6 @@ from hvd_adaptive.wrap.kept_batches import FirstBatches
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.sampling import OneOrder, Union, checksum, find_union, take_share
 from hvd_adaptive.wrap.share_rules import Controller
-
-if TYPE_CHECKING:
-    from hvd_adaptive.wrap.wrapped_run import Engine
 
 # Steps before a pass that begins with a batch that is followed once more, as the script may have changed: twice as many each
 # time, up to the most. Its shares are equal, and to follow it takes time: together some steps' worth.
@@ -350,51 +346,3 @@ class IndexStream:
             self.loader.split = self._fractions, sizes
         handed = Handed(sizes[self._rank], total, self._world_size * sizes[self._rank] / total, len(set(sizes)) > 1)
         return take_share(lists, sizes, self._rank), handed
-
-
-class _IndexSampler:
-    """Stands where the loader's batch sampler stood."""
-
-    def __init__(self, listener: Engine, loader: DataLoader[Any], original: Any) -> None:
-        self._listener = listener
-        # A loader whose workers stay holds its iterator, which holds this: a circle, in which workers would outlive the loader.
-        # Any other one must stay while a script loops over it, as in `for batch in DataLoader(...)`.
-        self._loader = weakref.ref(loader) if loader.persistent_workers else lambda: loader
-        self._original = original
-
-    def __iter__(self) -> Iterator[Any]:
-        loader = self._loader()
-        stream = None if loader is None else self._listener.open_stream(loader, self._original)
-        return iter(self._original) if stream is None else stream
-
-    def __len__(self) -> int:
-        return len(self._original)
-
-
-def intercept_loaders(listener: Engine) -> None:
-    """Replaces the two methods of torch's loader classes through which every batch goes."""
-    index_sampler = DataLoader._index_sampler.fget  # type: ignore[attr-defined]
-    advance = _BaseDataLoaderIter.__next__
-
-    def _index_sampler(self: DataLoader[Any]) -> Any:
-        return _IndexSampler(listener, self, index_sampler(self))
-
-    def __next__(self: Any) -> Any:
-        stream = self._sampler_iter
-        if not isinstance(stream, IndexStream):
-            return advance(self)
-        if stream.owner() is not self:
-            stream.owner = weakref.ref(self)
-        listener.fetching(stream)
-        # Without workers a list is asked for and read within the call below.
-        stream.drop(outstanding=getattr(self, "_send_idx", 0) - getattr(self, "_rcvd_idx", 0))
-        try:
-            batch = advance(self)
-        except StopIteration:
-            listener.exhausted(stream)
-            raise
-        listener.delivered(stream, batch)
-        return batch
-
-    DataLoader._index_sampler = property(_index_sampler)  # type: ignore[assignment,method-assign]
-    _BaseDataLoaderIter.__next__ = __next__  # type: ignore[method-assign]

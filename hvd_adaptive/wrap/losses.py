@@ -313,6 +313,13 @@ def left_out(target: Tensor, ignored: int, num_samples: int) -> tuple[Tensor, Te
     return of_samples[0], as_many
 
 
+def goes_by_rows_of_batch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an embedding that is trained does something with a row that depends on the batch's samples."""
+    if func not in (F.embedding, F.embedding_bag) or not any(tensor.requires_grad for tensor in args[:2]):
+        return False
+    return bool(kwargs.get("scale_grad_by_freq")) or kwargs.get("max_norm") is not None
+
+
 def reduces_by_itself(made: Iterable[tuple[Tensor, Kind]]) -> bool:
     """Whether an autograd.Function of the script's own gives something of the whole batch: its backward cannot be looked at.
 

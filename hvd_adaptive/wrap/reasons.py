@@ -83,8 +83,8 @@ class Reason(enum.Enum):
     KINDS = "its batch sampler makes batches of one kind each (a task, a language), so samples of two must not come into one"
     KEPT = "the script keeps its batches, and may train on them again: the shares of other ranks then are not known"
     HELD = (
-        "the script keeps values of the rank's own samples in a tensor, by their numbers or in a queue, and its loss uses that: "
-        "with other shares samples come to ranks that do not have theirs"
+        "the script keeps values of the rank's own samples (by their numbers, in a queue, as a moving mean), or changes "
+        "gradients by them, and trains with that: with other shares they would be values of other samples"
     )
     RATES = "the ranks' learning rates differ: the script may set them on some ranks only, or by samples that a rank saw"
     DROPPED = "its collate_fn leaves out samples, so that a batch may hold fewer than its weight is for"
@@ -93,9 +93,13 @@ class Reason(enum.Enum):
         "first): the result depends on the ranks' shares, and if Horovod averages them just then, the ranks' models drift apart, "
         "also without hvd-adaptive"
     )
+    COLLATED = (
+        "its collate_fn makes a sample's part of a batch of the others, too (mixup, negatives, statistics of the batch), which "
+        "depends on the ranks' shares"
+    )
     FREQUENCY = (
-        "an embedding with scale_grad_by_freq=True divides a row's gradient by how often a rank's batch has it, which depends on "
-        "the ranks' shares"
+        "an embedding with scale_grad_by_freq=True or max_norm changes a row's gradient or the row by what a rank's batch has of "
+        "it, which depends on the ranks' shares"
     )
     OWN_GRADIENTS = (
         "the script uses gradients of the rank's own batch before Horovod has averaged any: it moves the model by them, or takes "

@@ -26,7 +26,7 @@ from hvd_adaptive.wrap.compilers import intercept_compile, intercept_graphs
 from hvd_adaptive.wrap.gradient_hooks import intercept_gradient_hooks
 from hvd_adaptive.wrap.graphs import intercept_backward
 from hvd_adaptive.wrap.last_words import LastWords
-from hvd_adaptive.wrap.loaders import intercept_loaders
+from hvd_adaptive.wrap.loader_calls import intercept_loaders
 from hvd_adaptive.wrap.modules import intercept_modules
 from hvd_adaptive.wrap.optimizer_calls import intercept_horovod
 from hvd_adaptive.wrap.own_use import intercept_own_use

@@ -34,8 +34,8 @@ _RANDOM = {
 _WITHOUT = {"requires_grad", "retain_grad", "register_hook", "backward", "pin_memory", "share_memory"}
 # How far apart the loss and its parts' mean may be, relative to them: some functions compute in single precision.
 _CLOSE = 1e-5
-# Samples that are computed again, how many of them are the first part, and calls and seconds of a batch for that.
-_MOST_SAMPLES, _FIRST = 8, 1 / 3
+# Samples that are computed again, and calls and seconds of a batch for that.
+_MOST_SAMPLES = 8
 _MOST_CALLS, _MOST_S = 50_000, 5.0
 # Numbers of weights and the like that are copied for that, and of what is made of the samples.
 _MOST_CONSTANT, _MOST_MADE = 100_000_000, 30_000_000
@@ -98,6 +98,7 @@ class Tape:
         # Gradients of a mean over the batch, which grow as it gets smaller.
         self._scaled: set[int] = set()
         self._losses: list[int] = []
+        self._is_ragged = False
         self._ends_in_sum = False
         self._held.begin(batch)
         self._is_whole, self._is_after = num_samples > 1, False
@@ -223,7 +224,8 @@ class Tape:
             from_batch: all is computed again; else what came after the first forward.
         """
         count, end = min(self._num_samples, _MOST_SAMPLES), time.monotonic() + self._left_s / 2
-        cut = max(1, int(count * _FIRST))
+        # Odd, so that pairs are taken apart.
+        cut, self._is_ragged = (3 if count > 4 else 1), False
         compute = functools.partial(self._replay, slot, from_batch=from_batch, end=end)
         try:
             whole = compute(0, count)
@@ -237,10 +239,11 @@ class Tape:
                 # A part may have nothing to divide by, which the whole has.
                 if abs(mean - whole) > _CLOSE * scale or (math.isfinite(whole) and not changed and not math.isfinite(scale)):
                     return True
-        except Exception:
-            # A function has the batch's size by a way of its own, or the numbers are none for it.
-            return None
-        return False
+        except Exception as error:
+            # The script takes rows together, as pairs. Or a function has the batch's size by a way of its own, or the numbers are
+            # none for it.
+            return True if "shape '[-1, " in str(error) and "is invalid for input of size" in str(error) else None
+        return None if self._is_ragged else False
 
     def _replay(
         self, wanted: int, start: int, stop: int, *, from_batch: bool, end: float, changed: bool = False
@@ -302,6 +305,8 @@ class Tape:
         """Returns a copy of some samples' rows."""
         dim = rows_dim(tensor, self._num_samples)
         if dim is None:
+            # As long as all samples together: a part of it cannot be known.
+            self._is_ragged |= tensor.dim() > 0
             return wide(tensor.detach()).clone()
         rows = tensor.shape[dim] // self._num_samples
         most = min(self._num_samples, _MOST_SAMPLES) * rows

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from hvd_adaptive.wrap.loaders import IndexStream, Loader, intercept_loaders
+from hvd_adaptive.wrap.loader_calls import intercept_loaders
+from hvd_adaptive.wrap.loaders import IndexStream, Loader
 
 BATCHES = 8
 # Rank 0's part of two ranks' batches of 6: another one for each, so that a shift shows.
