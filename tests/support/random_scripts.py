@@ -22,7 +22,7 @@ import sys
 import tempfile
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +77,63 @@ for epoch in range(EPOCHS):
     {epoch}
 """
 
+_BY_HAND = """
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data.distributed import DistributedSampler
+import horovod.torch as hvd
 
-def read_pieces() -> dict[str, dict[str, str]]:
+hvd.init()
+torch.manual_seed(11)
+torch.set_default_dtype(torch.float64)
+g = torch.Generator().manual_seed(3)
+X = torch.randn(144, 10, generator=g)
+Y = X[:, :4].argmax(1)
+data, collate, passes, step = TensorDataset(X, Y), None, 1, 0
+model = nn.Sequential(nn.Linear(10, 12), nn.Tanh(), nn.Linear(12, 4))
+before = after = after_synchronize = lambda *batch: None
+after_backward = lambda: None
+def optimizer_synchronizes():
+    optimizer.synchronize()
+def loss_of(x, y):
+    return F.cross_entropy(model(x), y)
+def loader_of():
+    return loader
+sampler = DistributedSampler(data, hvd.size(), hvd.rank())
+loader = DataLoader(data, 6, sampler=sampler)
+{changes}
+if data is not loader.dataset or collate is not None:
+    sampler = DistributedSampler(data, hvd.size(), hvd.rank())
+    loader = DataLoader(data, 6, sampler=sampler, collate_fn=collate)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=passes)
+for epoch in range(2):
+    for batch in loader:
+        before(*batch)
+        loss = loss_of(*batch)
+        loss.backward()
+        after_backward()
+        after_synchronize(*batch)
+        if after_backward is optimizer_synchronizes:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        elif (step + 1) % passes == 0:
+            optimizer.step()
+        if (step + 1) % passes == 0:
+            optimizer.zero_grad()
+        after(*batch)
+        step += 1
+"""
+
+
+def read_pieces(file: str = "script_pieces.txt") -> dict[str, dict[str, str]]:
     """Reads the pieces: by kind and name. A line ``=== kind: name`` begins one."""
     pieces: dict[str, dict[str, str]] = {}
-    _, *parts = re.split(r"^=== (.+): (.*)\n", Path(__file__).with_name("script_pieces.txt").read_text(), flags=re.M)
+    _, *parts = re.split(r"^=== (.+): (.*)\n", Path(__file__).with_name(file).read_text(), flags=re.M)
     for kind, name, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
         pieces.setdefault(kind, {})[name] = text.strip("\n")
     return pieces
@@ -215,7 +267,13 @@ def _job(files: list[Path], num_ranks: int, shares: str) -> Iterator[dict[str, A
             yield {**case, "at": "done", "end": "ended the job", "text": f"at {case['at']}: {errors.read()[-1500:]}"}
 
 
-def campaign(files: list[Path], num_ranks: int, shares: str = "", names: dict[str, dict[str, str]] | None = None) -> Counter[str]:
+def campaign(
+    files: list[Path],
+    num_ranks: int,
+    shares: str = "",
+    names: dict[str, dict[str, str]] | None = None,
+    tell: Callable[[dict[str, Any]], None] = lambda case: None,
+) -> Counter[str]:
     """Runs scripts, and prints those that differ. A script that ends its job, or hangs in it, is one of them.
 
     Args:
@@ -223,6 +281,7 @@ def campaign(files: list[Path], num_ranks: int, shares: str = "", names: dict[st
         num_ranks: number of ranks.
         shares: as of ``run``; "": each rank twice as much as the one before.
         names: of the pieces, by the script's name.
+        tell: gets what came of each script.
 
     Returns:
         How many scripts there were of each end.
@@ -237,6 +296,7 @@ def campaign(files: list[Path], num_ranks: int, shares: str = "", names: dict[st
             if case["at"] != "done" or case["name"] in over:
                 continue
             over.add(case["name"])
+            tell(case)
             # What BatchNorm sees is each rank's own batch, of any size.
             pieces = (names or {}).get(case["name"], {})
             if case["end"] == "differs" and case["shared"] and pieces.get("model") == "batchnorm":
@@ -261,6 +321,25 @@ def drawn_campaign(first: int, count: int, num_ranks: int, shares: str = "") -> 
             file.write_text(text)
             files.append(file)
         return campaign(files, num_ranks, shares, names)
+
+
+def by_hand_campaign(num_ranks: int) -> dict[str, str]:
+    """Runs the scripts of whole_batch_scripts.txt; returns those that end otherwise than said there, and how."""
+    with tempfile.TemporaryDirectory() as folder:
+        expected, files, wrong = {}, [], {}
+        for reason, scripts in read_pieces("whole_batch_scripts.txt").items():
+            for name, text in scripts.items():
+                files.append(Path(folder) / f"{name}.py")
+                files[-1].write_text(_fill(_BY_HAND, {"changes": text}))
+                expected[name] = reason
+
+        def tell(case: dict[str, Any]) -> None:
+            reason = expected[case["name"]]
+            if case["end"] != ("shared" if reason == "SHARED" else "equal") or reason not in ("SHARED", *case["reasons"]):
+                wrong[case["name"]] = json.dumps(case)
+
+        campaign(files, num_ranks, tell=tell)
+        return wrong
 
 
 def main() -> int:
