@@ -1,7 +1,7 @@
 """A script's collate_fn, tried once: does it make a sample's part of a batch of the other samples, too?
 
 It may mix samples, take negatives from the batch, or scale it by its own statistics. Then a batch of another size is another one.
-It is tried where the batches are made, as in a worker: on two samples, and on those with one of them twice.
+It is tried where the batches are made, as in a worker: on two samples, on those with one of them twice, and on each alone.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def mixes_samples(collate: Callable[[Any], Any], one: Any, other: Any) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            whole, again, part = (
+            whole, again, part, ones, others = (
                 collate([copy.deepcopy(sample) for sample in samples])
-                for samples in ([one, other, other], [one, other, other], [one, other])
+                for samples in ([one, other, other], [one, other, other], [one, other], [one, one], [other, other])
             )
         if not _is_same(before, _random_state()):
             return False
@@ -70,8 +70,10 @@ def mixes_samples(collate: Callable[[Any], Any], one: Any, other: Any) -> bool:
         is_comparable = len(rows) == 3 and len(known) == 2 and len(rows[0]) == len(known[0])
         if not is_comparable or not all(map(_are_equal, rows, _rows(again, 3))):
             return False
+        # A row of one sample alone may be padded to less.
+        alone = [row for row in (*_rows(ones, 2), *_rows(others, 2)) if _shapes(row) == _shapes(known[0])]
         # In any order, as some sort samples by their length.
-        return not all(any(_are_equal(row, of_part) for of_part in known) for row in rows)
+        return not all(any(_are_equal(row, of_part) for of_part in known) for row in (*rows, *alone))
     except Exception:
         # It needs more samples, or such that cannot be copied.
         return False
@@ -84,6 +86,10 @@ def _rows(batch: Any, count: int) -> list[list[Tensor]]:
     tensors = [tensor for tensor in tensors_in([batch]) if tensor.layout == torch.strided and tensor.dim() > 0]
     long = [tensor for tensor in tensors if tensor.shape[0] == count]
     return [[tensor[number] for tensor in long] for number in range(count)] if long else []
+
+
+def _shapes(row: list[Tensor]) -> list[torch.Size]:
+    return [tensor.shape for tensor in row]
 
 
 def _are_equal(row: list[Tensor], other: list[Tensor]) -> bool:

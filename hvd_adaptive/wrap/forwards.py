@@ -249,6 +249,7 @@ class Tracer(TorchFunctionMode):
         if frame is None:
             return
         self._made.needs_proof |= inside.may_be_of_whole_batch(func, args, kwargs, results, self._num_samples)
+        self._made.needs_proof |= any(map(self._tape.is_made, inside.scales_of_rows(args, results, self._num_samples)))
         self._length_asked |= func is Tensor.__len__
         self.findings |= inside.findings(func, args, kwargs, results, self._num_samples, length_asked=self._length_asked)
         if inside.divides_by_number(func, args, frame):
@@ -272,6 +273,8 @@ class Tracer(TorchFunctionMode):
         if is_setitem and self._fills_fixed_length(*args[:2]):
             self.findings.add(Reason.SIZE_DECIDES)
         from_inside = self._made.are_from_inside(tensor for tensor in given if not any(tensor is one for one in results))
+        # A type or a place that is taken from the batch holds nothing of it.
+        given = [args[0]] if losses.plain_name(func) in ("to", "type_as") else given
         made = [(tensor, found) for tensor in given if (found := self._made.kind(tensor)) is not None]
         if not made:
             # What comes from a tensor that was there before is as fixed as that.

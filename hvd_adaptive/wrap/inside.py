@@ -90,7 +90,8 @@ def _is_of_whole_batch(
     dims = losses.dims_of(name, args, kwargs, source)
     # A mean of all numbers is how a loss ends, which has its own look.
     is_one_number = results[0].dim() == 0
-    return name in _OF_ALL and source.requires_grad if is_one_number else 0 in dims
+    samples = source.shape.index(num_samples) if many and num_samples in source.shape else 0
+    return name in _OF_ALL and source.requires_grad if is_one_number else samples in dims
 
 
 def kind_of_number(loss: Tensor, means: Collection[Any]) -> losses.Kind:
@@ -124,6 +125,13 @@ def may_be_of_whole_batch(
 ) -> bool:
     """Whether a function of the script's own code may make a number of all rows, of which each sample has several."""
     return _is_of_whole_batch(losses.plain_name(func), args, kwargs, results, num_samples, many=True)
+
+
+def scales_of_rows(args: tuple[Any, ...], results: list[Tensor], num_samples: int) -> list[Tensor]:
+    """Returns the numbers that rows are combined with: they may be of all rows, as the largest one."""
+    if not any(losses.rows_dim(tensor, num_samples) == 0 for tensor in results):
+        return []
+    return [value for value in args if isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1]
 
 
 def pairs_samples(func: Any, args: tuple[Any, ...], results: list[Tensor], num_samples: int) -> bool:
@@ -194,20 +202,23 @@ def holds_samples(value: Any, num_samples: int, *, many: bool = False) -> bool:
     """Whether a value may hold a row for each sample; or many rows, and no other dimension as long as the batch."""
     if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or not value.dim():
         return False
+    first = value.shape[0]
     if many:
-        return num_samples not in value.shape and value.shape[0] > 0 and value.shape[0] % num_samples == 0
-    return value.shape[0] == num_samples
+        return 0 < first != num_samples and (num_samples in value.shape or first % num_samples == 0)
+    return first == num_samples
 
 
 def sizes_of(args: tuple[Any, ...], result: Any, num_samples: int) -> Any:
     """Returns what a question for a tensor's size gives, in numbers that know whether they count the batch's samples."""
     with torch._C.DisableTorchFunction():
         tensor = args[0] if args else None
-        if not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter) or num_samples not in tensor.shape:
+        if not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
             return result
-        shape = list(tensor.shape)
-    first = shape.index(num_samples)
-    marked = [n if n != num_samples else sizes.as_size(n) if at == first else sizes.as_dimension(n) for at, n in enumerate(shape)]
+        shape, first = list(tensor.shape), losses.rows_dim(tensor, num_samples)
+    if first is None:
+        return result
+    marked = [sizes.as_dimension(size) if size == num_samples else size for size in shape]
+    marked[first] = sizes.as_size(shape[first], num_samples)
     if isinstance(result, tuple):
         return torch.Size(marked)
     return marked[args[1]] if len(args) > 1 and isinstance(args[1], int) else result
