@@ -303,8 +303,7 @@ class Tracer(TorchFunctionMode):
             self._own_reduction |= losses.is_own_reduction(func, args, kwargs)
         if with_gradients and losses.plain_name(func) in ("sum", "mean"):
             self._mean_seen = True
-        if with_gradients and inside.pairs_samples(func, args, results, self._num_samples):
-            self._made.has_unknown = True
+        self._made.has_unknown |= with_gradients and inside.pairs_samples(func, args, results, self._num_samples)
         of_loss = [(tensor, of) for tensor, of in made if tensor.requires_grad]
         if with_gradients and of_loss:
             others = [(tensor, other) for tensor, other in made if not tensor.requires_grad]
@@ -372,8 +371,9 @@ class Tracer(TorchFunctionMode):
             self.findings.add(Reason.NUMBERED)
 
     def is_made_of_batch(self, tensor: Tensor) -> bool:
-        """Whether a tensor is made of the batch that is watched now, sample by sample."""
-        is_inside = self.root is not None and tensor.dim() > 0 and tensor.shape[0] == self._num_samples
+        """Whether a tensor is made of the batch that is watched now: sample by sample, or in any way within a forward."""
+        is_long = tensor.dim() > 0 and tensor.shape[0] == self._num_samples
+        is_inside = self.root is not None and (is_long or self._tape.is_made(tensor))
         return self._watching and (is_inside or self._made.kind(tensor) in (Kind.ROWS, Kind.CUT))
 
     # -- being there

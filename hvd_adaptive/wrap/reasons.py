@@ -62,7 +62,10 @@ class Reason(enum.Enum):
         "ranks with other sizes would decide differently"
     )
     NUMBERED = "the script takes samples of a batch by their numbers, up to the last one, which a smaller batch does not have"
-    GATHERED = "the script exchanges a value for each sample with the other ranks in a step, or a loss before backward()"
+    GATHERED = (
+        "the script exchanges a value for each sample with the other ranks in a step, a loss before backward(), or something "
+        "within a forward"
+    )
     SKIPPED = "the script skipped batches whose shares were unequal"
     COMPILED = (
         "torch.compile: compiled code cannot be inspected, and would be compiled again for other batch sizes; for a compiled "
