@@ -267,7 +267,7 @@ class Tracer(TorchFunctionMode):
             return
         if self.gradients.are_changed(func, args):
             self.findings.add(Reason.CLIPPED)
-        elif self.gradients.are_made_by(func, args) and self._tape.holds_values(tensors_in([args[1:], kwargs])):
+        elif self._tape.holds_values(tensors_in([args[1:], kwargs])) and self.gradients.are_made_by(func, args):
             self.findings.add(Reason.HELD)
         is_setitem = func is Tensor.__setitem__
         if is_setitem and self._fills_fixed_length(*args[:2]):
@@ -322,8 +322,8 @@ class Tracer(TorchFunctionMode):
             self._made.keep(kind if tensor.requires_grad and of_loss else of_data, tensor)
         if written and data == [Kind.OTHER] and not args[0].requires_grad:
             self._made.keep(Kind.OTHER, args[0])
-        # One sample's numbers may be made of another's.
-        self._made.needs_proof |= bool(written) and any(of is Kind.CUT for _, of in made)
+        self._made.follow_row(func, args, results)
+        self._made.needs_proof |= is_setitem and self._made.mixes_rows(*args[1:3])
 
     def _fills_fixed_length(self, tensor: Tensor, places: Any) -> bool:
         is_filled = sizes.fills_by_length(places, self._num_samples, length_asked=self._length_asked)

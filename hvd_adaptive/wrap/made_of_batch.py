@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.wrap.losses import Kind, rows_dim
+from hvd_adaptive.wrap.tensors import tensors_in
+
+_SEVERAL = -1
 
 
 class MadeOfBatch:
@@ -33,6 +36,8 @@ class MadeOfBatch:
         self.known: dict[int, tuple[Tensor, Kind]] = {}
         self.as_long: dict[int, Tensor] = {}
         self.beside: dict[int, Tensor] = {}
+        # The number of the sample whose row a tensor is made of.
+        self._rows: dict[int, int] = {}
         self.needs_proof = self.has_unknown = False
         self._memory: set[int] = set()
         self._lengths: set[int] = set()
@@ -47,7 +52,7 @@ class MadeOfBatch:
 
     def clear(self) -> None:
         """Forgets all."""
-        for kept in (self.known, self.as_long, self.beside, self._memory):
+        for kept in (self.known, self.as_long, self.beside, self._memory, self._rows):
             kept.clear()
         self.needs_proof = self.has_unknown = False
 
@@ -76,6 +81,22 @@ class MadeOfBatch:
         """Whether a value has a row, or some, for each sample along its first dimension."""
         return isinstance(value, Tensor) and self.kind(value) is Kind.ROWS and rows_dim(value, self.num_samples) == 0
 
+    def follow_row(self, func: Any, args: tuple[Any, ...], results: Iterable[Tensor]) -> None:
+        """Takes note of a function that takes one sample's row, or makes something of such."""
+        if func is Tensor.__getitem__ and isinstance(_first(args[1]), int) and self.holds_samples(args[0]):
+            row = int(_first(args[1]))
+        else:
+            rows = {self._rows[id(tensor)] for tensor in tensors_in(args) if id(tensor) in self._rows}
+            if not rows:
+                return
+            row = rows.pop() if len(rows) == 1 else _SEVERAL
+        self._rows.update((id(tensor), row) for tensor in results)
+
+    def mixes_rows(self, places: Any, value: Any) -> bool:
+        """Whether what is written to a place of a tensor is made of other samples' rows than that one."""
+        row = self._rows.get(id(value))
+        return row is not None and row != _first(places)
+
     def are_from_inside(self, tensors: Iterable[Tensor]) -> bool:
         """Whether a tensor with gradients comes from a forward, but by another way than its result.
 
@@ -92,3 +113,8 @@ class MadeOfBatch:
             else:
                 found = True
         return found
+
+
+def _first(places: Any) -> Any:
+    """Returns the place along the first dimension."""
+    return places[0] if isinstance(places, tuple) and places else places
