@@ -84,8 +84,14 @@ def mixes_samples(collate: Callable[[Any], Any], one: Any, other: Any) -> bool:
 def _rows(batch: Any, count: int) -> list[list[Tensor]]:
     """Returns what each sample has in the tensors of a batch."""
     tensors = [tensor for tensor in tensors_in([batch]) if tensor.layout == torch.strided and tensor.dim() > 0]
-    long = [tensor for tensor in tensors if tensor.shape[0] == count]
+    long = [tensor for tensor in tensors if tensor.shape[0] == count and not _are_places(tensor)]
     return [[tensor[number] for tensor in long] for number in range(count)] if long else []
+
+
+def _are_places(tensor: Tensor) -> bool:
+    """Whether numbers say where samples begin, as an EmbeddingBag's offsets, or which they are."""
+    is_whole = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dim() == 1
+    return is_whole and int(tensor[0]) == 0 and bool((tensor[1:] >= tensor[:-1]).all())
 
 
 def _shapes(row: list[Tensor]) -> list[torch.Size]:

@@ -204,7 +204,7 @@ class Tracer(TorchFunctionMode):
                     self.findings.add(Reason.MIXED)
             else:
                 kind = Kind.OTHER if losses.rows_dim(tensor, self._num_samples) is None else Kind.ROWS
-                self._made.needs_proof |= not self._made.may_have_rows(tensor)
+                self._made.needs_proof |= not self._made.may_have_rows(tensor, tensors_in([args, kwargs]))
             self._made.keep(kind, tensor)
         self._tape.gives(tensors_in([result]))
 

@@ -41,6 +41,7 @@ class MadeOfBatch:
         self.needs_proof = self.has_unknown = False
         self._memory: set[int] = set()
         self._lengths: set[int] = set()
+        self._batch: set[int] = set()
 
     def begin(self, batch: Iterable[Tensor], num_samples: int) -> None:
         """Begins with a batch's tensors."""
@@ -48,6 +49,7 @@ class MadeOfBatch:
         batch = list(batch)
         self.num_samples = num_samples
         self._lengths = {size + shift for tensor in batch for size in tensor.shape for shift in (-1, 0, 1)}
+        self._batch = set(map(id, batch))
         self.keep(Kind.ROWS, *batch)
 
     def clear(self) -> None:
@@ -73,9 +75,13 @@ class MadeOfBatch:
             return Kind.ROWS if self.num_samples in tensor.shape else Kind.CUT
         return None
 
-    def may_have_rows(self, tensor: Tensor) -> bool:
-        """Whether a tensor has as many rows for each sample as the batch's tensors have places: others have them by chance."""
-        return self.num_samples in tensor.shape or not tensor.dim() or tensor.shape[0] // self.num_samples in self._lengths
+    def may_have_rows(self, tensor: Tensor, arguments: Iterable[Tensor]) -> bool:
+        """Whether a forward's result has as many rows for each sample as the batch's tensors have places, or as the script's own
+        arguments have rows: others have them by chance."""
+        if self.num_samples in tensor.shape or not tensor.dim() or tensor.shape[0] // self.num_samples in self._lengths:
+            return True
+        own = (argument for argument in arguments if id(argument) not in self._batch)
+        return any(argument.shape[:1] == tensor.shape[:1] for argument in own)
 
     def holds_samples(self, value: Any) -> bool:
         """Whether a value has a row, or some, for each sample along its first dimension."""
