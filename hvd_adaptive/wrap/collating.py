@@ -1,15 +1,20 @@
 """A script's collate_fn, tried once: does it make a sample's part of a batch of the other samples, too?
 
 It may mix samples, take negatives from the batch, or scale it by its own statistics. Then a batch of another size is another one.
+One that may change something when it is called, as a generator of random numbers or a list of its own, is left alone.
 It is tried where the batches are made, as in a worker: on two samples, on those with one of them twice, and on each alone.
 """
 
 from __future__ import annotations
 
+import collections
 import copy
+import dis
+import functools
 import random
+import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +23,11 @@ from torch import Tensor
 from torch.utils.data import default_collate, default_convert
 
 from hvd_adaptive.wrap.tensors import tensors_in
+
+_RANDOM = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+_CHANGING = (*_RANDOM, list, dict, set, collections.deque, np.ndarray, Tensor, Iterator)
+# Samples in each of the batches that are made.
+_COUNTS = (3, 3, 2, 2, 2)
 
 
 class MixedBatch(NamedTuple):
@@ -28,7 +38,27 @@ class MixedBatch(NamedTuple):
 
 def watched(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Returns a collate_fn that gives a :class:`MixedBatch` the first time if it mixes samples."""
-    return collate if collate in (default_collate, default_convert) else _Watched(collate)
+    is_known = collate in (default_collate, default_convert)
+    return collate if is_known or any(isinstance(value, _CHANGING) for value in _held_by(collate)) else _Watched(collate)
+
+
+def _held_by(collate: Any) -> Iterator[Any]:
+    """Yields what a function may change when it is called: of its closure, its globals and its object."""
+    if isinstance(collate, functools.partial):
+        yield from (*collate.args, *collate.keywords.values())
+        yield from _held_by(collate.func)
+    elif isinstance(collate, types.FunctionType):
+        yield from (cell.cell_contents for cell in collate.__closure__ or ())
+        # A table that all calls read is no reason.
+        named = (collate.__globals__.get(name) for name in collate.__code__.co_names)
+        yield from (value for value in named if isinstance(value, _RANDOM))
+        if "STORE_GLOBAL" in {instruction.opname for instruction in dis.get_instructions(collate)}:
+            yield []
+    elif isinstance(collate, types.MethodType):
+        yield from vars(collate.__self__).values() if hasattr(collate.__self__, "__dict__") else ()
+    else:
+        yield from getattr(collate, "__dict__", {"": []}).values()
+        yield from (value for value in vars(type(collate)).values() if isinstance(value, _CHANGING))
 
 
 class _Watched:
@@ -45,6 +75,12 @@ class _Watched:
         return MixedBatch(batch) if is_mixed else batch
 
 
+def _shallow(collate: Any) -> Any:
+    if isinstance(collate, types.MethodType):
+        return types.MethodType(collate.__func__, copy.copy(collate.__self__))
+    return copy.copy(collate)
+
+
 def mixes_samples(collate: Callable[[Any], Any], one: Any, other: Any) -> bool:
     """Whether the rows of a batch depend on which other samples are in it.
 
@@ -57,21 +93,28 @@ def mixes_samples(collate: Callable[[Any], Any], one: Any, other: Any) -> bool:
     """
     before = _random_state()
     try:
+        # It may count its calls.
+        collate = _shallow(collate)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             whole, again, part, ones, others = (
-                collate([copy.deepcopy(sample) for sample in samples])
+                collate([_copied(sample) for sample in samples])
                 for samples in ([one, other, other], [one, other, other], [one, other], [one, one], [other, other])
             )
         if not _is_same(before, _random_state()):
             return False
-        rows, known = _rows(whole, 3), _rows(part, 2)
+        tensors = [list(tensors_in([batch])) for batch in (whole, again, part, ones, others)]
+        if len(set(map(len, tensors))) > 1:
+            return False
         # Three of something else than samples are as many in the part.
-        is_comparable = len(rows) == 3 and len(known) == 2 and len(rows[0]) == len(known[0])
-        if not is_comparable or not all(map(_are_equal, rows, _rows(again, 3))):
+        places = [number for number in range(len(tensors[0])) if _are_rows(tensors[0][number], tensors[2][number])]
+        rows, same, known, *doubled = (
+            [[of[place][row] for place in places] for row in range(count)] for of, count in zip(tensors, _COUNTS, strict=True)
+        )
+        if not places or not all(map(_are_equal, rows, same)):
             return False
         # A row of one sample alone may be padded to less.
-        alone = [row for row in (*_rows(ones, 2), *_rows(others, 2)) if _shapes(row) == _shapes(known[0])]
+        alone = [row for rows_of in doubled for row in rows_of if _shapes(row) == _shapes(known[0])]
         # In any order, as some sort samples by their length.
         return not all(any(_are_equal(row, of_part) for of_part in known) for row in (*rows, *alone))
     except Exception:
@@ -81,11 +124,30 @@ def mixes_samples(collate: Callable[[Any], Any], one: Any, other: Any) -> bool:
         _restore(before)
 
 
-def _rows(batch: Any, count: int) -> list[list[Tensor]]:
-    """Returns what each sample has in the tensors of a batch."""
-    tensors = [tensor for tensor in tensors_in([batch]) if tensor.layout == torch.strided and tensor.dim() > 0]
-    long = [tensor for tensor in tensors if tensor.shape[0] == count and not _are_places(tensor)]
-    return [[tensor[number] for tensor in long] for number in range(count)] if long else []
+def _copied(value: Any) -> Any:
+    """Returns a copy of a sample.
+
+    Raises:
+        TypeError: if it holds something whose size is not known.
+    """
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_copied(item) for item in value]
+        return items if isinstance(value, list) else type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if value is None or isinstance(value, (str, bytes, int, float, np.generic)):
+        return value
+    raise TypeError(type(value))
+
+
+def _are_rows(whole: Tensor, part: Tensor) -> bool:
+    """Whether a batch of three samples and one of two have a row for each in these tensors, and not where samples begin."""
+    is_long = whole.layout == part.layout == torch.strided and whole.shape[:1] == (3,) and part.shape[:1] == (2,)
+    return is_long and not _are_places(whole)
 
 
 def _are_places(tensor: Tensor) -> bool:

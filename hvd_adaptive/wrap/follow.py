@@ -25,7 +25,7 @@ from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.tensors import tensors_in
 
 # Batches of a loader that are followed all of their way from loader to backward, and how many are tried for that.
-_ENOUGH_TRACES, _MOST_TRACES = 2, 10
+_ENOUGH_TRACES, _MOST_TRACES, _MOST_PASSES = 2, 10, 3
 # What following a batch again in a later pass may cost: so many seconds, or that part of the time since the last one.
 _CHEAP_S, _CHEAP = 0.1, 0.05
 
@@ -124,9 +124,8 @@ class Follower:
         """Whether the batch that was just delivered is to be followed to its loss: an early one, or the first of a later pass."""
         loader, has_samples = stream.loader, stream.current.num_samples > 0
         if not loader.is_traced:
-            # Passes before the first step, as an evaluation's, show nothing.
-            is_early = max(loader.num_steps, stream.num_delivered - 1) < _MOST_TRACES
-            return has_samples and (is_early or loader.num_traces < _MOST_TRACES)
+            # A pass before the first step, as an evaluation's, shows nothing.
+            return has_samples and stream.num_delivered <= _MOST_TRACES and loader.num_traces < _MOST_PASSES * _MOST_TRACES
         # Each rank looks at its own time: what one of them finds counts for all.
         is_cheap = self._cost_s <= max(_CHEAP_S, _CHEAP * (time.monotonic() - self._traced_at_s))
         return has_samples and is_cheap and stream.begins_followed and stream.num_delivered == 1 and not loader.reasons

@@ -147,7 +147,7 @@ class Tracer(TorchFunctionMode):
         if func in sizes.SIZES:
             self._guarded(lambda: self._look_at_size(func, args[0]))
         if func in sizes.SHAPES or func in sizes.COUNTS:
-            return self._size_of_batch(func, args, result)
+            return self._made.size_of(func, args, result)
         return result
 
     def _is_followed(self) -> bool:
@@ -197,14 +197,15 @@ class Tracer(TorchFunctionMode):
                 self.findings.add(Reason.SCRIPTED)
         for tensor in tensors_in([result]):
             if tensor.numel() == 1:
-                read = inside.kind_of_number(tensor, self._means) if tensor.requires_grad else Kind.MEAN
                 kind = Kind.MEAN
+                read = inside.kind_of_number(tensor, self._means) if tensor.requires_grad else kind
                 self._made.needs_proof |= read is Kind.OTHER
                 if read is Kind.SUM:
                     self.findings.add(Reason.MIXED)
             else:
                 kind = Kind.OTHER if losses.rows_dim(tensor, self._num_samples) is None else Kind.ROWS
-                self._made.needs_proof |= not self._made.may_have_rows(tensor, tensors_in([args, kwargs]))
+                is_row = not self._tape.is_made(tensor) or self._made.may_have_rows(tensor, tensors_in([args, kwargs]))
+                self._made.needs_proof |= not is_row
             self._made.keep(kind, tensor)
         self._tape.gives(tensors_in([result]))
 
@@ -245,7 +246,7 @@ class Tracer(TorchFunctionMode):
         results, frame = list(tensors_in([result])), sizes.own_frame()
         if losses.mixes_inside(func, args, results, self._num_samples):
             self.findings.add(Reason.MIXED)
-        self._made.needs_proof |= inside.pairs_samples(func, args, results, self._num_samples)
+        self._made.needs_proof |= self._pairs(func, args, results)
         if frame is None:
             return
         self._made.needs_proof |= inside.may_be_of_whole_batch(func, args, kwargs, results, self._num_samples)
@@ -265,7 +266,7 @@ class Tracer(TorchFunctionMode):
         given, results = list(tensors_in([args, kwargs])), list(tensors_in([result]))
         if any(isinstance(tensor, FakeTensor) for tensor in (*given, *results)):
             return
-        if self.gradients.are_changed(func, args):
+        if self.gradients.are_changed(func, args, results):
             self.findings.add(Reason.CLIPPED)
         elif self._tape.holds_values(tensors_in([args[1:], kwargs])) and self.gradients.are_made_by(func, args):
             self.findings.add(Reason.HELD)
@@ -303,7 +304,7 @@ class Tracer(TorchFunctionMode):
             self._own_reduction |= losses.is_own_reduction(func, args, kwargs)
         if with_gradients and losses.plain_name(func) in ("sum", "mean"):
             self._mean_seen = True
-        self._made.has_unknown |= with_gradients and inside.pairs_samples(func, args, results, self._num_samples)
+        self._made.has_unknown |= with_gradients and self._pairs(func, args, results)
         of_loss = [(tensor, of) for tensor, of in made if tensor.requires_grad]
         if with_gradients and of_loss:
             others = [(tensor, other) for tensor, other in made if not tensor.requires_grad]
@@ -325,9 +326,12 @@ class Tracer(TorchFunctionMode):
         self._made.follow_row(func, args, results)
         self._made.needs_proof |= is_setitem and self._made.mixes_rows(*args[1:3])
 
+    def _pairs(self, func: Any, args: tuple[Any, ...], results: list[Tensor]) -> bool:
+        return inside.pairs_samples(func, args, results, self._num_samples, self._tape.is_made)
+
     def _fills_fixed_length(self, tensor: Tensor, places: Any) -> bool:
-        is_filled = sizes.fills_by_length(places, self._num_samples, length_asked=self._length_asked)
-        return is_filled and self._made.kind(tensor) is None and id(tensor) not in self._made.as_long
+        is_other = self._made.kind(tensor) is None and id(tensor) not in self._made.as_long
+        return is_other and sizes.fills_by_length(places, self._num_samples, length_asked=self._length_asked)
 
     def _judge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Looks at what backward is called on."""
@@ -343,15 +347,6 @@ class Tracer(TorchFunctionMode):
                 is_other = (self._made.needs_proof or self._made.has_unknown) if is_other is None else is_other
                 if is_other or losses.reduces_by_itself(self._made.known.values()):
                     self.findings.add(Reason.MIXED)
-
-    def _size_of_batch(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
-        tensor = args[0] if args else None
-        known = self._made.known.get(id(tensor))
-        if known is None or known[1] is not Kind.ROWS:
-            return result
-        if func in sizes.COUNTS:
-            return sizes.as_size(result, self._num_samples)
-        return sizes.along(losses.rows_dim(known[0], self._num_samples), args, result)
 
     def _look_at_size(self, func: Any, tensor: Tensor) -> None:
         """The script asks for a tensor's size: looks in its source for what follows from that."""

@@ -44,7 +44,9 @@ class HeldValues:
 
     def computed(self, name: str, args: Any, kwargs: Any, results: Iterable[Tensor]) -> None:
         """A function of that name was called."""
-        given = [] if name in _NO_VALUES else list(tensors_in(args[:1] if name in _VALUES_OF_FIRST else [args, kwargs]))
+        # Horovod makes its results of tensors that are new as well.
+        has_none = name in _NO_VALUES or (name == "new" and not _is_called_by("horovod."))
+        given = [] if has_none else list(tensors_in(args[:1] if name in _VALUES_OF_FIRST else [args, kwargs]))
         for values in (self._now, self._older):
             if any(tensor in values for tensor in given):
                 values.update(dict.fromkeys(results, True))
@@ -55,7 +57,7 @@ class HeldValues:
 
     def written(self, tensor: Tensor) -> None:
         """Values of the batch, or places by them, are written to a tensor that is not made of the batch."""
-        if tensor.layout == torch.strided and not tensor.requires_grad and not _is_own_code():
+        if tensor.layout == torch.strided and not tensor.requires_grad and not _is_called_by("hvd_adaptive."):
             self._alive.append(tensor)
             self._written.add(_memory(tensor))
 
@@ -84,13 +86,13 @@ class HeldValues:
         return any(memory in found and self._sources.get(memory) != set() for memory in self._written)
 
 
-def _is_own_code() -> bool:
-    """Whether it is this package that calls a function of torch's, as within a merge."""
+def _is_called_by(package: str) -> bool:
+    """Whether it is a package that calls a function of torch's, as this one within a merge."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if name not in _WATCHERS and not name.startswith("torch."):
-            return name.startswith("hvd_adaptive.")
+            return name.startswith(package)
         frame = frame.f_back
     return False
 

@@ -6,7 +6,7 @@ So a forward is not followed from tensor to tensor; what is looked at are calls 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any
 
@@ -134,9 +134,17 @@ def scales_of_rows(args: tuple[Any, ...], results: list[Tensor], num_samples: in
     return [value for value in args if isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1]
 
 
-def pairs_samples(func: Any, args: tuple[Any, ...], results: list[Tensor], num_samples: int) -> bool:
-    """Whether a function may compare each of the batch's rows with each: it makes a table that has as many both ways."""
-    given = [value for value in tensors_in(args) if value.requires_grad and not losses.is_weight(value)]
+def pairs_samples(
+    func: Any, args: tuple[Any, ...], results: list[Tensor], num_samples: int, is_made: Callable[[Tensor], bool]
+) -> bool:
+    """Whether a function may compare each of the batch's rows with each: it makes a table that has as many both ways.
+
+    Args:
+        func: the function, with its arguments and results.
+        num_samples: the batch's.
+        is_made: whether a tensor is made of the batch.
+    """
+    given = [value for value in tensors_in(args) if value.requires_grad and is_made(value)]
     shape = results[0].shape if len(results) == 1 else ()
     if len(given) < 2 or len(shape) < 2 or 0 in shape[:2] or shape[0] % num_samples or shape[1] % num_samples:
         return False

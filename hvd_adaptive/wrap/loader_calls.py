@@ -49,7 +49,9 @@ def intercept_loaders(listener: Engine) -> None:
     def __init__(self: Any, loader: DataLoader[Any]) -> None:
         begin(self, loader)
         # Before workers start.
-        if isinstance(self._sampler_iter, IndexStream):
+        stream = self._sampler_iter
+        if isinstance(stream, IndexStream) and not (stream.loader.is_collate_known or listener.config.has_equal_shares()):
+            stream.loader.is_collate_known = True
             self._collate_fn = watched(self._collate_fn)
 
     def __next__(self: Any) -> Any:

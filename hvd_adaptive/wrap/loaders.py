@@ -60,6 +60,7 @@ class Loader:
         begins_followed: the next passes begin with one; changes in exchanges only, as `fractions` does.
         controller: what proposes its shares.
         looks: what its first batches show.
+        is_collate_known: its collate_fn was tried.
         ends_together: its passes are known to have as many batches on all ranks.
         beside: the last pass that another thread has read than the one that trains. Nobody else may keep it that long.
     """
@@ -91,7 +92,7 @@ class Loader:
         self.begins_followed = False
         self.controller: Controller | None = None
         self.looks = FirstBatches(loader)
-        self.ends_together = False
+        self.ends_together = self.is_collate_known = False
         self.beside: IndexStream | None = None
         if isinstance(loader.dataset, IterableDataset):
             self.reasons.add(Reason.ITERABLE)

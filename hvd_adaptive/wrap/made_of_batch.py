@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvd_adaptive.wrap import sizes
 from hvd_adaptive.wrap.losses import Kind, rows_dim
 from hvd_adaptive.wrap.tensors import tensors_in
 
@@ -102,6 +103,15 @@ class MadeOfBatch:
         """Whether what is written to a place of a tensor is made of other samples' rows than that one."""
         row = self._rows.get(id(value))
         return row is not None and row != _first(places)
+
+    def size_of(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
+        """Returns what a question for a tensor's size has given, which knows that it is the batch's where it is."""
+        known = self.known.get(id(args[0] if args else None))
+        if known is None or known[1] is not Kind.ROWS:
+            return result
+        if func in sizes.COUNTS:
+            return sizes.as_size(result, self.num_samples)
+        return sizes.along(rows_dim(known[0], self.num_samples), args, result)
 
     def are_from_inside(self, tensors: Iterable[Tensor]) -> bool:
         """Whether a tensor with gradients comes from a forward, but by another way than its result.

@@ -7,7 +7,7 @@ as in clipping without ``optimizer.synchronize()``, comes out otherwise with eve
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 _NORMS = {"norm", "vector_norm", "linalg_vector_norm", "_foreach_norm"}
 _SCALES = {"mul_", "div_", "true_divide_", "__imul__", "__itruediv__", "__idiv__", "_foreach_mul_", "_foreach_div_"}
+_SCALED = {"mul", "div", "true_divide", "__mul__", "__truediv__"}
 _OTHERS = {"__iadd__", "__isub__", "__ipow__"}
 # In place, and no change that depends on the gradients.
 _HARMLESS = {"zero_", "detach_", "requires_grad_", "_foreach_zero_", "_amp_foreach_non_finite_check_and_unscale_"}
@@ -41,17 +42,22 @@ class OwnGradients:
         if not self.are_here:
             self.are_here, self._is_norm_known = True, False
 
-    def are_changed(self, func: Any, args: tuple[Any, ...]) -> bool:
+    def are_changed(self, func: Any, args: tuple[Any, ...], results: Sequence[Tensor] = ()) -> bool:
         """Whether a torch function changes some of them by more than a factor that does not come from them."""
         name = getattr(func, "__name__", "")
         if not self.are_here or not args or name in _HARMLESS:
             return False
         if func in _SETTERS:
-            # What is set after ``parameter.grad *= 2`` is what that has written to.
-            return self._sets(args[0]) and isinstance(args[1], Tensor) and args[1] is not self._written()
-        if not (_writes(name) or name in _NORMS) or not self._hold(args[0]):
+            # What is set after ``parameter.grad *= 2`` is what that has written to. Zeros stand for a gradient that is missing.
+            is_new = isinstance(args[1], Tensor) and args[1] is not self._written() and bool(args[1].any())
+            return is_new and self._sets(args[0])
+        is_scaled = name in _SCALED and len(args) > 1 and isinstance(args[1], (int, float)) and not self._is_norm_known
+        if not (_writes(name) or name in _NORMS or is_scaled) or not self._hold(args[0]):
             return False
-        self._written = weakref.ref(args[0]) if isinstance(args[0], Tensor) else self._written
+        if is_scaled or isinstance(args[0], Tensor):
+            self._written = weakref.ref(results[0] if is_scaled and results else args[0])
+        if is_scaled:
+            return False
         if name in _NORMS:
             self._is_norm_known = True
             return False

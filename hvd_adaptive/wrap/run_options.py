@@ -128,6 +128,10 @@ class RunConfig:
         rules = self.merging()
         return rules.outer_step not in (None, "none") or rules.encodes
 
+    def has_equal_shares(self) -> bool:
+        """Whether the script's batches stay as they are."""
+        return self.shares is not None and len(set(parse_shares(self.shares))) == 1
+
     def merging(self) -> Config:
         """Returns the rules by which models are merged and values are encoded, as ``train`` has them.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -242,7 +243,9 @@ class Tape:
         except Exception as error:
             # The script takes rows together, as pairs. Or a function has the batch's size by a way of its own, or the numbers are
             # none for it.
-            return True if "shape '[-1, " in str(error) and "is invalid for input of size" in str(error) else None
+            shape = re.match(r"shape '\[-1, ([\d, ]+)\]' is invalid for input of size", str(error))
+            numbers = [int(number) for number in shape.group(1).split(",")] if shape else [self._num_samples]
+            return True if all(number % self._num_samples for number in numbers) else None
         return None if self._is_ragged else False
 
     def _replay(
