@@ -201,6 +201,7 @@ class IndexStream:
         self._union: Union | None = None
         self._fractions: tuple[float, ...] | None = None
         self._smallest = 1
+        self._longest = 0
         # From which list on there are other fractions, and another smallest share.
         self._changes: deque[tuple[int, tuple[float, ...] | None, int]] = deque()
         self._queue: deque[tuple[Handed, Any]] = deque()
@@ -335,10 +336,13 @@ class IndexStream:
             return own, handed
         total = handed.global_samples
         unit = self._unit if len(own) % self._unit == 0 else 1
+        # Of one sample squeeze() takes the batch's dimension away, which plain Horovod's ranks never see.
+        self._longest = max(self._longest, len(own))
+        smallest = min(max(self._smallest, min(2, self._longest // 2)), len(own))
         shares = integer_shares(
             self._fractions,
             total // unit,
-            lower=-(-min(self._smallest, len(own)) // unit),
+            lower=-(-smallest // unit),
             upper=None if self._upper is None else [max(self._upper, len(own)) // unit] * self._world_size,
         )
         sizes = [unit * share for share in shares]

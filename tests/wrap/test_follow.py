@@ -59,7 +59,7 @@ def test_two_ranks_together_get_every_global_batch_while_shares_change() -> None
 
 
 def test_bounds_of_a_share_are_kept() -> None:
-    for upper, smallest, expected in ((None, 1, [1, 11]), (8, 1, [4, 8]), (None, 2, [2, 10]), (3, 1, [6, 6])):
+    for upper, smallest, expected in ((None, 1, [2, 10]), (8, 1, [4, 8]), (None, 3, [3, 9]), (3, 1, [6, 6])):
         ranks = streams(upper=upper)
         for stream in ranks:
             stream.loader.smallest = smallest
