@@ -151,8 +151,8 @@ def pairs_samples(
     if losses.plain_name(func) in ("mm", "matmul", "cdist", "einsum", "tensordot", "inner"):
         return len(shape) == 2
     # By broadcasting.
-    is_row, is_column = (any(t.dim() >= len(shape) and t.shape[dim] == 1 for t in given) for dim in (0, 1))
-    return is_row and is_column and shape[0] > 1 and shape[1] > 1
+    wide = [tensor.shape for tensor in given if tensor.dim() >= len(shape)]
+    return any(of[0] == 1 for of in wide) and any(1 in of[1:] for of in wide) and min(shape[:2]) > 1
 
 
 def _is_of_numbers(node: Any) -> bool:

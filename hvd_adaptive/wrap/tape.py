@@ -225,28 +225,35 @@ class Tape:
             from_batch: all is computed again; else what came after the first forward.
         """
         count, end = min(self._num_samples, _MOST_SAMPLES), time.monotonic() + self._left_s / 2
-        # Odd, so that pairs are taken apart.
-        cut, self._is_ragged = (3 if count > 4 else 1), False
+        self._is_ragged = False
         compute = functools.partial(self._replay, slot, from_batch=from_batch, end=end)
         try:
             whole = compute(0, count)
             # What is random would be taken for a difference.
-            is_same = abs(compute(0, count) - whole) <= _CLOSE / 100 * abs(whole)
-            if not is_same:
-                return None
-            for changed in (False, True):
-                whole, first, rest = (compute(*part, changed=changed) for part in ((0, count), (0, cut), (cut, count)))
-                mean, scale = (cut * first + (count - cut) * rest) / count, max(abs(whole), abs(first), abs(rest))
-                # A part may have nothing to divide by, which the whole has.
-                if abs(mean - whole) > _CLOSE * scale or (math.isfinite(whole) and not changed and not math.isfinite(scale)):
+            is_clear = abs(compute(0, count) - whole) <= _CLOSE / 100 * abs(whole)
+        except Exception:
+            return None
+        # An odd part takes pairs apart, an even one leaves them together.
+        for changed, cut in ((False, 3), (True, 2)) if is_clear else ():
+            try:
+                if self._parts_differ(compute, count, cut if count > 4 else 1, changed=changed):
                     return True
-        except Exception as error:
-            # The script takes rows together, as pairs. Or a function has the batch's size by a way of its own, or the numbers are
-            # none for it.
-            shape = re.match(r"shape '\[-1, ([\d, ]+)\]' is invalid for input of size", str(error))
-            numbers = [int(number) for number in shape.group(1).split(",")] if shape else [self._num_samples]
-            return True if all(number % self._num_samples for number in numbers) else None
-        return None if self._is_ragged else False
+            except Exception as error:
+                # The script takes rows together, as pairs. Or a function has the batch's size by a way of its own, or the numbers
+                # are none for it.
+                shape = re.match(r"shape '\[-1, ([\d, ]+)\]' is invalid for input of size", str(error))
+                numbers = [int(number) for number in shape.group(1).split(",")] if shape else [self._num_samples]
+                if all(number % self._num_samples for number in numbers):
+                    return True
+                is_clear = False
+        return None if self._is_ragged or not is_clear else False
+
+    @staticmethod
+    def _parts_differ(compute: Callable[..., float], count: int, cut: int, *, changed: bool) -> bool:
+        whole, first, rest = (compute(*part, changed=changed) for part in ((0, count), (0, cut), (cut, count)))
+        mean, scale = (cut * first + (count - cut) * rest) / count, max(abs(whole), abs(first), abs(rest))
+        # A part may have nothing to divide by, which the whole has.
+        return abs(mean - whole) > _CLOSE * scale or (math.isfinite(whole) and not changed and not math.isfinite(scale))
 
     def _replay(
         self, wanted: int, start: int, stop: int, *, from_batch: bool, end: float, changed: bool = False
