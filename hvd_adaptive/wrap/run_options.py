@@ -48,7 +48,7 @@ class RunConfig:
     )
     shares: str | None = option(
         None,
-        "fixed shares of the global batch: equal, or one number a rank as in 1,2 (default: by measured speeds)",
+        "fixed shares of a batch: equal, or one number a rank, as in 1,2 (default: by measured speeds)",
     )
     interval: int = option(25, "optimizer steps between two looks at the ranks' speeds")
     max_batch_size: int | None = option(

@@ -14,6 +14,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hvd_adaptive.wrap.loader_calls import intercept_loaders
 from hvd_adaptive.wrap.loaders import IndexStream, Loader
+from hvd_adaptive.wrap.run_options import RunConfig
 
 BATCHES = 8
 # Rank 0's part of two ranks' batches of 6: another one for each, so that a shift shows.
@@ -40,6 +41,7 @@ class Listener:
     """As much of the engine as a loader needs, on rank 0 of two."""
 
     stream: IndexStream
+    config = RunConfig()
 
     def open_stream(self, loader: DataLoader[Any], index_sampler: Any) -> IndexStream:
         self.stream = IndexStream(Loader(loader, 1), index_sampler, world_size=2, rank=0, upper=None)
