@@ -74,7 +74,7 @@ class Tracer(TorchFunctionMode):
         # How often the root is within itself.
         self.root: nn.Module | None = None
         self._depth = 0
-        self._frozen: list[Tensor] = []
+        self._parameters: list[Tensor] = []
         self._own_reduction = self._mean_seen = False
         self._hooks: list[Any] = []
 
@@ -174,7 +174,7 @@ class Tracer(TorchFunctionMode):
             module in self.places or any(parameter in self._trained for parameter in module.parameters())
         ):
             self.root, self._depth = module, 1
-            self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+            self._parameters = list(module.parameters())
         elif self.root is None:
             self._untrained.add(module)
 
@@ -193,7 +193,7 @@ class Tracer(TorchFunctionMode):
         """A forward is over of a module that owns trained parameters: looks at its arguments; its result is made of the batch."""
         places = self.places.setdefault(module, set())
         # One that the forward has made anew, as of a codebook, holds what follows from the batch.
-        if {id(parameter) for parameter in module.parameters() if not parameter.requires_grad} - set(map(id, self._frozen)):
+        if {id(parameter) for parameter in module.parameters() if not parameter.requires_grad} - set(map(id, self._parameters)):
             self.findings.add(Reason.HELD)
         if torch.is_grad_enabled():
             self.num_forwards += 1

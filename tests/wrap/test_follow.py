@@ -129,7 +129,7 @@ def test_a_smallest_share_changes_at_the_same_batch_on_ranks_that_have_handed_ou
         shares._change(stream, gathered, set(), np.array([0.1, 0.9]))
     for stream, lists in zip(ranks, handed, strict=True):
         lists.extend(stream)
-    assert [len(part) for part in handed[0]] == [1, 1, 1, 4, 4]
+    assert [len(part) for part in handed[0]] == [2, 2, 2, 4, 4]
     for first, second, batches in zip(*handed, expected, strict=True):
         assert [*first, *second] == [*batches[0], *batches[1]]
 
