@@ -245,7 +245,8 @@ def _job(files: list[Path], num_ranks: int, shares: str) -> Iterator[dict[str, A
     environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
     # The environment's own, also where it is not activated.
     folders = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    command = [shutil.which("mpirun", path=folders) or "mpirun", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1", "--mca", "btl", "^ofi"]
+    command = [shutil.which("mpirun", path=folders) or "mpirun"]
+    command += ["--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1", "--mca", "btl", "^ofi"]
     command += ["-np", str(num_ranks), sys.executable, __file__, "--rank", "--np", str(num_ranks), "--shares", shares]
     with tempfile.TemporaryFile("w+") as errors, selectors.DefaultSelector() as selector:
         process = subprocess.Popen([*command, *map(str, files)], stdout=subprocess.PIPE, stderr=errors, env=environment)
