@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate, default_convert
 
+from hvd_adaptive.wrap.random_numbers import random_numbers_kept
 from hvd_adaptive.wrap.tensors import tensors_in
 
 _RANDOM = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
@@ -38,8 +39,14 @@ class MixedBatch(NamedTuple):
 
 def watched(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Returns a collate_fn that gives a :class:`MixedBatch` the first time if it mixes samples."""
-    is_known = collate in (default_collate, default_convert)
-    return collate if is_known or any(isinstance(value, _CHANGING) for value in _held_by(collate)) else _Watched(collate)
+    if collate in (default_collate, default_convert):
+        return collate
+    try:
+        is_changing = any(isinstance(value, _CHANGING) for value in _held_by(collate))
+    except Exception:
+        # A stranger's object may raise anything, and so does a variable of its closure that has no value yet.
+        is_changing = True
+    return collate if is_changing else _Watched(collate)
 
 
 def _held_by(collate: Any) -> Iterator[Any]:
@@ -91,18 +98,17 @@ def mixes_samples(collate: Callable[[Any], Any], one: Any, other: Any) -> bool:
         one: a sample.
         other: another one.
     """
-    before = _random_state()
     try:
         # It may count its calls.
         collate = _shallow(collate)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), random_numbers_kept() as are_drawn:
             warnings.simplefilter("ignore")
             whole, again, part, ones, others = (
                 collate([_copied(sample) for sample in samples])
                 for samples in ([one, other, other], [one, other, other], [one, other], [one, one], [other, other])
             )
-        if not _is_same(before, _random_state()):
-            return False
+            if are_drawn():
+                return False
         tensors = [list(tensors_in([batch])) for batch in (whole, again, part, ones, others)]
         if len(set(map(len, tensors))) > 1:
             return False
@@ -120,8 +126,6 @@ def mixes_samples(collate: Callable[[Any], Any], one: Any, other: Any) -> bool:
     except Exception:
         # It needs more samples, or such that cannot be copied.
         return False
-    finally:
-        _restore(before)
 
 
 def _copied(value: Any) -> Any:
@@ -165,18 +169,3 @@ def _are_equal(row: list[Tensor], other: list[Tensor]) -> bool:
         one.shape == two.shape and one.dtype == two.dtype and torch.allclose(one, two, rtol=1e-5, atol=1e-8, equal_nan=True)
         for one, two in zip(row, other, strict=True)
     )
-
-
-def _random_state() -> tuple[Any, Any, Any]:
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-
-def _restore(state: tuple[Any, Any, Any]) -> None:
-    torch.set_rng_state(state[0])
-    np.random.set_state(state[1])
-    random.setstate(state[2])
-
-
-def _is_same(state: tuple[Any, Any, Any], other: tuple[Any, Any, Any]) -> bool:
-    numpys = (repr(part[1][0]) + repr(part[1][2:]) + part[1][1].tobytes().hex() for part in (state, other))
-    return torch.equal(state[0], other[0]) and len(set(numpys)) == 1 and state[2] == other[2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dis
 import random
@@ -17,6 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
 from hvd_adaptive.wrap.index_lists import as_list
+from hvd_adaptive.wrap.random_numbers import random_numbers_kept
 from hvd_adaptive.wrap.reasons import Reason
 
 _MAX_DEPTH = 4
@@ -136,7 +136,7 @@ class _Replicas(Union):
             self._epochs.append((number, now))
 
     def batch(self, number: int) -> list[list[Any]]:
-        with _random_numbers_kept():
+        with random_numbers_kept():
             if self._iterators is None:
                 copies = [
                     _as_rank(self._sampler, other, world_size=self._world_size, rank=self._rank)
@@ -212,14 +212,3 @@ def _is_own_state(value: Any) -> bool:
     simple = (int, float, str, bool, type(None), list, dict, set, deque, array, bytearray, np.ndarray, torch.Tensor)
     generators = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
     return isinstance(value, (*simple, *generators, Sampler)) or hasattr(value, "num_replicas")
-
-
-@contextlib.contextmanager
-def _random_numbers_kept() -> Iterator[None]:
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
