@@ -27,6 +27,7 @@ docs/training.md explains the options. The command line beats a --config file, a
     "run": """
   hvd-adaptive run -np 4 train.py --its-own-options
   hvd-adaptive run -np 4 --dry-run train.py                only say what would be adaptive, and end
+  hvd-adaptive run -np 4 --verify 100 train.py             do unequal batches give the same gradients?
   hvd-adaptive run --elastic --min-np 2 --max-np 8 --host-discovery-script ./hosts.sh train.py
   horovodrun -np 4 hvd-adaptive run train.py
 docs/wrapping.md says what is intercepted.""",
@@ -111,6 +112,10 @@ def _add_run(commands: Any, launch: argparse.ArgumentParser) -> None:
         description="Runs a Horovod script. Options of run come first. At the end rank 0 says what was intercepted and gained.",
     )
     run.add_argument("--config", metavar="FILE", help=".toml or .json of options of run and train")
+    run.add_argument(
+        "--verify", type=int, metavar="STEPS", help="run so many steps twice, and say whether unequal batches change gradients"
+    )
+    run.add_argument("--verify-file", help=argparse.SUPPRESS)
     elastic = _add_elastic(run, "start the script again when ranks or hosts are lost or added; docs/elastic.md")
     elastic.add_argument(
         "--commit-dir",

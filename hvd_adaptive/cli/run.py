@@ -123,10 +123,24 @@ def run(options: argparse.Namespace, config: RunConfig) -> int:
         return Launched(options.launch, memory, Path(options.commit_dir), options.job)
 
     make_launched = None if options.launch is None else launched
+    verification: Any = None
+    if options.verify_file is not None:
+        from hvd_adaptive.wrap.verification import Verification
+
+        verification = Verification(Path(options.verify_file), options.verify)
+
+    def intercepted(comm: Any) -> Any:
+        engine = make_engine(config, comm)
+        if verification is not None:
+            verification.intercept(engine)
+        return engine
+
     code = _script_module().run_script(
-        options.script, options.arguments, lambda comm: make_engine(config, comm), make_launched,
+        options.script, options.arguments, intercepted, make_launched,
         is_module=options.module, stall_limit_s=config.stall_limit_s,
     )  # fmt: skip
+    if verification is not None and code == 0:
+        verification.save()
     # Not -n: many scripts have one of their own.
     own = {*NUM_RANKS} - {"-n"} | {*(f"--{name.replace('_', '-')}" for name in fields_of(RunConfig))}
     misplaced = [text for text in options.arguments if text.partition("=")[0] in own]

@@ -53,6 +53,7 @@ class Report:
         loaders: every loader that the script iterated.
         is_started: Horovod was initialized.
         is_dry_run: only some steps were run.
+        is_silent: nothing is told.
         pinned: the fixed shares that were asked for; None: none.
         is_only_tried: a dry run's first steps did not show that unequal shares are better; they were tried all the same.
         more: gives further lines.
@@ -61,6 +62,7 @@ class Report:
     loaders: list[Loader] = field(default_factory=list)
     is_started: bool = False
     is_dry_run: bool = False
+    is_silent: bool = False
     pinned: str | None = None
     is_only_tried: bool = False
     more: Callable[[], list[str]] = list

@@ -14,19 +14,21 @@ import torch
 @contextmanager
 def random_numbers_kept() -> Iterator[Callable[[], bool]]:
     """What is drawn within is drawn again after it. Yields what tells whether something was drawn so far."""
-    before = _states()
+    before = random_states()
     try:
-        yield lambda: not _are_same(before, _states())
+        yield lambda: not are_same_states(before, random_states())
     finally:
         torch.set_rng_state(before[0])
         random.setstate(before[1])
         np.random.set_state(before[2])
 
 
-def _states() -> tuple[Any, Any, Any]:
+def random_states() -> tuple[Any, Any, Any]:
+    """Returns the states of torch's generator for the CPU, Python's and NumPy's."""
     return torch.get_rng_state(), random.getstate(), np.random.get_state()
 
 
-def _are_same(before: tuple[Any, Any, Any], now: tuple[Any, Any, Any]) -> bool:
+def are_same_states(before: tuple[Any, Any, Any], now: tuple[Any, Any, Any]) -> bool:
+    """Whether nothing was drawn between two results of :func:`random_states`."""
     numpys = zip(before[2], now[2], strict=True)
     return torch.equal(before[0], now[0]) and before[1] == now[1] and all(np.array_equal(one, two) for one, two in numpys)

@@ -275,7 +275,7 @@ def _say_last(engine: Engine) -> None:
 
 def print_report(engine: Engine) -> None:
     """Writes the report on standard error, on rank 0."""
-    if engine.report.is_started and engine.rank == 0:
+    if engine.report.is_started and engine.rank == 0 and not engine.report.is_silent:
         sys.stdout.flush()
         sys.stderr.write("".join(f"hvd-adaptive: {line}\n" for line in engine.report.lines()))
         sys.stderr.flush()
