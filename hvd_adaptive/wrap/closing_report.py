@@ -54,6 +54,7 @@ class Report:
         is_started: Horovod was initialized.
         is_dry_run: only some steps were run.
         is_silent: nothing is told.
+        tells_conditions: tell the conditions of equal updates that the script does not meet.
         pinned: the fixed shares that were asked for; None: none.
         is_only_tried: a dry run's first steps did not show that unequal shares are better; they were tried all the same.
         more: gives further lines.
@@ -63,6 +64,7 @@ class Report:
     is_started: bool = False
     is_dry_run: bool = False
     is_silent: bool = False
+    tells_conditions: bool = True
     pinned: str | None = None
     is_only_tried: bool = False
     more: Callable[[], list[str]] = list
@@ -113,7 +115,8 @@ class Report:
         lines += [f"  intercepted: {text}" for text in dict.fromkeys(self._optimizers)]
         lines += [f"  not intercepted: {text}" for text in dict.fromkeys(self._left_alone)]
         lines += [f"  note: {text}" for text in self._notes]
-        if any(loader.num_steps and (loader.num_shared or not loader.reasons) for loader in self.loaders):
+        may_differ = any(loader.num_steps and (loader.num_shared or not loader.reasons) for loader in self.loaders)
+        if self.tells_conditions and may_differ:
             lines += [f"  note: {text}" for text in self._conditions]
         if self._world_size == 1:
             lines.append("  note: there is one rank, so there is nothing to share out")

@@ -205,7 +205,7 @@ def run_script(
         code = EXIT_INTERRUPTED
         for action in engine.on_failure:
             action()
-        so_far = "; what was done so far:" if engine.rank == 0 else ""
+        so_far = "; what was done so far:" if engine.rank == 0 and not engine.report.is_silent else ""
         print(f"hvd-adaptive: rank {engine.rank} was interrupted by SIGINT (Ctrl-C){so_far}", file=sys.stderr, flush=True)
     except BaseException as error:
         # Else it is another rank's fault, whom the launcher or the heartbeats name.
@@ -267,7 +267,7 @@ def _tell_failure(engine: Engine) -> None:
 
 def _say_last(engine: Engine) -> None:
     store = engine.find_store()
-    if store is None or not store.add(_FAILED, 0):
+    if not engine.report.is_silent and (store is None or not store.add(_FAILED, 0)):
         said = "rank 0 was asked to end (SIGTERM from its launcher, as at Ctrl-C or for a lost rank); what was done so far:"
         print(f"hvd-adaptive: {said}", file=sys.stderr, flush=True)
         print_report(engine)
