@@ -75,6 +75,7 @@ class LearningRateMultiplier:
             self._saved = None
 
     def remove(self) -> None:
-        """Takes the hooks off the optimizer."""
+        """Takes the hooks off the optimizer, also between those of one step."""
+        self.restore()
         for handle in self._handles:
             handle.remove()

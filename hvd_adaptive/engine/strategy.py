@@ -18,6 +18,14 @@ from hvd_adaptive.engine.records import RoundClaims, RoundRecord, RoundStats
 OwnState = Callable[[int], dict[str, Any]]
 
 
+class Removable(Protocol):
+    """Something on a model or an optimizer, such as a hook. Unless it is torch's own handle, what it has put there keeps it
+    alive."""
+
+    def remove(self) -> None:
+        """Takes it off, without collectives. A second call does nothing."""
+
+
 class Strategy(Protocol):
     """One way of training over all ranks. Construction is COLLECTIVE.
 
@@ -25,11 +33,13 @@ class Strategy(Protocol):
         optimizer: what the user's loop calls: the user's own optimizer, or a wrapper of it.
         inexact: what breaks the equality with one rank that the strategy promises, as sentences; empty where it promises none.
         claimed: this rank's claims of the round, in order.
+        hooks: what is on the model and the optimizer until the session is closed, or another one takes its place.
     """
 
     optimizer: Optimizer
     inexact: list[str]
     claimed: list[Claim]
+    hooks: list[Removable]
 
     @property
     def round_unit(self) -> int:
@@ -112,9 +122,6 @@ class Strategy(Protocol):
         Raises:
             AgreedError: on all ranks, if no rank's parameters are finite.
         """
-
-    def close(self) -> None:
-        """Takes off the model what construction put on it."""
 
     def after_round(self, record: RoundRecord) -> None:
         """Learns from a completed round, the seconds of its merge included; the same on every rank."""

@@ -88,7 +88,7 @@ class GradientWeight:
         self._optimizer = optimizer
         self._of_model = list(model.parameters())
         self._num_parameters = 0
-        self._coalescing = [p.register_hook(_coalesced) for p in sparse]
+        self._coalescing = [p.register_hook(self._coalesced) for p in sparse]
         self._weighted: list[WeightedGradient] = []
         self._value = 1.0
 
@@ -125,7 +125,6 @@ class GradientWeight:
             handle.remove()
         self._coalescing.clear()
 
-
-def _coalesced(gradient: Tensor) -> Tensor:
-    # Dense where the parameter has another use besides.
-    return gradient.coalesce() if gradient.is_sparse else gradient
+    def _coalesced(self, gradient: Tensor) -> Tensor:
+        # Dense where the parameter has another use besides. A method, as hooks keep alive what removes them.
+        return gradient.coalesce() if gradient.is_sparse else gradient

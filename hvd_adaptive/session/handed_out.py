@@ -49,7 +49,7 @@ class HandedOut:
         self._is_left = False
         self._end_of_loops = 0.0
         self._says_no_update = False
-        self.is_closed = False
+        self.is_closed = self._is_replaced = False
         self.sources: WeakSet[WorkerSource] = WeakSet()
 
     @contextmanager
@@ -69,6 +69,7 @@ class HandedOut:
             self._is_left = True
             raise
         self._in_round = None
+        self._check_not_replaced()
 
     def begin_loop(self, num_epochs: float | None, num_done: float) -> None:
         """Takes note of a loop over the data.
@@ -94,15 +95,20 @@ class HandedOut:
                 )
             self._end_of_loops = num_epochs
 
-    def close(self) -> None:
-        """Ends what reads batches, with the session."""
-        self.is_closed = True
+    def close(self, *, is_replaced: bool = False) -> None:
+        """Ends what reads batches, with the session.
+
+        Args:
+            is_replaced: the session was not closed, and another one trains its model now.
+        """
+        self.is_closed, self._is_replaced = True, is_replaced
         for source in self.sources:
             source.stop()
 
     def check_open(self) -> None:
-        """Raises RuntimeError if the session is closed, or the loop over the batches was left, or if it is within a round with
-        strategy ``local``, whose ranks make different numbers of steps."""
+        """Raises RuntimeError if the session is closed or another one has its model, or the loop over the batches was left, or
+        if it is within a round with strategy ``local``, whose ranks make different numbers of steps."""
+        self._check_not_replaced()
         if self.is_closed:
             raise RuntimeError(
                 f"rank {self._rank}: this Session is closed, and gives no more batches, steps, gathers or checkpoints: call "
@@ -112,9 +118,18 @@ class HandedOut:
             self.check_left()
 
     def check_left(self) -> None:
-        """Raises RuntimeError if the loop is within a round, at whose end other ranks may wait for this one."""
+        """Raises RuntimeError if the loop is within a round, at whose end other ranks may wait for this one, or if another
+        session has the model."""
+        self._check_not_replaced()
         if self._num_ranks > 1:
             self._check_round_over()
+
+    def _check_not_replaced(self) -> None:
+        if self._is_replaced:
+            raise RuntimeError(
+                f"rank {self._rank}: this Session was not closed before another one was made with its model or optimizer, and "
+                "cannot go on: use the newer one. Call session.close() before you make the next Session"
+            )
 
     def _check_round_over(self) -> None:
         if self._in_round is not None:

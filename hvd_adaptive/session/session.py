@@ -31,6 +31,7 @@ from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.session.handed_out import HandedOut
 from hvd_adaptive.session.island_mesh import join
 from hvd_adaptive.session.loader import loader
+from hvd_adaptive.session.open_sessions import SessionHooks
 from hvd_adaptive.session.sameness import agree_on_data, agree_on_start, check_same_model, checked_config
 from hvd_adaptive.session.schedules import Schedules, schedule
 from hvd_adaptive.session.session_state import SessionState, Stateful
@@ -106,6 +107,7 @@ class Session:
         self._stragglers = StragglerReport(self.transport, self.device, self.config.straggler_limit)
         self._times = DeviceTimes(device_clock(self.device))
         self._stats, self._handed_out = RoundStats(), HandedOut(self.rank, self.config.strategy, self.world_size)
+        self._hooks = SessionHooks(model, optimizer, [self._lr, *self._strategy.hooks], self._handed_out)
         self.stopped = self._stop = False
         self.train_s = self._round_start = 0.0
         self._check_hash()
@@ -335,8 +337,7 @@ class Session:
         self._handed_out.check_left()
         self._strategy.drain()
         self._check_hash()
-        self._lr.remove()
-        self._strategy.close()
+        self._hooks.remove()
         self.transport.close()
         self._handed_out.close()
 

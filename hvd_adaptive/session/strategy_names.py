@@ -16,6 +16,7 @@ from hvd_adaptive.engine.strategy import Strategy
 from hvd_adaptive.research.heterogpu import add_rules
 from hvd_adaptive.research.logical import LogicalStrategy
 from hvd_adaptive.research.sma import SmaStrategy
+from hvd_adaptive.session.open_sessions import take_over
 from hvd_adaptive.strategies.horovod import HorovodStrategy
 from hvd_adaptive.strategies.local import LocalStrategy
 from hvd_adaptive.strategies.local_islands import IslandStrategy
@@ -30,7 +31,8 @@ _STRATEGIES: dict[str, Callable[[nn.Module, Optimizer, Config, Transport], Strat
 
 
 def make_strategy(model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> Strategy:
-    """Returns the strategy that the configuration names, for this number of ranks. COLLECTIVE.
+    """Returns the strategy that the configuration names, for this number of ranks. COLLECTIVE. Takes the hooks of a session
+    that was not closed off the model and the optimizer.
 
     Args:
         model: to train.
@@ -56,4 +58,5 @@ def make_strategy(model: nn.Module, optimizer: Optimizer, config: Config, transp
             "the model's parameters are sharded (DTensors), and merges without islands need whole ones: set island in the "
             "configuration, and call fully_shard(..., mesh=hvd_adaptive.island_mesh(config)); or leave fully_shard out"
         )
+    take_over(model, optimizer, speaks=transport.rank == 0)
     return make(model, optimizer, scaled_config(config, transport.world_size), transport)

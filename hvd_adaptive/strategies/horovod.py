@@ -47,7 +47,7 @@ class HorovodStrategy(FixedWorkStrategy):
         super().__init__(model, config, transport)
         self._trainable = [p.requires_grad for p in model.parameters()]
         transport.broadcast_([*(p.detach() for p in model.parameters()), *model.buffers()])
-        self._own, self.optimizer = optimizer, transport.distributed_optimizer(optimizer, model)
+        self.optimizer = transport.distributed_optimizer(optimizer, model)
         start_state_(self.optimizer, optimizer, transport)
         self.batch_sizes = np.full(transport.world_size, float(config.batch_size))
         self._clock = SynchronousClock(
@@ -58,6 +58,8 @@ class HorovodStrategy(FixedWorkStrategy):
             emulates=config.slowdown is not None,
         )
         self._reduced = ExitStack()
+        if self.optimizer is not optimizer:
+            self.hooks.append(_Exchange(self.optimizer, optimizer, self._reduced))
 
     def synchronize(self) -> bool:
         """Waits for Horovod's exchange of this step's gradients, once. COLLECTIVE."""
@@ -90,13 +92,6 @@ class HorovodStrategy(FixedWorkStrategy):
         self._forget_round()
         return gathered, np.full(self._transport.world_size, 1.0 / self._transport.world_size), payload_bytes
 
-    def close(self) -> None:
-        """Ends Horovod's exchange, whose hooks are on the model."""
-        self._reduced.close()
-        detach(self.optimizer)
-        # Horovod's copy has made the steps.
-        self._own.state.update(self.optimizer.state)
-
     def state_dict(self) -> dict[str, Any]:
         """Returns the model's parameters and rank 0's optimizer state (shared: the ranks' are equal), and this rank's
         buffers, which plain Horovod leaves each rank its own."""
@@ -119,3 +114,28 @@ class HorovodStrategy(FixedWorkStrategy):
             for tensor, value in zip(own, values, strict=True):
                 tensor.copy_(value)
         self.optimizer.load_state_dict(shared["optimizer"])
+
+
+class _Exchange:
+    """Horovod's exchange, whose hooks are on the model.
+
+    Args:
+        wrapped: Horovod's optimizer.
+        own: the script's own.
+        reduced: what is to be closed before a step's end.
+    """
+
+    def __init__(self, wrapped: Any, own: Optimizer, reduced: ExitStack) -> None:
+        self._wrapped, self._own, self._reduced = wrapped, own, reduced
+        # Horovod's hooks hold it.
+        wrapped._exchange = self
+
+    def remove(self) -> None:
+        """Ends the exchange, once."""
+        if self._wrapped is None:
+            return
+        self._reduced.close()
+        detach(self._wrapped)
+        # Horovod's copy has made the steps.
+        self._own.state.update(self._wrapped.state)
+        self._wrapped = None

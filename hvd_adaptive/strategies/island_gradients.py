@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from hvd_adaptive.comm.island_world import Inside
 from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.config import Config
+from hvd_adaptive.engine.strategy import Removable
 from hvd_adaptive.engine.touched_rows import sparse_parameters
 from hvd_adaptive.engine.weighted_gradient import GradientWeight
 from hvd_adaptive.exchange.gradients import GradientExchange
@@ -21,9 +22,11 @@ class IslandGradients(Protocol):
 
     Attributes:
         weight: what the gradients of this rank's next backward passes are multiplied by before.
+        hooks: on the model.
     """
 
     weight: float
+    hooks: list[Removable]
 
     def begin(self) -> None:
         """Begins a step."""
@@ -33,9 +36,6 @@ class IslandGradients(Protocol):
 
     def synchronize(self) -> None:
         """Waits until the gradients are the means. COLLECTIVE inside the island."""
-
-    def close(self) -> None:
-        """Takes the hooks off the model."""
 
 
 class ExchangedGradients:
@@ -55,6 +55,8 @@ class ExchangedGradients:
         ranks = cast(Collectives, inside)
         self._exchange = GradientExchange(model.named_parameters(), config, ranks, average=True, name="island")
         self._untouched = UntouchedGradients(model, rank) if inside.world_size > 1 else None
+        self.hooks: list[Removable] = [self._weight, self._exchange]
+        self.hooks += [] if self._untouched is None else [self._untouched]
 
     @property
     def weight(self) -> float:
@@ -84,13 +86,6 @@ class ExchangedGradients:
             self._untouched.check()
         self._exchange.synchronize()
 
-    def close(self) -> None:
-        """Takes the hooks off the model."""
-        self._weight.remove()
-        self._exchange.remove()
-        if self._untouched is not None:
-            self._untouched.remove()
-
 
 class ShardedGradients:
     """For a model that ``fully_shard`` has cut up over the island: its own reduce-scatter averages, at the end of each backward
@@ -105,13 +100,14 @@ class ShardedGradients:
 
     Attributes:
         weight: what the gradients of this rank's next backward passes are multiplied by before.
+        hooks: on the model.
     """
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self.weight = 1.0
         self._name = name
         self._was_called = False
-        self._handle = model.register_forward_hook(self._called)
+        self.hooks: list[Removable] = [model.register_forward_hook(self._called)]
 
     def begin(self) -> None:
         """Does nothing: the model averages before a loop can change gradients."""
@@ -131,10 +127,6 @@ class ShardedGradients:
                 "every batch, not a layer of it or model.forward(...), and return tensors, alone or in lists, tuples and dicts"
             )
         self._was_called = False
-
-    def close(self) -> None:
-        """Takes the hook off the model."""
-        self._handle.remove()
 
     def _called(self, model: nn.Module, inputs: Any, output: Any) -> Any:
         from torch.utils._pytree import tree_map

@@ -29,7 +29,7 @@ from hvd_adaptive.engine.overlap import OverlappedMerge
 from hvd_adaptive.engine.records import RoundClaims, RoundRecord, RoundStats
 from hvd_adaptive.engine.replay import RecordedClaims, WatchedClaims
 from hvd_adaptive.engine.settled_claims import FirstClaims, SettledClaims
-from hvd_adaptive.engine.strategy import OwnState
+from hvd_adaptive.engine.strategy import OwnState, Removable
 from hvd_adaptive.engine.weighted_gradient import GradientWeight
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class LocalStrategy:
         flat_model: its global model.
         repeat: the next round as it was recorded; None: ranks claim from the shared cursor.
         claimed: this rank's claims of the round.
+        hooks: on the model and the optimizer.
     """
 
     # Whether workers read the first batches of a round before it begins.
@@ -60,14 +61,15 @@ class LocalStrategy:
         config = self._config = self.merge.config
         self._transport = transport
         self.flat_model = self.merge.flat_model
-        self._hooks: list[Any] = [part.touched for part in self.flat_model.row_ranges]
+        self.hooks: list[Removable] = [part.touched for part in self.flat_model.row_ranges]
         if (rule := self.merge.rule) is not None:
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: rule.before_step()))
-            self._hooks.append(optimizer.register_step_post_hook(lambda *_: rule.after_step()))
+            self.hooks.append(optimizer.register_step_pre_hook(lambda *_: rule.before_step()))
+            self.hooks.append(optimizer.register_step_post_hook(lambda *_: rule.after_step()))
         self._round = 0
         self._sizes = np.full(transport.world_size, float(config.batch_size))
         self._shares = np.full(transport.world_size, 1.0 / transport.world_size)
         self._weight = GradientWeight(model, optimizer) if config.micro_batch_size is not None else None
+        self.hooks += [] if self._weight is None else [self._weight]
         self.inexact: list[str] = []
         self._warming_up = False
         self._forget_claims: Callable[[], None] = lambda: None
@@ -135,11 +137,6 @@ class LocalStrategy:
     def synchronize(self) -> bool:
         """Returns True at once: a step uses the rank's own gradients."""
         return True
-
-    def close(self) -> None:
-        """Takes the hooks off the model and the optimizer."""
-        for hook in self._hooks if self._weight is None else (*self._hooks, self._weight):
-            hook.remove()
 
     def _weigh(self, micro: Batch) -> None:
         assert self._weight is not None

@@ -96,7 +96,7 @@ class IslandStrategy(LocalStrategy):
         self._clock = SynchronousClock(self._gradients, next(model.parameters()).device, transport, emulates=emulates)
         # Seconds of the islands' steps in the last round, their ranks' waiting for each other included.
         self._step_s: Array | None = None
-        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        self.hooks += [optimizer.register_step_pre_hook(self._before_step), *self._gradients.hooks]
         self._share = 1.0
         self._is_reduced = True
         self._island_claims: IslandClaims | None = None
@@ -120,12 +120,6 @@ class IslandStrategy(LocalStrategy):
     def take_back(self, batch: Batch) -> bool:
         """Returns False: the other ranks of the island wait for this step."""
         return False
-
-    def close(self) -> None:
-        """Takes the hooks off the model and the optimizer."""
-        super().close()
-        self._hook.remove()
-        self._gradients.close()
 
     def round_batches(
         self, rows: Rows, *, work: np.ndarray | None, source: BatchSource, round_id: int, stats: RoundStats

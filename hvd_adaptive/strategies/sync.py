@@ -129,7 +129,8 @@ class SyncStrategy(FixedWorkStrategy):
         )
         gradients = UntouchedGradients(model, transport.rank) if world_size > 1 else None
         self._steps = SyncOptimizer(optimizer, exchanger, gradients)
-        self._guard = self._steps.guard(optimizer)
+        self.hooks += [self._weight, self._steps.guard(optimizer), self._steps]
+        self.hooks += [part for part in (exchanger, gradients) if part is not None]
         self.optimizer: Optimizer = self._steps
         self.inexact = what_breaks_equality(model, loss_reduction=config.loss_reduction)
         if self.inexact and transport.rank == 0:
@@ -266,12 +267,6 @@ class SyncStrategy(FixedWorkStrategy):
             payload_bytes += self._compressed.payload_bytes
             self._compressed.payload_bytes = 0
         return gathered, shares, payload_bytes
-
-    def close(self) -> None:
-        """Takes the hooks off the model and the optimizer."""
-        self._weight.remove()
-        self._guard.remove()
-        self._steps.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the model, the optimizer's state, the shares, and what was learnt of the ranks' speeds: all ranks' alike;

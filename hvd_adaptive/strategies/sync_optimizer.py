@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -18,8 +17,6 @@ from hvd_adaptive.compress.kernels.dispatch import all_finite
 from hvd_adaptive.exchange.gradients import TOO_LATE, GradientExchange
 from hvd_adaptive.strategies.untouched_gradients import UntouchedGradients
 
-# Of each optimizer.
-_GUARDS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 # Backward passes of a step, more than there can be.
 _UNKNOWN = 1 << 30
 
@@ -57,6 +54,8 @@ class HorovodExchanger:
         self._wrapped = wrapped
         self._passes = passes
         self._repeats = 0
+        # Horovod's hooks hold it.
+        wrapped._exchanger = self
         wrapped.set_backward_passes_per_step(_UNKNOWN)
         wrapped._compression = _CountedApart
 
@@ -208,12 +207,8 @@ class SyncOptimizer(Optimizer):
         self.num_skipped = 0
 
     def guard(self, own: Optimizer) -> RemovableHandle:
-        """Refuses steps of the script's own optimizer that do not come from here, until the handle is removed or there is a newer
-        guard: a session that was never closed is no reason to refuse the next one's steps."""
-        if (older := _GUARDS.get(own)) is not None:
-            older.remove()
-        _GUARDS[own] = own.register_step_pre_hook(self._refuse_others)
-        return _GUARDS[own]
+        """Refuses steps of the script's own optimizer that do not come from here, until the handle is removed."""
+        return own.register_step_pre_hook(self._refuse_others)
 
     def _refuse_others(self, own: Optimizer, *_: Any) -> None:
         # With a rate of 0 torch.distributed.checkpoint has an optimizer make its state.
@@ -234,7 +229,7 @@ class SyncOptimizer(Optimizer):
             "optimizer that Session was given"
         )
 
-    def close(self) -> None:
+    def remove(self) -> None:
         """Ends the exchange: from now on this is the script's own optimizer by another name."""
         for part in (self._exchanger, self._gradients):
             if part is not None:

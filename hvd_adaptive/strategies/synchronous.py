@@ -20,6 +20,7 @@ from hvd_adaptive.engine.claims import Claim, StepFrontier
 from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.emulation import compute_seconds
 from hvd_adaptive.engine.records import RoundClaims, RoundRecord, RoundStats
+from hvd_adaptive.engine.strategy import Removable
 
 
 class SynchronousClock:
@@ -109,6 +110,7 @@ class FixedWorkStrategy:
         round_unit: samples of a step of all ranks: only the last round of an epoch ends with fewer.
         inexact: empty.
         claimed: empty.
+        hooks: empty.
     """
 
     def __init__(self, model: nn.Module, config: Config, transport: Transport) -> None:
@@ -119,6 +121,7 @@ class FixedWorkStrategy:
         self.round_unit = config.batch_size * transport.world_size
         self.inexact: list[str] = []
         self.claimed: list[Claim] = []
+        self.hooks: list[Removable] = []
 
     def mega_batch_of(self, dataset_size: int) -> int:
         """Returns the samples of a round over all ranks."""
@@ -181,10 +184,6 @@ class FixedWorkStrategy:
 
     def after_round(self, record: RoundRecord) -> None:
         """All was decided when the round ended."""
-
-    def close(self) -> None:
-        """Nothing is left on the model."""
-
 
     def _equal_batches(self, rows: Rows, round_id: int, *, source: BatchSource, stats: RoundStats) -> Iterator[Batch]:
         """Yields this rank's equal share of each step's global batch; the last one of an epoch is padded from the round's

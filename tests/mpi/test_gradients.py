@@ -54,7 +54,7 @@ def train(transport: Any, *, num_epochs: int = 4, **options: Any) -> tuple[nn.Mo
             if session.synchronize():
                 nn.utils.clip_grad_norm_(model.layers.parameters(), 1.0)
             session.optimizer.step()
-    session._strategy.close()
+    session._hooks.remove()
     return model, records
 
 

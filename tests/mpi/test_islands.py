@@ -101,7 +101,7 @@ def test_islands_end_where_as_many_ranks_would(island: str, backend: str) -> Non
             loose = {"rtol": 1e-2, "atol": 1e-2} if "compression" in options else {"rtol": 1e-9, "atol": 1e-11}
             assert torch.allclose(flat(session.model), expected[0], **loose), options
         assert records[-1].loss < records[0].loss
-        session._strategy.close()
+        session._hooks.remove()
     transport.close()
 
 
@@ -117,7 +117,7 @@ def test_adam_s_short_rounds_are_the_islands(island: str, backend: str) -> None:
     for epoch in (1, 2):
         assert sum(record.stats["num_samples"].sum() for record in records if epoch - 1 < record.epoch <= epoch) == len(X)
     assert records[-1].loss < records[0].loss
-    session._strategy.close()
+    session._hooks.remove()
     transport.close()
 
 
@@ -150,7 +150,7 @@ def test_sparse_gradients_and_batch_norm(backend: str) -> None:
         session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), config, transport=transport)
         records = learn(session, data=data, num_epochs=1)
         assert records[-1].num_samples == 201
-        session._strategy.close()
+        session._hooks.remove()
     transport.close()
 
 
@@ -271,7 +271,7 @@ def test_a_resume_has_the_same_bits_and_needs_the_same_islands(backend: str, sha
         learn(session, num_epochs=num_epochs)
         if checkpointer is not None:
             assert checkpointer.close().failed == 0
-        session._strategy.close()
+        session._hooks.remove()
         return model_hash(session.model)
 
     whole = run(2, checkpoints=False)

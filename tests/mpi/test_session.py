@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -203,6 +204,55 @@ def test_a_closed_session_leaves_nothing_on_model_and_optimizer(strategy: str, n
         # The remedy for a model that was changed: its next session exchanges the rest.
         model[0].weight.requires_grad_(False)
         optimizer.zero_grad()
+
+
+@pytest.mark.mpi(2)
+@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize(
+    ("strategy", "name"), [("sync", "horovod"), ("sync", "torch"), ("horovod", "horovod"), ("local", "horovod")]
+)
+def test_a_session_that_was_never_closed_leaves_the_next_one_alone(
+    strategy: str, name: str, is_kept: bool, use_backend: Any
+) -> None:
+    """As in a notebook whose cell is run again; with an optimizer of its own at last."""
+    backend = use_backend(name)
+    own: dict[str, dict[str, Any]] = {"sync": {"global_batch_size": 33}, "local": {"dispatch": "equal"}}
+    config = Config(strategy=strategy, batch_size=16, mega_batch=200, backend=backend, hash_interval=1, **own.get(strategy, {}))
+    found = []
+    for closes in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        kept: list[Session] = []
+        for number in range(3):
+            if number == 2:
+                optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            session = Session(model, optimizer, config)
+            if number and is_kept and not closes:
+                with pytest.raises(RuntimeError, match="not closed before another one was made"):
+                    next(kept[-1].batches(make_data()))
+            # Plain Horovod's copy of a collected session's optimizer is gone, with what it has learnt.
+            if number == 1 and (closes or is_kept or strategy != "horovod"):
+                assert len(session.optimizer.state_dict()["state"]) == 4
+            run(session, num_epochs=1)
+            if closes or number == 2:
+                session.close()
+            elif is_kept:
+                kept.append(session)
+            else:
+                del session
+                gc.collect()
+        found.append(flat(model))
+    if is_kept or strategy != "horovod":
+        assert torch.allclose(*found, rtol=1e-9, atol=1e-12)
+    # Nothing is exchanged or weighted any more: ranks have other gradients.
+    x, y = make_data().tensors
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    loss = nn.functional.cross_entropy(model(x[rank : 50 + rank]), y[rank : 50 + rank])
+    expected = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+    optimizer.zero_grad()
+    loss.backward()
+    assert all(p.grad is not None and torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
 
 
 @pytest.mark.mpi(2)

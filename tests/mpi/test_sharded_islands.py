@@ -94,7 +94,7 @@ def test_sharded_islands_end_where_whole_ones_do(backend: str) -> None:
                 session.model(X[:4])
             ends.append(whole(session.model))
             ends[-1] = torch.cat([ends[-1], *(b.reshape(-1).double() for b in session.model.buffers())])
-            session._strategy.close()
+            session._hooks.remove()
         assert torch.allclose(*ends, rtol=1e-9, atol=1e-11), (options, (ends[0] - ends[1]).abs().max())
     transport.close()
 
@@ -120,7 +120,7 @@ def test_a_rank_holds_and_sends_its_shard(backend: str) -> None:
             next(session.model.parameters()).to_local().data[0] += 1  # type: ignore[attr-defined]
         assert compare_models(session.model, transport, buffers=True)[1] == [3]
         session._strategy.flat_model.restore_()  # type: ignore[attr-defined]
-        session._strategy.close()
+        session._hooks.remove()
     transport.close()
 
 
@@ -156,7 +156,7 @@ def test_a_resume_has_the_same_bits(backend: str, shared_tmp_path: Path) -> None
         learn(session, num_epochs=num_epochs)
         if checkpointer is not None:
             assert checkpointer.close().failed == 0
-        session._strategy.close()
+        session._hooks.remove()
         return compare_models(session.model, transport, buffers=True)[0]
 
     expected = run(2, None)
@@ -210,7 +210,7 @@ def test_ranks_of_an_island_begin_with_one_optimizer_state_or_none(backend: str)
             optimizer.state.clear()
         return Session(model, optimizer, config, transport=transport)
 
-    begin(True)._strategy.close()
+    begin(True)._hooks.remove()
     with pytest.raises(AgreedError, match=r"ranks \[2, 3\] of an island have different entries in their optimizers' states"):
         begin(transport.rank != 3)
     transport.close()
@@ -240,7 +240,7 @@ def test_frozen_shards_are_each_rank_s_own(backend: str, shared_tmp_path: Path) 
     checkpointer.save()
     assert checkpointer.close().failed == 0
     saved = whole(session.model)
-    session._strategy.close()
+    session._hooks.remove()
 
     session = make()
     with torch.no_grad():
@@ -268,7 +268,7 @@ def test_what_cannot_be_merged_by_shards_is_refused_on_all_ranks(backend: str) -
             with pytest.raises(AgreedError, match=message):
                 start(transport, sharded=True, **given)  # type: ignore[arg-type]
         else:
-            start(transport, sharded=True, **given)._strategy.close()  # type: ignore[arg-type]
+            start(transport, sharded=True, **given)._hooks.remove()  # type: ignore[arg-type]
 
     def refuse(model: nn.Module, message: str, **given: Any) -> None:
         with pytest.raises(AgreedError, match=message):

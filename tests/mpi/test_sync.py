@@ -157,7 +157,7 @@ def check_equality(
             if clip and session.synchronize():
                 nn.utils.clip_grad_norm_(session.model.parameters(), clip)
             session.optimizer.step()
-    session._strategy.close()
+    session._hooks.remove()
 
     one = reference(step, scaled, sparse=sparse, num_epochs=2)
     for (parameter, ours), theirs in zip(session.model.named_parameters(), one.parameters(), strict=True):
