@@ -50,6 +50,9 @@ class WeightedGradient:
         if gradient.numel() >= LARGE and self._becomes_the_parameters():
             self._later = factor
             return None
+        if factor == 0.0:
+            # Of rows that do not count: a loss that is divided by their number, none, is not finite.
+            return _zeros(gradient)
         return gradient * factor
 
     def _becomes_the_parameters(self) -> bool:
@@ -69,7 +72,18 @@ class WeightedGradient:
         factor, self._later = self._later, 1.0
         if factor != 1.0:
             assert parameter.grad is not None
-            parameter.grad.mul_(factor)
+            if factor:
+                parameter.grad.mul_(factor)
+            else:
+                parameter.grad.zero_()
+
+
+def _zeros(gradient: Tensor) -> Tensor:
+    if not gradient.is_sparse:
+        return torch.zeros_like(gradient)
+    indices, values = gradient._indices(), torch.zeros_like(gradient._values())
+    is_coalesced = gradient.is_coalesced()
+    return torch.sparse_coo_tensor(indices, values, gradient.shape, is_coalesced=is_coalesced, check_invariants=False)
 
 
 class GradientWeight:

@@ -86,6 +86,12 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
             "optimizer must be a torch optimizer, such as torch.optim.SGD(model.parameters(), lr=0.1), got "
             f"{type(optimizer).__name__}"
         )
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"optimizer {name} has not called torch.optim.Optimizer.__init__, so its steps cannot be seen: call "
+            f"super().__init__(base.param_groups, base.defaults) in {name}.__init__"
+        )
     own = {id(p) for p in model.parameters()}
     parameters = [p for group in groups for p in group["params"]]
     if others := [tuple(p.shape) for p in parameters if id(p) not in own]:

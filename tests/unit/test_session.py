@@ -772,7 +772,14 @@ def test_an_optimizer_that_does_not_train_the_model_is_refused(strategy: str) ->
     model, other = make_model(), make_model()
     both = torch.optim.SGD([*model.parameters(), *other[0].parameters()], lr=0.1)
     num_own = len(list(model.parameters()))
+
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, base: torch.optim.Optimizer) -> None:
+            self.base, self.param_groups, self.state = base, base.param_groups, base.state
+
+    ahead = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))
     for optimizer, error, said in (
+        (ahead, TypeError, "Lookahead has not called torch.optim.Optimizer.__init__"),
         (None, TypeError, "optimizer must be a torch optimizer, such as .*, got NoneType"),
         (model.parameters(), TypeError, "optimizer must be a torch optimizer, such as .*, got generator"),
         (torch.optim.SGD(other.parameters(), lr=0.1), ValueError, f"{num_own} of its {num_own} are not, .*ModuleDict"),

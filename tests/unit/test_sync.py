@@ -189,6 +189,18 @@ def test_a_large_sparse_gradient_is_weighted_with_several_values_for_a_row() -> 
     weight.remove()
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("num_rows", [4, LARGE])
+def test_gradients_of_weight_zero_are_zero_even_if_they_are_no_numbers(num_rows: int, sparse: bool) -> None:
+    table = nn.Embedding(num_rows, 2, sparse=sparse)
+    weight = GradientWeight(table, torch.optim.SGD(table.parameters(), lr=0.1), list(table.parameters()) if sparse else ())
+    weight.value = 0.0
+    (table(torch.tensor([3, 1, 3])).sum() / 0).backward()
+    gradient = table.weight.grad
+    assert gradient is not None and gradient.is_sparse == sparse and gradient.to_dense().eq(0).all()
+
+
+
 def test_the_values_for_a_row_are_added_up_before_they_are_exchanged() -> None:
     table = nn.Embedding(5, 2, sparse=True)
     weight = GradientWeight(table, torch.optim.SGD(table.parameters(), lr=0.1), [table.weight])
