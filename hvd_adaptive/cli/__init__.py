@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from hvd_adaptive.cli.streams import set_up_streams
+from hvd_adaptive.exit_codes import EXIT_INTERRUPTED
 
 __all__ = ["main"]
 
@@ -16,8 +17,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:
         set_up_streams()
-    from hvd_adaptive.cli.main import main as run_command
-
+    try:
+        from hvd_adaptive.cli.main import main as run_command
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     arguments = sys.argv[1:] if argv is None else argv
     code = run_command(arguments)
     # What a script of others has left for the interpreter's end is to happen.

@@ -82,6 +82,7 @@ class Strategy(Protocol):
         Args:
             recorded: the round as it was.
         """
+
     def drain(self) -> None:
         """Finishes what is under way between rounds, so that the model is the one of all rounds. COLLECTIVE."""
 

@@ -25,7 +25,7 @@ from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.emulation import compute_seconds
 from hvd_adaptive.engine.learning_rate import LearningRateMultiplier
 from hvd_adaptive.engine.out_of_memory import begun_step_error, is_out_of_memory
-from hvd_adaptive.engine.records import RoundClaims, RoundRecord, RoundStats
+from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.engine.replay import Replay, round_claims, run_identity
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.session.handed_out import HandedOut
@@ -179,6 +179,7 @@ class Session:
             if self.ledger.epoch != order_epoch:
                 order_epoch = self.ledger.epoch
                 order = epoch_order(len(source), seed=self.config.seed, epoch=order_epoch)
+            self._strategy.warm_up(self._progress(len(source)) < self.config.warmup_epochs)
             size = round_size(
                 self.ledger.cursor,
                 dataset_size=len(source),
@@ -188,17 +189,20 @@ class Session:
             recorded = None if self._replay is None else self._replay.next_round(self.round, self._data)
             if recorded is not None:
                 size = recorded.num_planned
+                self._strategy.repeat_round(recorded)
             elif self._replay is not None:
                 break
             rows, rest = np.split(order[self.ledger.cursor :], [size])
             source.following = (rest, None if work is None else work[rest])
-            factor = lr_schedule(self._progress(len(source)), warmup_epochs=self.config.warmup_epochs, decay=self.config.lr_decay)
-            self._begin_round(len(source), recorded)
+            self._stats = RoundStats(batch_size=float(self.batch_sizes[self.rank]), stop=self._stats.stop)
+            self._round_start = time.perf_counter()
             part = None if work is None else work[rows]
             for batch in self._strategy.round_batches(rows, work=part, source=source, round_id=self.round, stats=self._stats):
+                now = self._progress(len(source)) + batch._place / len(source)
+                factor = lr_schedule(now, warmup_epochs=self.config.warmup_epochs, decay=self.config.lr_decay)
                 self._lr.value = factor * self._strategy.lr_multiplier(batch)
                 batch.num_samples_before = self.num_samples + batch._place
-                self._schedules.reach(min(end, self._progress(len(source)) + batch._place / len(source)))
+                self._schedules.reach(min(end, now))
                 with self._handed_out.give(batch, self._stats, self.round):
                     yield batch
                 if self.preemption.signal_number:
@@ -343,13 +347,6 @@ class Session:
 
     def _progress(self, dataset_size: int) -> float:
         return self.ledger.epoch + self.ledger.cursor / dataset_size
-
-    def _begin_round(self, dataset_size: int, recorded: RoundClaims | None) -> None:
-        self._strategy.warm_up(self._progress(dataset_size) < self.config.warmup_epochs)
-        if recorded is not None:
-            self._strategy.repeat_round(recorded)
-        self._stats = RoundStats(batch_size=float(self.batch_sizes[self.rank]), stop=self._stats.stop)
-        self._round_start = time.perf_counter()
 
     def _end_round(self, num_planned: int, dataset_size: int, end: float) -> None:
         stats, num_samples = self._stats, self._strategy.round_samples(num_planned)

@@ -111,6 +111,7 @@ class Verification:
             sketches[number, : len(of_step)] = of_step
         np.savez(
             self._file,
+            allow_pickle=False,
             sketches=sketches,
             names=np.array((self._names + [""] * width)[:width], dtype=str),
             are_unequal=np.array(self._are_unequal, dtype=bool),

@@ -67,7 +67,10 @@ def test_a_rank_that_cannot_join_says_why_and_rank_0_does_not_wait_for_ever(run_
 
 def test_ctrl_c_is_no_finding(run_job: Any) -> None:
     def interrupt(child: subprocess.Popen[bytes]) -> None:
-        time.sleep(1.5)
+        children = Path(f"/proc/{child.pid}/task/{child.pid}/children")
+        while child.poll() is None and not children.read_text():
+            time.sleep(0.1)
+        time.sleep(0.5)
         child.send_signal(signal.SIGINT)
 
     job = run_job([*COMMAND[:-1], "20", "-np", "2"], during=interrupt)

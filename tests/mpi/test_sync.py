@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -114,7 +115,10 @@ CASES = {
     "divided by num_samples": (sgd, True, 1, None, "mean"),
     "sparse, accumulated, sum": (sgd, True, 2, None, "sum"),
     "adam, accumulated, clipped, sum": (adam, False, 2, 0.05, "sum"),
+    # Two ranks' rounds are as long as one's twice; a rate may not follow them.
+    "warm-up and decay, accumulated": (sgd_momentum, False, 2, None, "mean"),
 }
+SCHEDULE = {"warmup_epochs": 0.7, "lr_decay": 0.4}
 
 
 @pytest.mark.mpi(1, 2, 3, 4, timeout=300)
@@ -140,10 +144,17 @@ def check_equality(
         nn.functional.cross_entropy(model(x), y, reduction=reduction).backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if schedule:
+            epoch, step = divmod(next(numbers), 11)
+            now = epoch + step * GLOBAL_BATCH / NUM_SAMPLES
+            rate = max(now, 0.007) / 0.7 if now < 0.7 else 1 / (1 + 0.4 * (now - 0.7))
+            optimizer.param_groups[0]["lr"] = 0.1 * rate
         optimizer.step()
 
+    schedule = SCHEDULE if "decay" in name else {}
+    numbers = itertools.count()
     session = make_session(
-        sparse=sparse, make=scaled, accumulation_steps=steps, loss_reduction=reduction, transport=transport
+        sparse=sparse, make=scaled, accumulation_steps=steps, loss_reduction=reduction, transport=transport, **schedule
     )
     records: list[Any] = []
     session.records.append(records.append)
