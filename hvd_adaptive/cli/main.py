@@ -261,7 +261,6 @@ def _chosen(options: argparse.Namespace) -> dict[str, Any]:
 
 def _run_script(options: argparse.Namespace, arguments: list[str]) -> int:
     from hvd_adaptive.cli.run import run, run_config
-    from hvd_adaptive.cli.verify import check_verify, verify
 
     if options.elastic:
         if options.verify is not None:
@@ -269,9 +268,12 @@ def _run_script(options: argparse.Namespace, arguments: list[str]) -> int:
         return supervise_script(options, arguments)
     check_only_elastic(options)
     config = run_config(options)
-    check_verify(options, config)
-    if options.verify is not None and options.verify_file is None:
-        return verify(options, arguments, config)
+    if options.verify is not None:
+        from hvd_adaptive.cli.verify import check_verify, verify
+
+        check_verify(options, config)
+        if options.verify_file is None:
+            return verify(options, arguments, config)
     if options.num_ranks is not None:
         # What follows the script is the script's.
         own = len(arguments) - len(options.arguments)

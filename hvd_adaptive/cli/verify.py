@@ -31,8 +31,6 @@ _SETTLED = 5
 
 def check_verify(options: argparse.Namespace, config: RunConfig) -> None:
     """Raises ValueError for options that do not go with ``--verify``, or where it was not this command that started the ranks."""
-    if options.verify is None:
-        return
     if options.verify < 8:
         raise ValueError(f"--verify must be >= 8 steps, got {options.verify}: shares are equal in the first four")
     if options.verify_file is not None:
@@ -119,7 +117,8 @@ def judge(equal: Mapping[str, Any], unequal: Mapping[str, Any]) -> tuple[bool, l
     compared = f"{num_steps} steps, {int(is_unequal.sum())} of them with unequal batches"
     if are_other.any():
         at = int(are_other.argmax())
-        name = str(equal["names"][parameters[at]]) or f"parameter {parameters[at]}"
+        number, place = equal["optimizers"][at], parameters[at]
+        name = str(equal["names"][number, place]) or f"parameter {place} of optimizer {number + 1}"
         what = f"at step {at + 1} the gradient of {name} differs by {differences[at]:.1%} of its norm; {compared}"
         if equal["draws"] or unequal["draws"]:
             return False, [f"cannot be seen: {what}. The script draws random numbers in its steps, or has workers not by fork"]

@@ -41,7 +41,8 @@ class Verification:
         file: where rank 0 writes what came, a NumPy archive:
 
             * sketches, shape (steps, parameters, 64): of each parameter's gradient, zeros where there is none;
-            * names, shape (parameters,): of the first wrapped optimizer's parameters, "" for those of others;
+            * optimizers, shape (steps,): which wrapped optimizer's they are;
+            * names, shape (optimizers, parameters): of their parameters, "" where the script has given none;
             * are_unequal, shape (steps,): whether shares were unequal;
             * draws: random numbers were drawn that another share changes;
             * has_16_bits: gradients were rounded to 16 bits;
@@ -53,7 +54,9 @@ class Verification:
         self._file, self._num_steps = file, num_steps
         self._sketches: list[np.ndarray[Any, Any]] = []
         self._are_unequal: list[bool] = []
-        self._names: list[str] = []
+        # By the wrapped optimizers, in the order of their first steps.
+        self._names: dict[Any, list[str]] = {}
+        self._optimizers: list[int] = []
         self._draws = self._has_16_bits = False
         # The generators' states when the script got the batch that it is at.
         self._at_batch: Any = None
@@ -86,7 +89,7 @@ class Verification:
             self._are_unequal.append(num_shared() > before)
             if engine.rank == 0:
                 self._has_16_bits |= this._compression is hvd.Compression.fp16
-                self._keep([p for group in this.param_groups for p in group["params"]], this._parameter_names)
+                self._keep(this)
             if len(self._are_unequal) >= self._num_steps:
                 raise DryRunOver(0)
 
@@ -113,18 +116,20 @@ class Verification:
             self._file,
             allow_pickle=False,
             sketches=sketches,
-            names=np.array((self._names + [""] * width)[:width], dtype=str),
+            optimizers=np.array(self._optimizers, dtype=int),
+            names=np.array([(names + [""] * width)[:width] for names in self._names.values()], dtype=str).reshape(-1, width),
             are_unequal=np.array(self._are_unequal, dtype=bool),
             draws=self._draws,
             has_16_bits=self._has_16_bits,
             has_reasons=not used or any(loader.reasons for loader in used),
         )
 
-    def _keep(self, parameters: list[Tensor], names: dict[Tensor, str]) -> None:
-        gradients = [parameter.grad for parameter in parameters]
+    def _keep(self, optimizer: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients: list[Tensor | None] = [parameter.grad for parameter in parameters]
         self._has_16_bits |= any(g.dtype in (torch.float16, torch.bfloat16) for g in gradients if g is not None)
-        if not self._sketches:
-            self._names = [names.get(parameter) or "" for parameter in parameters]
+        self._names[optimizer] = [optimizer._parameter_names.get(parameter) or "" for parameter in parameters]
+        self._optimizers.append(list(self._names).index(optimizer))
         self._sketches.append(np.stack([_sketch(g, seed=number) for number, g in enumerate(gradients)]))
 
     def _drew(self) -> None:

@@ -23,7 +23,9 @@ SCRIPT = Path(__file__).parent / "scripts" / "verified.py"
 def _kept(sketches: Any, *, first_unequal: int = 4, **others: Any) -> dict[str, Any]:
     flags = dict.fromkeys(("draws", "has_16_bits", "has_reasons"), False)
     are_unequal = np.arange(len(sketches)) >= first_unequal
-    return {"sketches": sketches, "are_unequal": are_unequal, "names": np.array(["big", "small", ""]), **flags, **others}
+    kept = {"sketches": sketches, "are_unequal": are_unequal, "optimizers": np.arange(len(sketches)) % 2}
+    # Two optimizers take turns.
+    return {**kept, "names": np.array([["big", "small", ""], ["other", "", ""]]), **flags, **others}
 
 
 def _gradients(num_steps: int = 20) -> Any:
@@ -47,7 +49,8 @@ def test_a_step_with_another_gradient_is_named(step: int, by: float) -> None:
     other[step:, 1] *= 1 + by
     is_same, lines = judge(_kept(gradients), _kept(other))
     assert not is_same
-    assert lines[0].startswith(f"DIFFERENT: at step {step + 1} the gradient of small differs by {by / (1 + by):.1%}")
+    name = "parameter 1 of optimizer 2" if step % 2 else "small"
+    assert lines[0].startswith(f"DIFFERENT: at step {step + 1} the gradient of {name} differs by {by / (1 + by):.1%}")
     is_same, lines = judge(_kept(gradients), _kept(other, draws=True))
     assert not is_same and "cannot be seen: at step" in lines[0]
 
