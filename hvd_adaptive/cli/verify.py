@@ -17,16 +17,18 @@ from hvd_adaptive.exit_codes import EXIT_PROBLEMS
 from hvd_adaptive.wrap.run_options import RunConfig
 
 _FILE = "--verify-file"
-# Differences of a parameter's gradient, relative to its norm, that are more than rounding: at the first unequal step, where both
-# runs have the same weights, and later, where these differ by rounding and a ReLU may be on in one run only.
-_AT_FIRST, _LATER = 2e-3, 2e-2
+# Differences of a parameter's gradient, relative to its norm, that are more than rounding: where both runs begin the step from
+# the same weights, and where these differ by rounding and a ReLU may be on in one run only.
+_SAME_WEIGHTS, _LATER = 2e-3, 2e-2
 # The same of gradients that are rounded to 16 bits.
 _OF_16_BITS = 3e-2
-# How much more a difference grows in one step than by rounding.
+# How much more a difference grows in one step than by rounding, where weights differ.
 _JUMP = 10.0
 # Smaller gradients, relative to the largest of all parameters and steps so far, are rounding, as those that are zero in theory.
 _SMALLEST = 1e-3
 _SETTLED = 5
+# Unequal steps from the same weights that are a proof by themselves.
+_ENOUGH = 8
 
 
 def check_verify(options: argparse.Namespace, config: RunConfig) -> None:
@@ -103,18 +105,23 @@ def judge(equal: Mapping[str, Any], unequal: Mapping[str, Any]) -> tuple[bool, l
         return False, [f"cannot be seen: no batch of the {num_steps} steps had unequal shares yet. Let it make more steps"]
     differences, parameters = _differences(equal["sketches"], unequal["sketches"])
     first = int(is_unequal.argmax())
-    if differences[:first].max(initial=0.0) > _AT_FIRST:
-        at = int((differences[:first] > _AT_FIRST).argmax())
+    if differences[:first].max(initial=0.0) > _SAME_WEIGHTS:
+        at = int((differences[:first] > _SAME_WEIGHTS).argmax())
         return False, [
             f"cannot be seen: step {at + 1} has other gradients (by {differences[at]:.1%}) even with the same batches. Set the "
             "script's seeds, and start both runs alike, as without a checkpoint that the first has left"
         ]
+    # Before the first unequal step all was the same, also what is not recorded, as sparse gradients.
+    num_alike = max(first, int(np.logical_and.accumulate(unequal["are_recorded"][:num_steps]).sum())) + 1
+    has_same_weights = np.arange(num_steps) < num_alike
     has_16_bits = equal["has_16_bits"] or unequal["has_16_bits"]
-    limits = np.full(num_steps, _OF_16_BITS if has_16_bits else _LATER)
-    limits[first] = _OF_16_BITS if has_16_bits else _AT_FIRST
+    limits = np.where(has_same_weights, _SAME_WEIGHTS, _LATER)
+    if has_16_bits:
+        limits[:] = _OF_16_BITS
     before = np.concatenate([[0.0], differences[:-1]])
-    are_other = (differences > limits) & (differences > _JUMP * before)
+    are_other = (differences > limits) & (has_same_weights | (differences > _JUMP * before))
     compared = f"{num_steps} steps, {int(is_unequal.sum())} of them with unequal batches"
+    compared += f" and {num_alike} from the same weights" if num_alike < num_steps else ""
     if are_other.any():
         at = int(are_other.argmax())
         number, place = equal["optimizers"][at], parameters[at]
@@ -128,7 +135,12 @@ def judge(equal: Mapping[str, Any], unequal: Mapping[str, Any]) -> tuple[bool, l
         ]
     largest = differences.max()
     if (differences > limits).any() or np.median(differences[-_SETTLED:]) > limits[first]:
-        return False, [f"cannot be seen: differences grow from step to step, as by rounding, to {largest:.1%}; {compared}"]
+        grow = f"differences grow from step to step, as by rounding, to {largest:.1%}"
+        num_unequal = int(is_unequal[:num_alike].sum())
+        if num_unequal < _ENOUGH:
+            return False, [f"cannot be seen: {grow}; {compared}"]
+        largest = differences[:num_alike].max()
+        compared = f"{num_alike} steps from the same weights, {num_unequal} of them with unequal batches (later {grow})"
     return True, [f"the same gradients, up to rounding: {compared}, largest difference {largest:.1e} of a parameter's norm"]
 
 

@@ -20,6 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hvd_adaptive.cluster.binding import read_launcher
 from hvd_adaptive.wrap.random_numbers import are_same_states, random_states
+from hvd_adaptive.wrap.recorded_gradients import RecordedGradients
 from hvd_adaptive.wrap.share_exchange import DryRunOver
 from hvd_adaptive.wrap.without_chance import seed_generators, take_out_chance
 
@@ -44,6 +45,7 @@ class Verification:
             * optimizers, shape (steps,): which wrapped optimizer's they are;
             * names, shape (optimizers, parameters): of their parameters, "" where the script has given none;
             * are_unequal, shape (steps,): whether shares were unequal;
+            * are_recorded, shape (steps,): whether the step's gradients are the first run's;
             * draws: random numbers were drawn that another share changes;
             * has_16_bits: gradients were rounded to 16 bits;
             * has_reasons: the report says why shares stay equal.
@@ -54,6 +56,7 @@ class Verification:
         self._file, self._num_steps = file, num_steps
         self._sketches: list[np.ndarray[Any, Any]] = []
         self._are_unequal: list[bool] = []
+        self._are_recorded: list[bool] = []
         # By the wrapped optimizers, in the order of their first steps.
         self._names: dict[Any, list[str]] = {}
         self._optimizers: list[int] = []
@@ -74,6 +77,9 @@ class Verification:
         self._engine = engine
         # Its second run tells, and what it took out needs no words.
         engine.report.is_silent, engine.report.tells_conditions = engine.config.has_equal_shares(), False
+        # Horovod, and the engine's rank, are not there yet.
+        rank = read_launcher(os.environ).rank or 0
+        recorded = RecordedGradients(self._file.with_name("gradients"), writes=engine.config.has_equal_shares(), rank=rank)
         cls = optimizer._DistributedOptimizer
         synchronize, delivered = cls.synchronize, engine.delivered
 
@@ -90,6 +96,7 @@ class Verification:
             if engine.rank == 0:
                 self._has_16_bits |= this._compression is hvd.Compression.fp16
                 self._keep(this)
+            self._are_recorded.append(recorded.record(this))
             if len(self._are_unequal) >= self._num_steps:
                 raise DryRunOver(0)
 
@@ -99,7 +106,7 @@ class Verification:
 
         cls.synchronize, engine.delivered = synchronize_, delivered_  # type: ignore[method-assign]
         # Ranks of a script that sets no seed differ.
-        seed_generators(read_launcher(os.environ).rank or 0)
+        seed_generators(rank)
         take_out_chance(self._drew)
         self._watch_workers()
 
@@ -119,6 +126,7 @@ class Verification:
             optimizers=np.array(self._optimizers, dtype=int),
             names=np.array([(names + [""] * width)[:width] for names in self._names.values()], dtype=str).reshape(-1, width),
             are_unequal=np.array(self._are_unequal, dtype=bool),
+            are_recorded=np.array(self._are_recorded, dtype=bool),
             draws=self._draws,
             has_16_bits=self._has_16_bits,
             has_reasons=not used or any(loader.reasons for loader in used),

@@ -6,6 +6,7 @@ import random
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from hvd_adaptive.cli.verify import judge
+from hvd_adaptive.wrap.recorded_gradients import RecordedGradients
 from hvd_adaptive.wrap.verification import _sketch
 from hvd_adaptive.wrap.without_chance import _Seeded
 
@@ -20,11 +22,12 @@ RUN = [sys.executable, "-m", "hvd_adaptive", "run"]
 SCRIPT = Path(__file__).parent / "scripts" / "verified.py"
 
 
-def _kept(sketches: Any, *, first_unequal: int = 4, **others: Any) -> dict[str, Any]:
+def _kept(sketches: Any, *, first_unequal: int = 4, num_recorded: int = 0, **others: Any) -> dict[str, Any]:
     flags = dict.fromkeys(("draws", "has_16_bits", "has_reasons"), False)
     are_unequal = np.arange(len(sketches)) >= first_unequal
     kept = {"sketches": sketches, "are_unequal": are_unequal, "optimizers": np.arange(len(sketches)) % 2}
     # Two optimizers take turns.
+    kept["are_recorded"] = np.arange(len(sketches)) < num_recorded
     return {**kept, "names": np.array([["big", "small", ""], ["other", "", ""]]), **flags, **others}
 
 
@@ -53,6 +56,15 @@ def test_a_step_with_another_gradient_is_named(step: int, by: float) -> None:
     assert lines[0].startswith(f"DIFFERENT: at step {step + 1} the gradient of {name} differs by {by / (1 + by):.1%}")
     is_same, lines = judge(_kept(gradients), _kept(other, draws=True))
     assert not is_same and "cannot be seen: at step" in lines[0]
+
+
+@pytest.mark.parametrize("step", [4, 9, 19])
+def test_small_differences_are_named_where_weights_are_the_same(step: int) -> None:
+    gradients = _gradients()
+    other = gradients.copy()
+    other[step:, 1] *= 1.003
+    is_same, lines = judge(_kept(gradients), _kept(other, num_recorded=19))
+    assert not is_same and lines[0].startswith(f"DIFFERENT: at step {step + 1} ")
 
 
 def test_a_small_difference_that_stays_is_not_called_rounding() -> None:
@@ -88,7 +100,12 @@ def test_differences_that_grow_slowly_are_no_verdict() -> None:
     gradients = _gradients()
     other = gradients * (1 + 1e-6 * np.where(np.arange(20) < 4, 0, 2.0 ** np.arange(20)))[:, None, None]
     is_same, lines = judge(_kept(gradients), _kept(other))
-    assert not is_same and "grow from step to step" in lines[0]
+    assert not is_same and "cannot be seen: differences grow from step to step" in lines[0]
+    # Steps from the same weights are a proof, if there are some.
+    other[:12] = gradients[:12]
+    assert not judge(_kept(gradients), _kept(other, num_recorded=10))[0]
+    is_same, lines = judge(_kept(gradients), _kept(other, num_recorded=11))
+    assert is_same and "12 steps from the same weights, 8 of them with unequal batches (later differences grow" in lines[0]
 
 
 def test_shares_that_stay_equal_are_no_fault_if_the_report_says_why() -> None:
@@ -135,6 +152,44 @@ def test_a_data_set_draws_the_same_for_a_sample_also_from_its_own_generators() -
 
     dataset = _Seeded(Noisy())
     assert dataset[1] == dataset[1] != dataset[2]
+
+
+@pytest.mark.mpi(2)
+def test_a_second_run_steps_with_the_gradients_of_the_first(shared_tmp_path: Path) -> None:
+    import horovod.torch as hvd
+
+    hvd.init()
+    file = shared_tmp_path / "gradients"
+    layouts = {
+        "dense": torch.randn(3, 4), "single": torch.randn(()), "half": torch.randn(5).bfloat16(), "empty": torch.randn(0, 3),
+        "columns": torch.randn(4, 3).t(), "complex": torch.randn(3, dtype=torch.complex64), "doubles": torch.randn(3).double(),
+    }  # fmt: skip
+    parameters = {name: torch.nn.Parameter(value) for name, value in layouts.items()}
+    unused = torch.nn.Parameter(torch.zeros(2))
+    everything = {"params": [*parameters.values(), unused]}
+    optimizer = SimpleNamespace(param_groups=[everything], process_set=hvd.global_process_set)
+
+    def filled(value: float) -> None:
+        for parameter in parameters.values():
+            parameter.grad = torch.full_like(parameter, value)
+
+    first = RecordedGradients(file, writes=True, rank=hvd.rank())
+    for step in range(2):
+        filled(step + 1)
+        assert first.record(optimizer)
+    second = RecordedGradients(file, writes=False, rank=hvd.rank())
+    for step in range(2):
+        filled(-1.0 - hvd.rank())
+        assert second.record(optimizer)
+        assert all((parameter.grad == step + 1).all() for parameter in parameters.values()) and unused.grad is None
+    filled(7.0)
+    assert not second.record(optimizer) and not second.record(optimizer), "nothing is left"
+    assert all((parameter.grad == 7).all() for parameter in parameters.values())
+    # A model that has other gradients in the second run.
+    third = RecordedGradients(file, writes=False, rank=hvd.rank())
+    parameters["dense"].grad = None
+    assert not third.record(optimizer)
+    hvd.shutdown()
 
 
 @pytest.mark.parametrize(
