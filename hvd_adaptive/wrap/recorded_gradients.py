@@ -35,7 +35,7 @@ class RecordedGradients:
         self._file: Any = None
         if rank == 0:
             file.touch()
-            self._file = file.open("ab" if writes else "rb", buffering=0)
+            self._file = file.open("ab" if writes else "rb")
             self._left = min(_MOST_BYTES, int(shutil.disk_usage(file.parent).free * _PART))
 
     def record(self, optimizer: Any) -> bool:
@@ -74,6 +74,8 @@ class RecordedGradients:
         self._file.write(num_bytes.to_bytes(_HEADER, "little"))
         for part in parts:
             self._file.write(part.cpu().numpy().data)
+        # The script may end the process at any time.
+        self._file.flush()
         return True
 
     @torch.no_grad()
