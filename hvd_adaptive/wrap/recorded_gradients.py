@@ -6,6 +6,7 @@ can be compared.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from collections.abc import Iterator
@@ -86,8 +87,11 @@ class RecordedGradients:
         sizes = [gradient.nbytes for gradient in gradients]
         # The first one says whether there are any.
         whole = torch.zeros(1 + sum(sizes), dtype=torch.uint8)
-        if self._file is not None and int.from_bytes(self._file.read(_HEADER), "little") == sum(sizes):
-            whole[0] = self._file.readinto(whole[1:].numpy()) == sum(sizes)
+        if self._file is not None:
+            # The others wait for this rank also where a file cannot be read.
+            with contextlib.suppress(OSError):
+                if int.from_bytes(self._file.read(_HEADER), "little") == sum(sizes):
+                    whole[0] = self._file.readinto(whole[1:].numpy()) == sum(sizes)
         mpi_ops.broadcast_(whole, root_rank=0, name="hvd_adaptive.verify")
         if not whole[0]:
             return False
