@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvd_adaptive.engine.device_copies import host_bytes, memory_of
+
 # Of the file; and the part of the folder's free space that it takes at most.
 _MOST_BYTES, _PART = 4 << 30, 0.25
 _HEADER = 8
@@ -67,14 +69,15 @@ class RecordedGradients:
     def _write(self, optimizer: Any) -> bool:
         if self._file is None:
             return True
-        parts = [_bytes_of(gradient) for gradient in _dense(optimizer)]
-        num_bytes = sum(map(len, parts))
+        gradients = list(_dense(optimizer))
+        num_bytes = sum(gradient.nbytes for gradient in gradients)
         self._left -= num_bytes + _HEADER
         if self._left < 0:
             return False
         self._file.write(num_bytes.to_bytes(_HEADER, "little"))
-        for part in parts:
-            self._file.write(part.cpu().numpy().data)
+        # One by one: they may be on several devices.
+        for part in (part for gradient in gradients for part in host_bytes([gradient])):
+            self._file.write(memory_of(part))
         # The script may end the process at any time.
         self._file.flush()
         return True
@@ -99,11 +102,6 @@ class RecordedGradients:
             # Its own memory: a view of a type must begin at a multiple of its size.
             gradient.copy_(part.clone().view(gradient.dtype).view(gradient.shape))
         return True
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Returns a tensor's values as bytes, uint8, shape (tensor.nbytes,)."""
-    return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
 
 
 def _dense(optimizer: Any) -> Iterator[Tensor]:

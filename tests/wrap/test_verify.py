@@ -185,6 +185,12 @@ def test_a_second_run_steps_with_the_gradients_of_the_first(shared_tmp_path: Pat
     filled(7.0)
     assert not second.record(optimizer) and not second.record(optimizer), "nothing is left"
     assert all((parameter.grad == 7).all() for parameter in parameters.values())
+    # No space for another step, and nothing in the file of it.
+    size = file.stat().st_size if hvd.rank() == 0 else 0
+    full = RecordedGradients(file, writes=True, rank=hvd.rank())
+    full._left = size // 2 - 1
+    assert full.record(optimizer) == (hvd.rank() != 0)
+    assert size == (file.stat().st_size if hvd.rank() == 0 else 0)
     # A model that has other gradients in the second run.
     third = RecordedGradients(file, writes=False, rank=hvd.rank())
     parameters["dense"].grad = None
