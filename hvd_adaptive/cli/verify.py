@@ -128,11 +128,9 @@ def judge(equal: Mapping[str, Any], unequal: Mapping[str, Any]) -> tuple[bool, l
         name = str(equal["names"][number, place]) or f"parameter {place} of optimizer {number + 1}"
         what = f"at step {at + 1} the gradient of {name} differs by {differences[at]:.1%} of its norm; {compared}"
         if equal["draws"] or unequal["draws"]:
-            return False, [f"cannot be seen: {what}. The script draws random numbers in its steps, or has workers not by fork"]
-        return False, [
-            f"DIFFERENT: {what}. Run the script with --shares equal",
-            "if its collate_fn draws random numbers, as for mixup, leave them out and verify the rest",
-        ]
+            why = "The script draws random numbers in its steps or its collate_fn, or has workers not by fork"
+            return False, [f"cannot be seen: {what}. {why}"]
+        return False, [f"DIFFERENT: {what}. Run the script with --shares equal"]
     largest = differences.max()
     if (differences > limits).any() or np.median(differences[-_SETTLED:]) > limits[first]:
         grow = f"differences grow from step to step, as by rounding, to {largest:.1%}"

@@ -160,6 +160,7 @@ class IndexStream:
         owner: the loader's iterator, once it has asked for a batch.
         num_unused: batches delivered since the last backward of one.
         current: the last delivered batch.
+        indices: its samples; None if that cannot be known.
         delivered_at: when that was, in events counted by the follower.
         is_evaluated: the last delivered batch went through a model in evaluation mode, without gradients.
         is_over: the pass has come to its end.
@@ -178,6 +179,7 @@ class IndexStream:
         self.owner: weakref.ref[Any] = lambda: None  # type: ignore[assignment]
         self.num_unused = 0
         self.current = Handed(0, 0, 1.0)
+        self.indices: list[Any] | None = None
         self.delivered_at = 0
         self.is_evaluated = False
         self.is_over = False
@@ -204,7 +206,7 @@ class IndexStream:
         self._longest = 0
         # From which list on there are other fractions, and another smallest share.
         self._changes: deque[tuple[int, tuple[float, ...] | None, int]] = deque()
-        self._queue: deque[tuple[Handed, Any]] = deque()
+        self._queue: deque[tuple[Handed, Any, list[Any] | None]] = deque()
         self._last_own: Any = None
         self._again: deque[Any] = deque()
         self._looked_at = 0
@@ -255,7 +257,7 @@ class IndexStream:
         if self._fractions is not None and indices is not None and self._union is not None and not is_own:
             indices, handed = self._share(indices, handed)
             share = like(own, indices)
-        self._queue.append((handed, own))
+        self._queue.append((handed, own, indices))
         self.num_handed += 1
         return share
 
@@ -264,7 +266,7 @@ class IndexStream:
         self.num_delivered += 1
         self.num_unused += 1
         self.is_evaluated = False
-        self.current, self._last_own = self._queue.popleft()
+        self.current, self._last_own, self.indices = self._queue.popleft()
 
     def drop(self, *, outstanding: int) -> None:
         """Counts as delivered what was handed out but never comes: it could not be read, or the script asked for lists only.

@@ -18,14 +18,19 @@ def random_numbers_kept() -> Iterator[Callable[[], bool]]:
     try:
         yield lambda: not are_same_states(before, random_states())
     finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
+        set_random_states(before)
 
 
 def random_states() -> tuple[Any, Any, Any]:
     """Returns the states of torch's generator for the CPU, Python's and NumPy's."""
     return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def set_random_states(states: tuple[Any, Any, Any]) -> None:
+    """Sets what :func:`random_states` has given."""
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
 
 
 def are_same_states(before: tuple[Any, Any, Any], now: tuple[Any, Any, Any]) -> bool:

@@ -10,6 +10,7 @@ It is computed on the CPU: there, a function that gets what it cannot take raise
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 import time
@@ -89,7 +90,7 @@ class Tape:
         batch = list(batch)
         self._num_samples = num_samples
         self._slots: Any = WeakTensorKeyDictionary()
-        self._num_slots = 0
+        self._numbers = itertools.count()
         self._calls: list[_Call] = []
         # By slot: tensors whose rows are the batch's, and what was there when the loss began: what forwards have given, and data.
         self._rows: dict[int, Tensor] = {}
@@ -138,6 +139,8 @@ class Tape:
             self._held.written(args[0])
         if name in _RANDOM:
             for tensor in results if is_made or self._num_samples in getattr(result, "shape", ()) else ():
+                # What was there before, as of torch.empty(), is another one.
+                self._slots.pop(tensor, None)
                 self._add_rows(tensor)
         elif results and (is_made or any(self._is_size(value, length_asked) for value in _leaves((args, kwargs)))):
             packed, names = _map(lambda value: self._pack(value, length_asked), (args, kwargs))
@@ -335,10 +338,7 @@ class Tape:
             self._rows[self._slot(tensor)] = tensor
 
     def _slot(self, tensor: Tensor) -> int:
-        number: int | None = self._slots.get(tensor)
-        if number is None:
-            number = self._slots[tensor] = self._num_slots
-            self._num_slots += 1
+        number: int = self._slots.setdefault(tensor, next(self._numbers))
         return number
 
     def _is_size(self, value: Any, length_asked: bool) -> bool:

@@ -1,7 +1,7 @@
 """``run --verify`` on a rank: what a script's first gradients were, for a comparison of two runs.
 
 One run has equal batches, the other unequal ones. Chance is taken out of both: dropout and autocast are off, BatchNorm normalizes
-each sample by itself, and a data set draws the same random numbers for a sample each time.
+each sample by itself, and a sample gets the same random numbers each time, from its data set and within steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hvd_adaptive.cluster.binding import read_launcher
-from hvd_adaptive.wrap.random_numbers import are_same_states, random_states
+from hvd_adaptive.wrap.noise_by_sample import NoiseBySample
+from hvd_adaptive.wrap.random_numbers import are_same_states, random_states, set_random_states
 from hvd_adaptive.wrap.recorded_gradients import RecordedGradients
 from hvd_adaptive.wrap.share_exchange import DryRunOver
 from hvd_adaptive.wrap.without_chance import seed_generators, take_out_chance
@@ -46,7 +47,7 @@ class Verification:
             * names, shape (optimizers, parameters): of their parameters, "" where the script has given none;
             * are_unequal, shape (steps,): whether shares were unequal;
             * are_recorded, shape (steps,): whether the step's gradients are the first run's;
-            * draws: random numbers were drawn that another share changes;
+            * draws: random numbers were drawn that another share may change;
             * has_16_bits: gradients were rounded to 16 bits;
             * has_reasons: the report says why shares stay equal.
         num_steps: exchanges of gradients after which the script ends, >= 1.
@@ -60,9 +61,13 @@ class Verification:
         # By the wrapped optimizers, in the order of their first steps.
         self._names: dict[Any, list[str]] = {}
         self._optimizers: list[int] = []
-        self._draws = self._has_16_bits = False
-        # The generators' states when the script got the batch that it is at.
+        self._has_16_bits = False
+        # A worker sets it, too.
+        self._draws = multiprocessing.RawValue("b", 0)
+        # The generators' states: the script's own when it got the batch that it is at, and what they were set to then.
+        self._own_states: Any = None
         self._at_batch: Any = None
+        self._noise = NoiseBySample(self._drew_in_step)
         self._engine: Engine | None = None
 
     def intercept(self, engine: Engine) -> None:
@@ -81,14 +86,15 @@ class Verification:
         rank = read_launcher(os.environ).rank or 0
         recorded = RecordedGradients(self._file.with_name("gradients"), writes=engine.config.has_equal_shares(), rank=rank)
         cls = optimizer._DistributedOptimizer
-        synchronize, delivered = cls.synchronize, engine.delivered
+        synchronize, delivered, fetching = cls.synchronize, engine.delivered, engine.fetching
 
         def num_shared() -> int:
             return sum(loader.num_shared for loader in engine.report.loaders)
 
         @functools.wraps(synchronize)
         def synchronize_(this: Any) -> None:
-            self._draws |= self._at_batch is not None and _has_drawn(*self._at_batch)
+            if self._at_batch is not None and _has_drawn(*self._at_batch):
+                self._drew()
             before = num_shared()
             synchronize(this)
             self._at_batch = None
@@ -100,14 +106,18 @@ class Verification:
             if len(self._are_unequal) >= self._num_steps:
                 raise DryRunOver(0)
 
+        def fetching_(stream: IndexStream) -> None:
+            self._end_batch()
+            fetching(stream)
+
         def delivered_(stream: IndexStream, batch: Any) -> None:
             delivered(stream, batch)
-            self._at_batch = random_states(), _gpu_state()
+            self._begin_batch(stream)
 
-        cls.synchronize, engine.delivered = synchronize_, delivered_  # type: ignore[method-assign]
+        cls.synchronize, engine.delivered, engine.fetching = synchronize_, delivered_, fetching_  # type: ignore[method-assign]
         # Ranks of a script that sets no seed differ.
         seed_generators(rank)
-        take_out_chance(self._drew)
+        take_out_chance(self._noise, self._drew)
         self._watch_workers()
 
     def save(self) -> None:
@@ -127,10 +137,26 @@ class Verification:
             names=np.array([(names + [""] * width)[:width] for names in self._names.values()], dtype=str).reshape(-1, width),
             are_unequal=np.array(self._are_unequal, dtype=bool),
             are_recorded=np.array(self._are_recorded, dtype=bool),
-            draws=self._draws,
+            draws=bool(self._draws.value),
             has_16_bits=self._has_16_bits,
             has_reasons=not used or any(loader.reasons for loader in used),
         )
+
+    def _begin_batch(self, stream: IndexStream) -> None:
+        if stream.is_beside:
+            # The script is at another one.
+            return
+        self._own_states = _states()
+        # Alike on all ranks.
+        seed_generators(len(self._are_unequal))
+        self._at_batch = _states()
+        self._noise.begin(stream.indices or ())
+
+    def _end_batch(self) -> None:
+        if self._own_states is not None:
+            _set_states(*self._own_states)
+        self._own_states = self._at_batch = None
+        self._noise.end()
 
     def _keep(self, optimizer: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -141,8 +167,12 @@ class Verification:
         self._sketches.append(np.stack([_sketch(g, seed=number) for number, g in enumerate(gradients)]))
 
     def _drew(self) -> None:
+        self._draws.value = 1
+
+    def _drew_in_step(self) -> None:
         # Between batches samplers draw.
-        self._draws |= self._at_batch is not None
+        if self._at_batch is not None:
+            self._drew()
 
     def _watch_workers(self) -> None:
         """Takes note of workers that are not forked: they draw as the script has it."""
@@ -152,19 +182,28 @@ class Verification:
         def __init__(this: Any, loader: Any) -> None:
             begin(this, loader)
             context = loader.multiprocessing_context or multiprocessing
-            self._draws |= loader.num_workers > 0 and context.get_start_method() != "fork"
+            if loader.num_workers > 0 and context.get_start_method() != "fork":
+                self._drew()
 
         _BaseDataLoaderIter.__init__ = __init__  # type: ignore[assignment,method-assign]
 
 
-def _gpu_state() -> Tensor | None:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+def _states() -> tuple[Any, Tensor | None]:
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    return random_states(), on_gpu
 
 
-def _has_drawn(states: Any, gpu_state: Tensor | None) -> bool:
-    now = _gpu_state()
-    of_gpu = gpu_state is not None and now is not None and not torch.equal(gpu_state, now)
-    return of_gpu or not are_same_states(states, random_states())
+def _set_states(states: Any, on_gpu: Tensor | None) -> None:
+    set_random_states(states)
+    if on_gpu is not None:
+        torch.cuda.set_rng_state(on_gpu)
+
+
+def _has_drawn(states: Any, on_gpu: Tensor | None) -> bool:
+    now, on_gpu_now = _states()
+    if on_gpu is not None and on_gpu_now is not None and not torch.equal(on_gpu, on_gpu_now):
+        return True
+    return not are_same_states(states, now)
 
 
 def _sketch(gradient: Tensor | None, *, seed: int) -> np.ndarray[Any, Any]:

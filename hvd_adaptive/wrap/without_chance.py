@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,24 +15,22 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from hvd_adaptive.wrap.random_numbers import random_numbers_kept
+from hvd_adaptive.wrap.noise_by_sample import NoiseBySample
+from hvd_adaptive.wrap.random_numbers import are_same_states, random_numbers_kept, random_states
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-# What a script calls with a generator of its own.
-_DRAWING = ("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial")
-# Losses are computed again with numbers of this package's own, and orders of samples are drawn ahead.
-_NOT_THE_SCRIPT = ("hvd_adaptive.", "torch.utils.data.")
 # How deep a data set's own objects are searched for generators.
 _DEPTH = 4
 
 
-def take_out_chance(drew: Callable[[], None]) -> None:
+def take_out_chance(noise: NoiseBySample, drew_collating: Callable[[], None]) -> None:
     """Switches off dropout and autocast, and has BatchNorm normalize each sample by itself.
 
     A data set draws the same random numbers for a sample each time. For good, in this process and in the workers that it forks.
 
     Args:
-        drew: is called when torch draws random numbers from a generator of the script's own.
+        noise: stands in for what draws random numbers in steps.
+        drew_collating: is called when a collate_fn draws any, also in a worker.
     """
     attention, begin, enter = F.scaled_dot_product_attention, nn.RNNBase.__init__, torch.autocast.__enter__
 
@@ -52,10 +49,12 @@ def take_out_chance(drew: Callable[[], None]) -> None:
         return enter(self)
 
     nn.RNNBase.__init__, torch.autocast.__enter__ = __init__, __enter__  # type: ignore[method-assign]
-    _MapDatasetFetcher.__init__ = _with_seeded_samples(_MapDatasetFetcher.__init__)  # type: ignore[method-assign]
+    _MapDatasetFetcher.__init__ = _with_seeded_samples(  # type: ignore[method-assign]
+        _MapDatasetFetcher.__init__, drew_collating
+    )
     new: dict[tuple[Any, str], Any] = {(F, name): _pass_on for name in _DROPOUTS}
     new |= {(F, "scaled_dot_product_attention"): without_dropout, (F, "batch_norm"): _of_each_sample(F.batch_norm)}
-    new |= {(torch, name): _watched(getattr(torch, name), drew) for name in _DRAWING}
+    new |= noise.replacements()
     torchs = {(module, name): getattr(module, name) for module, name in new}
     _set(new)
     script = torch.jit.script
@@ -77,16 +76,6 @@ def _set(functions: dict[tuple[Any, str], Any]) -> None:
         setattr(module, name, function)
 
 
-def _watched(draw: Any, drew: Callable[[], None]) -> Any:
-    @functools.wraps(draw)
-    def draw_(*args: Any, **options: Any) -> Any:
-        if options.get("generator") is not None and not sys._getframe(1).f_globals["__name__"].startswith(_NOT_THE_SCRIPT):
-            drew()
-        return draw(*args, **options)
-
-    return draw_
-
-
 def _pass_on(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     # The script may change what it gets.
     return input.clone() if training and not inplace else input
@@ -105,12 +94,22 @@ def _of_each_sample(batch_norm: Any) -> Any:
     return normalize
 
 
-def _with_seeded_samples(begin: Callable[..., None]) -> Callable[..., None]:
+def _with_seeded_samples(begin: Callable[..., None], drew_collating: Callable[[], None]) -> Callable[..., None]:
     @functools.wraps(begin)
     def __init__(self: Any, dataset: Any, *args: Any) -> None:
         # Else it makes samples together, in a way of its own.
         is_by_sample = isinstance(dataset, Subset) or not hasattr(dataset, "__getitems__")
         begin(self, _Seeded(dataset) if is_by_sample else dataset, *args)
+        collate = self.collate_fn
+
+        def collate_(samples: Any) -> Any:
+            before = random_states()
+            batch = collate(samples)
+            if not are_same_states(before, random_states()):
+                drew_collating()
+            return batch
+
+        self.collate_fn = collate_
 
     return __init__
 

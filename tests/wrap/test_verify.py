@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hvd_adaptive.cli.verify import judge
+from hvd_adaptive.wrap.noise_by_sample import NoiseBySample
 from hvd_adaptive.wrap.recorded_gradients import RecordedGradients
 from hvd_adaptive.wrap.verification import _sketch
 from hvd_adaptive.wrap.without_chance import _Seeded
@@ -154,6 +155,62 @@ def test_a_data_set_draws_the_same_for_a_sample_also_from_its_own_generators() -
     assert dataset[1] == dataset[1] != dataset[2]
 
 
+@pytest.fixture
+def noise(monkeypatch: pytest.MonkeyPatch) -> NoiseBySample:
+    noise = NoiseBySample(lambda: None)
+    for (owner, name), draw in noise.replacements().items():
+        monkeypatch.setattr(owner, name, draw)
+    return noise
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.rand(len(x), 3), lambda x: torch.randn((len(x), 3)), lambda x: torch.randn(size=[len(x), 3]),
+        lambda x: torch.randint(9, (len(x),)), lambda x: torch.randint(2, 90, size=(len(x), 2)), lambda x: torch.rand_like(x),
+        lambda x: torch.randn_like(x), lambda x: torch.randint_like(x, 90), lambda x: torch.normal(x, 0.5),
+        lambda x: torch.normal(0.0, 1.0, (len(x), 3)), lambda x: torch.bernoulli(x.sigmoid()),
+        lambda x: torch.multinomial(x.exp(), 2), lambda x: torch.poisson(x.exp()),
+        lambda x: torch.empty(len(x), 1, 1).bernoulli_(0.5), lambda x: torch.empty_like(x).exponential_(),
+        lambda x: torch.rand(len(x)), lambda x: torch.randn(len(x), 3, generator=torch.Generator()),
+        lambda x: torch.distributions.Normal(x, 1.0).rsample(), lambda x: torch.distributions.Uniform(x - 1, x).sample(),
+        lambda x: torch.nn.functional.gumbel_softmax(x),
+    ],
+)  # fmt: skip
+def test_a_sample_gets_the_same_noise_in_any_batch(draw: Any, noise: NoiseBySample) -> None:
+    data = torch.linspace(-1, 1, 36).view(12, 3)
+
+    def drawn(samples: list[int]) -> dict[int, Any]:
+        torch.manual_seed(7)
+        noise.begin(samples)
+        rows = [draw(data[samples]) for _ in range(20)]
+        noise.end()
+        return {sample: torch.stack([part[row] for part in rows]) for row, sample in enumerate(samples)}
+
+    whole, parts = drawn(list(range(12))), drawn([7, 3, 5]) | drawn([0, 11, 1, 2, 4, 9, 10])
+    assert all(torch.equal(parts[sample], whole[sample]) for sample in parts)
+    # Not the same ones each time, nor for all samples.
+    assert not torch.equal(whole[0], whole[1]) and len(whole[0].unique(dim=0)) > 1
+
+
+def test_other_draws_are_left_alone_and_do_not_depend_on_the_batch(noise: NoiseBySample) -> None:
+    def drawn() -> list[Any]:
+        torch.manual_seed(3)
+        return [torch.rand(()), torch.randn(5, 4), torch.randperm(4), torch.multinomial(torch.ones(9), 4, replacement=True)]
+
+    def drawn_after(samples: list[int]) -> Any:
+        torch.manual_seed(3)
+        noise.begin(samples)
+        torch.randn(len(samples), 2)
+        return torch.rand(2)
+
+    before = drawn()
+    noise.begin([3, 1, 8, 4])
+    # The last one is as long as the batch by chance.
+    assert all(torch.equal(one, other) for one, other in zip(before, drawn(), strict=True))
+    assert torch.equal(drawn_after([3, 1, 8, 4]), drawn_after(list(range(50))))
+
+
 @pytest.mark.mpi(2)
 def test_a_second_run_steps_with_the_gradients_of_the_first(shared_tmp_path: Path) -> None:
     import horovod.torch as hvd
@@ -203,7 +260,9 @@ def test_a_second_run_steps_with_the_gradients_of_the_first(shared_tmp_path: Pat
     [
         ("plain", 0, r"verify: the same gradients, up to rounding: 40 steps, 3\d of them with unequal batches"),
         ("flooding", 1, r"verify: DIFFERENT: at step 1\d the gradient of [\w.]+ differs"),
+        ("noise", 0, r"verify: the same gradients, up to rounding: 40 steps, 3\d of them with unequal batches"),
         ("draws", 1, r"verify: cannot be seen: at step \d the gradient.*draws random numbers"),
+        ("collates", 1, r"verify: cannot be seen: at step \d the gradient.*draws random numbers in its steps or its collate_fn"),
         ("stops", None, r"verify: run 2, with shares 1,2, ended with exit code [13]"),
     ],
 )

@@ -6,7 +6,7 @@ import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 mode = sys.argv[1]
@@ -40,17 +40,30 @@ class Model(nn.Module):
         return self.head(self.norm(h.transpose(1, 2)).mean(2))
 
 
+def collate(samples):
+    x, y = default_collate(samples)
+    return x + torch.randn_like(x), y
+
+
 data, model = Noisy(), Model()
 sampler = DistributedSampler(data, hvd.size(), hvd.rank())
-loader = DataLoader(data, 8, sampler=sampler, num_workers=1 if mode == "flooding" else 0)
+loader = DataLoader(
+    data,
+    8,
+    sampler=sampler,
+    num_workers=mode in ("flooding", "collates"),
+    collate_fn=collate if mode == "collates" else None,
+)
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 optimizer = torch.optim.Adam(model.parameters(), 1e-3)
 optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 step = 0
 for _ in range(4):
     for x, y in loader:
+        if mode == "noise":
+            x = x + torch.rand(()) * torch.randn_like(x)
         if mode == "draws":
-            x = x + torch.randn_like(x)
+            x = x + torch.randn(6, len(x), 8).transpose(0, 1)
         loss = F.cross_entropy(model(x), y)
         if mode == "flooding" and step > 12:
             # The trend of each rank's own losses.
