@@ -99,10 +99,12 @@ class Verification:
             synchronize(this)
             self._at_batch = None
             self._are_unequal.append(num_shared() > before)
-            if engine.rank == 0:
-                self._has_16_bits |= this._compression is hvd.Compression.fp16
-                self._keep(this)
-            self._are_recorded.append(recorded.record(this))
+            # The batch may be followed still, for another optimizer's step.
+            with engine.follower.unwatched():
+                if engine.rank == 0:
+                    self._has_16_bits |= this._compression is hvd.Compression.fp16
+                    self._keep(this)
+                self._are_recorded.append(recorded.record(this))
             if len(self._are_unequal) >= self._num_steps:
                 raise DryRunOver(0)
 

@@ -60,8 +60,6 @@ optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_par
 step = 0
 for _ in range(4):
     for x, y in loader:
-        if mode == "noise":
-            x = x + torch.rand(()) * torch.randn_like(x)
         if mode == "draws":
             x = x + torch.randn(6, len(x), 8).transpose(0, 1)
         loss = F.cross_entropy(model(x), y)
