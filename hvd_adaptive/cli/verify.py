@@ -130,7 +130,10 @@ def judge(equal: Mapping[str, Any], unequal: Mapping[str, Any]) -> tuple[bool, l
         if equal["draws"] or unequal["draws"]:
             why = "The script draws random numbers in its steps or its collate_fn, or has workers not by fork"
             return False, [f"cannot be seen: {what}. {why}"]
-        return False, [f"DIFFERENT: {what}. Run the script with --shares equal"]
+        return False, [
+            f"DIFFERENT: {what}. Run the script with --shares equal",
+            "if its steps draw from generators of its own (np.random.default_rng), leave these out and verify the rest",
+        ]
     largest = differences.max()
     if (differences > limits).any() or np.median(differences[-_SETTLED:]) > limits[first]:
         grow = f"differences grow from step to step, as by rounding, to {largest:.1%}"

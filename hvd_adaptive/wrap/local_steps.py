@@ -219,9 +219,11 @@ class LocalSteps:
         return found
 
     def loaded(self, module: nn.Module) -> None:
-        """The script has loaded weights into a model."""
-        for merger in self._held_by(module):
-            merger.loaded()
+        """The script has loaded weights into a model, or into a part of one."""
+        ids = {id(parameter) for parameter in module.parameters()}
+        for owner in self._owners():
+            if owner.merger is not None and any(id(parameter) in ids for _, parameter in owner.named):
+                owner.merger.loaded(module)
 
     def merge_if_all_here(self, kind: str, mergers: list[Merger]) -> None:
         """Merges before the script validates or saves, if it does so on all ranks now."""

@@ -125,7 +125,8 @@ class LongWaits:
         advice = "The others compute for long, or wait for something else. If it does not go on, look for a collective that only "
         if len(by_place) > 1 and _NOWHERE not in by_place:
             advice = "That can be for ever: all ranks must call the same collectives in the same order. Look for one that only "
-        advice += "some ranks call, as under `if hvd.rank() == 0:`. The job goes on waiting until you end it"
+        advice += "some ranks call, as under `if hvd.rank() == 0:`, or for a step that some leave out, as for a loss that is not "
+        advice += "finite. The job goes on waiting until you end it"
         if self._are_unequal:
             advice += (
                 ". The ranks' shares of a batch are unequal, too, and a script that goes by numbers of samples may then part "

@@ -47,6 +47,7 @@ class Round(MergeStats):
         period: steps to the next merge but one, as this rank proposes; 0: nothing yet.
         steps_per_merge: steps to the next merge, as this rank knows.
         is_loaded: 1 if the script has loaded weights into the model.
+        is_fresh: 1 if no step has been counted since: ranks that have not loaded may not have got the weights yet.
         num_copies: tensors in copies of modules; 0: not looked at.
         copies: a checksum of these.
     """
@@ -62,6 +63,7 @@ class Round(MergeStats):
     period: float = 0.0
     steps_per_merge: float = 0.0
     is_loaded: float = 0.0
+    is_fresh: float = 0.0
     num_copies: float = 0.0
     copies: float = 0.0
 
@@ -177,7 +179,7 @@ class Merger:
         self._last_merge_s = 0.0
         self._checksum = 0
         self._generation = 0
-        self._proposal = 0
+        self._proposal = self._loaded_at = 0
         self.num_calls = 0
         self.is_due = False
         self.stream: Any = None
@@ -222,16 +224,18 @@ class Merger:
         self._round.num_updates += 1
 
     @torch.no_grad()
-    def loaded(self) -> None:
-        """Takes note that the script has loaded weights into the model: they are where this rank's steps start from."""
+    def loaded(self, module: nn.Module) -> None:
+        """Takes note that the script has loaded weights into a module: they are where this rank's steps start from."""
         self._flat.rebind()
         self._flat.buffers.rebind()
         if self._engine.rule is not None:
             self._engine.rule.restart()
+        places = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
         for group in self._flat.groups:
             for base, tensor in zip(group.slices(group.weights), group.tensors, strict=True):
-                base.copy_(tensor)
-        self._round.is_loaded = 1.0
+                if tensor.data_ptr() in places:
+                    base.copy_(tensor)
+        self._round.is_loaded, self._loaded_at = 1.0, self.num_calls
 
     def merge(self, *, have_joined: bool = False) -> None:
         """Merges the ranks' models. COLLECTIVE.
@@ -253,6 +257,7 @@ class Merger:
         if self._generation & (self._generation - 1) == 0 and not self.log.copies_differ:
             copies = self._find_copies()
             this.num_copies, this.copies = len(copies), _checksum_of(copies)
+        this.is_fresh = float(bool(this.is_loaded) and self.num_calls == self._loaded_at)
         delta_s = time.perf_counter() - begin
         gathered = self._gather(this)
         of_copies = [set(gathered[name][gathered["present"] > 0]) for name in ("num_copies", "copies")]
@@ -261,6 +266,9 @@ class Merger:
         # Of the ranks that have seen most merges, the first one's word counts; one that has joined has an empty row.
         root = int(np.argmax(np.where(gathered["present"] > 0, gathered["generation"], -1.0)))
         counted, stale = gathered, have_joined & (gathered["generation"] < gathered["generation"][root])
+        if (gathered["is_fresh"] > 0).any():
+            # Before the script broadcasts the weights, as its state_dict() for that: the others still have the old ones.
+            stale = stale | ((gathered["present"] > 0) & (gathered["is_loaded"] == 0))
         if stale.any():
             # Steps from before the merges that were missed, towards a model that is no more.
             gathered = {**gathered, **{name: np.where(stale, 0.0, gathered[name]) for name in ("num_updates", "is_loaded")}}

@@ -20,7 +20,7 @@ from hvd_adaptive.wrap.compilers import is_reading
 
 _FUNCTIONS = (
     "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial",
-    "poisson",
+    "poisson", "binomial", "_standard_gamma", "_sample_dirichlet",
 )  # fmt: skip
 _METHODS = (
     "normal_", "uniform_", "bernoulli_", "exponential_", "random_", "log_normal_", "geometric_", "cauchy_", "bernoulli",
@@ -65,33 +65,40 @@ class NoiseBySample:
                 return draw(*args, **options)
             if options.get("generator") is not None:
                 self._drew()
-            if not self._samples or threading.get_ident() != self._thread:
+            # Checkpointed layers may be computed again in autograd's own thread.
+            is_elsewhere = threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1
+            if not self._samples or is_elsewhere:
                 return draw(*args, **options)
             before = torch.default_generator.get_state()
             # The script's watchers see this call. What is not of the batch stays as it is.
             result = draw(*args, **options)
-            if self._is_of_batch(result):
+            dim = self._dim_of(result)
+            if dim is not None:
+                # By `data`, as autograd may have kept the result.
                 with torch.no_grad(), torch._C.DisableTorchFunction():
-                    self._draw_again(draw, args, options, result.detach(), before)
+                    self._draw_again(draw, args, options, result.data, dim, before)
             return result
 
         return draw_
 
-    def _is_of_batch(self, result: Any) -> bool:
-        return (
-            type(result) in (Tensor, torch.nn.Parameter)
-            and result.shape[:1] == (len(self._samples),)
-            and result.layout == torch.strided
-            and result.device.type in ("cpu", "cuda")
-            # Within vmap it is no tensor of its own.
-            and not torch._C._functorch.is_functorch_wrapped_tensor(result)
-        )
+    def _dim_of(self, result: Any) -> int | None:
+        """Returns the dimension along which a result has a row for each sample; None if it has none."""
+        is_plain = type(result) in (Tensor, torch.nn.Parameter) and result.layout == torch.strided
+        # Within vmap it is no tensor of its own.
+        if not is_plain or result.device.type not in ("cpu", "cuda") or torch._C._functorch.is_functorch_wrapped_tensor(result):
+            return None
+        dims = [dim for dim, size in enumerate(result.shape) if size == len(self._samples)]
+        # Matrices may be noise on weights, which are as long by chance.
+        return dims[0] if dims and (dims[0] == 0 or (len(dims) == 1 and result.dim() > 2)) else None
 
-    def _draw_again(self, draw: Callable[..., Any], args: Any, options: dict[str, Any], rows: Tensor, before: Tensor) -> None:
+    def _draw_again(
+        self, draw: Callable[..., Any], args: Any, options: dict[str, Any], rows: Tensor, dim: int, before: Tensor
+    ) -> None:
         """Draws each row for its sample; what follows is drawn as after a single number.
 
         Args:
             rows: the call's result.
+            dim: along which it has the rows.
             before: the state of torch's generator for the CPU before the call.
         """
         options = {name: value for name, value in options.items() if name not in ("generator", "out")}
@@ -102,29 +109,42 @@ class NoiseBySample:
         generator = torch.default_generator if rows.device.type == "cpu" else torch.cuda.default_generators[rows.device.index]
         try:
             for row, sample in enumerate(self._samples):
-                part = slice(row, row + 1)
+                place, part = rows.narrow(dim, row, 1), (dim, row, len(self._samples))
                 generator.manual_seed(zlib.crc32(f"{token} {sample}".encode()))
-                own_args, own_options = _of_one_row(draw.__name__, args, options, part, len(self._samples))
-                values = draw(*own_args, **own_options)
-                if values.shape != rows[part].shape:
+                values = _of_one_row(draw, args, options, part)
+                if values is None or values.shape != place.shape:
                     # As long as the batch by chance.
                     after_token = after
                     break
                 if not draw.__name__.endswith("_"):
-                    rows[part] = values
+                    place.copy_(values)
         finally:
             generator.manual_seed(token)
             torch.default_generator.set_state(after_token)
 
 
-def _of_one_row(name: str, args: Any, options: dict[str, Any], part: slice, count: int) -> tuple[list[Any], dict[str, Any]]:
-    """Returns a call's arguments for one of the rows that it draws."""
+def _of_one_row(draw: Callable[..., Any], args: Any, options: dict[str, Any], part: tuple[int, int, int]) -> Tensor | None:
+    """Returns one of the rows that a call draws; None if it cannot be drawn by itself.
+
+    Args:
+        draw: the function.
+        args: its arguments.
+        options: and by their names.
+        part: the dimension, the row, and the number of rows.
+    """
+    dim, row, count = part
 
     def of_one(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value[part] if value.shape[:1] == (count,) else value
-        return (1, *value[1:]) if isinstance(value, (tuple, list)) else value
+            return value.narrow(dim, row, 1) if value.shape[dim : dim + 1] == (count,) else value
+        if isinstance(value, (tuple, list)) and list(value[dim : dim + 1]) == [count]:
+            return (*value[:dim], 1, *value[dim + 1 :])
+        return value
 
-    if name in ("rand", "randn") and args and isinstance(args[0], int):
+    if draw.__name__ in ("rand", "randn") and args and isinstance(args[0], int):
         args = (args,)
-    return [of_one(value) for value in args], {key: of_one(value) for key, value in options.items()}
+    try:
+        return draw(*map(of_one, args), **{name: of_one(value) for name, value in options.items()})
+    except RuntimeError:
+        # Some depend on each other, as multinomial's without replacement.
+        return None

@@ -16,6 +16,9 @@ from hvd_adaptive.wrap.reasons import Reason
 if TYPE_CHECKING:
     from hvd_adaptive.wrap.wrapped_run import Engine
 
+# Of an optimizer whose gradients Horovod does not exchange: backward passes since its last step, by parameter.
+_PASSES = "_hvd_adaptive_passes"
+
 
 def intercept_horovod(listener: Engine, *, count_other_steps: bool = False) -> None:
     """Replaces methods of Horovod's optimizer classes, and what waits for a collective, in place.
@@ -131,11 +134,22 @@ def _intercept_optimizer(listener: Engine, cls: Any, all_ranks: Any) -> None:
         def hook(*gradients: Any) -> None:
             if not listener.accumulated(self):
                 of_optimizer(exchange, *gradients)
+                return
+            # Of gradients that Horovod does not exchange its own checks see nothing. A step that one rank leaves out would hang.
+            passes = self.__dict__.setdefault(_PASSES, {})
+            passes[parameter] = passes.get(parameter, 0) + 1
+            if passes[parameter] > self.backward_passes_per_step:
+                raise AssertionError(
+                    "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+                    "backward_passes_per_step to accumulate gradients locally. Where a GradScaler may leave a step out, call "
+                    "optimizer.synchronize() before it."
+                )
 
         return hook
 
     @functools.wraps(synchronize)
     def synchronize_(self: Any) -> None:
+        self.__dict__.pop(_PASSES, None)
         if not listener.synchronize(self, lambda: of_optimizer(synchronize, self)):
             # As Horovod's own has it, which step() looks at.
             self._synchronized = True
@@ -152,10 +166,11 @@ def _intercept_optimizer(listener: Engine, cls: Any, all_ranks: Any) -> None:
     @functools.wraps(cls.zero_grad)
     def zero_grad(self: Any, *args: Any, **options: Any) -> None:
         # Horovod's takes no argument, though torch's does; fused optimizers' own take none, or have another default.
-        if self._handles:
+        if self._handles or _PASSES in self.__dict__:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition. Where a GradScaler may leave a "
+                "step out, call optimizer.synchronize() before it."
             )
         super(self.__class__, self).zero_grad(*args, **options)
 

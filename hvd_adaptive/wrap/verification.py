@@ -97,7 +97,8 @@ class Verification:
                 self._drew()
             before = num_shared()
             synchronize(this)
-            self._at_batch = None
+            # Another optimizer's step may follow on the batch.
+            self._at_batch = None if self._at_batch is None else _states()
             self._are_unequal.append(num_shared() > before)
             # The batch may be followed still, for another optimizer's step.
             with engine.follower.unwatched():

@@ -155,13 +155,56 @@ def test_loaded_weights_are_where_steps_start_from(ranks: tuple[int, ...]) -> No
             # In other memory than before, as module.to(device) has it.
             parameter.data = torch.full_like(parameter, 7.0)
         if rank.rank in ranks:
-            rank.merger.loaded()
+            rank.merger.loaded(rank.model)
         rank.step()
         rank.merger.merge()
         return rank.weights()
 
     for weights in on_ranks(body, outer_step="momentum", outer_momentum=0.9):
         assert torch.allclose(weights, torch.full_like(weights, 7.0 - 0.2))
+
+
+def test_one_rank_has_loaded_and_all_merge_before_it_broadcasts() -> None:
+    """As where all ranks call state_dict() for the broadcast."""
+
+    def body(rank: Rank) -> Tensor:
+        rank.step()
+        rank.merger.merge()
+        rank.step()
+        if rank.rank == 1:
+            with torch.no_grad():
+                for parameter in rank.model.parameters():
+                    parameter.fill_(7.0)
+            rank.merger.loaded(rank.model)
+        rank.merger.merge()
+        return rank.weights()
+
+    for weights in on_ranks(body):
+        assert torch.equal(weights, torch.full_like(weights, 7.0))
+
+
+def test_weights_that_are_loaded_into_a_part_are_no_steps() -> None:
+    def body(rank: Rank) -> tuple[Tensor, Tensor, Tensor]:
+        rank.step()
+        rank.merger.merge()
+        before, part = rank.weights(), rank.model[0]
+        rank.step()
+        with torch.no_grad():
+            for parameter in part.parameters():
+                parameter.fill_(7.0)
+        rank.merger.loaded(part)
+        rank.merger.merge()
+        once = rank.weights()
+        rank.step()
+        rank.merger.merge()
+        return before, once, rank.weights()
+
+    num_loaded = 4 * 3 + 3
+    for before, once, twice in on_ranks(body, outer_step="momentum", outer_momentum=0.9):
+        assert torch.equal(once[:num_loaded], torch.full((num_loaded,), 7.0).double())
+        assert torch.allclose(before[num_loaded:] - once[num_loaded:], torch.full((6,), 0.2).double())
+        # The outer step has begun anew.
+        assert torch.allclose(once[:num_loaded] - twice[:num_loaded], torch.full((num_loaded,), 0.2).double())
 
 
 def test_adam_gets_an_outer_step_after_100_updates() -> None:

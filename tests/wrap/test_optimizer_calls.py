@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,3 +69,26 @@ def test_zero_grad_is_the_wrapped_optimizers_own(own: Any, options: dict[str, bo
     optimizer._handles = {parameter: None}
     with pytest.raises(AssertionError, match="prohibited"):
         optimizer.zero_grad(**options)
+
+
+def test_gradients_that_horovod_does_not_exchange_are_checked_as_its_own() -> None:
+    """As in local steps. Else a step that a scaler leaves out on one rank would have ranks wait for ever."""
+    from horovod.torch.optimizer import _DistributedOptimizer
+
+    listener: Any = SimpleNamespace(accumulated=lambda optimizer: True, synchronize=lambda optimizer, action: True)
+    wrapped: Any = type("Wrapped", (torch.optim.SGD,), dict(vars(_DistributedOptimizer)))
+    _intercept_optimizer(listener, wrapped, None)
+    optimizer = object.__new__(wrapped)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    torch.optim.SGD.__init__(optimizer, [parameter], lr=0.1)
+    optimizer._handles, optimizer.backward_passes_per_step = {}, 2
+    hook = optimizer._make_hook(parameter)
+    for _ in range(2):
+        hook()
+        with pytest.raises(AssertionError, match=r"prohibited.*call optimizer.synchronize\(\) before it"):
+            optimizer.zero_grad()
+    with pytest.raises(AssertionError, match="more than backward_passes_per_step times"):
+        hook()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    hook()

@@ -173,6 +173,7 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> NoiseBySample:
         lambda x: torch.multinomial(x.exp(), 2), lambda x: torch.poisson(x.exp()),
         lambda x: torch.empty(len(x), 1, 1).bernoulli_(0.5), lambda x: torch.empty_like(x).exponential_(),
         lambda x: torch.rand(len(x)), lambda x: torch.randn(len(x), 3, generator=torch.Generator()),
+        lambda x: torch.distributions.Gamma(x.exp(), x.exp()).rsample(),
         lambda x: torch.distributions.Normal(x, 1.0).rsample(), lambda x: torch.distributions.Uniform(x - 1, x).sample(),
         lambda x: torch.nn.functional.gumbel_softmax(x),
     ],
@@ -193,10 +194,19 @@ def test_a_sample_gets_the_same_noise_in_any_batch(draw: Any, noise: NoiseBySamp
     assert not torch.equal(whole[0], whole[1]) and len(whole[0].unique(dim=0)) > 1
 
 
+def test_rows_may_be_along_another_dimension(noise: NoiseBySample) -> None:
+    def drawn(samples: list[int]) -> Any:
+        torch.manual_seed(7)
+        noise.begin(samples)
+        return torch.stack([torch.randn(7, len(samples), 2), torch.zeros(7, len(samples), 2).normal_()])
+
+    assert torch.equal(drawn([4, 9, 1, 0, 3])[:, :, 3], drawn([0, 8, 2])[:, :, 0])
+
+
 def test_other_draws_are_left_alone_and_do_not_depend_on_the_batch(noise: NoiseBySample) -> None:
     def drawn() -> list[Any]:
         torch.manual_seed(3)
-        return [torch.rand(()), torch.randn(5, 4), torch.randperm(4), torch.multinomial(torch.ones(9), 4, replacement=True)]
+        return [torch.rand(()), torch.randn(5, 4), torch.randperm(4), torch.multinomial(torch.ones(9), 4)]
 
     def drawn_after(samples: list[int]) -> Any:
         torch.manual_seed(3)
