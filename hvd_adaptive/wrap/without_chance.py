@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Subset
+from torch.utils.data import Subset, get_worker_info
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from hvd_adaptive.wrap.noise_by_sample import NoiseBySample
@@ -50,7 +50,7 @@ def take_out_chance(noise: NoiseBySample, drew_collating: Callable[[], None]) ->
 
     nn.RNNBase.__init__, torch.autocast.__enter__ = __init__, __enter__  # type: ignore[method-assign]
     _MapDatasetFetcher.__init__ = _with_seeded_samples(  # type: ignore[method-assign]
-        _MapDatasetFetcher.__init__, drew_collating
+        _MapDatasetFetcher.__init__, noise, drew_collating
     )
     new: dict[tuple[Any, str], Any] = {(F, name): _pass_on for name in _DROPOUTS}
     new |= {(F, "scaled_dot_product_attention"): without_dropout, (F, "batch_norm"): _of_each_sample(F.batch_norm)}
@@ -94,12 +94,17 @@ def _of_each_sample(batch_norm: Any) -> Any:
     return normalize
 
 
-def _with_seeded_samples(begin: Callable[..., None], drew_collating: Callable[[], None]) -> Callable[..., None]:
+def _with_seeded_samples(
+    begin: Callable[..., None], noise: NoiseBySample, drew_collating: Callable[[], None]
+) -> Callable[..., None]:
     @functools.wraps(begin)
     def __init__(self: Any, dataset: Any, *args: Any) -> None:
         # Else it makes samples together, in a way of its own.
         is_by_sample = isinstance(dataset, Subset) or not hasattr(dataset, "__getitems__")
         begin(self, _Seeded(dataset) if is_by_sample else dataset, *args)
+        if get_worker_info() is not None:
+            # The batch that the script was at when this worker was forked is not what it makes.
+            noise.end()
         collate = self.collate_fn
 
         def collate_(samples: Any) -> Any:
