@@ -192,6 +192,8 @@ class Report:
         would = "would be " if self.is_dry_run else ""
         how = "adaptive" if self.pinned is None else f"fixed by --shares {self.pinned}"
         lines = [f"  {would}{how}: {loader.label}, {loader.num_steps} steps"]
+        if loader.adds_up:
+            lines.append("    its loss is a sum over samples: gradients are added up as they are, without weights")
         lines += self._summary(windows, loader)
         if windows.num_changes and windows.fractions is None and loader.controller and loader.controller.why_equal:
             lines.append(f"    shares are equal again: {loader.controller.why_equal}")

@@ -102,6 +102,16 @@ def scales_by_length(frame: FrameType, number: float, is_batch: Callable[[Any], 
     return any(isinstance(value, (int, float)) and value == number for value in values)
 
 
+def is_written(frame: FrameType, number: float) -> bool:
+    """Whether a number stands in the statement that runs in a frame. False where there is no source."""
+    tree = parse(frame.f_code.co_filename)
+    nodes = ast.walk(tree) if tree is not None else ()
+    around = [n for n in nodes if isinstance(n, ast.stmt) and n.lineno <= frame.f_lineno <= (n.end_lineno or 0)]
+    innermost = max(around, key=lambda node: node.lineno, default=ast.Pass())
+    constants = (node.value for node in ast.walk(innermost) if isinstance(node, ast.Constant))
+    return any(type(value) in (int, float) and value == number for value in constants)
+
+
 def _lengths(scope: _Scope, known: dict[str, Any], is_batch: Callable[[Any], bool]) -> set[int]:
     """The calls of ``len`` on a batch, by id."""
     calls = (node for node in ast.walk(scope) if isinstance(node, ast.Call) and _is_length(node))

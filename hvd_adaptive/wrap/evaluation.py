@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -42,3 +44,21 @@ def evaluate(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def wide(tensor: Tensor) -> Tensor:
     """Returns a tensor on the CPU, in double precision."""
     return tensor.cpu().double() if tensor.is_floating_point() else tensor.cpu()
+
+
+class Change(enum.Enum):
+    """Which numbers stand in the place of a batch's."""
+
+    NONE = "its own"
+    WIDER = "larger ones, of both signs"
+    SHUFFLED = "its own in other places, as a function may take numbers of some kind only"
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns other numbers for some; the same ones each time."""
+        generator = torch.Generator().manual_seed(0)
+        if self is Change.WIDER:
+            noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+            return 10 * tensor + 3 * tensor.std().nan_to_num(1.0) * noise
+        if self is Change.SHUFFLED:
+            return tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].view(tensor.shape)
+        return tensor

@@ -298,9 +298,8 @@ class Follower:
                 loader.num_followed += 1
                 loader.is_traced = loader.num_followed >= _ENOUGH_TRACES
             loader.reasons |= self._tracer.findings
+            loader.looked_at_losses(self._tracer.backwards.kinds, may_add_up=self._weighs)
             loader.smallest_seen = max(loader.smallest_seen, self._tracer.least_samples)
-            if not self._tracer.num_backwards:
-                loader.reasons.add(Reason.UNKNOWN_LOSS)
             for module in self._tracer.called():
                 self._look_at_layers(module, loader)
         elif not loader.is_traced and loader.num_traces >= _MOST_TRACES and not loader.reasons:
@@ -326,7 +325,7 @@ class Follower:
 
     def _begin_with(self, candidates: list[IndexStream]) -> None:
         self.stream = stream = candidates[-1]
-        self.weight = stream.current.weight
+        self.weight = stream.weight
         self._used.append((stream, stream.current))
         unequal = any(candidate.weight_differs for candidate in candidates)
         for other in candidates[:-1]:

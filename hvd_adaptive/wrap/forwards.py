@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_adaptive.wrap import batch_statistics, inside, losses, sizes
+from hvd_adaptive.wrap.backwards import Backwards
 from hvd_adaptive.wrap.compilers import is_reading
 from hvd_adaptive.wrap.decisions import decides_by_length
 from hvd_adaptive.wrap.forward_hook import ForwardHook
@@ -43,7 +44,7 @@ class Tracer(TorchFunctionMode):
     Attributes:
         findings: why shares must be equal, as far as this batch shows.
         num_forwards: forwards with gradients, of modules that own trained parameters, that this batch led to.
-        num_backwards: losses that backward was called on.
+        backwards: the losses that backward was called on.
         places: the modules that own trained parameters and are called by the script itself, and where the batch size stands in
             their arguments.
         possible_places: and all dimensions as long as the batch.
@@ -55,7 +56,7 @@ class Tracer(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.findings: set[Reason] = set()
-        self.num_forwards = self.num_backwards = 0
+        self.num_forwards = 0
         self.least_samples = 1
         self.places: weakref.WeakKeyDictionary[nn.Module, set[Place]] = weakref.WeakKeyDictionary()
         # Modules without any, as a teacher or a frozen part, and their parts.
@@ -68,6 +69,7 @@ class Tracer(TorchFunctionMode):
         self._num_samples = 0
         self._tape = Tape(lambda tensor: self._made.kind(tensor) is Kind.SUM)
         self._made = MadeOfBatch(self._tape.is_made)
+        self.backwards = Backwards(self._tape, self._made)
         # The nodes of sums that were divided by a batch's size.
         self._means: set[Any] = set()
         self._size_asked = self._length_asked = False
@@ -91,12 +93,13 @@ class Tracer(TorchFunctionMode):
     def begin(self, batch: Any, num_samples: int) -> None:
         """Begins to follow a batch."""
         self.end()
-        self.findings, self.num_forwards, self.num_backwards = set(), 0, 0
+        self.findings, self.num_forwards = set(), 0
         self.root, self._depth, self.least_samples = None, 0, 1
         self._size_asked = self._length_asked = self._own_reduction = self._mean_seen = False
         self._num_samples = num_samples
         self._guarded(lambda: self._made.begin(tensors_in([batch]), num_samples))
         self._guarded(lambda: self._tape.begin(tensors_in([batch]), num_samples))
+        self.backwards.begin(batch, num_samples)
         self._watching = True
         self._go_on()
 
@@ -132,12 +135,15 @@ class Tracer(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if self._is_followed() and losses.plain_name(func) == "backward":
             # Before it runs, as a script may change or free the loss by it.
-            self._guarded(lambda: self._judge(args, kwargs or {}))
+            ends = args[0] if args else (kwargs or {}).get("tensors", ())
+            self._guarded(lambda: self.backwards.judge(tensors_in([ends]), self.findings))
         result = func(*args, **(kwargs or {}))
         if self._watching and torch._C._current_graph_task_id() == -1:
             within, as_long, asked = self.root is not None, self._made.as_long, self._length_asked
             with suppress(Exception), torch._C.DisableTorchFunction():
                 self._tape.record(func, args, kwargs or {}, result, is_inside=within, as_long=as_long, length_asked=asked)
+            if not within:
+                self._guarded(lambda: self.backwards.scales.look(func, args, kwargs or {}))
         if not self._is_followed():
             if self._watching and self.root is not None and torch.is_grad_enabled():
                 self._guarded(lambda: self._look_inside(func, args, kwargs or {}, result))
@@ -238,7 +244,7 @@ class Tracer(TorchFunctionMode):
             self.findings.add(Reason.FREQUENCY)
         if func in losses.LOSSES:
             self.findings |= losses.findings_of_loss_function(func, args, kwargs, self._num_samples)
-            if losses.is_sum(func, args, kwargs):
+            if losses.reduction(func, args, kwargs) == "sum":
                 self.findings.add(Reason.SUM_LOSS)
             elif isinstance(result, Tensor):
                 # "batchmean" is a sum that is divided.
@@ -305,8 +311,11 @@ class Tracer(TorchFunctionMode):
         if losses.goes_by_rows_of_batch(func, args, kwargs):
             self.findings.add(Reason.FREQUENCY)
         if with_gradients and func in losses.LOSSES:
-            self.findings |= losses.findings_of_loss_function(func, args, kwargs, self._num_samples)
-            self._own_reduction |= losses.is_own_reduction(func, args, kwargs)
+            reduction = losses.reduction(func, args, kwargs)
+            self._own_reduction |= reduction == "none"
+            # Sums have each sample's own weight.
+            if reduction not in ("none", "sum"):
+                self.findings |= losses.findings_of_loss_function(func, args, kwargs, self._num_samples)
         if with_gradients and losses.plain_name(func) in ("sum", "mean"):
             self._mean_seen = True
         self._made.has_unknown |= with_gradients and self._pairs(func, args, results)
@@ -337,21 +346,6 @@ class Tracer(TorchFunctionMode):
     def _fills_fixed_length(self, tensor: Tensor, places: Any) -> bool:
         is_other = self._made.kind(tensor) is None and id(tensor) not in self._made.as_long
         return is_other and sizes.fills_by_length(places, self._num_samples, length_asked=self._length_asked)
-
-    def _judge(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Looks at what backward is called on."""
-        for tensor in tensors_in([args[0] if args else kwargs.get("tensors", ())]):
-            self.num_backwards += 1
-            kind = self._made.kind(tensor)
-            self._tape.ends_in(tensor)
-            reason = Reason.UNKNOWN_LOSS if kind is None else losses.REASONS.get(kind)
-            if reason is not None:
-                self.findings.add(reason)
-            elif not self.findings:
-                is_other = self._tape.tells_other(tensor, inside=self._made.needs_proof)
-                is_other = (self._made.needs_proof or self._made.has_unknown) if is_other is None else is_other
-                if is_other or losses.reduces_by_itself(self._made.known.values()):
-                    self.findings.add(Reason.MIXED)
 
     def _look_at_size(self, func: Any, tensor: Tensor) -> None:
         """The script asks for a tensor's size: looks in its source for what follows from that."""

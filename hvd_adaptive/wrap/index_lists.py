@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Handed:
-    """One list of indices: its samples, those of the global batch, and the factor on its gradients.
+    """One list of indices: its samples, those of the global batch, and the factor on the gradients of a mean over them.
 
     Unequal: the ranks' parts of the global batch are, though this rank's own may have the script's size; alike on all ranks.
     """

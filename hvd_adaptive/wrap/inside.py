@@ -202,7 +202,8 @@ def kind_with_len(kind: losses.Kind, func: Any, args: tuple[Any, ...], made: Mad
     if kind is losses.Kind.SUM:
         divides = losses.plain_name(func) != "mul" and args[1] is number and number == made.num_samples
         divides = divides and made.kind(args[0]) is losses.Kind.SUM
-        return losses.Kind.MEAN if divides and divides_by_length(frame, made.holds_samples) else kind
+        if divides and divides_by_length(frame, made.holds_samples):
+            return losses.Kind.MEAN
     return losses.Kind.OTHER if scales_by_length(frame, number, made.holds_samples) else kind
 
 

@@ -23,6 +23,7 @@ from hvd_adaptive.wrap.fingerprint import contents, fingerprint
 from hvd_adaptive.wrap.graphs import Heads
 from hvd_adaptive.wrap.index_lists import Handed, as_list, like
 from hvd_adaptive.wrap.kept_batches import FirstBatches
+from hvd_adaptive.wrap.losses import Kind
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.sampling import OneOrder, Union, checksum, find_union, take_share
 from hvd_adaptive.wrap.share_rules import Controller
@@ -52,6 +53,8 @@ class Loader:
         num_repeated: batches that the script left out and that came once more.
         num_losses: losses that its batches led to.
         heads: the losses of its batches.
+        loss_kinds: what those were that were followed.
+        adds_up: all ranks know that they are sums over samples; changes in exchanges only.
         is_successor: it was made in place of another one like it, which was gone.
         is_traced: the way of a batch from loader to backward was seen.
         num_traces: batches that were followed for that.
@@ -85,6 +88,8 @@ class Loader:
         self.num_steps = self.num_shared = self.num_repeated = 0
         self.num_losses = 0
         self.heads = Heads()
+        self.loss_kinds: set[Kind | None] = set()
+        self.adds_up = False
         self.is_successor = False
         self.is_traced = False
         self.num_traces = self.num_followed = 0
@@ -114,6 +119,19 @@ class Loader:
         if self.num_steps >= self.followed_from:
             self._followed_after = min(2 * self._followed_after, _MOST_FOLLOWED_AFTER)
         self.followed_from = max(self.followed_from, self.num_steps) + self._followed_after
+
+    def looked_at_losses(self, kinds: list[Kind | None], *, may_add_up: bool) -> None:
+        """Takes note of what the losses of a followed batch are.
+
+        Args:
+            kinds: one for each.
+            may_add_up: steps exchange gradients, so that those of sums add up.
+        """
+        self.loss_kinds.update(kinds)
+        if not kinds:
+            self.reasons.add(Reason.UNKNOWN_LOSS)
+        if Kind.SUM in self.loss_kinds and (not may_add_up or Kind.MEAN in self.loss_kinds):
+            self.reasons.add(Reason.SUM_LOSS)
 
     def fingerprint(self) -> int:
         """Returns a checksum of what its data set held when this was first asked for, and holds since a pass was followed."""
@@ -221,6 +239,11 @@ class IndexStream:
         """Whether the script may still ask for batches; a loop that was left early has freed its iterator."""
         # What another thread has read to the end may still be trained on.
         return not self.is_over and (self.is_beside or self.owner() is not None)
+
+    @property
+    def weight(self) -> float:
+        """The factor on the gradients of the last delivered batch: those of sums over samples add up as they are."""
+        return 1.0 if self.loader.adds_up else self.current.weight
 
     @property
     def weight_differs(self) -> bool:

@@ -33,7 +33,6 @@ class Kind(enum.Enum):
 
 # Why shares must be equal where a loss is of that kind.
 REASONS = {
-    Kind.SUM: Reason.SUM_LOSS,
     Kind.ROWS: Reason.SUM_LOSS,
     Kind.CUT: Reason.SELECTED,
     Kind.OTHER: Reason.MIXED,
@@ -184,7 +183,7 @@ def kind_of_loss(
     if func in LOSSES:
         if kinds != {Kind.ROWS}:
             return Kind.CUT if Kind.CUT in kinds else Kind.OTHER
-        return {"sum": Kind.SUM, "none": Kind.ROWS}.get(_reduction(LOSSES[func], args, kwargs), Kind.MEAN)
+        return {"sum": Kind.SUM, "none": Kind.ROWS}.get(reduction(func, args, kwargs), Kind.MEAN)
     if kinds == {Kind.ROWS}:
         return _kind_of_rows(func, name, args, kwargs, given, num_samples)
     if not kinds <= {Kind.SUM, Kind.MEAN}:
@@ -274,8 +273,9 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, defa
     return value if value is None or isinstance(value, (int, list, tuple)) else default
 
 
-def _reduction(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    given = signature.bind(*args, **kwargs).arguments
+def reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Returns how one of torch's loss functions reduces its samples: "mean", "sum", "none" and the like."""
+    given = LOSSES[func].bind(*args, **kwargs).arguments
     if given.get("size_average") is False:
         return "sum"
     if given.get("reduce") is False:
@@ -333,13 +333,3 @@ def is_own_function(node: Any) -> bool:
     """Whether a node of autograd's graph is an autograd.Function's that neither torch nor Horovod has."""
     own = getattr(type(node), "_forward_cls", None)
     return own is not None and not own.__module__.startswith(("torch.", "horovod."))
-
-
-def is_own_reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a loss function leaves it to the script to reduce it."""
-    return _reduction(LOSSES[func], args, kwargs) == "none"
-
-
-def is_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a loss function adds up its samples."""
-    return _reduction(LOSSES[func], args, kwargs) == "sum"

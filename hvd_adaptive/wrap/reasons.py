@@ -45,7 +45,10 @@ class Reason(enum.Enum):
     OTHER_INPUT = "a forward or a loss gets a tensor as long as the batch that was not made from it; it may have a fixed size"
     UNSEEN = "the size of the batch cannot be seen in the forward's arguments"
     NO_FORWARD = "no forward of a module that has the optimizer's parameters was seen between batch and backward"
-    SUM_LOSS = "a loss with reduction='sum' is not a mean over samples, as the weights of unequal shares need"
+    SUM_LOSS = (
+        "a loss is a sum over samples (reduction='sum') that other shares may change: within a forward, beside a loss that is a "
+        "mean, divided by what may count samples, or with --strategy local"
+    )
     NONE_LOSS = "a loss with reduction='none' is reduced by the script, which may not be a mean over samples"
     WEIGHTED_LOSS = "a loss with class weights or a used ignore_index is not a plain mean over samples"
     SELECTED = "the loss uses only some of the batch's samples, or uses them in another order (a mask, hard examples, pairs)"

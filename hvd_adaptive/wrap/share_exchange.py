@@ -11,6 +11,7 @@ import torch
 from hvd_adaptive.algorithm.statistics import Array, Gathered
 from hvd_adaptive.wrap.closing_report import Report
 from hvd_adaptive.wrap.loaders import IndexStream, Loader
+from hvd_adaptive.wrap.losses import Kind
 from hvd_adaptive.wrap.reasons import Reason, mask
 from hvd_adaptive.wrap.run_options import RunConfig, check_shares, parse_shares
 from hvd_adaptive.wrap.share_rules import Controller, Window, judge, pack, unpack
@@ -151,6 +152,7 @@ class Shares:
             # A part of a micro-batch takes as long as all of it.
             window.smallest = max(loader.smallest, loader.smallest_seen, self.config.micro_batch_size or 1)
             window.checksum = stream.last_checksum() or 0
+            window.adds_up = int(loader.loss_kinds == {Kind.SUM})
             proposal = self.controller(loader).proposal
             is_due = loader.num_steps >= loader.followed_from
         window.reasons, window.rates = mask(reasons), rates
@@ -203,6 +205,8 @@ class Shares:
         loader.ends_together = len(lengths) == 1 and 0 not in lengths and Reason.OUT_OF_STEP not in reasons
         # What was not seen yet may still be.
         loader.reasons |= reasons - {Reason.NO_FORWARD}
+        if not reasons:
+            loader.adds_up = bool(gathered["adds_up"].all())
         # Equal shares are the script's own batches, with nothing to pool; zeros stand for them, too.
         usable = not reasons and not loader.reasons and not self.reasons and bool(np.ptp(agreed) > 1e-9)
         if self.config.dry_run:

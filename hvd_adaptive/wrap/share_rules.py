@@ -50,6 +50,7 @@ class Window(Statistics):
     wall_steps: int = 0
     wall_s: float = 0.0
     rates: int = 0
+    adds_up: int = 0
 
 
 def pack(window: Window, proposal: Array, *, world_size: int, rank: int) -> Array:
@@ -80,6 +81,8 @@ def judge(gathered: Gathered) -> set[Reason]:
         reasons.add(Reason.DATASET)
     if len(set(gathered["rates"])) > 1:
         reasons.add(Reason.RATES)
+    if Reason.NO_FORWARD not in reasons and len(set(gathered["adds_up"])) > 1:
+        reasons.add(Reason.SUM_LOSS)
     expected = gathered["global_samples"]
     if not reasons and (gathered["num_samples"].sum() != expected[0] or (expected != expected[0]).any()):
         raise RuntimeError(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_adaptive.wrap.evaluation import evaluate, wide
+from hvd_adaptive.wrap.evaluation import Change, evaluate, wide
 from hvd_adaptive.wrap.held_values import HeldValues
 from hvd_adaptive.wrap.losses import plain_name, rows_dim
 from hvd_adaptive.wrap.sizes import is_size
@@ -236,10 +236,13 @@ class Tape:
             is_clear = abs(compute(0, count) - whole) <= _CLOSE / 100 * abs(whole)
         except Exception:
             return None
+        failed = set[Change]()
         # An odd part takes pairs apart, an even one leaves them together.
-        for changed, cut in ((False, 3), (True, 2)) if is_clear else ():
+        for change, cut in ((Change.NONE, 3), (Change.WIDER, 2), (Change.SHUFFLED, 2)) if is_clear else ():
+            if change is Change.SHUFFLED and Change.WIDER not in failed:
+                break
             try:
-                if self._parts_differ(compute, count, cut if count > 4 else 1, changed=changed):
+                if self._parts_differ(compute, count, cut if count > 4 else 1, change=change):
                     return True
             except Exception as error:
                 # The script takes rows together, as pairs. Or a function has the batch's size by a way of its own, or the numbers
@@ -248,18 +251,19 @@ class Tape:
                 numbers = [int(number) for number in shape.group(1).split(",")] if shape else [self._num_samples]
                 if all(number % self._num_samples for number in numbers):
                     return True
-                is_clear = False
+                failed.add(change)
+        is_clear &= not failed & {Change.NONE, Change.SHUFFLED}
         return None if self._is_ragged or not is_clear else False
 
-    @staticmethod
-    def _parts_differ(compute: Callable[..., float], count: int, cut: int, *, changed: bool) -> bool:
-        whole, first, rest = (compute(*part, changed=changed) for part in ((0, count), (0, cut), (cut, count)))
-        mean, scale = (cut * first + (count - cut) * rest) / count, max(abs(whole), abs(first), abs(rest))
+    def _parts_differ(self, compute: Callable[..., float], count: int, cut: int, *, change: Change) -> bool:
+        whole, first, rest = (compute(*part, change=change) for part in ((0, count), (0, cut), (cut, count)))
+        both, scale = (cut * first + (count - cut) * rest) / count, max(abs(whole), abs(first), abs(rest))
+        both = first + rest if self._ends_in_sum else both
         # A part may have nothing to divide by, which the whole has.
-        return abs(mean - whole) > _CLOSE * scale or (math.isfinite(whole) and not changed and not math.isfinite(scale))
+        return abs(both - whole) > _CLOSE * scale or (change is Change.NONE and math.isfinite(whole) and not math.isfinite(scale))
 
     def _replay(
-        self, wanted: int, start: int, stop: int, *, from_batch: bool, end: float, changed: bool = False
+        self, wanted: int, start: int, stop: int, *, from_batch: bool, end: float, change: Change = Change.NONE
     ) -> float:
         """Returns the loss of the samples from one to before another; for what else is given see `_differs`.
 
@@ -272,7 +276,7 @@ class Tape:
         if not from_batch and any(len(tensor) > self._num_samples for tensor in self._given.values() if tensor.dim()):
             # Several rows of a sample may stand together, or all first ones before the second ones.
             raise Unclear
-        values = {slot: self._part(tensor, start, stop, changed) for slot, tensor in leaves.items() if slot in last}
+        values = {slot: self._part(tensor, start, stop, change) for slot, tensor in leaves.items() if slot in last}
         values |= {slot: values[slot] * (self._num_samples / (stop - start)) for slot in self._scaled & values.keys()}
 
         def unpack(value: Any) -> Any:
@@ -314,7 +318,7 @@ class Tape:
         is_device = isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] == "cuda")
         return "cpu" if is_device else value
 
-    def _part(self, tensor: Tensor, start: int, stop: int, changed: bool) -> Tensor:
+    def _part(self, tensor: Tensor, start: int, stop: int, change: Change) -> Tensor:
         """Returns a copy of some samples' rows."""
         dim = rows_dim(tensor, self._num_samples)
         if dim is None:
@@ -326,11 +330,7 @@ class Tape:
         if tensor.numel() // tensor.shape[dim] * most > _MOST_MADE:
             raise Unclear
         part = wide(tensor.detach().narrow(dim, 0, most)).clone()
-        if changed and part.is_floating_point():
-            # The same ones for each part.
-            generator = torch.Generator().manual_seed(0)
-            noise = torch.randn(part.shape, generator=generator, dtype=part.dtype)
-            part = 10 * part + 3 * part.std().nan_to_num(1.0) * noise
+        part = change.of(part) if part.is_floating_point() else part
         return part.narrow(dim, start * rows, (stop - start) * rows).clone()
 
     def _add_rows(self, tensor: Tensor) -> None:

@@ -8,8 +8,8 @@ from wrapped_scripts import run, run_both
 from hvd_adaptive.wrap.reasons import Reason, told
 
 SHARED = [
-    "own_hidden", "loss_inside", "rows_inside", "pos_weight", "label_smoothing", "global_length", "penalty",
-    "validate_often", "synchronize", "two_optimizers", "dictionary", "turns", "accumulate", "adversarial",
+    "own_hidden", "loss_inside", "rows_inside", "pos_weight", "label_smoothing", "global_length", "global_sum", "global_ignored",
+    "penalty", "validate_often", "synchronize", "two_optimizers", "dictionary", "turns", "accumulate", "adversarial",
     "scale_early", "evaluate_on_it", "late_optimizers", "hook_looks", "hook_looks_late",
 ]  # fmt: skip
 EQUAL = {

@@ -25,6 +25,7 @@ SHARED = [
     "own_batches.py --unpadded",
     "gan.py",
     "odd.py own_mean",
+    "odd.py sum",
     "odd.py eval_inside",
 ]
 # With three ranks, once each: a sampler, batches of the script's own with sparse gradients, accumulation, and two optimizers.
@@ -53,7 +54,6 @@ PLAIN = {
     "odd.py unsplit": Reason.NO_SAMPLER,
     "odd.py ahead": Reason.FETCHED_AHEAD,
     "odd.py pairs": Reason.INTERLEAVED,
-    "odd.py sum": Reason.SUM_LOSS,
     "odd.py class_weights": Reason.WEIGHTED_LOSS,
     "odd.py mixup": Reason.MIXED,
     "odd.py hidden": Reason.OTHER_INPUT,

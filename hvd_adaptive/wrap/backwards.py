@@ -1,0 +1,60 @@
+"""The losses of one batch that a script calls backward on, and why the batch's shares must be equal for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from hvd_adaptive.wrap import losses
+from hvd_adaptive.wrap.losses import Kind
+from hvd_adaptive.wrap.made_of_batch import MadeOfBatch
+from hvd_adaptive.wrap.reasons import Reason
+from hvd_adaptive.wrap.scales import Scales
+from hvd_adaptive.wrap.tape import Tape
+
+
+class Backwards:
+    """Judges them.
+
+    Args:
+        tape: how they were made.
+        made: what else was made of the batch.
+
+    Attributes:
+        kinds: what they are, one for each loss.
+        scales: the numbers that they are scaled by.
+    """
+
+    def __init__(self, tape: Tape, made: MadeOfBatch) -> None:
+        self._tape, self._made = tape, made
+        self.kinds: list[Kind | None] = []
+        self.scales = Scales(tape.is_made)
+
+    def begin(self, batch: Any, num_samples: int) -> None:
+        """Begins with a batch."""
+        self.kinds = []
+        self.scales.begin(batch, num_samples)
+
+    def judge(self, tensors: Iterable[Tensor], findings: set[Reason]) -> None:
+        """Looks at what backward is called on, before it runs.
+
+        Args:
+            tensors: the losses.
+            findings: why shares must be equal; gets what these losses add.
+        """
+        for tensor in tensors:
+            kind = self._made.kind(tensor)
+            self.kinds.append(kind)
+            self._tape.ends_in(tensor)
+            reason = Reason.UNKNOWN_LOSS if kind is None else losses.REASONS.get(kind)
+            if reason is not None:
+                findings.add(reason)
+            elif not findings:
+                proof = self._tape.tells_other(tensor, inside=self._made.needs_proof)
+                is_other = (self._made.needs_proof or self._made.has_unknown) if proof is None else proof
+                if is_other or losses.reduces_by_itself(self._made.known.values()):
+                    findings.add(Reason.MIXED)
+                elif kind is Kind.SUM and (proof is None or self.scales.may_count):
+                    findings.add(Reason.SUM_LOSS)
