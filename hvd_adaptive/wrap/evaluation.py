@@ -11,15 +11,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hvd_adaptive.wrap.losses import plain_name
+from hvd_adaptive.wrap.losses import LOSSES, plain_name
 
 _DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout"}
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
-def evaluate(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls a function as in evaluation: what layers draw at random or take of the whole batch has reports of its own."""
+def evaluate(func: Callable[..., Any], args: Any, kwargs: Any, *, weighs: bool = True) -> Any:
+    """Calls a function as in evaluation: what layers draw at random or take of the whole batch has reports of its own.
+
+    Args:
+        func: the function, with its arguments.
+        weighs: False: a cross-entropy takes all targets alike.
+    """
     name = plain_name(func)
+    if not weighs and func in (F.cross_entropy, F.nll_loss):
+        given = LOSSES[func].bind(*args, **kwargs).arguments
+        target = given["target"]
+        if not target.is_floating_point():
+            given["target"] = target.masked_fill(target == given.pop("ignore_index", -100), 0)
+        return func(**(given | {"weight": None}))
     if name in _DROPOUT or name == "cuda":
         return args[0]
     if name in _RECURRENT:

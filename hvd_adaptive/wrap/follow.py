@@ -61,7 +61,7 @@ class Follower:
         # Events are numbered, to know what came after what.
         self._event = self._last_backward = 0
         self._used: list[tuple[IndexStream, Handed]] = []
-        self._tracer = Tracer()
+        self._tracer = Tracer(weighs=weighs)
         self._traced: IndexStream | None = None
         # The last batch is one of those whose losses are learnt, also of those that come after it was followed.
         self._learns = False
@@ -199,7 +199,7 @@ class Follower:
         # One that comes later was not followed; whether shares were equal at its first step is for the report.
         if loader.heads.is_new and loader.is_traced:
             loader.reasons.add(Reason.OTHER_LOSS)
-        if loader.heads.is_hidden:
+        if loader.heads.is_hidden and self._weighs:
             loader.reasons.add(Reason.HIDDEN_LOSS)
 
     @contextmanager

@@ -41,6 +41,9 @@ from hvd_adaptive.wrap.tensors import tensors_in
 class Tracer(TorchFunctionMode):
     """Follows one batch at a time.
 
+    Args:
+        weighs: ranks' gradients are averaged. Else a rank's own loss may give samples weights that depend on the others.
+
     Attributes:
         findings: why shares must be equal, as far as this batch shows.
         num_forwards: forwards with gradients, of modules that own trained parameters, that this batch led to.
@@ -53,8 +56,9 @@ class Tracer(TorchFunctionMode):
         gradients: what watches for changes of gradients that Horovod has not averaged yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, weighs: bool = True) -> None:
         super().__init__()
+        self._weighs = weighs
         self.findings: set[Reason] = set()
         self.num_forwards = 0
         self.least_samples = 1
@@ -67,7 +71,7 @@ class Tracer(TorchFunctionMode):
         self._entered = False
         self._watching = False
         self._num_samples = 0
-        self._tape = Tape(lambda tensor: self._made.kind(tensor) is Kind.SUM)
+        self._tape = Tape(lambda tensor: self._made.kind(tensor) is Kind.SUM, weighs=weighs)
         self._made = MadeOfBatch(self._tape.is_made)
         self.backwards = Backwards(self._tape, self._made)
         # The nodes of sums that were divided by a batch's size.
@@ -243,7 +247,8 @@ class Tracer(TorchFunctionMode):
         if losses.goes_by_rows_of_batch(func, args, kwargs):
             self.findings.add(Reason.FREQUENCY)
         if func in losses.LOSSES:
-            self.findings |= losses.findings_of_loss_function(func, args, kwargs, self._num_samples)
+            if self._weighs and losses.weighs_samples(func, args, kwargs, self._num_samples):
+                self.findings.add(Reason.WEIGHTED_LOSS)
             if losses.reduction(func, args, kwargs) == "sum":
                 self.findings.add(Reason.SUM_LOSS)
             elif isinstance(result, Tensor):
@@ -314,8 +319,9 @@ class Tracer(TorchFunctionMode):
             reduction = losses.reduction(func, args, kwargs)
             self._own_reduction |= reduction == "none"
             # Sums have each sample's own weight.
-            if reduction not in ("none", "sum"):
-                self.findings |= losses.findings_of_loss_function(func, args, kwargs, self._num_samples)
+            is_mean = reduction not in ("none", "sum")
+            if self._weighs and is_mean and losses.weighs_samples(func, args, kwargs, self._num_samples):
+                self.findings.add(Reason.WEIGHTED_LOSS)
         if with_gradients and losses.plain_name(func) in ("sum", "mean"):
             self._mean_seen = True
         self._made.has_unknown |= with_gradients and self._pairs(func, args, results)

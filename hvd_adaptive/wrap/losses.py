@@ -283,16 +283,14 @@ def reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return str(given.get("reduction", "mean"))
 
 
-def findings_of_loss_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_samples: int) -> set[Reason]:
-    """Returns what a call of one of torch's loss functions shows by itself; within a forward that is all there is to see."""
+def weighs_samples(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_samples: int) -> bool:
+    """Whether one of torch's loss functions gives samples weights that depend on the others, by classes or targets left out."""
     given = LOSSES[func].bind(*args, **kwargs).arguments
     if func not in (F.cross_entropy, F.nll_loss):
-        return set()
+        return False
     target, ignored = given["target"], given.get("ignore_index", -100)
     unequal = given.get("weight") is not None or ignored >= 0
-    if unequal or (not target.is_floating_point() and not left_out(target, ignored, num_samples)[1]):
-        return {Reason.WEIGHTED_LOSS}
-    return set()
+    return unequal or (not target.is_floating_point() and not bool(left_out(target, ignored, num_samples)[1]))
 
 
 def left_out(target: Tensor, ignored: int, num_samples: int) -> tuple[Tensor, Tensor]:

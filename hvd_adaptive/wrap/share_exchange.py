@@ -135,7 +135,7 @@ class Shares:
             reasons.add(Reason.NO_LOADER)
         else:
             loader = stream.loader
-            if loader.heads.take_ignored():
+            if loader.heads.take_ignored() and self.config.strategy == "sync":
                 loader.reasons.add(Reason.WEIGHTED_LOSS)
             if Reason.KEPT not in loader.reasons and loader.looks.are_kept():
                 loader.reasons.add(Reason.KEPT)

@@ -78,11 +78,11 @@ class Tape:
 
     Args:
         is_sum: whether a tensor is a sum over the batch's samples, or over parts of each.
+        weighs: False: targets that a loss leaves out, and weights of classes, are no matter.
     """
 
-    def __init__(self, is_sum: Callable[[Tensor], bool] = lambda tensor: False) -> None:
-        self._is_sum = is_sum
-        self._held = HeldValues()
+    def __init__(self, is_sum: Callable[[Tensor], bool] = lambda tensor: False, *, weighs: bool = True) -> None:
+        self._is_sum, self._weighs, self._held = is_sum, weighs, HeldValues()
         self.begin((), 0)
 
     def begin(self, batch: Iterable[Tensor], num_samples: int) -> None:
@@ -292,7 +292,7 @@ class Tape:
             args, kwargs = _map(unpack, (call.args, call.kwargs))
             if _writes(call.func, kwargs) and isinstance(call.args[0], Tensor):
                 args = (args[0].clone(), *args[1:])
-            result = evaluate(call.func, args, kwargs)
+            result = evaluate(call.func, args, kwargs, weighs=self._weighs)
             results = list(_tensors(result)) if call.func is not Tensor.__setitem__ else [args[0]]
             values |= {slot: wide(tensor) for slot, tensor in zip(call.slots, results, strict=True)}
             if time.monotonic() > end or sum(tensor.numel() for tensor in values.values()) > _MOST_MADE:

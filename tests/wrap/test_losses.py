@@ -125,8 +125,8 @@ HARMLESS_INSIDE = {
 }
 
 
-def findings(model: nn.Module, batch: list[Tensor], loss_of: Any) -> set[Reason]:
-    tracer = Tracer()
+def findings(model: nn.Module, batch: list[Tensor], loss_of: Any, *, weighs: bool = True) -> set[Reason]:
+    tracer = Tracer(weighs=weighs)
     tracer.train(list(model.parameters()))
     tracer.begin(batch, N)
     try:
@@ -268,6 +268,33 @@ def test_means_over_the_places_of_sequences(name: str) -> None:
 def test_losses_that_are_no_means_over_samples(name: str) -> None:
     loss_of, reason = NO_MEANS[name]
     assert reason in findings(nn.Sequential(nn.Linear(4, 3)), [X, Y], loss_of)
+
+
+# Means by classes, and over the targets that are not left out.
+WEIGHTED = {
+    "by classes": (nn.Linear(4, 3), lambda m, x, y: F.cross_entropy(m(x), y, weight=torch.tensor([1.0, 2.0, 3.0]))),
+    "not of all": (nn.Linear(4, 3), lambda m, x, y: F.cross_entropy(m(x), y, ignore_index=0) + m(x).pow(2).mean()),
+    "not of all places": (nn.Linear(4, 3), lambda m, x, y: F.cross_entropy(m(x), torch.where(x[:, 0] > 0, y, -100))),
+    "inside": (
+        Inside(lambda m, s, y: F.nll_loss((s @ s.new_ones(3, 3)).log_softmax(1), y, ignore_index=0)), lambda m, x, y: m(x, y)
+    ),
+}  # fmt: skip
+NOT_EVEN_LOCAL = {
+    "root": lambda m, x, y: F.cross_entropy(m(x), y, ignore_index=0).sqrt(),
+    "pairs": lambda m, x, y: (lambda s: F.cross_entropy(s @ s.t(), y, ignore_index=0))(m(x)),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_means_that_weigh_samples_are_fine_for_a_ranks_own_steps(name: str) -> None:
+    model, loss_of = WEIGHTED[name]
+    assert findings(model, [X, Y], loss_of) == {Reason.WEIGHTED_LOSS}
+    assert not findings(model, [X, Y], loss_of, weighs=False)
+
+
+@pytest.mark.parametrize("name", NOT_EVEN_LOCAL)
+def test_losses_that_a_ranks_own_steps_cannot_take_either(name: str) -> None:
+    assert findings(nn.Sequential(nn.Linear(4, 3)), [X, Y], NOT_EVEN_LOCAL[name], weighs=False) == {Reason.MIXED}
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,9 @@ def test_merged_models_have_the_same_bits_on_all_ranks(num_ranks: int) -> None:
         "mnist.py --batch-norm": {"compression": "maxmin:4", "merge_weights": "samples", "lr_rule": "none"},
         "accumulate.py": {"optimizer_state": "reset", "merge_period": "auto"},
         "own_batches.py --sparse": {"merge_weights": "samples", "lr_rule": "none"},
+        # A mean that weighs samples does for a rank's own steps.
+        "odd.py class_weights": {},
+        "shapes.py late_ignored": {},
     }.items():
         reconfigure(engine, **common, **options)
         before = len(engine._local._logs)
@@ -159,6 +162,8 @@ def test_merged_models_have_the_same_bits_on_all_ranks(num_ranks: int) -> None:
         assert bits[0] == bits[1] == bits[2], command
         num_merges = [log.num_merges for log in engine._local._logs[before:]]
         assert all(num >= 2 for num in num_merges) and num_merges, (command, num_merges)
+        train = [loader for loader in engine.report.loaders if loader.num_steps][-1]
+        assert train.num_shared and not train.reasons, (command, train.reasons)
     # Where a script validates or saves between merges, on all ranks or not.
     reconfigure(engine, **{**common, "mega_batch": 10_000})
     assert run("mid_epoch.py")["found"] == {"validated": True, "left early": True, "epoch": True}
