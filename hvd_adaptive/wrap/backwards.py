@@ -21,20 +21,23 @@ class Backwards:
     Args:
         tape: how they were made.
         made: what else was made of the batch.
+        weighs: ranks' gradients are averaged. Else a loss may be anything that is as large for some samples as for more.
 
     Attributes:
         kinds: what they are, one for each loss.
+        are_scaled: something was scaled by a plain number that comes from the batch's length, which a loss computed again lacks.
         scales: the numbers that they are scaled by.
     """
 
-    def __init__(self, tape: Tape, made: MadeOfBatch) -> None:
-        self._tape, self._made = tape, made
+    def __init__(self, tape: Tape, made: MadeOfBatch, *, weighs: bool) -> None:
+        self._tape, self._made, self._weighs = tape, made, weighs
         self.kinds: list[Kind | None] = []
+        self.are_scaled = False
         self.scales = Scales(tape.is_made)
 
     def begin(self, batch: Any, num_samples: int) -> None:
         """Begins with a batch."""
-        self.kinds = []
+        self.kinds, self.are_scaled = [], False
         self.scales.begin(batch, num_samples)
 
     def judge(self, tensors: Iterable[Tensor], findings: set[Reason]) -> None:
@@ -49,11 +52,14 @@ class Backwards:
             self.kinds.append(kind)
             self._tape.ends_in(tensor)
             reason = Reason.UNKNOWN_LOSS if kind is None else losses.REASONS.get(kind)
+            if not self._weighs and kind in (Kind.SUM, Kind.OTHER):
+                # A sum's gradients would have a rank's share twice, as its learning rate has it.
+                reason = Reason.SUM_LOSS if kind is Kind.SUM else Reason.MIXED if self.are_scaled else None
             if reason is not None:
                 findings.add(reason)
             elif not findings:
                 proof = self._tape.tells_other(tensor, inside=self._made.needs_proof)
-                is_other = (self._made.needs_proof or self._made.has_unknown) if proof is None else proof
+                is_other = (self._made.needs_proof or self._made.has_unknown or kind is Kind.OTHER) if proof is None else proof
                 if is_other or losses.reduces_by_itself(self._made.known.values()):
                     findings.add(Reason.MIXED)
                 elif kind is Kind.SUM and (proof is None or self.scales.may_count):

@@ -11,26 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hvd_adaptive.wrap.losses import LOSSES, plain_name
+from hvd_adaptive.wrap.losses import plain_name
 
 _DROPOUT = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout"}
+# How far apart a loss and what follows from its parts may be, relative to them: some functions compute in single precision.
+_CLOSE, _NEAR = 1e-5, 0.05
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
-def evaluate(func: Callable[..., Any], args: Any, kwargs: Any, *, weighs: bool = True) -> Any:
-    """Calls a function as in evaluation: what layers draw at random or take of the whole batch has reports of its own.
-
-    Args:
-        func: the function, with its arguments.
-        weighs: False: a cross-entropy takes all targets alike.
-    """
+def evaluate(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls a function as in evaluation: what layers draw at random or take of the whole batch has reports of its own."""
     name = plain_name(func)
-    if not weighs and func in (F.cross_entropy, F.nll_loss):
-        given = LOSSES[func].bind(*args, **kwargs).arguments
-        target = given["target"]
-        if not target.is_floating_point():
-            given["target"] = target.masked_fill(target == given.pop("ignore_index", -100), 0)
-        return func(**(given | {"weight": None}))
     if name in _DROPOUT or name == "cuda":
         return args[0]
     if name in _RECURRENT:
@@ -50,6 +41,24 @@ def evaluate(func: Callable[..., Any], args: Any, kwargs: Any, *, weighs: bool =
             return args[0]
         return func(*bound.args, **bound.kwargs)
     return func(*args, **kwargs)
+
+
+def fits(whole: float, first: float, rest: float, part: float, *, adds_up: bool, weighs: bool) -> bool:
+    """Whether a loss fits those of two parts of its samples.
+
+    Args:
+        whole: the loss.
+        first: that of the first part.
+        rest: that of the other one.
+        part: samples of the first part, as a part of all.
+        adds_up: it should be their sum; else their mean.
+        weighs: False: it should lie between them, as a mean does that weighs samples (over a mask, by classes).
+    """
+    if weighs:
+        expected, close = first + rest if adds_up else part * first + (1 - part) * rest, _CLOSE
+    else:
+        expected, close = sorted((first, whole, rest))[1], _NEAR
+    return not abs(expected - whole) > close * max(abs(whole), abs(first), abs(rest))
 
 
 def wide(tensor: Tensor) -> Tensor:

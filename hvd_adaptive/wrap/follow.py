@@ -298,7 +298,7 @@ class Follower:
                 loader.num_followed += 1
                 loader.is_traced = loader.num_followed >= _ENOUGH_TRACES
             loader.reasons |= self._tracer.findings
-            loader.looked_at_losses(self._tracer.backwards.kinds, may_add_up=self._weighs)
+            loader.looked_at_losses(self._tracer.backwards.kinds)
             loader.smallest_seen = max(loader.smallest_seen, self._tracer.least_samples)
             for module in self._tracer.called():
                 self._look_at_layers(module, loader)

@@ -73,7 +73,7 @@ class Tracer(TorchFunctionMode):
         self._num_samples = 0
         self._tape = Tape(lambda tensor: self._made.kind(tensor) is Kind.SUM, weighs=weighs)
         self._made = MadeOfBatch(self._tape.is_made)
-        self.backwards = Backwards(self._tape, self._made)
+        self.backwards = Backwards(self._tape, self._made, weighs=weighs)
         # The nodes of sums that were divided by a batch's size.
         self._means: set[Any] = set()
         self._size_asked = self._length_asked = False
@@ -214,8 +214,8 @@ class Tracer(TorchFunctionMode):
             if tensor.numel() == 1:
                 kind = Kind.MEAN
                 read = inside.kind_of_number(tensor, self._means) if tensor.requires_grad else kind
-                self._made.needs_proof |= read is Kind.OTHER
-                if read is Kind.SUM:
+                self._made.needs_proof |= read is not kind
+                if read is Kind.SUM and self._weighs:
                     self.findings.add(Reason.MIXED)
             else:
                 kind = Kind.OTHER if losses.rows_dim(tensor, self._num_samples) is None else Kind.ROWS
@@ -316,11 +316,8 @@ class Tracer(TorchFunctionMode):
         if losses.goes_by_rows_of_batch(func, args, kwargs):
             self.findings.add(Reason.FREQUENCY)
         if with_gradients and func in losses.LOSSES:
-            reduction = losses.reduction(func, args, kwargs)
-            self._own_reduction |= reduction == "none"
-            # Sums have each sample's own weight.
-            is_mean = reduction not in ("none", "sum")
-            if self._weighs and is_mean and losses.weighs_samples(func, args, kwargs, self._num_samples):
+            self._own_reduction |= losses.reduction(func, args, kwargs) == "none"
+            if self._weighs and losses.weighs_samples(func, args, kwargs, self._num_samples):
                 self.findings.add(Reason.WEIGHTED_LOSS)
         if with_gradients and losses.plain_name(func) in ("sum", "mean"):
             self._mean_seen = True
@@ -332,7 +329,9 @@ class Tracer(TorchFunctionMode):
             if kind is Kind.OTHER and losses.may_keep_rows(func, args, [*of_loss, *others], results, self._num_samples):
                 kind, self._made.has_unknown = Kind.ROWS, True
             kind = Kind.CUT if cut and kind is Kind.ROWS else kind
-            kind = inside.kind_with_len(kind, func, args, self._made)
+            scaled = inside.kind_with_len(kind, func, args, self._made)
+            self.backwards.are_scaled |= scaled is not kind and scaled is Kind.OTHER
+            kind = scaled
             if from_inside:
                 kind = Kind.OTHER
         # An assignment to places of a tensor has no result.

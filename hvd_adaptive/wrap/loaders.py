@@ -120,17 +120,12 @@ class Loader:
             self._followed_after = min(2 * self._followed_after, _MOST_FOLLOWED_AFTER)
         self.followed_from = max(self.followed_from, self.num_steps) + self._followed_after
 
-    def looked_at_losses(self, kinds: list[Kind | None], *, may_add_up: bool) -> None:
-        """Takes note of what the losses of a followed batch are.
-
-        Args:
-            kinds: one for each.
-            may_add_up: steps exchange gradients, so that those of sums add up.
-        """
+    def looked_at_losses(self, kinds: list[Kind | None]) -> None:
+        """Takes note of what the losses of a followed batch are, one for each."""
         self.loss_kinds.update(kinds)
         if not kinds:
             self.reasons.add(Reason.UNKNOWN_LOSS)
-        if Kind.SUM in self.loss_kinds and (not may_add_up or Kind.MEAN in self.loss_kinds):
+        if {Kind.SUM, Kind.MEAN} <= self.loss_kinds:
             self.reasons.add(Reason.SUM_LOSS)
 
     def fingerprint(self) -> int:

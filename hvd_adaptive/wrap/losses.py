@@ -286,7 +286,7 @@ def reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def weighs_samples(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_samples: int) -> bool:
     """Whether one of torch's loss functions gives samples weights that depend on the others, by classes or targets left out."""
     given = LOSSES[func].bind(*args, **kwargs).arguments
-    if func not in (F.cross_entropy, F.nll_loss):
+    if func not in (F.cross_entropy, F.nll_loss) or reduction(func, args, kwargs) in ("none", "sum"):
         return False
     target, ignored = given["target"], given.get("ignore_index", -100)
     unequal = given.get("weight") is not None or ignored >= 0

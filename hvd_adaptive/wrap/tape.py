@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_adaptive.wrap.evaluation import Change, evaluate, wide
+from hvd_adaptive.wrap.evaluation import Change, evaluate, fits, wide
 from hvd_adaptive.wrap.held_values import HeldValues
 from hvd_adaptive.wrap.losses import plain_name, rows_dim
 from hvd_adaptive.wrap.sizes import is_size
@@ -34,8 +34,8 @@ _RANDOM = {
 }  # fmt: skip
 # They have no numbers of their own.
 _WITHOUT = {"requires_grad", "retain_grad", "register_hook", "backward", "pin_memory", "share_memory"}
-# How far apart the loss and its parts' mean may be, relative to them: some functions compute in single precision.
-_CLOSE = 1e-5
+# How far apart a loss that is computed twice may be, relative to it.
+_REPEATED = 1e-7
 # Samples that are computed again, and calls and seconds of a batch for that.
 _MOST_SAMPLES = 8
 _MOST_CALLS, _MOST_S = 50_000, 5.0
@@ -78,7 +78,7 @@ class Tape:
 
     Args:
         is_sum: whether a tensor is a sum over the batch's samples, or over parts of each.
-        weighs: False: targets that a loss leaves out, and weights of classes, are no matter.
+        weighs: ranks' gradients are averaged. Else a loss need only be as large for some samples as for more.
     """
 
     def __init__(self, is_sum: Callable[[Tensor], bool] = lambda tensor: False, *, weighs: bool = True) -> None:
@@ -233,7 +233,7 @@ class Tape:
         try:
             whole = compute(0, count)
             # What is random would be taken for a difference.
-            is_clear = abs(compute(0, count) - whole) <= _CLOSE / 100 * abs(whole)
+            is_clear = abs(compute(0, count) - whole) <= _REPEATED * abs(whole)
         except Exception:
             return None
         failed = set[Change]()
@@ -257,10 +257,9 @@ class Tape:
 
     def _parts_differ(self, compute: Callable[..., float], count: int, cut: int, *, change: Change) -> bool:
         whole, first, rest = (compute(*part, change=change) for part in ((0, count), (0, cut), (cut, count)))
-        both, scale = (cut * first + (count - cut) * rest) / count, max(abs(whole), abs(first), abs(rest))
-        both = first + rest if self._ends_in_sum else both
         # A part may have nothing to divide by, which the whole has.
-        return abs(both - whole) > _CLOSE * scale or (change is Change.NONE and math.isfinite(whole) and not math.isfinite(scale))
+        lacks = change is Change.NONE and math.isfinite(whole) and not math.isfinite(first + rest)
+        return lacks or not fits(whole, first, rest, cut / count, adds_up=self._ends_in_sum, weighs=self._weighs)
 
     def _replay(
         self, wanted: int, start: int, stop: int, *, from_batch: bool, end: float, change: Change = Change.NONE
@@ -292,7 +291,7 @@ class Tape:
             args, kwargs = _map(unpack, (call.args, call.kwargs))
             if _writes(call.func, kwargs) and isinstance(call.args[0], Tensor):
                 args = (args[0].clone(), *args[1:])
-            result = evaluate(call.func, args, kwargs, weighs=self._weighs)
+            result = evaluate(call.func, args, kwargs)
             results = list(_tensors(result)) if call.func is not Tensor.__setitem__ else [args[0]]
             values |= {slot: wide(tensor) for slot, tensor in zip(call.slots, results, strict=True)}
             if time.monotonic() > end or sum(tensor.numel() for tensor in values.values()) > _MOST_MADE:

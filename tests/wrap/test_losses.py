@@ -15,7 +15,7 @@ from hvd_adaptive.wrap.forwards import Tracer
 from hvd_adaptive.wrap.reasons import Reason
 
 N = 6
-X, Y = torch.randn(N, 4), torch.arange(N) % 3
+X, Y = torch.randn(N, 4, generator=torch.Generator().manual_seed(4)), torch.arange(N) % 3
 TABLE, SETTINGS = torch.zeros(N, 2), SimpleNamespace(batch_size=N)
 SEQUENCES, TAGS = torch.randn(N, 7, 4), torch.randint(0, 3, (N, 7))
 
@@ -126,6 +126,8 @@ HARMLESS_INSIDE = {
 
 
 def findings(model: nn.Module, batch: list[Tensor], loss_of: Any, *, weighs: bool = True) -> set[Reason]:
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data.normal_(generator=torch.Generator().manual_seed(number))
     tracer = Tracer(weighs=weighs)
     tracer.train(list(model.parameters()))
     tracer.begin(batch, N)
@@ -279,9 +281,18 @@ WEIGHTED = {
         Inside(lambda m, s, y: F.nll_loss((s @ s.new_ones(3, 3)).log_softmax(1), y, ignore_index=0)), lambda m, x, y: m(x, y)
     ),
 }  # fmt: skip
+# As large for some samples as for more.
+OF_ANY_SIZE = ("divided by a count", "root")
 NOT_EVEN_LOCAL = {
-    "root": lambda m, x, y: F.cross_entropy(m(x), y, ignore_index=0).sqrt(),
-    "pairs": lambda m, x, y: (lambda s: F.cross_entropy(s @ s.t(), y, ignore_index=0))(m(x)),
+    "each with each": Reason.MIXED,
+    "hardest": Reason.MIXED,
+    "by a constant": Reason.SUM_LOSS,
+    "scaled by its size": Reason.MIXED,
+    "scaled by its length": Reason.MIXED,
+    "scaled by its length, by a method": Reason.MIXED,
+    "scaled by a name": Reason.MIXED,
+    "scaled by a tensor of its size": Reason.MIXED,
+    "masked": Reason.SELECTED,
 }
 
 
@@ -292,9 +303,20 @@ def test_means_that_weigh_samples_are_fine_for_a_ranks_own_steps(name: str) -> N
     assert not findings(model, [X, Y], loss_of, weighs=False)
 
 
+@pytest.mark.parametrize("name", OF_ANY_SIZE)
+def test_losses_that_do_not_grow_with_the_batch_are_fine_for_a_ranks_own_steps(name: str) -> None:
+    assert not findings(nn.Sequential(nn.Linear(4, 3)), [X, Y], NO_MEANS[name][0], weighs=False)
+
+
+def test_a_mean_over_a_mask_within_a_forward_is_fine_for_a_ranks_own_steps() -> None:
+    model = Inside(lambda m, s, y: (F.cross_entropy(s, y, reduction="none") * (y > 0)).sum() / (y > 0).sum())
+    assert findings(model, [X, Y], lambda m, x, y: m(x, y)) == {Reason.MIXED}
+    assert not findings(model, [X, Y], lambda m, x, y: m(x, y), weighs=False)
+
+
 @pytest.mark.parametrize("name", NOT_EVEN_LOCAL)
 def test_losses_that_a_ranks_own_steps_cannot_take_either(name: str) -> None:
-    assert findings(nn.Sequential(nn.Linear(4, 3)), [X, Y], NOT_EVEN_LOCAL[name], weighs=False) == {Reason.MIXED}
+    assert NOT_EVEN_LOCAL[name] in findings(nn.Sequential(nn.Linear(4, 3)), [X, Y], NO_MEANS[name][0], weighs=False)
 
 
 @pytest.mark.parametrize(
