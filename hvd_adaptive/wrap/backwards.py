@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
-
-from torch import Tensor
 
 from hvd_adaptive.wrap import losses
 from hvd_adaptive.wrap.losses import Kind
@@ -13,6 +10,7 @@ from hvd_adaptive.wrap.made_of_batch import MadeOfBatch
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.scales import Scales
 from hvd_adaptive.wrap.tape import Tape
+from hvd_adaptive.wrap.tensors import tensors_in
 
 
 class Backwards:
@@ -35,19 +33,24 @@ class Backwards:
         self.are_scaled = False
         self.scales = Scales(tape.is_made)
 
-    def begin(self, batch: Any, num_samples: int) -> None:
+    def begin(self) -> None:
         """Begins with a batch."""
         self.kinds, self.are_scaled = [], False
-        self.scales.begin(batch, num_samples)
+        self.scales.begin()
 
-    def judge(self, tensors: Iterable[Tensor], findings: set[Reason]) -> None:
+    def judge(self, args: tuple[Any, ...], kwargs: dict[str, Any], findings: set[Reason]) -> None:
         """Looks at what backward is called on, before it runs.
 
         Args:
-            tensors: the losses.
+            args: what it is called with.
+            kwargs: and by names.
             findings: why shares must be equal; gets what these losses add.
         """
-        for tensor in tensors:
+        # Losses may be given the gradients with respect to them, which may hold the batch's size.
+        given = tensors_in([args[1:2], kwargs.get("gradient"), kwargs.get("grad_tensors")])
+        if any(bool((gradient != 1).any()) for gradient in given):
+            findings.add(Reason.MIXED)
+        for tensor in tensors_in([args[0] if args else kwargs.get("tensors", ())]):
             kind = self._made.kind(tensor)
             self.kinds.append(kind)
             self._tape.ends_in(tensor)
@@ -62,5 +65,8 @@ class Backwards:
                 is_other = (self._made.needs_proof or self._made.has_unknown or kind is Kind.OTHER) if proof is None else proof
                 if is_other or losses.reduces_by_itself(self._made.known.values()):
                     findings.add(Reason.MIXED)
-                elif kind is Kind.SUM and (proof is None or self.scales.may_count):
+                elif kind is Kind.SUM and (proof is None or self.scales.may_count or self._has_own_function()):
                     findings.add(Reason.SUM_LOSS)
+
+    def _has_own_function(self) -> bool:
+        return any(losses.is_own_function(tensor.grad_fn) for tensor, _ in self._made.known.values())

@@ -6,6 +6,7 @@ by assignments and sums, and the comparisons of those with anything that does no
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import functools
@@ -102,14 +103,37 @@ def scales_by_length(frame: FrameType, number: float, is_batch: Callable[[Any], 
     return any(isinstance(value, (int, float)) and value == number for value in values)
 
 
-def is_written(frame: FrameType, number: float) -> bool:
-    """Whether a number stands in the statement that runs in a frame. False where there is no source."""
+def is_constant(frame: FrameType, number: float) -> bool:
+    """Whether a number in the statement that runs in a frame is a constant: it is written there, or is an option of argparse's or
+    a global that is given once, as a number.
+
+    False where there is no source, or where something else in the statement is the same number.
+    """
     tree = parse(frame.f_code.co_filename)
-    nodes = ast.walk(tree) if tree is not None else ()
-    around = [n for n in nodes if isinstance(n, ast.stmt) and n.lineno <= frame.f_lineno <= (n.end_lineno or 0)]
-    innermost = max(around, key=lambda node: node.lineno, default=ast.Pass())
-    constants = (node.value for node in ast.walk(innermost) if isinstance(node, ast.Constant))
-    return any(type(value) in (int, float) and value == number for value in constants)
+    nodes = (node for node in ast.walk(tree or ast.Pass()) if isinstance(node, (ast.stmt, ast.Lambda)))
+    around = [node for node in nodes if node.lineno <= frame.f_lineno <= (node.end_lineno or 0)]
+    if tree is None or not around:
+        return False
+    given: dict[str, list[ast.expr]] = {}
+    for target, assigned in assignments(tree):
+        given.setdefault(ast.unparse(target), []).append(assigned)
+    known, fixed, others = {**frame.f_globals, **frame.f_locals}, set[float](), set[float]()
+    for node in ast.walk(max(around, key=lambda node: node.lineno)):
+        if not isinstance(node, (ast.Constant, ast.Name, ast.Attribute)):
+            continue
+        value = _value(node, known)
+        if isinstance(node, ast.Attribute) and isinstance(options := _value(node.value, known), argparse.Namespace):
+            value = vars(options).get(node.attr)
+            is_fixed = ast.unparse(node) not in given
+        elif isinstance(node, ast.Name):
+            values = given.get(node.id, [])
+            is_local = node.id in frame.f_locals and frame.f_locals is not frame.f_globals
+            is_fixed = not is_local and len(values) == 1 and isinstance(values[0], ast.Constant)
+        else:
+            is_fixed = isinstance(node, ast.Constant)
+        if isinstance(value, (int, float)):
+            (fixed if is_fixed else others).add(abs(value))
+    return abs(number) in fixed - others
 
 
 def _lengths(scope: _Scope, known: dict[str, Any], is_batch: Callable[[Any], bool]) -> set[int]:

@@ -71,14 +71,14 @@ class Change(enum.Enum):
 
     NONE = "its own"
     WIDER = "larger ones, of both signs"
-    SHUFFLED = "its own in other places, as a function may take numbers of some kind only"
+    BOUNDED = "the same, but chances stay chances, as some functions take no other numbers"
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns other numbers for some; the same ones each time."""
         generator = torch.Generator().manual_seed(0)
-        if self is Change.WIDER:
-            noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
-            return 10 * tensor + 3 * tensor.std().nan_to_num(1.0) * noise
-        if self is Change.SHUFFLED:
+        if self is Change.NONE:
+            return tensor
+        if self is Change.BOUNDED and bool(((tensor >= 0) & (tensor <= 1)).all()):
             return tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].view(tensor.shape)
-        return tensor
+        noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+        return 10 * tensor + 3 * tensor.std().nan_to_num(1.0) * noise

@@ -103,7 +103,7 @@ class Tracer(TorchFunctionMode):
         self._num_samples = num_samples
         self._guarded(lambda: self._made.begin(tensors_in([batch]), num_samples))
         self._guarded(lambda: self._tape.begin(tensors_in([batch]), num_samples))
-        self.backwards.begin(batch, num_samples)
+        self.backwards.begin()
         self._watching = True
         self._go_on()
 
@@ -139,26 +139,25 @@ class Tracer(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if self._is_followed() and losses.plain_name(func) == "backward":
             # Before it runs, as a script may change or free the loss by it.
-            ends = args[0] if args else (kwargs or {}).get("tensors", ())
-            self._guarded(lambda: self.backwards.judge(tensors_in([ends]), self.findings))
+            self._guarded(lambda: self.backwards.judge(args, kwargs or {}, self.findings))
         result = func(*args, **(kwargs or {}))
         if self._watching and torch._C._current_graph_task_id() == -1:
             within, as_long, asked = self.root is not None, self._made.as_long, self._length_asked
             with suppress(Exception), torch._C.DisableTorchFunction():
                 self._tape.record(func, args, kwargs or {}, result, is_inside=within, as_long=as_long, length_asked=asked)
             if not within:
-                self._guarded(lambda: self.backwards.scales.look(func, args, kwargs or {}))
+                self._guarded(lambda: self.backwards.scales.look(func, args, kwargs or {}, result))
         if not self._is_followed():
             if self._watching and self.root is not None and torch.is_grad_enabled():
                 self._guarded(lambda: self._look_inside(func, args, kwargs or {}, result))
                 if func in sizes.SHAPES:
-                    return inside.sizes_of(args, result, self._num_samples)
+                    return inside.sizes_of(args, kwargs or {}, result, self._num_samples)
             return result
         self._guarded(lambda: self._follow(func, args, kwargs or {}, result))
         if func in sizes.SIZES:
             self._guarded(lambda: self._look_at_size(func, args[0]))
         if func in sizes.SHAPES or func in sizes.COUNTS:
-            return self._made.size_of(func, args, result)
+            return self._made.size_of(func, args, kwargs or {}, result)
         return result
 
     def _is_followed(self) -> bool:
@@ -282,10 +281,12 @@ class Tracer(TorchFunctionMode):
         given, results = list(tensors_in([args, kwargs])), list(tensors_in([result]))
         if any(isinstance(tensor, FakeTensor) for tensor in (*given, *results)):
             return
+        holds = self._tape.holds_values(tensors_in([args[1:], kwargs]))
+        by_size = any(sizes.may_be_size(value, self._num_samples) for value in args[1:2])
         if self.gradients.are_changed(func, args, results):
             self.findings.add(Reason.CLIPPED)
-        elif self._tape.holds_values(tensors_in([args[1:], kwargs])) and self.gradients.are_made_by(func, args):
-            self.findings.add(Reason.HELD)
+        elif (holds or by_size) and self.gradients.are_made_by(func, args):
+            self.findings.add(Reason.HELD if holds else Reason.SIZE_DECIDES)
         is_setitem = func is Tensor.__setitem__
         if is_setitem and self._fills_fixed_length(*args[:2]):
             self.findings.add(Reason.SIZE_DECIDES)

@@ -217,7 +217,7 @@ def holds_samples(value: Any, num_samples: int, *, many: bool = False) -> bool:
     return first == num_samples
 
 
-def sizes_of(args: tuple[Any, ...], result: Any, num_samples: int) -> Any:
+def sizes_of(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, num_samples: int) -> Any:
     """Returns what a question for a tensor's size gives, in numbers that know whether they count the batch's samples."""
     with torch._C.DisableTorchFunction():
         tensor = args[0] if args else None
@@ -230,4 +230,5 @@ def sizes_of(args: tuple[Any, ...], result: Any, num_samples: int) -> Any:
     marked[first] = sizes.as_size(shape[first], num_samples)
     if isinstance(result, tuple):
         return torch.Size(marked)
-    return marked[args[1]] if len(args) > 1 and isinstance(args[1], int) else result
+    asked = args[1] if len(args) > 1 else kwargs.get("dim")
+    return marked[asked] if isinstance(asked, int) else result

@@ -206,7 +206,8 @@ def _kind_of_reduced(
         divisor = args[1] if len(args) > 1 else None
         # Of a number that the script has from this batch, the mean over it comes out whatever its size.
         return Kind.MEAN if divisor is not None and is_size(divisor) and divisor % num_samples == 0 else Kind.SUM
-    return Kind.SUM if Kind.SUM in kinds else Kind.MEAN
+    # A sum beside a mean is neither.
+    return next(iter(kinds)) if len(kinds) == 1 else Kind.OTHER
 
 
 def _kind_of_rows(

@@ -104,14 +104,14 @@ class MadeOfBatch:
         row = self._rows.get(id(value))
         return row is not None and row != _first(places)
 
-    def size_of(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
+    def size_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """Returns what a question for a tensor's size has given, which knows that it is the batch's where it is."""
         known = self.known.get(id(args[0] if args else None))
         if known is None or known[1] is not Kind.ROWS:
             return result
         if func in sizes.COUNTS:
             return sizes.as_size(result, self.num_samples)
-        return sizes.along(rows_dim(known[0], self.num_samples), args, result)
+        return sizes.along(rows_dim(known[0], self.num_samples), args, result, kwargs.get("dim"))
 
     def are_from_inside(self, tensors: Iterable[Tensor]) -> bool:
         """Whether a tensor with gradients comes from a forward, but by another way than its result.

@@ -47,7 +47,7 @@ class Reason(enum.Enum):
     NO_FORWARD = "no forward of a module that has the optimizer's parameters was seen between batch and backward"
     SUM_LOSS = (
         "a loss is a sum over samples (reduction='sum') that other shares may change: within a forward, beside a loss that is a "
-        "mean, divided by what may count samples, or with --strategy local"
+        "mean, scaled by a number that may count samples, or with --strategy local"
     )
     NONE_LOSS = "a loss with reduction='none' is reduced by the script, which may not be a mean over samples"
     WEIGHTED_LOSS = "a loss with class weights or a used ignore_index is not a plain mean over samples"

@@ -1,77 +1,85 @@
-"""Numbers by which a script scales a loss that is a sum over samples.
+"""Numbers in a loss that is a sum over samples: are all of them the script's own constants?
 
-The ranks' gradients of such losses add up to those of the global batch, whatever their shares are. But a number that the script
-divides the loss by may count samples, or tokens, and would be another one with other shares.
+The ranks' gradients of such a loss add up to those of the global batch, whatever their shares are. But a number in it may count
+samples, or tokens, and would be another one with other shares. Where it comes from cannot be seen, so only those are constants
+that stand in the script.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_adaptive.wrap.decisions import is_written
-from hvd_adaptive.wrap.losses import plain_name
-from hvd_adaptive.wrap.sizes import Ratio, calling_frame, is_size
+from hvd_adaptive.wrap.decisions import is_constant
+from hvd_adaptive.wrap.losses import LOSSES, plain_name
+from hvd_adaptive.wrap.sizes import Ratio, Size, calling_frame
+from hvd_adaptive.wrap.tape import RANDOM
 
-# They make plain numbers of tensors.
-_READS = {"item", "tolist", "numpy", "array", "float", "int", "index", "complex"}
-_SCALE = {"mul", "rmul", "imul", "multiply", "div", "rdiv", "idiv", "divide", "truediv", "rtruediv", "itruediv", "true_divide"}
+_ARITHMETIC = {
+    *(f"{form}{name}" for form in ("", "r", "i") for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "pow", "mod")),
+    "subtract", "multiply", "divide", "true_divide", "floor_divide", "float_power", "remainder", "lerp", "addcmul", "addcdiv",
+    "clamp", "clip", "clamp_min", "clamp_max", "where", "maximum", "minimum", "fill", "masked_fill", "xlogy", "scale",
+}  # fmt: skip
 
 
 class Scales:
-    """Looks for them in one batch at a time.
+    """Looks at the numbers of one batch at a time.
 
     Args:
         is_made: whether a tensor is made of the batch.
 
     Attributes:
-        may_count: a number that the script has may count samples of the batch.
+        may_count: a number, or a tensor of some, may be another one for another batch.
     """
 
     def __init__(self, is_made: Callable[[Tensor], bool]) -> None:
         self._is_made = is_made
-        self._num_samples = 0
-        self.may_count = False
+        self.begin()
 
-    def begin(self, batch: Any, num_samples: int) -> None:
+    def begin(self) -> None:
         """Begins with a batch."""
-        self._num_samples = num_samples
-        self.may_count = _may_hold_numbers(batch)
+        self.may_count = False
+        # Made since, of anything else than constants and the batch's tensors.
+        self._new: Any = WeakTensorKeyDictionary()
 
-    def look(self, func: Any, args: Any, kwargs: Any) -> None:
+    def look(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Looks at a function that was called outside of any forward."""
-        name = plain_name(func)
-        tensors = [value for value in args if isinstance(value, Tensor)]
-        if name in _READS and func is not Tensor.float and func is not Tensor.int:
-            # A loss that is printed counts nothing.
-            self.may_count |= any(not tensor.requires_grad and self._is_made(tensor) for tensor in tensors)
-        elif name in _SCALE and any(tensor.requires_grad for tensor in tensors):
-            self.may_count |= any(map(self._may_be_size, (*args, *kwargs.values())))
+        given = list(_leaves([args, kwargs]))
+        tensors = [value for value in given if isinstance(value, Tensor)]
+        is_new = any(tensor in self._new for tensor in tensors)
+        if not any(tensor.requires_grad for tensor in tensors):
+            if is_new or (not any(map(self._is_made, tensors)) and not self._makes_constant(func, given)):
+                self._new.update((tensor, True) for tensor in _leaves(result) if isinstance(tensor, Tensor))
+            return
+        self.may_count |= is_new
+        if func not in LOSSES:
+            # Other whole numbers are places and dimensions.
+            kinds = (int, float, np.number) if plain_name(func) in _ARITHMETIC else (float, np.floating)
+            self.may_count |= any(isinstance(value, kinds) and not _is_fixed(value) for value in given)
 
-    def _may_be_size(self, value: Any) -> bool:
-        """Whether a number is a multiple of the batch's size, or the inverse of one, and does not stand in the script's line."""
-        if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad and not self._is_made(value):
-            value = value.item()
-        # Of those that know that they are sizes it is known what they would be for others.
-        if type(value) not in (int, float) or is_size(value) or isinstance(value, Ratio) or not value:
-            return False
-        if not any(_is_multiple(number, self._num_samples) for number in (abs(value), 1 / abs(value))):
-            return False
+    @staticmethod
+    def _makes_constant(func: Any, given: list[Any]) -> bool:
+        return plain_name(func) not in RANDOM and all(map(_is_fixed, given))
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a value is the same for each batch, or a number that knows what it would be for another batch."""
+    if isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, Size, Ratio)) and value:
         frame = calling_frame()
-        return frame is None or not is_written(frame, value)
+        return frame is not None and is_constant(frame, value)  # type: ignore[arg-type]
+    return isinstance(value, (int, float, str, Tensor, torch.dtype, torch.device, torch.layout, type(None)))
 
 
-def _is_multiple(number: float, of: int) -> bool:
-    times = number / of
-    return 0.5 < times < float("inf") and abs(times - round(times)) <= 1e-6 * times
-
-
-def _may_hold_numbers(batch: Any) -> bool:
-    """Whether a batch may hold anything else than tensors and text."""
-    if isinstance(batch, Mapping):
-        return any(map(_may_hold_numbers, batch.values()))
-    if isinstance(batch, (list, tuple)):
-        return any(map(_may_hold_numbers, batch))
-    return not isinstance(batch, (Tensor, str, bytes, type(None)))
+def _leaves(value: Any) -> Any:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value

@@ -206,6 +206,11 @@ def is_size(value: Any) -> bool:
     return isinstance(value, (Size, Ratio))
 
 
+def may_be_size(value: Any, num_samples: int) -> bool:
+    """Whether a number may be made of a batch's size, also a plain one."""
+    return is_size(value) or (type(value) is int and value > 0 and value % num_samples == 0)
+
+
 def fills_by_length(places: Any, num_samples: int, *, length_asked: bool) -> bool:
     """Whether places are a stretch as long as the batch: a tensor of a fixed length that is filled so has no room for more."""
     first = places[0] if isinstance(places, tuple) and places else places
@@ -223,10 +228,10 @@ def as_size(value: Any, num_samples: int | None = None) -> Any:
     return size
 
 
-def along(place: int | None, args: tuple[Any, ...], result: Any) -> Any:
+def along(place: int | None, args: tuple[Any, ...], result: Any, dim: Any = None) -> Any:
     """Returns what a question for a tensor's size has given, with the size along one dimension as a batch's."""
     if isinstance(result, tuple):
         return torch.Size([as_size(size) if dim == place else size for dim, size in enumerate(result)])
-    asked = args[1] if len(args) > 1 else None
+    asked = args[1] if len(args) > 1 else dim
     is_place = isinstance(asked, int) and args[0].dim() and asked % args[0].dim() == place
     return as_size(result) if is_place else result

@@ -28,7 +28,7 @@ from hvd_adaptive.wrap.losses import plain_name, rows_dim
 from hvd_adaptive.wrap.sizes import is_size
 
 # What these gave is taken for rows of the batch, as they would give others the next time.
-_RANDOM = {
+RANDOM = {
     "rand_like", "randn_like", "randint_like", "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial",
     "poisson", "uniform", "random", "exponential", "geometric", "cauchy", "log_normal", "gumbel_softmax",
 }  # fmt: skip
@@ -137,7 +137,7 @@ class Tape:
             self._held.made(results, of=_tensors((args, kwargs)))
         elif args and isinstance(args[0], Tensor) and args[0] not in self._slots and _writes(func, kwargs):
             self._held.written(args[0])
-        if name in _RANDOM:
+        if name in RANDOM:
             for tensor in results if is_made or self._num_samples in getattr(result, "shape", ()) else ():
                 # What was there before, as of torch.empty(), is another one.
                 self._slots.pop(tensor, None)
@@ -238,8 +238,8 @@ class Tape:
             return None
         failed = set[Change]()
         # An odd part takes pairs apart, an even one leaves them together.
-        for change, cut in ((Change.NONE, 3), (Change.WIDER, 2), (Change.SHUFFLED, 2)) if is_clear else ():
-            if change is Change.SHUFFLED and Change.WIDER not in failed:
+        for change, cut in ((Change.NONE, 3), (Change.WIDER, 2), (Change.BOUNDED, 2)) if is_clear else ():
+            if change is Change.BOUNDED and Change.WIDER not in failed:
                 break
             try:
                 if self._parts_differ(compute, count, cut if count > 4 else 1, change=change):
@@ -252,7 +252,7 @@ class Tape:
                 if all(number % self._num_samples for number in numbers):
                     return True
                 failed.add(change)
-        is_clear &= not failed & {Change.NONE, Change.SHUFFLED}
+        is_clear &= not failed & {Change.NONE, Change.BOUNDED}
         return None if self._is_ragged or not is_clear else False
 
     def _parts_differ(self, compute: Callable[..., float], count: int, cut: int, *, change: Change) -> bool:

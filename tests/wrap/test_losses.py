@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +19,7 @@ from hvd_adaptive.wrap.reasons import Reason
 
 N = 6
 X, Y = torch.randn(N, 4, generator=torch.Generator().manual_seed(4)), torch.arange(N) % 3
+WEIGHTS, OPTIONS, COUNTER = torch.tensor([1.0, 2.0, 3.0]), argparse.Namespace(beta=2.5), {"n": 0}
 TABLE, SETTINGS = torch.zeros(N, 2), SimpleNamespace(batch_size=N)
 SEQUENCES, TAGS = torch.randn(N, 7, 4), torch.randint(0, 3, (N, 7))
 
@@ -189,7 +193,6 @@ NO_MEANS = {
     "half of it by a constant": (
         lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum") / len(x) + m(x).sum() / N, Reason.MIXED
     ),
-    "by a constant": (lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum") / N, Reason.SUM_LOSS),
     # So that a short last batch counts less.
     "scaled by its size": (lambda m, x, y: F.cross_entropy(m(x), y) * (x.size(0) / N), Reason.MIXED),
     "scaled by a root of its size": (lambda m, x, y: (x.numel() / (4 * N)) ** 0.5 * F.cross_entropy(m(x), y), Reason.MIXED),
@@ -209,12 +212,31 @@ NO_MEANS = {
 SUMS = {
     "plain": lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum"),
     "own": lambda m, x, y: (m(x) - 1).pow(2).sum(),
-    "by numbers": lambda m, x, y: 12 * F.cross_entropy(m(x), y, reduction="sum") + m(x).pow(2).sum() / 100.0,
-    "by classes": lambda m, x, y: F.cross_entropy(m(x), y, weight=torch.tensor([1.0, 2.0, 3.0]), ignore_index=0, reduction="sum"),
+    "by numbers": lambda m, x, y: 12 * F.cross_entropy(m(x), y, reduction="sum") + -0.5 * m(x).pow(2).sum() / 100.0,
+    "by constants": lambda m, x, y: OPTIONS.beta * m(x).pow(2).sum() / N,
+    "by classes": lambda m, x, y: F.cross_entropy(m(x), y, weight=WEIGHTS, ignore_index=0, reduction="sum"),
+    "by a tensor of constants": lambda m, x, y: (m(x) * torch.tensor([1.0, 2.0, 3.0])).pow(2).sum() + torch.zeros(()),
     # Which takes no other numbers than chances.
     "of chances": lambda m, x, y: F.binary_cross_entropy(m(x).sigmoid(), x.sigmoid()[:, :3], reduction="sum"),
     "of chosen samples": lambda m, x, y: (F.cross_entropy(m(x), y, reduction="none") * (y > 0)).sum(),
     "that is printed": lambda m, x, y: (lambda loss: (loss, loss.item())[0])(F.cross_entropy(m(x), y, reduction="sum")),
+}
+# What they are scaled by, or what that is made of.
+COUNTS = {
+    "a root of the size": lambda x, y: math.sqrt(x.size(0)),
+    "the length and one": lambda x, y: len(x) + 1,
+    "the size as a whole number": lambda x, y: int(x.shape[0]) + 1,
+    "the shape's number": lambda x, y: y.shape.numel(),
+    "the shape in NumPy": lambda x, y: np.prod(x.shape),
+    "kept targets": lambda x, y: y[y > 0].numel(),
+    "kept targets as a number": lambda x, y: (y > 0).sum().item(),
+    "classes": lambda x, y: len(y.unique()) + 0.5,
+    "targets in NumPy": lambda x, y: float((y.numpy() > 0).sum()),
+    "the length as a tensor": lambda x, y: torch.tensor(float(len(x))),
+    "the length's tensors": lambda x, y: torch.full((len(y),), len(y) + 1.0)[0],
+    "chance": lambda x, y: torch.rand(1),
+    "a global that changes": lambda x, y: COUNTER.update(n=len(x) + 1) or COUNTER["n"],
+    "an option that is not argparse's": lambda x, y: SETTINGS.batch_size + 1,
 }
 NO_SUMS = {
     "of pairs": (lambda m, x, y: (lambda s: (s @ s.t()).sum())(m(x)), Reason.MIXED),
@@ -223,20 +245,32 @@ NO_SUMS = {
     "root of chances": (
         lambda m, x, y: F.binary_cross_entropy(m(x).sigmoid(), x.sigmoid()[:, :3], reduction="sum").sqrt(), Reason.MIXED
     ),
-    "and a mean": (lambda m, x, y: m(x).pow(2).sum() + F.cross_entropy(m(x), y), Reason.MIXED),
+    "and a mean": (lambda m, x, y: m(x).pow(2).sum() + 0 * F.cross_entropy(m(x), y), Reason.MIXED),
     "times its size": (lambda m, x, y: m(x).pow(2).sum() * x.size(0), Reason.MIXED),
     "by a root of its size": (lambda m, x, y: m(x).pow(2).sum() / x.size(0) ** 0.5, Reason.MIXED),
+    "by a fraction of its size": (lambda m, x, y: m(x).pow(2).sum() * (100 / x.size(dim=0)), Reason.MIXED),
     "by its length less one": (lambda m, x, y: m(x).pow(2).sum() / (len(x) - 1), Reason.MIXED),
     "rows by its length": (lambda m, x, y: (m(x).pow(2).sum(1) / len(x)).sum(), Reason.MIXED),
-    "rows by a constant": (lambda m, x, y: (m(x).pow(2).sum(1) / N).sum(), Reason.SUM_LOSS),
-    "by a constant's inverse": (lambda m, x, y: m(x).pow(2).sum() * (1 / (3 * N)), Reason.SUM_LOSS),
-    "by a tensor of its length": (lambda m, x, y: m(x).pow(2).sum() / torch.tensor(float(len(x))), Reason.SUM_LOSS),
-    "by its shape's number": (lambda m, x, y: m(x).pow(2).sum() / y.shape.numel(), Reason.SUM_LOSS),
-    "by a count": (
-        lambda m, x, y: F.cross_entropy(m(x), y, ignore_index=0, reduction="sum") / (y > 0).sum().item(), Reason.SUM_LOSS
+    "a number that is written and another like it": (
+        lambda m, x, y: (lambda n: 6 * m(x).pow(2).sum() / n)(y.shape.numel()), Reason.SUM_LOSS
     ),
-    "by a count in NumPy": (lambda m, x, y: m(x).pow(2).sum() / float((y.numpy() > 0).sum()), Reason.SUM_LOSS),
+    "added times a number": (
+        lambda m, x, y: torch.add(m(x).sum(), m(x).pow(2).sum(), alpha=1 / (len(x) + 1)), Reason.SUM_LOSS
+    ),
+    "rows by weights of its length": (lambda m, x, y: (m(x).sum(1) * torch.full((len(x),), 1 / len(x))).sum(), Reason.SUM_LOSS),
+    "by itself": (lambda m, x, y: (lambda loss: loss / max(1.0, loss.item() / 5))(m(x).pow(2).sum()), Reason.SUM_LOSS),
+    "a function of its own": (lambda m, x, y: Halved.apply(m(x)).pow(2).sum(), Reason.SUM_LOSS),
 }  # fmt: skip
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / len(gradient)
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -250,10 +284,24 @@ def test_sums_that_other_shares_change(name: str) -> None:
     assert findings(nn.Sequential(nn.Linear(4, 3)), [X, Y], loss_of) == {reason}
 
 
-def test_a_number_that_comes_with_a_batch_may_count_what_is_in_it() -> None:
-    sum_of = lambda m, x, y, number: F.cross_entropy(m(x), y, reduction="sum")  # noqa: E731
-    for number, expected in (("a name", set()), (7, {Reason.SUM_LOSS})):
-        assert findings(nn.Sequential(nn.Linear(4, 3)), [X, Y, number], sum_of) == expected
+@pytest.mark.parametrize("name", COUNTS)
+def test_sums_that_are_divided_by_what_may_count_samples(name: str) -> None:
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        count = COUNTS[name](x, y)
+        return F.cross_entropy(model(x), y, reduction="sum") / count
+
+    assert findings(nn.Sequential(nn.Linear(4, 3)), [X, Y], loss_of) & {Reason.SUM_LOSS, Reason.MIXED}
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_a_loss_whose_gradient_is_given(reduction: str) -> None:
+    model, tracer = nn.Linear(4, 3), Tracer()
+    for gradient, expected in ((None, set()), (torch.ones(()), set()), (torch.tensor(1 / N), {Reason.MIXED})):
+        tracer.train(list(model.parameters()))
+        tracer.begin([X, Y], N)
+        F.cross_entropy(model(X), Y, reduction=reduction).backward(gradient)
+        tracer.end()
+        assert tracer.findings == expected
 
 
 @pytest.mark.parametrize("name", FLAT)
@@ -286,7 +334,7 @@ OF_ANY_SIZE = ("divided by a count", "root")
 NOT_EVEN_LOCAL = {
     "each with each": Reason.MIXED,
     "hardest": Reason.MIXED,
-    "by a constant": Reason.SUM_LOSS,
+    "by the length of something else": Reason.SUM_LOSS,
     "scaled by its size": Reason.MIXED,
     "scaled by its length": Reason.MIXED,
     "scaled by its length, by a method": Reason.MIXED,
