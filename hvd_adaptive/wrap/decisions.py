@@ -104,36 +104,52 @@ def scales_by_length(frame: FrameType, number: float, is_batch: Callable[[Any], 
 
 
 def is_constant(frame: FrameType, number: float) -> bool:
-    """Whether a number in the statement that runs in a frame is a constant: it is written there, or is an option of argparse's or
-    a global that is given once, as a number.
+    """Whether a number in the statement that runs in a frame is a constant: it is written there, or is an option of argparse's, a
+    global that is given once, as a number, or an attribute that only ``__init__`` sets.
 
     False where there is no source, or where something else in the statement is the same number.
     """
-    tree = parse(frame.f_code.co_filename)
-    nodes = (node for node in ast.walk(tree or ast.Pass()) if isinstance(node, (ast.stmt, ast.Lambda)))
-    around = [node for node in nodes if node.lineno <= frame.f_lineno <= (node.end_lineno or 0)]
-    if tree is None or not around:
-        return False
-    given: dict[str, list[ast.expr]] = {}
-    for target, assigned in assignments(tree):
-        given.setdefault(ast.unparse(target), []).append(assigned)
+    path = frame.f_code.co_filename
+    statement, given = _innermost(path, frame.f_lineno), _given(path)
     known, fixed, others = {**frame.f_globals, **frame.f_locals}, set[float](), set[float]()
-    for node in ast.walk(max(around, key=lambda node: node.lineno)):
+    for node in ast.walk(statement):
         if not isinstance(node, (ast.Constant, ast.Name, ast.Attribute)):
             continue
-        value = _value(node, known)
-        if isinstance(node, ast.Attribute) and isinstance(options := _value(node.value, known), argparse.Namespace):
-            value = vars(options).get(node.attr)
-            is_fixed = ast.unparse(node) not in given
+        value, is_fixed = _value(node, known), isinstance(node, ast.Constant)
+        if isinstance(node, ast.Attribute):
+            holder = _value(node.value, known)
+            # They are no attributes of a class, which could be properties.
+            value = getattr(holder, "__dict__", {}).get(node.attr, value)
+            is_fixed = isinstance(holder, argparse.Namespace) or bool(given.get(f".{node.attr}"))
+            is_fixed &= all(function == "__init__" for function, _ in given.get(f".{node.attr}", []))
         elif isinstance(node, ast.Name):
-            values = given.get(node.id, [])
             is_local = node.id in frame.f_locals and frame.f_locals is not frame.f_globals
+            values = [value for _, value in given.get(node.id, [])]
             is_fixed = not is_local and len(values) == 1 and isinstance(values[0], ast.Constant)
-        else:
-            is_fixed = isinstance(node, ast.Constant)
         if isinstance(value, (int, float)):
             (fixed if is_fixed else others).add(abs(value))
     return abs(number) in fixed - others
+
+
+@functools.lru_cache(maxsize=256)
+def _innermost(path: str, line: int) -> ast.AST:
+    """The innermost statement or lambda around a line."""
+    nodes = (node for node in ast.walk(parse(path) or ast.Module([], [])) if isinstance(node, (ast.stmt, ast.Lambda)))
+    around = [node for node in nodes if node.lineno <= line <= (node.end_lineno or 0)]
+    return max(around, key=lambda node: node.lineno, default=ast.Pass())
+
+
+@functools.lru_cache(maxsize=64)
+def _given(path: str) -> dict[str, list[tuple[str, ast.expr]]]:
+    """What is assigned in a file, by name or ``.attribute``: in which function, and the value."""
+    given: dict[str, list[tuple[str, ast.expr]]] = {}
+    tree = parse(path)
+    if tree is None:
+        return given
+    for target, value in assignments(tree):
+        name = f".{target.attr}" if isinstance(target, ast.Attribute) else ast.unparse(target)
+        given.setdefault(name, []).append((getattr(scope_of(tree, target.lineno), "name", ""), value))
+    return given
 
 
 def _lengths(scope: _Scope, known: dict[str, Any], is_batch: Callable[[Any], bool]) -> set[int]:

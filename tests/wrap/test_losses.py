@@ -214,6 +214,7 @@ SUMS = {
     "own": lambda m, x, y: (m(x) - 1).pow(2).sum(),
     "by numbers": lambda m, x, y: 12 * F.cross_entropy(m(x), y, reduction="sum") + -0.5 * m(x).pow(2).sum() / 100.0,
     "by constants": lambda m, x, y: OPTIONS.beta * m(x).pow(2).sum() / N,
+    "by a criterion's constant": lambda m, x, y: Weighted(2.5)(m(x)),
     "by classes": lambda m, x, y: F.cross_entropy(m(x), y, weight=WEIGHTS, ignore_index=0, reduction="sum"),
     "by a tensor of constants": lambda m, x, y: (m(x) * torch.tensor([1.0, 2.0, 3.0])).pow(2).sum() + torch.zeros(()),
     # Which takes no other numbers than chances.
@@ -235,6 +236,7 @@ COUNTS = {
     "the length as a tensor": lambda x, y: torch.tensor(float(len(x))),
     "the length's tensors": lambda x, y: torch.full((len(y),), len(y) + 1.0)[0],
     "chance": lambda x, y: torch.rand(1),
+    "an attribute that changes": lambda x, y: Weighted(2.5).changed(len(x) + 1).factor,
     "a global that changes": lambda x, y: COUNTER.update(n=len(x) + 1) or COUNTER["n"],
     "an option that is not argparse's": lambda x, y: SETTINGS.batch_size + 1,
 }
@@ -261,6 +263,20 @@ NO_SUMS = {
     "by itself": (lambda m, x, y: (lambda loss: loss / max(1.0, loss.item() / 5))(m(x).pow(2).sum()), Reason.SUM_LOSS),
     "a function of its own": (lambda m, x, y: Halved.apply(m(x)).pow(2).sum(), Reason.SUM_LOSS),
 }  # fmt: skip
+
+
+class Weighted(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+        self.last = 0
+
+    def changed(self, last: int) -> Any:
+        self.last = last
+        return SimpleNamespace(factor=self.last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x.pow(2).sum()
 
 
 class Halved(torch.autograd.Function):
