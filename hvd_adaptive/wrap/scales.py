@@ -8,6 +8,7 @@ that stand in the script.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_adaptive.wrap.decisions import is_constant
 from hvd_adaptive.wrap.losses import LOSSES, plain_name
-from hvd_adaptive.wrap.sizes import Ratio, Size, calling_frame
+from hvd_adaptive.wrap.sizes import Ratio, Size, caller_frame, calling_frame
 from hvd_adaptive.wrap.tape import RANDOM
 
 _ARITHMETIC = {
@@ -25,6 +26,8 @@ _ARITHMETIC = {
     "subtract", "multiply", "divide", "true_divide", "floor_divide", "float_power", "remainder", "lerp", "addcmul", "addcdiv",
     "clamp", "clip", "clamp_min", "clamp_max", "where", "maximum", "minimum", "fill", "masked_fill", "xlogy", "scale",
 }  # fmt: skip
+_TORCH = str(Path(torch.__file__).parent)
+_AMP = str(Path(torch.__file__).parent / "amp")
 
 
 class Scales:
@@ -52,19 +55,20 @@ class Scales:
         given = list(_leaves([args, kwargs]))
         tensors = [value for value in given if isinstance(value, Tensor)]
         is_new = any(tensor in self._new for tensor in tensors)
+        caller = caller_frame()
+        path = "" if caller is None else caller.f_code.co_filename
         if not any(tensor.requires_grad for tensor in tensors):
-            if is_new or (not any(map(self._is_made, tensors)) and not self._makes_constant(func, given)):
+            # The scale of a GradScaler is the same for all ranks' batches.
+            is_constant = path.startswith(_AMP) or (plain_name(func) not in RANDOM and all(map(_is_fixed, given)))
+            if is_new or (not any(map(self._is_made, tensors)) and not is_constant):
                 self._new.update((tensor, True) for tensor in _leaves(result) if isinstance(tensor, Tensor))
             return
         self.may_count |= is_new
-        if func not in LOSSES:
+        # Torch's own code, as of distributions, has numbers of its own.
+        if func not in LOSSES and not path.startswith(_TORCH):
             # Other whole numbers are places and dimensions.
             kinds = (int, float, np.number) if plain_name(func) in _ARITHMETIC else (float, np.floating)
             self.may_count |= any(isinstance(value, kinds) and not _is_fixed(value) for value in given)
-
-    @staticmethod
-    def _makes_constant(func: Any, given: list[Any]) -> bool:
-        return plain_name(func) not in RANDOM and all(map(_is_fixed, given))
 
 
 def _is_fixed(value: Any) -> bool:

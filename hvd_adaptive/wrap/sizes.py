@@ -188,11 +188,17 @@ def calling_frame() -> FrameType | None:
     return frame
 
 
-def own_frame() -> FrameType | None:
-    """Returns the frame of the script's own code that has called the torch function at hand; None: a library has."""
+def caller_frame() -> FrameType | None:
+    """Returns the frame of the code, the script's or a library's, that has called the torch function at hand."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PASSED):
         frame = frame.f_back
+    return frame
+
+
+def own_frame() -> FrameType | None:
+    """Returns the frame of the script's own code that has called the torch function at hand; None: a library has."""
+    frame = caller_frame()
     return None if frame is None or is_installed(frame.f_code.co_filename) else frame
 
 

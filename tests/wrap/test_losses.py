@@ -219,6 +219,8 @@ SUMS = {
     "by a tensor of constants": lambda m, x, y: (m(x) * torch.tensor([1.0, 2.0, 3.0])).pow(2).sum() + torch.zeros(()),
     # Which takes no other numbers than chances.
     "of chances": lambda m, x, y: F.binary_cross_entropy(m(x).sigmoid(), x.sigmoid()[:, :3], reduction="sum"),
+    "of log-chances": lambda m, x, y: -torch.distributions.Normal(m(x), 0.5).log_prob(x[:, :3]).sum(),
+    "scaled as for 16 bits": lambda m, x, y: torch.amp.GradScaler("cpu", init_scale=1024.0).scale(m(x).pow(2).sum()),
     "of chosen samples": lambda m, x, y: (F.cross_entropy(m(x), y, reduction="none") * (y > 0)).sum(),
     "that is printed": lambda m, x, y: (lambda loss: (loss, loss.item())[0])(F.cross_entropy(m(x), y, reduction="sum")),
 }
@@ -261,6 +263,9 @@ NO_SUMS = {
     ),
     "rows by weights of its length": (lambda m, x, y: (m(x).sum(1) * torch.full((len(x),), 1 / len(x))).sum(), Reason.SUM_LOSS),
     "by itself": (lambda m, x, y: (lambda loss: loss / max(1.0, loss.item() / 5))(m(x).pow(2).sum()), Reason.SUM_LOSS),
+    "of log-chances by its length": (
+        lambda m, x, y: -torch.distributions.Normal(m(x), len(x) + 1.5).log_prob(x[:, :3]).sum(), Reason.SUM_LOSS
+    ),
     "a function of its own": (lambda m, x, y: Halved.apply(m(x)).pow(2).sum(), Reason.SUM_LOSS),
 }  # fmt: skip
 
