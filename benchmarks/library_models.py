@@ -25,9 +25,12 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 
 class Text(Dataset[dict[str, Any]]):
-    """Sequences in which a word mostly follows from the one before; ``padded``: of any length up to a block."""
+    """Sequences in which a word mostly follows from the one before; ``padded``: of any length up to a block.
 
-    def __init__(self, num_rows: int, *, padded: bool, classes: bool) -> None:
+    Labels are a class ("bert"), every third word or so ("bert-mlm"), or the words.
+    """
+
+    def __init__(self, num_rows: int, *, padded: bool, model: str) -> None:
         generator = torch.Generator().manual_seed(1)
         self._rows = []
         for _ in range(num_rows):
@@ -35,7 +38,9 @@ class Text(Dataset[dict[str, Any]]):
             length = int(torch.randint(4, BLOCK + 1, (), generator=generator)) if padded else BLOCK
             for noise in torch.randint(3, (length - 1,), generator=generator).tolist():
                 words.append((7 * words[-1] + noise) % WORDS)
-            self._rows.append({"input_ids": words, "labels": words[0] % 3 if classes else words})
+            masked = [word if (word + place) % 3 == 0 else -100 for place, word in enumerate(words)]
+            labels = {"bert": words[0] % 3, "bert-mlm": masked}.get(model, words)
+            self._rows.append({"input_ids": words, "labels": labels})
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -63,14 +68,17 @@ def make_model(name: str) -> Any:
         return transformers.GPT2LMHeadModel(config)
     if name == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=WORDS, num_key_value_heads=1, **SMALL))
+    if name == "t5":
+        sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+        return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=WORDS, dropout_rate=0.0, **sizes))
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = transformers.BertConfig(vocab_size=WORDS, num_labels=3, **SMALL, **no_dropout)
-    return transformers.BertForSequenceClassification(config)
+    return transformers.BertForMaskedLM(config) if name == "bert-mlm" else transformers.BertForSequenceClassification(config)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["gpt2", "llama", "bert"], required=True)
+    parser.add_argument("--model", choices=["gpt2", "llama", "bert", "bert-mlm", "t5"], required=True)
     parser.add_argument("--padded", action="store_true", help="sequences of unequal lengths")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the weights")
@@ -78,7 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     hvd.init()
     torch.manual_seed(42)
-    data = Text(301, padded=options.padded, classes=options.model == "bert")
+    data = Text(301, padded=options.padded, model=options.model)
     sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())
     loader = DataLoader(data, batch_size=8, sampler=sampler, collate_fn=collate)
     model = make_model(options.model).double()
