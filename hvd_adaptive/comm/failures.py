@@ -180,7 +180,7 @@ def describe(fault: Fault, *, reporter: int, host: str, limit_s: float, state: s
     """
     beat = fault.beat
     where = f"rank {fault.rank}" + (
-        f" on {beat.host} (pid {beat.pid})" if beat else " (it never sent a heartbeat)"
+        f" on {beat.host} (pid {beat.pid})" if beat else " (no heartbeat of it has come)"
     )
     phase = f"; its last sign of life: {beat.phase} {beat.what!r} for {beat.phase_s:.1f} s" if beat else ""
     stack = (

@@ -316,7 +316,7 @@ def names_rank(text: str, rank: int | None) -> bool:
     """Whether an output says which rank is missing (None: any): the launcher's or heartbeats' words, or those of the start."""
     which = r"\d+" if rank is None else str(rank)
     # A rank that freezes within the first seconds may have sent no heartbeat yet, and where it is was not told.
-    missing = rf"rank {which} (on \S+ \(pid \d+\)|\(it never sent a heartbeat\)) is"
+    missing = rf"rank {which} (on \S+ \(pid \d+\)|\(no heartbeat of it has come\)) is"
     return bool(re.search(rf"process rank {which} with PID|{missing}|has waited .* for all ranks to meet", text))
 
 

@@ -87,7 +87,7 @@ def test_a_rank_that_never_beat():
     fault = find_fault(sightings, 10.0)
     assert fault == Fault(kind="silent", rank=1, for_s=10.0, beat=None)
     text = describe(fault, reporter=0, host="a", limit_s=10, state="")
-    assert "rank 1 (it never sent a heartbeat) is dead: no heartbeat for 10.0 s. Its process has ended" in text
+    assert "rank 1 (no heartbeat of it has come) is dead: no heartbeat for 10.0 s. Its process has ended" in text
 
 
 @pytest.mark.parametrize(
