@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hvd_adaptive.wrap import batch_statistics, inside, losses, sizes
+from hvd_adaptive.wrap import batch_statistics, inside, losses, scales, sizes
 from hvd_adaptive.wrap.backwards import Backwards
 from hvd_adaptive.wrap.compilers import is_reading
 from hvd_adaptive.wrap.decisions import decides_by_length
@@ -282,7 +282,7 @@ class Tracer(TorchFunctionMode):
         if any(isinstance(tensor, FakeTensor) for tensor in (*given, *results)):
             return
         holds = self._tape.holds_values(tensors_in([args[1:], kwargs]))
-        by_size = any(sizes.may_be_size(value, self._num_samples) for value in args[1:2])
+        by_size = any(scales.may_be_size(value, self._num_samples) for value in args[1:2])
         if self.gradients.are_changed(func, args, results):
             self.findings.add(Reason.CLIPPED)
         elif (holds or by_size) and self.gradients.are_made_by(func, args):

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_adaptive.wrap.decisions import is_constant
 from hvd_adaptive.wrap.losses import LOSSES, plain_name
-from hvd_adaptive.wrap.sizes import Ratio, Size, caller_frame, calling_frame
+from hvd_adaptive.wrap.sizes import Ratio, Size, caller_frame, calling_frame, is_size
 from hvd_adaptive.wrap.tape import RANDOM
 
 _ARITHMETIC = {
@@ -69,6 +69,11 @@ class Scales:
             # Other whole numbers are places and dimensions.
             kinds = (int, float, np.number) if plain_name(func) in _ARITHMETIC else (float, np.floating)
             self.may_count |= any(isinstance(value, kinds) and not _is_fixed(value) for value in given)
+
+
+def may_be_size(value: Any, num_samples: int) -> bool:
+    """Whether a number is made of a batch's size, or may be: a multiple that is no constant."""
+    return is_size(value) or (type(value) is int and value > 0 and value % num_samples == 0 and not _is_fixed(value))
 
 
 def _is_fixed(value: Any) -> bool:

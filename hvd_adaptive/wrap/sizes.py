@@ -212,11 +212,6 @@ def is_size(value: Any) -> bool:
     return isinstance(value, (Size, Ratio))
 
 
-def may_be_size(value: Any, num_samples: int) -> bool:
-    """Whether a number may be made of a batch's size, also a plain one."""
-    return is_size(value) or (type(value) is int and value > 0 and value % num_samples == 0)
-
-
 def fills_by_length(places: Any, num_samples: int, *, length_asked: bool) -> bool:
     """Whether places are a stretch as long as the batch: a tensor of a fixed length that is filled so has no room for more."""
     first = places[0] if isinstance(places, tuple) and places else places

@@ -314,6 +314,23 @@ def test_sums_that_are_divided_by_what_may_count_samples(name: str) -> None:
     assert findings(nn.Sequential(nn.Linear(4, 3)), [X, Y], loss_of) & {Reason.SUM_LOSS, Reason.MIXED}
 
 
+def test_averaged_gradients_that_are_divided_by_the_batchs_size() -> None:
+    model, tracer = nn.Linear(4, 3), Tracer()
+    tracer.train(list(model.parameters()))
+    divided: dict[str, Any] = {
+        "size": lambda x: model.weight.grad.div_(x.size(0)),
+        "length": lambda x: model.weight.grad.div_(len(x)),
+        "constant": lambda x: model.weight.grad.div_(6),
+        "none": lambda x: model.weight.grad.mul_(0.5),
+    }
+    for name, divide in divided.items():
+        tracer.begin([X, Y], N)
+        F.cross_entropy(model(X), Y, reduction="sum").backward()
+        divide(X)
+        tracer.end()
+        assert tracer.findings == ({Reason.SIZE_DECIDES} if name in ("size", "length") else set()), name
+
+
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_a_loss_whose_gradient_is_given(reduction: str) -> None:
     model, tracer = nn.Linear(4, 3), Tracer()
