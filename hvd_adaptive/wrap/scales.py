@@ -7,6 +7,7 @@ that stand in the script.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ _ARITHMETIC = {
     "subtract", "multiply", "divide", "true_divide", "floor_divide", "float_power", "remainder", "lerp", "addcmul", "addcdiv",
     "clamp", "clip", "clamp_min", "clamp_max", "where", "maximum", "minimum", "fill", "masked_fill", "xlogy", "scale",
 }  # fmt: skip
-_TORCH = str(Path(torch.__file__).parent)
-_AMP = str(Path(torch.__file__).parent / "amp")
+# Not torchvision, which may stand beside it.
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_AMP = f"{_TORCH}amp{os.sep}"
 
 
 class Scales:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -312,6 +313,17 @@ def test_sums_that_are_divided_by_what_may_count_samples(name: str) -> None:
         return F.cross_entropy(model(x), y, reduction="sum") / count
 
     assert findings(nn.Sequential(nn.Linear(4, 3)), [X, Y], loss_of) & {Reason.SUM_LOSS, Reason.MIXED}
+
+
+@pytest.mark.parametrize(("library", "expected"), [("torch", set()), ("torchvision", {Reason.SUM_LOSS})])
+def test_numbers_in_the_code_of_torch_are_constants_and_those_of_libraries_beside_it_are_not(
+    library: str, expected: set[Reason]
+) -> None:
+    names: dict[str, Any] = {}
+    path = Path(torch.__file__).parents[1] / library / "some_loss.py"
+    exec(compile("def divided(loss, number):\n    return loss / number\n", str(path), "exec"), names)
+    sum_of = lambda m, x, y: names["divided"](m(x).pow(2).sum(), y.shape.numel() + 1)  # noqa: E731
+    assert findings(nn.Linear(4, 3), [X, Y], sum_of) == expected
 
 
 def test_averaged_gradients_that_are_divided_by_the_batchs_size() -> None:
