@@ -65,8 +65,10 @@ def run_pipeline(tasks: Iterable[Task]) -> None:
             return
 
 
-# Between two looks of the thread that goes on with tasks.
-_PAUSE_S = 2e-3
+# Between two looks of the thread that goes on with tasks: Horovod itself looks as seldom where sums are beside steps.
+_PAUSE_S = 5e-3
+# For so long it waits for others when all are over: to start one takes a step more time than to wake it.
+_LINGER_S = 0.3
 
 
 class UnderWay:
@@ -83,7 +85,6 @@ class UnderWay:
     def __init__(self, *, threaded: bool = False) -> None:
         self._tasks: list[_Begun] = []
         self._threaded = threaded
-        self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
@@ -91,9 +92,8 @@ class UnderWay:
         """Runs a task up to its first collective. All ranks begin the same tasks in the same order."""
         with self._lock:
             self._tasks.append(_Begun(task))
-            if self._threaded and self._thread is None:
-                self._thread = threading.Thread(target=self._run, args=(torch.get_num_threads(),), name="exchange", daemon=True)
-                self._thread.start()
+        if self._threaded:
+            _BESIDE.follow(self)
 
     @property
     def is_over(self) -> bool:
@@ -107,7 +107,24 @@ class UnderWay:
             RuntimeError: what a task has raised, here or in the thread.
         """
         with self._lock:
+            self._raise()
             self._poll()
+
+    @property
+    def needs_thread(self) -> bool:
+        """Whether there is something to go on with."""
+        return bool(self._tasks) and self._error is None
+
+    def go_on(self) -> None:
+        """As :meth:`poll`, in the thread: what a task raises is raised by the next call in another one."""
+        # Who holds the lock goes on with them itself, and may wait for other ranks, which may wait for others of our tasks.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._poll()
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._lock.release()
 
     def finish(self) -> None:
         """Runs all tasks to their end. COLLECTIVE: every rank has begun the same tasks.
@@ -125,7 +142,6 @@ class UnderWay:
                 self._tasks = [task for task in self._tasks if not task.is_over]
 
     def _poll(self) -> None:
-        self._raise()
         for task in self._tasks:
             while not task.is_over and task.arrived():
                 task.step()
@@ -135,17 +151,40 @@ class UnderWay:
         if self._error is not None:
             raise self._error
 
+
+class _Beside:
+    """The thread that goes on with all tasks that are under way. It ends a moment after them."""
+
+    def __init__(self) -> None:
+        self._followed: list[UnderWay] = []
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+
+    def follow(self, under_way: UnderWay) -> None:
+        """Goes on with tasks until they are over."""
+        with self._changed:
+            if under_way not in self._followed:
+                self._followed.append(under_way)
+            self._changed.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, args=(torch.get_num_threads(),), name="exchange", daemon=True)
+                self._thread.start()
+
     @torch.no_grad()
     def _run(self, num_threads: int) -> None:
         # A new thread would take as many as the machine has cores.
         torch.set_num_threads(num_threads)
         while True:
-            with self._lock:
-                try:
-                    self._poll()
-                except BaseException as error:
-                    self._error = error
-                if not self._tasks or self._error is not None:
+            with self._changed:
+                if not self._followed and not self._changed.wait_for(lambda: self._followed, _LINGER_S):
                     self._thread = None
                     return
+                followed = list(self._followed)
+            for under_way in followed:
+                under_way.go_on()
+            with self._changed:
+                self._followed = [under_way for under_way in self._followed if under_way.needs_thread]
             time.sleep(_PAUSE_S)
+
+
+_BESIDE = _Beside()

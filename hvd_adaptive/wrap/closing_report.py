@@ -15,6 +15,8 @@ from hvd_adaptive.wrap.run_options import parse_shares
 
 # Of the script's collectives that are named.
 _MOST_NAMES = 4
+# The part of a step from which on its exchange is worth a word.
+_LONG_EXCHANGE = 0.3
 
 
 @dataclass
@@ -57,6 +59,8 @@ class Report:
         tells_conditions: tell the conditions of equal updates that the script does not meet.
         pinned: the fixed shares that were asked for; None: none.
         is_only_tried: a dry run's first steps did not show that unequal shares are better; they were tried all the same.
+        is_plain: gradients are exchanged in each step, by Horovod itself.
+        is_spread: the ranks are on several hosts.
         more: gives further lines.
     """
 
@@ -67,6 +71,8 @@ class Report:
     tells_conditions: bool = True
     pinned: str | None = None
     is_only_tried: bool = False
+    is_plain: bool = True
+    is_spread: bool = False
     more: Callable[[], list[str]] = list
     _world_size: int = 1
     _optimizers: list[str] = field(default_factory=list)
@@ -121,6 +127,7 @@ class Report:
         if self._world_size == 1:
             lines.append("  note: there is one rank, so there is nothing to share out")
         lines += self.more()
+        lines += self._advice()
         # Of loaders that were made anew, as in each epoch, the one with the most steps with unequal shares speaks; of several,
         # or if none had any, the last one that was looked at.
         alike: dict[Any, list[Loader]] = {}
@@ -141,6 +148,23 @@ class Report:
         if not self._optimizers and not self._left_alone:
             lines.append("  not intercepted: the script has wrapped no optimizer in hvd.DistributedOptimizer")
         return lines
+
+    def _advice(self) -> list[str]:
+        """What would help where a link between hosts takes a good part of each step."""
+        measured = [windows.newest for windows in self._windows.values() if windows.newest is not None]
+        if not measured or not (self.is_plain and self.is_spread):
+            return []
+        newest = max(measured, key=lambda sums: float(sums["num_steps"].max()))
+        # Who waits least waits for no other rank.
+        exchange_s = float((newest["wait_s"] / np.maximum(newest["num_steps"], 1)).min())
+        step_s = float(newest["wall_s"].sum() / max(newest["wall_steps"].sum(), 1))
+        if exchange_s < _LONG_EXCHANGE * step_s or not step_s:
+            return []
+        return [
+            f"  note: ranks wait for gradients for at least {1e3 * exchange_s:.0f} of {1e3 * step_s:.0f} ms a step. If the link "
+            "between the hosts is slow: --compression maxmin:4 sends an eighth of the bytes, and --strategy local exchanges "
+            "seldom (docs/compression.md)"
+        ]
 
     def _figures(self) -> list[str]:
         """What the script's own figures mean now."""

@@ -45,6 +45,7 @@ def intercept_horovod(listener: Engine, *, count_other_steps: bool = False) -> N
         if is_further:
             return
         wait = asleep if is_crowded(hvd.local_size()) else own
+        listener.report.is_spread = hvd.local_size() < hvd.size()
         listener.started(hvd.size(), hvd.rank())
 
     basics.init = init

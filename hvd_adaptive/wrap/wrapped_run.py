@@ -66,7 +66,9 @@ class Engine:
     ) -> None:
         self.config = config
         self.world_size, self.rank = 1, 0
-        self.report = Report(is_dry_run=config.dry_run, pinned=config.shares)
+        is_sync = config.strategy == "sync"
+        is_plain = is_sync and not config.merging().encodes
+        self.report = Report(is_dry_run=config.dry_run, pinned=config.shares, is_plain=is_plain)
         self.on_start: list[Callable[[], None]] = []
         self.on_step: Callable[[], None] = lambda: None
         self.on_failure: list[Callable[[], None]] = []
@@ -77,7 +79,6 @@ class Engine:
         self._loaders = KnownLoaders(self.report.loaders)
         self._weights, self._meter = GradientWeights(self._weigh), Meter()
         self._watch = Stopwatch(clock)
-        is_sync = config.strategy == "sync"
         self.follower = Follower(describe if is_sync else lambda module: [], self.report.condition, weighs=is_sync)
         self.own_use = OwnUse(self.refuse_batch if is_sync else lambda reason: None)
         size = config.micro_batch_size

@@ -135,6 +135,32 @@ def test_merges_of_a_wrapped_script_with_adam_are_encoded_as_well(run_job: Any, 
     assert "outer step: cautious; compression: maxmin:4" in job.stderr, job.describe()
 
 
+LONG_EXCHANGE = """
+import torch, horovod.torch as hvd
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+hvd.init()
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(512, 64))
+loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, hvd.size(), hvd.rank()))
+model = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.Linear(1024, 64))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), model.named_parameters())
+for (x,) in loader:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.root
+def test_a_wrapped_script_on_a_slow_link_is_told_what_helps(run_job: Any, hosts: TwoHosts, tmp_path: Path) -> None:
+    hosts.slow("50mbit")
+    script = tmp_path / "script.py"
+    script.write_text(LONG_EXCHANGE)
+    job = run_job(hosts.mpirun(1, [*COMMAND, "run", "--dry-run", str(script)]), env=ENVIRONMENT, timeout=300)
+    assert job.returncode == 0, job.describe()
+    assert "ms a step. If the link between the hosts is slow: --compression maxmin:4" in job.stderr, job.describe()
+
+
 @pytest.mark.root
 @pytest.mark.parametrize("fault", ["other data", "no data"])
 def test_hosts_with_unlike_data_are_refused(train: Any, hosts: TwoHosts, fault: str) -> None:

@@ -61,6 +61,27 @@ def test_figures_are_of_all_steps_with_the_shares_and_the_ceiling_knows_what_is_
     assert "40.0 ms a step with equal shares, 32.0 ms now: 1.25x; the ceiling, as 8.0 ms are no computing: 1.36x" in said, said
 
 
+@pytest.mark.parametrize(
+    ("is_plain", "is_spread", "wait_ms", "is_told"),
+    [(True, True, 4.0, True), (False, True, 4.0, False), (True, False, 4.0, False), (True, True, 2.0, False)],
+)
+def test_ranks_that_wait_for_a_link_are_told_what_helps(is_plain: bool, is_spread: bool, wait_ms: float, is_told: bool) -> None:
+    """Also if shares stay equal. What the second rank waits for the first one is not the link's."""
+    report, data = Report(is_plain=is_plain, is_spread=is_spread), DataLoader(TensorDataset(torch.zeros(64)), batch_size=16)
+    loader = Loader(data, 1)
+    loader.num_steps, loader.is_traced = 50, True
+    loader.reasons.add(Reason.MIXED)
+    report.loaders.append(loader)
+    steps = np.full(2, 10.0)
+    report.window(loader, {
+        "timed_steps": steps, "compute_s": 1e-3 * np.array([6.0, 1.0]) * steps, "num_steps": steps,
+        "wait_s": 1e-3 * np.array([wait_ms, 9.0]) * steps, "wall_s": 0.01 * steps, "wall_steps": steps,
+    })  # fmt: skip
+    said = [line for line in report.lines() if "--compression maxmin:4" in line]
+    assert len(said) == is_told
+    assert all("at least 4 of 10 ms a step" in line for line in said)
+
+
 def test_the_report_says_why_shares_are_equal_again() -> None:
     """The second rank computes twice as long, and yet steps with other shares take as long by the wall clock."""
     report, data = Report(), DataLoader(TensorDataset(torch.zeros(64)), batch_size=16)
