@@ -21,7 +21,7 @@ from hvd_adaptive.config import Config
 from hvd_adaptive.engine.flat_model import FlatModel
 from hvd_adaptive.engine.model_fragments import Fragment, Piece, cut_model
 from hvd_adaptive.engine.rank_warnings import warn_of_broken, warn_of_outliers
-from hvd_adaptive.exchange.pipeline import UnderWay
+from hvd_adaptive.exchange.pipeline import Beside, UnderWay
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class OverlappedMerge:
         forget: puts this rank's optimizer back to where it began; called when the rank was not finite.
         num_fragments: F; with ``config.merge_fragments`` as many.
         history: of the norms of this rank's progress in the whole model; None: each fragment has its own.
-        threaded: threads go on with encoded sums.
+        threaded: a thread goes on with encoded sums.
 
     Raises:
         AgreedError: on all ranks, if the model has fewer layers than fragments.
@@ -95,8 +95,9 @@ class OverlappedMerge:
         self._next = 0
         self._fragments = cut_model(flat_model, num_fragments, by_layers=not self._beside_steps)
         # On a GPU steps are short, and a thread would need a stream of its own.
-        for fragment in self._fragments if threaded and flat_model.device.type == "cpu" else ():
-            fragment.under_way = UnderWay(threaded=True)
+        beside = Beside() if threaded and flat_model.device.type == "cpu" else None
+        for fragment in self._fragments:
+            fragment.under_way = UnderWay(beside)
         for fragment in self._fragments if config.outlier_limit else ():
             whose = f"rank {transport.rank}, fragment {fragment.number}"
             fragment.history = history or NormHistory(config.outlier_limit, whose)

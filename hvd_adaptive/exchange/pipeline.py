@@ -78,13 +78,13 @@ class UnderWay:
     least depth, and then of the earliest task, has been begun by every rank.
 
     Args:
-        threaded: a thread goes on with them, until they are over: a training step may take longer than a whole exchange. Else
-            they go on in :meth:`poll`.
+        beside: goes on with them, until they are over: a training step may take longer than a whole exchange. None: they go on
+            in :meth:`poll` alone.
     """
 
-    def __init__(self, *, threaded: bool = False) -> None:
+    def __init__(self, beside: Beside | None = None) -> None:
         self._tasks: list[_Begun] = []
-        self._threaded = threaded
+        self._beside = beside
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
@@ -92,8 +92,8 @@ class UnderWay:
         """Runs a task up to its first collective. All ranks begin the same tasks in the same order."""
         with self._lock:
             self._tasks.append(_Begun(task))
-        if self._threaded:
-            _BESIDE.follow(self)
+        if self._beside is not None:
+            self._beside.follow(self)
 
     @property
     def is_over(self) -> bool:
@@ -152,8 +152,8 @@ class UnderWay:
             raise self._error
 
 
-class _Beside:
-    """The thread that goes on with all tasks that are under way. It ends a moment after them."""
+class Beside:
+    """A thread that goes on with tasks that are under way. It ends a moment after them, and comes again with the next ones."""
 
     def __init__(self) -> None:
         self._followed: list[UnderWay] = []
@@ -185,6 +185,3 @@ class _Beside:
             with self._changed:
                 self._followed = [under_way for under_way in self._followed if under_way.needs_thread]
             time.sleep(_PAUSE_S)
-
-
-_BESIDE = _Beside()

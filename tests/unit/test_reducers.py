@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from sums import SPECS, assert_near
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.compress import parse_codec
 from hvd_adaptive.compress.feedback import ErrorFeedback
-from hvd_adaptive.exchange.pipeline import UnderWay, run_pipeline
+from hvd_adaptive.exchange.pipeline import Beside, UnderWay, run_pipeline
 from hvd_adaptive.exchange.plan import chunks, pieces
 from hvd_adaptive.exchange.reducers import Job, allreduce, hierarchical, scatter_reduce_allgather
 
@@ -223,7 +224,7 @@ def test_tasks_go_on_as_their_collectives_arrive() -> None:
 
 
 def test_a_thread_goes_on_with_tasks_and_hands_on_their_errors() -> None:
-    wire, under_way = Wire(), UnderWay(threaded=True)
+    wire, under_way = Wire(), UnderWay(Beside())
     for chunk in range(2):
         under_way.begin(wire.task(chunk))
     wire.arrived = {"a0", "b0", "a1", "b1"}
@@ -231,7 +232,6 @@ def test_a_thread_goes_on_with_tasks_and_hands_on_their_errors() -> None:
     while not under_way.is_over and time.monotonic() < deadline:
         time.sleep(0.005)
     assert under_way.is_over and {"end0", "end1"} <= set(wire.log)
-    # The thread has ended, and another one comes with the next task.
     under_way.begin(wire.task(2, num_steps=1))
     under_way.finish()
     assert wire.log[-1] == "end2"
@@ -247,3 +247,37 @@ def test_a_thread_goes_on_with_tasks_and_hands_on_their_errors() -> None:
     for ask in (under_way.poll, under_way.finish):
         with pytest.raises(RuntimeError, match="a part is missing"):
             ask()
+
+
+def test_one_thread_goes_on_with_all_and_passes_by_what_is_waited_for() -> None:
+    """Whoever waits for the first sum gets it only after another rank has got a part of the second one from this rank."""
+    wire, beside, before = Wire(), Beside(), set(threading.enumerate())
+    first, second = UnderWay(beside), UnderWay(beside)
+    second_has_gone_on = threading.Event()
+
+    def waits() -> Any:
+        yield SimpleNamespace(done=lambda: False, wait=lambda: second_has_gone_on.wait(10))
+
+    def goes_on() -> Any:
+        yield wire.send("a")
+        second_has_gone_on.set()
+        yield wire.send("b")
+
+    first.begin(waits())
+    second.begin(goes_on())
+    threading.Timer(0.05, wire.arrived.add, ("a",)).start()
+    first.finish()
+    assert second_has_gone_on.is_set()
+    assert [thread for thread in set(threading.enumerate()) - before if thread.name == "exchange"] == [beside._thread]
+    wire.arrived.add("b")
+    second.finish()
+    # Nothing is left to do for it. Another one comes with the next task.
+    deadline = time.monotonic() + 10
+    while beside._thread is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert beside._thread is None
+    second.begin(wire.task(0, num_steps=1))
+    wire.arrived.add("a0")
+    while not second.is_over and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert second.is_over
