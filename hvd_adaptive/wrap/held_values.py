@@ -41,15 +41,23 @@ class HeldValues:
         self._sources: dict[int, set[int]] = {}
         # None of their memory is given to others.
         self._alive: list[Tensor] = []
+        # Memory of tensors that had no values of this batch before.
+        self._filled: set[int] = set()
 
-    def computed(self, name: str, args: Any, kwargs: Any, results: Iterable[Tensor]) -> None:
-        """A function of that name was called."""
+    def computed(self, name: str, args: Any, kwargs: Any, results: Iterable[Tensor], *, writes: bool) -> None:
+        """A function of that name was called, which writes to its first argument or does not."""
         # Horovod makes its results of tensors that are new as well.
         has_none = name in _NO_VALUES or (name == "new" and not _is_called_by("horovod."))
         given = [] if has_none else list(tensors_in(args[:1] if name in _VALUES_OF_FIRST else [args, kwargs]))
-        for values in (self._now, self._older):
-            if any(tensor in values for tensor in given):
-                values.update(dict.fromkeys(results, True))
+        is_filled = self._filled and any(tensor.layout == torch.strided and _memory(tensor) in self._filled for tensor in given)
+        if is_filled or any(tensor in self._now for tensor in given):
+            for tensor in tensors_in(args[:1]) if writes else ():
+                if tensor not in self._now and tensor.layout == torch.strided:
+                    self._alive.append(tensor)
+                    self._filled.add(_memory(tensor))
+            self._now.update(dict.fromkeys(results, True))
+        if any(tensor in self._older for tensor in given):
+            self._older.update(dict.fromkeys(results, True))
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is made of values of the batch."""

@@ -132,7 +132,7 @@ class Tape:
         if (name == "grad" or func == _GRADIENT) and self._take_gradients(func, args, kwargs, results):
             self._is_whole = True
             return
-        self._held.computed(name, args, kwargs, results)
+        self._held.computed(name, args, kwargs, results, writes=_writes(func, kwargs))
         if not is_made:
             self._held.made(results, of=_tensors((args, kwargs)))
         elif args and isinstance(args[0], Tensor) and args[0] not in self._slots and _writes(func, kwargs):
