@@ -23,8 +23,10 @@ from hvd_adaptive.exchange.buckets import Bucket, DenseBucket, Slot, SparseBucke
 from hvd_adaptive.exchange.compressed import CompressedSum
 from hvd_adaptive.exchange.pipeline import UnderWay
 
-# 4 MiB of fp32; at 4 bits 4 ms of a 1 Gbit/s link.
-BUCKET_ELEMENTS = 1 << 20
+# Buckets that a model has at least, so that the link is busy while backward goes on, and elements of one: at most 4 MiB of fp32,
+# at 4 bits 4 ms of a 1 Gbit/s link; fewer than the least cost more than they hide (benchmarks/records/2026-11-30-more-peers.md).
+_LEAST_BUCKETS = 16
+_LEAST_ELEMENTS, _MOST_ELEMENTS = 1 << 16, 1 << 20
 TOO_LATE = (
     "while its sum over the ranks is on the way: a step may call backward() as often as the session's first step did (strategy "
     "'horovod': once; a Horovod script: backward_passes_per_step times). Add up the losses and call backward() once, or use "
@@ -55,7 +57,7 @@ class GradientExchange:
         average: divide by the number of ranks, before encoding.
         auto_bits: steps between two choices of bits for each layer, see :class:`CompressedSum`; the step after a change is not
             overlapped.
-        bucket_elements: gradients in a bucket, about; a larger one has a bucket of its own.
+        bucket_elements: gradients in a bucket, about; a larger one has a bucket of its own. None: by the model's size.
         name: of the exchanges; another one for each object whose exchanges may be under way at the same time.
         with_frozen: exchange parameters without ``requires_grad``, too, as they may be trained later. Until then they get zeros.
 
@@ -76,7 +78,7 @@ class GradientExchange:
         backward_passes: int = 1,
         average: bool = False,
         auto_bits: int = 0,
-        bucket_elements: int = BUCKET_ELEMENTS,
+        bucket_elements: int | None = None,
         name: str = "gradients",
         with_frozen: bool = False,
     ) -> None:
@@ -179,7 +181,12 @@ class GradientExchange:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's residuals, the number of steps, and the order of the gradients, between two steps."""
-        return {"sum": self._sum.state_dict(), "order": list(self._order), "sparse": dict(self._sparse)}
+        return {
+            "sum": self._sum.state_dict(),
+            "order": list(self._order),
+            "sparse": dict(self._sparse),
+            "bucket_elements": self._bucket_elements,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over a state between two steps; residuals only where the number of ranks is the same, with a warning else.
@@ -192,6 +199,8 @@ class GradientExchange:
             other = sorted(names ^ set(state["order"]))
             raise ValueError(f"the state is of gradients of other parameters: {', '.join(other[:5])} differ")
         self._order, self._sparse = list(state["order"]), dict(state["sparse"])
+        # Residuals are of buckets. Older states do not say how large these were.
+        self._bucket_elements = state.get("bucket_elements", _MOST_ELEMENTS)
         self._buckets = None
         self._sum.load_state_dict(state["sum"])
 
@@ -249,6 +258,9 @@ class GradientExchange:
         names = dict.fromkeys([*found[0][0], *reversed(by_name)])
         self._order = list(names)
         dense = [by_name[name] for name in self._order if name not in self._sparse]
+        if self._bucket_elements is None:
+            part = sum(slot.info.size for slot in dense) // _LEAST_BUCKETS
+            self._bucket_elements = min(max(part, _LEAST_ELEMENTS), _MOST_ELEMENTS)
         buckets: list[Bucket] = [
             DenseBucket(f"{self._name}.{number}", slots, self._sum.policy)
             for number, slots in enumerate(fill_buckets(dense, self._bucket_elements))

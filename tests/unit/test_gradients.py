@@ -321,6 +321,36 @@ def test_buckets_are_on_their_way_before_backward_ends(monkeypatch: pytest.Monke
     assert counts[0] == 0 and counts[1] >= 2 and counts[2] >= 2
 
 
+@pytest.mark.parametrize(("num_layers", "num_buckets"), [(1, 1), (4, 4), (32, 16), (64, 16)])
+def test_a_model_has_as_many_buckets_as_its_size_allows(num_layers: int, num_buckets: int) -> None:
+    """Each has 65,536 gradients or more: those of one layer here."""
+    sent: list[set[str]] = [set(), set()]
+
+    def body(transport: LocalTransport, state: Any = None) -> Any:
+        sent[transport.rank].clear()
+        send = transport.allgather_bytes_async
+        transport.allgather_bytes_async = lambda tensor, **options: (  # type: ignore[method-assign]
+            sent[transport.rank].add(options["name"]) or send(tensor, **options)  # type: ignore[func-returns-value]
+        )
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(num_layers)))
+        exchange = GradientExchange(model.named_parameters(), options_for("maxmin:4"), transport)
+        if state is not None:
+            exchange.load_state_dict(state)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.randn(2, 256)).square().mean().backward()
+            exchange.synchronize()
+        return exchange.state_dict()
+
+    states = LocalWorld(2).run(body)
+    assert len(sent[0]) == len(sent[1]) == num_buckets
+    # A run goes on with the buckets whose residuals it has; older states do not say how large these are.
+    new = GradientExchange(nn.Linear(1, 1).named_parameters(), options_for("maxmin:4"), LocalTransport()).state_dict()
+    older = {"sum": new["sum"], "order": states[0]["order"], "sparse": {}}
+    LocalWorld(2).run(lambda transport: body(transport, older))
+    assert len(sent[0]) == -(-num_layers // 16)
+
+
 def test_parameters_that_are_frozen_for_a_while() -> None:
     """Zeros while they are frozen, the sum over ranks as soon as they are not."""
 
