@@ -181,12 +181,9 @@ class GradientExchange:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's residuals, the number of steps, and the order of the gradients, between two steps."""
-        return {
-            "sum": self._sum.state_dict(),
-            "order": list(self._order),
-            "sparse": dict(self._sparse),
-            "bucket_elements": self._bucket_elements,
-        }
+        state = {"sum": self._sum.state_dict(), "order": list(self._order), "sparse": dict(self._sparse)}
+        # Only where it is known: a state without it is not refused.
+        return state if self._bucket_elements is None else state | {"bucket_elements": self._bucket_elements}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over a state between two steps; residuals only where the number of ranks is the same, with a warning else.
@@ -199,8 +196,8 @@ class GradientExchange:
             other = sorted(names ^ set(state["order"]))
             raise ValueError(f"the state is of gradients of other parameters: {', '.join(other[:5])} differ")
         self._order, self._sparse = list(state["order"]), dict(state["sparse"])
-        # Residuals are of buckets. Older states do not say how large these were.
-        self._bucket_elements = state.get("bucket_elements", _MOST_ELEMENTS)
+        # Residuals are of buckets. Older states do not say how large these were; before the first step there are none.
+        self._bucket_elements = state.get("bucket_elements", _MOST_ELEMENTS if self._order else None)
         self._buckets = None
         self._sum.load_state_dict(state["sum"])
 

@@ -19,6 +19,7 @@ from hvd_adaptive.config import Config
 from hvd_adaptive.engine.flat_model import model_hash
 from hvd_adaptive.exchange.gradients import GradientExchange
 from hvd_adaptive.session.session import Session
+from hvd_adaptive.state.nested import check_like
 
 GLOBAL_BATCH = 26
 NUM_SAMPLES = 5 * GLOBAL_BATCH + 2
@@ -347,6 +348,8 @@ def test_a_model_has_as_many_buckets_as_its_size_allows(num_layers: int, num_buc
     # A run goes on with the buckets whose residuals it has; older states do not say how large these are.
     new = GradientExchange(nn.Linear(1, 1).named_parameters(), options_for("maxmin:4"), LocalTransport()).state_dict()
     older = {"sum": new["sum"], "order": states[0]["order"], "sparse": {}}
+    check_like(older, new, "the state")
+    check_like(states[0], new, "the state")
     LocalWorld(2).run(lambda transport: body(transport, older))
     assert len(sent[0]) == -(-num_layers // 16)
 
