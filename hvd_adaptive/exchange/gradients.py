@@ -23,9 +23,10 @@ from hvd_adaptive.exchange.buckets import Bucket, DenseBucket, Slot, SparseBucke
 from hvd_adaptive.exchange.compressed import CompressedSum
 from hvd_adaptive.exchange.pipeline import UnderWay
 
-# Buckets that a model has at least, so that the link is busy while backward goes on, and elements of one: at most 4 MiB of fp32,
-# at 4 bits 4 ms of a 1 Gbit/s link; fewer than the least cost more than they hide (benchmarks/records/2026-11-30-more-peers.md).
-_LEAST_BUCKETS = 16
+# A model's gradients go in about so many buckets: the link is busy while backward goes on.
+_NUM_BUCKETS = 16
+# Of a bucket. Smaller ones were not measured (benchmarks/records/2026-11-30-more-peers.md). The largest takes 4 ms of a 1 Gbit/s link
+# at 4 bits.
 _LEAST_ELEMENTS, _MOST_ELEMENTS = 1 << 16, 1 << 20
 TOO_LATE = (
     "while its sum over the ranks is on the way: a step may call backward() as often as the session's first step did (strategy "
@@ -256,7 +257,7 @@ class GradientExchange:
         self._order = list(names)
         dense = [by_name[name] for name in self._order if name not in self._sparse]
         if self._bucket_elements is None:
-            part = sum(slot.info.size for slot in dense) // _LEAST_BUCKETS
+            part = sum(slot.info.size for slot in dense) // _NUM_BUCKETS
             self._bucket_elements = min(max(part, _LEAST_ELEMENTS), _MOST_ELEMENTS)
         buckets: list[Bucket] = [
             DenseBucket(f"{self._name}.{number}", slots, self._sum.policy)

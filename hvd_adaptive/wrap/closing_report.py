@@ -161,7 +161,7 @@ class Report:
         if exchange_s < _LONG_EXCHANGE * step_s or not step_s:
             return []
         return [
-            f"  note: ranks wait for gradients for at least {1e3 * exchange_s:.0f} of {1e3 * step_s:.0f} ms a step. If the link "
+            f"  note: ranks wait for Horovod for at least {1e3 * exchange_s:.0f} of {1e3 * step_s:.0f} ms a step. If the link "
             "between the hosts is slow: --compression maxmin:4 sends an eighth of the bytes, and --strategy local exchanges "
             "seldom (docs/compression.md)"
         ]

@@ -41,7 +41,7 @@ class HeldValues:
         self._sources: dict[int, set[int]] = {}
         # None of their memory is given to others.
         self._alive: list[Tensor] = []
-        # Memory of tensors that had no values of this batch before.
+        # Memory that values of this batch were written to, of tensors that held none before.
         self._filled: set[int] = set()
 
     def computed(self, name: str, args: Any, kwargs: Any, results: Iterable[Tensor], *, writes: bool) -> None:

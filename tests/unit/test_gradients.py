@@ -330,9 +330,12 @@ def test_a_model_has_as_many_buckets_as_its_size_allows(num_layers: int, num_buc
     def body(transport: LocalTransport, state: Any = None) -> Any:
         sent[transport.rank].clear()
         send = transport.allgather_bytes_async
-        transport.allgather_bytes_async = lambda tensor, **options: (  # type: ignore[method-assign]
-            sent[transport.rank].add(options["name"]) or send(tensor, **options)  # type: ignore[func-returns-value]
-        )
+
+        def watched(tensor: Tensor, **options: Any) -> Any:
+            sent[transport.rank].add(options["name"])
+            return send(tensor, **options)
+
+        transport.allgather_bytes_async = watched  # type: ignore[method-assign]
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(num_layers)))
         exchange = GradientExchange(model.named_parameters(), options_for("maxmin:4"), transport)
         if state is not None:
