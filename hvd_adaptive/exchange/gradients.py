@@ -25,8 +25,8 @@ from hvd_adaptive.exchange.pipeline import UnderWay
 
 # A model's gradients go in about so many buckets: the link is busy while backward goes on.
 _NUM_BUCKETS = 16
-# Of a bucket. Smaller ones were not measured (benchmarks/records/2026-11-30-more-peers.md). The largest takes 4 ms of a 1 Gbit/s link
-# at 4 bits.
+# Of a bucket. Smaller ones were not measured (benchmarks/records/2026-11-30-more-peers.md). The largest takes a link of 1 Gbit/s
+# 4 ms at 4 bits.
 _LEAST_ELEMENTS, _MOST_ELEMENTS = 1 << 16, 1 << 20
 TOO_LATE = (
     "while its sum over the ranks is on the way: a step may call backward() as often as the session's first step did (strategy "
