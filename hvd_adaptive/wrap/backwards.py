@@ -10,6 +10,7 @@ from hvd_adaptive.wrap.made_of_batch import MadeOfBatch
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.scales import Scales
 from hvd_adaptive.wrap.tape import Tape
+from hvd_adaptive.wrap.target_means import WatchedTargets
 from hvd_adaptive.wrap.tensors import tensors_in
 
 
@@ -25,18 +26,20 @@ class Backwards:
         kinds: what they are, one for each loss.
         are_scaled: something was scaled by a plain number that comes from the batch's length, which a loss computed again lacks.
         scales: the numbers that they are scaled by.
+        targets: those of losses that are means over targets.
     """
 
     def __init__(self, tape: Tape, made: MadeOfBatch, *, weighs: bool) -> None:
         self._tape, self._made, self._weighs = tape, made, weighs
         self.kinds: list[Kind | None] = []
         self.are_scaled = False
-        self.scales = Scales(tape.is_made)
+        self.scales, self.targets = Scales(tape.is_made), WatchedTargets(weighs=weighs)
 
     def begin(self) -> None:
         """Begins with a batch."""
         self.kinds, self.are_scaled = [], False
         self.scales.begin()
+        self.targets.begin()
 
     def judge(self, args: tuple[Any, ...], kwargs: dict[str, Any], findings: set[Reason]) -> None:
         """Looks at what backward is called on, before it runs.

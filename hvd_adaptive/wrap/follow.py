@@ -22,10 +22,11 @@ from hvd_adaptive.wrap.index_lists import Handed
 from hvd_adaptive.wrap.loaders import IndexStream, Loader
 from hvd_adaptive.wrap.places import Place
 from hvd_adaptive.wrap.reasons import Reason
+from hvd_adaptive.wrap.target_means import TargetWeights
 from hvd_adaptive.wrap.tensors import tensors_in
 
-# Batches of a loader that are followed all of their way from loader to backward, and how many are tried for that.
-_ENOUGH_TRACES, _MOST_TRACES, _MOST_PASSES = 2, 10, 3
+# Batches of a loader that are tried to be followed all of their way to backward: in a pass, and passes' worth of them.
+_MOST_TRACES, _MOST_PASSES = 10, 3
 # What following a batch again in a later pass may cost: so many seconds, or that part of the time since the last one.
 _CHEAP_S, _CHEAP = 0.1, 0.05
 
@@ -61,7 +62,7 @@ class Follower:
         # Events are numbered, to know what came after what.
         self._event = self._last_backward = 0
         self._used: list[tuple[IndexStream, Handed]] = []
-        self._tracer = Tracer(weighs=weighs)
+        self._tracer, self._targets = Tracer(weighs=weighs), TargetWeights()
         self._traced: IndexStream | None = None
         # The last batch is one of those whose losses are learnt, also of those that come after it was followed.
         self._learns = False
@@ -116,6 +117,7 @@ class Follower:
             self._stepped.clear()
             self._traced_at_s, self._begun_s = time.monotonic(), time.thread_time()
             self._tracer.begin(batch, stream.current.num_samples)
+        self._targets.delivered(stream)
         # Of two open passes one may be a validation's. After the tracer, by whose own hook a model is known for what it is.
         if stream.current.is_unequal or sum(other.is_open and other.num_delivered > 0 for other in self._streams) > 1:
             self._forwards.watch()
@@ -163,6 +165,7 @@ class Follower:
             self._stepped_last = weakref.ref(optimizer)
         stream = self.stream if self._has_gradients else self._step_without_gradients()
         batches = [handed for used, handed in self._used if used is stream]
+        self._targets.catch_up(stream, has_loss=self._has_gradients)
         if stream is not None and stream.is_beside:
             # Which ones cannot be seen. They are the script's own, equally long.
             stream.loader.reasons.add(Reason.FETCHED_AHEAD)
@@ -190,6 +193,8 @@ class Follower:
             found, learns = [self.stream], self._learns
         for stream in found:
             stream.loader.num_losses += 1
+        if found:
+            self._targets.look(tensors, found[-1], is_followed=found[-1] is self._traced)
         # The following of a first batch may have ended with a validation before its loss.
         if not found or found[-1].loader.reasons or found[-1].is_beside or not (learns or found[-1].loader.is_traced):
             return
@@ -294,12 +299,8 @@ class Follower:
             return
         loader = stream.loader
         if self._tracer.num_forwards:
-            if not loader.is_traced:
-                loader.num_followed += 1
-                loader.is_traced = loader.num_followed >= _ENOUGH_TRACES
-            loader.reasons |= self._tracer.findings
-            loader.looked_at_losses(self._tracer.backwards.kinds)
-            loader.smallest_seen = max(loader.smallest_seen, self._tracer.least_samples)
+            self._targets.learn(loader, self._tracer.backwards.targets, num_optimizers=len(self._stepped))
+            loader.looked_at(self._tracer.findings, self._tracer.backwards.kinds, self._tracer.least_samples)
             for module in self._tracer.called():
                 self._look_at_layers(module, loader)
         elif not loader.is_traced and loader.num_traces >= _MOST_TRACES and not loader.reasons:

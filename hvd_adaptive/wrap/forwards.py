@@ -109,10 +109,12 @@ class Tracer(TorchFunctionMode):
 
     def end(self) -> None:
         """Stops following; what was found stays."""
-        if self._watching and self._own_reduction and not self._mean_seen:
-            self.findings.add(Reason.NONE_LOSS)
-        if self._watching and self._tape.holds_state():
-            self.findings.add(Reason.HELD)
+        if self._watching:
+            if self._own_reduction and not self._mean_seen:
+                self.findings.add(Reason.NONE_LOSS)
+            if self._tape.holds_state():
+                self.findings.add(Reason.HELD)
+            self.findings |= self.backwards.targets.end(self._tape.has_rows)
         self._watching = False
         self._pause()
         self._made.clear()
@@ -246,8 +248,7 @@ class Tracer(TorchFunctionMode):
         if losses.goes_by_rows_of_batch(func, args, kwargs):
             self.findings.add(Reason.FREQUENCY)
         if func in losses.LOSSES:
-            if self._weighs and losses.weighs_samples(func, args, kwargs, self._num_samples):
-                self.findings.add(Reason.WEIGHTED_LOSS)
+            self.backwards.targets.look(func, args, kwargs, self._num_samples)
             if losses.reduction(func, args, kwargs) == "sum":
                 self.findings.add(Reason.SUM_LOSS)
             elif isinstance(result, Tensor):
@@ -318,8 +319,7 @@ class Tracer(TorchFunctionMode):
             self.findings.add(Reason.FREQUENCY)
         if with_gradients and func in losses.LOSSES:
             self._own_reduction |= losses.reduction(func, args, kwargs) == "none"
-            if self._weighs and losses.weighs_samples(func, args, kwargs, self._num_samples):
-                self.findings.add(Reason.WEIGHTED_LOSS)
+            self.backwards.targets.look(func, args, kwargs, self._num_samples)
         if with_gradients and losses.plain_name(func) in ("sum", "mean"):
             self._mean_seen = True
         self._made.has_unknown |= with_gradients and self._pairs(func, args, results)

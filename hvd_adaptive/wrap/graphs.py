@@ -83,14 +83,14 @@ class Heads:
         # Reduced as a mean, and not by class weights.
         if getattr(node, "_saved_reduction", 0) != 1 or _is_weighted(node):
             return
-        if _is_packed(node, "total_weight") or _is_packed(node, "target"):
+        if is_packed(node, "total_weight") or is_packed(node, "target"):
             self.is_hidden |= not learn
             return
         target = node._saved_target
         if not learn and self._left_out <= {0}:
             self._as_many.append(node._saved_total_weight.detach() == target.numel())
         else:
-            number, as_many = left_out(target, _signed(node._saved_ignore_index), num_samples)
+            number, as_many = left_out(target, signed(node._saved_ignore_index), num_samples)
             if learn:
                 # Where they are not, the loss function was found to be so.
                 self._left_out.add(int(number))
@@ -108,15 +108,15 @@ def _options(node: Any) -> str:
 
 
 def _is_weighted(node: Any) -> bool:
-    return _is_packed(node, "weight") or getattr(node, "_saved_weight", None) is not None
+    return is_packed(node, "weight") or getattr(node, "_saved_weight", None) is not None
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
     """Autograd shows a signed number as if it had no sign."""
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def _is_packed(node: Any, name: str) -> bool:
+def is_packed(node: Any, name: str) -> bool:
     """Whether a node's tensor is in the hands of hooks, as within torch.utils.checkpoint: to read it would run a part of the
     model again."""
     return getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None

@@ -15,12 +15,14 @@ class Handed:
     """One list of indices: its samples, those of the global batch, and the factor on the gradients of a mean over them.
 
     Unequal: the ranks' parts of the global batch are, though this rank's own may have the script's size; alike on all ranks.
+    First: the place of its first sample in the global batch, which is the ranks' own lists one after the other.
     """
 
     num_samples: int
     global_samples: int
     weight: float
     is_unequal: bool = False
+    first: int = 0
 
 
 def as_list(given: Any) -> list[Any] | None:

@@ -27,6 +27,10 @@ from hvd_adaptive.wrap.losses import Kind
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.sampling import OneOrder, Union, checksum, find_union, take_share
 from hvd_adaptive.wrap.share_rules import Controller
+from hvd_adaptive.wrap.target_means import Targets
+
+# Batches of a loader that are followed all of their way from loader to backward.
+ENOUGH_TRACES = 2
 
 # Steps before a pass that begins with a batch that is followed once more, as the script may have changed: twice as many each
 # time, up to the most. Its shares are equal, and to follow it takes time: together some steps' worth.
@@ -55,6 +59,7 @@ class Loader:
         heads: the losses of its batches.
         loss_kinds: what those were that were followed.
         adds_up: all ranks know that they are sums over samples; changes in exchanges only.
+        targets: what is known of those that are means over targets.
         is_successor: it was made in place of another one like it, which was gone.
         is_traced: the way of a batch from loader to backward was seen.
         num_traces: batches that were followed for that.
@@ -90,6 +95,7 @@ class Loader:
         self.heads = Heads()
         self.loss_kinds: set[Kind | None] = set()
         self.adds_up = False
+        self.targets = Targets()
         self.is_successor = False
         self.is_traced = False
         self.num_traces = self.num_followed = 0
@@ -120,8 +126,19 @@ class Loader:
             self._followed_after = min(2 * self._followed_after, _MOST_FOLLOWED_AFTER)
         self.followed_from = max(self.followed_from, self.num_steps) + self._followed_after
 
-    def looked_at_losses(self, kinds: list[Kind | None]) -> None:
-        """Takes note of what the losses of a followed batch are, one for each."""
+    def looked_at(self, findings: set[Reason], kinds: list[Kind | None], least_samples: int) -> None:
+        """Takes note of what a followed batch has shown.
+
+        Args:
+            findings: why shares must be equal.
+            kinds: what its losses are, one for each.
+            least_samples: fewest samples of a batch that the script can take.
+        """
+        if not self.is_traced:
+            self.num_followed += 1
+            self.is_traced = self.num_followed >= ENOUGH_TRACES
+        self.reasons |= findings
+        self.smallest_seen = max(self.smallest_seen, least_samples)
         self.loss_kinds.update(kinds)
         if not kinds:
             self.reasons.add(Reason.UNKNOWN_LOSS)
@@ -181,6 +198,8 @@ class IndexStream:
         num_batches: batches of the whole pass; 0: not known.
         begins_followed: its first batch is to be followed, and has the script's own size for that; alike on all ranks.
         num_shared: batches with unequal shares that led to a backward.
+        num_target_sums: what the ranks still add up before their next step, of its batches' targets.
+        world_size: number of ranks.
     """
 
     def __init__(
@@ -200,7 +219,7 @@ class IndexStream:
         self.reader: threading.Thread | None = None
         self.num_unrelated = 0
         self.num_batches = 0
-        self.num_shared = 0
+        self.num_shared = self.num_target_sums = 0
         self.begins_followed = False
         if not loader.reasons & {Reason.ITERABLE, Reason.NO_BATCHING}:
             # Of any kind: torch itself does not ask here.
@@ -208,7 +227,7 @@ class IndexStream:
                 self.num_batches = len(index_sampler)
         self._index_sampler = index_sampler
         self._own = iter(index_sampler)
-        self._world_size = world_size
+        self.world_size = world_size
         self._rank = rank
         self._upper = upper
         # Shares are whole numbers of so many samples, where the script's batches are.
@@ -245,6 +264,11 @@ class IndexStream:
         """Whether the last delivered batch has not the script's own size."""
         return self.current.weight != 1.0
 
+    def ranks_of_samples(self) -> list[int]:
+        """Returns whose samples those of the last delivered batch are with equal shares."""
+        own_size = self.current.global_samples // self.world_size
+        return [(self.current.first + place) // own_size for place in range(self.current.num_samples)]
+
     def __iter__(self) -> Iterator[Any]:
         return self
 
@@ -254,7 +278,7 @@ class IndexStream:
             self.begins_followed, self._smallest = self.loader.begins_followed, self.loader.smallest
         # A reason that this rank has found since the shares were agreed on counts from the next exchange on, as for the others.
         if self.num_handed == 0 and (not self.loader.reasons or self.loader.fractions is not None):
-            found = find_union(self._index_sampler, world_size=self._world_size, rank=self._rank)
+            found = find_union(self._index_sampler, world_size=self.world_size, rank=self._rank)
             if isinstance(found, Reason):
                 self.loader.reasons.add(found)
             else:
@@ -270,7 +294,7 @@ class IndexStream:
         if indices is None and not self.loader.reasons:
             self.loader.reasons.add(Reason.NO_LISTS)
         size = len(indices or ())
-        handed, share = Handed(size, size * self._world_size, 1.0), own
+        handed, share = Handed(size, size * self.world_size, 1.0), own
         is_own = self.begins_followed and self.num_handed == 0
         if self._fractions is not None and indices is not None and self._union is not None and not is_own:
             indices, handed = self._share(indices, handed)
@@ -363,11 +387,12 @@ class IndexStream:
             self._fractions,
             total // unit,
             lower=-(-smallest // unit),
-            upper=None if self._upper is None else [max(self._upper, len(own)) // unit] * self._world_size,
+            upper=None if self._upper is None else [max(self._upper, len(own)) // unit] * self.world_size,
         )
         sizes = [unit * share for share in shares]
         # The last batch of a pass may be smaller, and its parts coarser.
         if self._fractions != self.loader.split[0] or total >= sum(self.loader.split[1]):
             self.loader.split = self._fractions, sizes
-        handed = Handed(sizes[self._rank], total, self._world_size * sizes[self._rank] / total, len(set(sizes)) > 1)
+        own_size, first = sizes[self._rank], sum(sizes[: self._rank])
+        handed = Handed(own_size, total, self.world_size * own_size / total, len(set(sizes)) > 1, first)
         return take_share(lists, sizes, self._rank), handed

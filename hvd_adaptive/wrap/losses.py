@@ -284,14 +284,30 @@ def reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return str(given.get("reduction", "mean"))
 
 
+def targets_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Returns the targets of one of torch's loss functions that is a mean over those that it counts, each by its class's weight;
+    None of another one."""
+    if func not in (F.cross_entropy, F.nll_loss) or reduction(func, args, kwargs) != "mean":
+        return None
+    target = LOSSES[func].bind(*args, **kwargs).arguments["target"]
+    # A mean over samples, if they are chances of the classes.
+    return None if target.is_floating_point() else target
+
+
 def weighs_samples(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_samples: int) -> bool:
     """Whether one of torch's loss functions gives samples weights that depend on the others, by classes or targets left out."""
-    given = LOSSES[func].bind(*args, **kwargs).arguments
-    if func not in (F.cross_entropy, F.nll_loss) or reduction(func, args, kwargs) in ("none", "sum"):
+    target, given = targets_of(func, args, kwargs), LOSSES[func].bind(*args, **kwargs).arguments
+    if target is None:
         return False
-    target, ignored = given["target"], given.get("ignore_index", -100)
-    unequal = given.get("weight") is not None or ignored >= 0
-    return unequal or (not target.is_floating_point() and not bool(left_out(target, ignored, num_samples)[1]))
+    ignored = given.get("ignore_index", -100)
+    return given.get("weight") is not None or ignored >= 0 or not bool(left_out(target, ignored, num_samples)[1])
+
+
+def mean_over_samples(func: Any, num_samples: int, *args: Any, **kwargs: Any) -> Tensor:
+    """Returns one of torch's loss functions as a mean over samples, whatever the targets of each count."""
+    given = LOSSES[func].bind(*args, **kwargs)
+    given.arguments.update(reduction="sum", size_average=None, reduce=None)
+    return func(*given.args, **given.kwargs) / num_samples
 
 
 def left_out(target: Tensor, ignored: int, num_samples: int) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,12 @@ _TRIED = (1.0, 1.5)
 _PADDED = "samples have other shapes from batch to batch, as where each batch is padded to its longest sample"
 
 
+_LATE_TARGETS = (
+    "a loss began to leave out targets (ignore_index) after steps with unequal shares, and until the next measurement its "
+    "samples were not weighted by their targets"
+)
+
+
 class DryRunOver(SystemExit):
     """Ends a dry run on all ranks at the same step."""
 
@@ -136,7 +142,7 @@ class Shares:
         else:
             loader = stream.loader
             if loader.heads.take_ignored() and self.config.strategy == "sync":
-                loader.reasons.add(Reason.WEIGHTED_LOSS)
+                loader.targets.are_weighted = True
             if Reason.KEPT not in loader.reasons and loader.looks.are_kept():
                 loader.reasons.add(Reason.KEPT)
             loader.reasons |= loader.looks.reasons()
@@ -153,6 +159,9 @@ class Shares:
             window.smallest = max(loader.smallest, loader.smallest_seen, self.config.micro_batch_size or 1)
             window.checksum = stream.last_checksum() or 0
             window.adds_up = int(loader.loss_kinds == {Kind.SUM})
+            window.are_weighted = int(loader.targets.are_weighted)
+            # A compiled model may have its loss inside.
+            window.targets = loader.targets.code if self.config.micro_batch_size is None else 0
             proposal = self.controller(loader).proposal
             is_due = loader.num_steps >= loader.followed_from
         window.reasons, window.rates = mask(reasons), rates
@@ -207,6 +216,10 @@ class Shares:
         loader.reasons |= reasons - {Reason.NO_FORWARD}
         if not reasons:
             loader.adds_up = bool(gathered["adds_up"].all())
+            was_weighted = loader.targets.agreed is not None
+            loader.targets.agree(int(gathered["targets"][0]), are_weighted=bool(gathered["are_weighted"].any()))
+            if loader.num_shared and loader.targets.agreed is not None and not was_weighted:
+                self._report.condition(_LATE_TARGETS)
         # Equal shares are the script's own batches, with nothing to pool; zeros stand for them, too.
         usable = not reasons and not loader.reasons and not self.reasons and bool(np.ptp(agreed) > 1e-9)
         if self.config.dry_run:

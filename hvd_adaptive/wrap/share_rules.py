@@ -51,6 +51,8 @@ class Window(Statistics):
     wall_s: float = 0.0
     rates: int = 0
     adds_up: int = 0
+    targets: int = 0
+    are_weighted: int = 0
 
 
 def pack(window: Window, proposal: Array, *, world_size: int, rank: int) -> Array:
@@ -83,6 +85,9 @@ def judge(gathered: Gathered) -> set[Reason]:
         reasons.add(Reason.RATES)
     if Reason.NO_FORWARD not in reasons and len(set(gathered["adds_up"])) > 1:
         reasons.add(Reason.SUM_LOSS)
+    codes = set(gathered["targets"])
+    if Reason.NO_FORWARD not in reasons and gathered["are_weighted"].any() and (len(codes) > 1 or 0 in codes):
+        reasons.add(Reason.WEIGHTED_LOSS)
     expected = gathered["global_samples"]
     if not reasons and (gathered["num_samples"].sum() != expected[0] or (expected != expected[0]).any()):
         raise RuntimeError(

@@ -15,16 +15,28 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hvd_adaptive.wrap.calls import (
+    Call,
+    Number,
+    Slot,
+    leading_to,
+    leaves_in,
+    map_leaves,
+    slots_of,
+    tensors_of,
+    writes,
+)
 from hvd_adaptive.wrap.evaluation import Change, evaluate, fits, wide
 from hvd_adaptive.wrap.held_values import HeldValues
-from hvd_adaptive.wrap.losses import plain_name, rows_dim
+from hvd_adaptive.wrap.losses import LOSSES, mean_over_samples, plain_name, rows_dim, weighs_samples
 from hvd_adaptive.wrap.sizes import is_size
 
 # What these gave is taken for rows of the batch, as they would give others the next time.
@@ -42,35 +54,10 @@ _MOST_CALLS, _MOST_S = 50_000, 5.0
 # Numbers of weights and the like that are copied for that, and of what is made of the samples.
 _MOST_CONSTANT, _MOST_MADE = 100_000_000, 30_000_000
 _GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
-_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")}
 
 
 class Unclear(Exception):
     """It cannot be computed again."""
-
-
-class _Slot(NamedTuple):
-    """Stands for a tensor that is made of the batch."""
-
-    number: int
-
-
-class _Call(NamedTuple):
-    """A function's call.
-
-    Attributes:
-        func: the function.
-        args: its arguments, with slots.
-        kwargs: and by their names.
-        slots: of the tensors that it gave, or wrote to.
-        is_after: it came after a forward, and not within one.
-    """
-
-    func: Callable[..., Any]
-    args: Any
-    kwargs: Any
-    slots: list[int]
-    is_after: bool
 
 
 class Tape:
@@ -91,7 +78,7 @@ class Tape:
         self._num_samples = num_samples
         self._slots: Any = WeakTensorKeyDictionary()
         self._numbers = itertools.count()
-        self._calls: list[_Call] = []
+        self._calls: list[Call] = []
         # By slot: tensors whose rows are the batch's, and what was there when the loss began: what forwards have given, and data.
         self._rows: dict[int, Tensor] = {}
         self._given: dict[int, Tensor] = {}
@@ -124,28 +111,31 @@ class Tape:
             return
         # A call that raises below is missing.
         self._is_whole = False
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_of((args, kwargs)):
             if tensor not in self._slots and id(tensor) in as_long:
                 self._add_rows(tensor)
-        is_made = any(tensor in self._slots for tensor in _tensors((args, kwargs)))
-        results = list(_tensors(result)) if func is not Tensor.__setitem__ else [args[0]]
+        is_made = any(tensor in self._slots for tensor in tensors_of((args, kwargs)))
+        results = list(tensors_of(result)) if func is not Tensor.__setitem__ else [args[0]]
         if (name == "grad" or func == _GRADIENT) and self._take_gradients(func, args, kwargs, results):
             self._is_whole = True
             return
-        self._held.computed(name, args, kwargs, results, writes=_writes(func, kwargs))
+        self._held.computed(name, args, kwargs, results, writes=writes(func, kwargs))
         if not is_made:
-            self._held.made(results, of=_tensors((args, kwargs)))
-        elif args and isinstance(args[0], Tensor) and args[0] not in self._slots and _writes(func, kwargs):
+            self._held.made(results, of=tensors_of((args, kwargs)))
+        elif args and isinstance(args[0], Tensor) and args[0] not in self._slots and writes(func, kwargs):
             self._held.written(args[0])
         if name in RANDOM:
             for tensor in results if is_made or self._num_samples in getattr(result, "shape", ()) else ():
                 # What was there before, as of torch.empty(), is another one.
                 self._slots.pop(tensor, None)
                 self._add_rows(tensor)
-        elif results and (is_made or any(self._is_size(value, length_asked) for value in _leaves((args, kwargs)))):
-            packed, names = _map(lambda value: self._pack(value, length_asked), (args, kwargs))
+        elif results and (is_made or any(self._is_size(value, length_asked) for value in leaves_in((args, kwargs)))):
+            packed, names = map_leaves(lambda value: self._pack(value, length_asked), (args, kwargs))
+            if self._weighs and func in LOSSES and weighs_samples(func, args, kwargs, self._num_samples):
+                # What it is once its gradients are weighted by targets: see target_means.py.
+                func, packed = mean_over_samples, (func, Number(int), *packed)
             slots = [self._slot(tensor) for tensor in results]
-            self._calls.append(_Call(func, packed, names, slots, self._is_after and not is_inside))
+            self._calls.append(Call(func, packed, names, slots, self._is_after and not is_inside))
             if not self._is_after and not is_inside:
                 self._given |= dict(zip(slots, results, strict=True))
         # It would need the graph, or writes to what the script has.
@@ -156,7 +146,7 @@ class Tape:
         if func == _GRADIENT:
             inputs, is_mean = [args[0]], not self._ends_in_sum
         else:
-            outputs, inputs = (list(_tensors(part)) for part in (args + tuple(kwargs.values()))[:2])
+            outputs, inputs = (list(tensors_of(part)) for part in (args + tuple(kwargs.values()))[:2])
             is_mean = any(output.numel() == 1 and not self._is_sum(output) for output in outputs)
         of_samples = [rows_dim(tensor, self._num_samples) == 0 and tensor in self._slots for tensor in inputs]
         if not results or len(results) != len(inputs) or not all(of_samples):
@@ -183,13 +173,24 @@ class Tape:
 
     def holds_state(self) -> bool:
         """Whether a loss was made of a tensor that was there before the batch, and the batch's values were written to that."""
-        wanted, used = set(self._losses), list[Tensor]()
-        for call in reversed(self._calls):
-            if not wanted.isdisjoint(call.slots):
-                leaves = list(_leaves((call.args, call.kwargs)))
-                wanted.update(leaf.number for leaf in leaves if isinstance(leaf, _Slot))
-                used.extend(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        return self._held.are_in(used)
+        calls = leading_to(self._calls, self._losses)
+        return self._held.are_in([tensor for call in calls for tensor in tensors_of((call.args, call.kwargs))])
+
+    @torch.no_grad()
+    def has_rows(self, tensor: Tensor) -> bool:
+        """Whether a tensor that was made of the batch holds the samples one after the other, equally many numbers of each."""
+        slot, count = self._slots.get(tensor), min(self._num_samples, _MOST_SAMPLES)
+        if slot is None or count < 2 or tensor.numel() % self._num_samples:
+            return False
+        compute = functools.partial(self._compute, leading_to(self._calls, {slot}), slot, end=time.monotonic() + _MOST_S)
+        rows = tensor.detach().cpu().reshape(self._num_samples, -1)
+        try:
+            # Whatever the functions raise.
+            return all(torch.equal(compute(*part).flatten(), rows[slice(*part)].flatten()) for part in ((0, 1), (1, count)))
+        except Exception:
+            return False
+        finally:
+            self._constants.clear()
 
     def gives(self, tensors: Iterable[Tensor]) -> None:
         """Takes note of what a forward gives."""
@@ -270,38 +271,50 @@ class Tape:
             Unclear: if that cannot be, or not in time. And whatever the functions raise.
         """
         calls = [call for call in self._calls if from_batch or call.is_after]
-        last = {slot: number for number, call in enumerate(calls) for slot in _slots(call)}
-        leaves = self._rows if from_batch else self._rows | self._given
         if not from_batch and any(len(tensor) > self._num_samples for tensor in self._given.values() if tensor.dim()):
             # Several rows of a sample may stand together, or all first ones before the second ones.
             raise Unclear
+        given = {} if from_batch else self._given
+        return float(self._compute(calls, wanted, start, stop, given, end=end, change=change))
+
+    def _compute(
+        self, calls: Sequence[Call], wanted: int, start: int, stop: int, given: Mapping[int, Tensor] = MappingProxyType({}),
+        *, end: float, change: Change = Change.NONE,
+    ) -> Tensor:  # fmt: skip
+        """Returns a tensor as some calls make it of the samples from one to before another, and of what else is given.
+
+        Raises:
+            Unclear: if that cannot be, or not in time. And whatever the functions raise.
+        """
+        last = {slot: number for number, call in enumerate(calls) for slot in slots_of(call)} | {wanted: -1}
+        leaves = {**self._rows, **given}
         values = {slot: self._part(tensor, start, stop, change) for slot, tensor in leaves.items() if slot in last}
         values |= {slot: values[slot] * (self._num_samples / (stop - start)) for slot in self._scaled & values.keys()}
 
         def unpack(value: Any) -> Any:
-            if isinstance(value, _Slot):
+            if isinstance(value, Slot):
                 if value.number not in values:
                     raise Unclear
                 return values[value.number]
-            if isinstance(value, _Number):
+            if isinstance(value, Number):
                 return value.of(stop - start)
             return self._constant(value)
 
         for number, call in enumerate(calls):
-            args, kwargs = _map(unpack, (call.args, call.kwargs))
-            if _writes(call.func, kwargs) and isinstance(call.args[0], Tensor):
+            args, kwargs = map_leaves(unpack, (call.args, call.kwargs))
+            if writes(call.func, kwargs) and isinstance(call.args[0], Tensor):
                 args = (args[0].clone(), *args[1:])
             result = evaluate(call.func, args, kwargs)
-            results = list(_tensors(result)) if call.func is not Tensor.__setitem__ else [args[0]]
+            results = list(tensors_of(result)) if call.func is not Tensor.__setitem__ else [args[0]]
             values |= {slot: wide(tensor) for slot, tensor in zip(call.slots, results, strict=True)}
             if time.monotonic() > end or sum(tensor.numel() for tensor in values.values()) > _MOST_MADE:
                 raise Unclear
-            for slot in _slots(call):
+            for slot in slots_of(call):
                 if last[slot] == number and slot != wanted:
                     values.pop(slot, None)
-        if wanted not in values or values[wanted].numel() != 1:
+        if wanted not in values:
             raise Unclear
-        return float(values[wanted])
+        return values[wanted]
 
     def _constant(self, value: Any) -> Any:
         """Returns an argument that is not made of the batch, as it is computed with."""
@@ -345,55 +358,7 @@ class Tape:
 
     def _pack(self, value: Any, length_asked: bool) -> Any:
         if isinstance(value, Tensor):
-            return _Slot(self._slots[value]) if value in self._slots else value
+            return Slot(self._slots[value]) if value in self._slots else value
         if not self._is_size(value, length_asked):
             return value
-        return _Number(value.of if is_size(value) else int)
-
-
-class _Number(NamedTuple):
-    """Stands for a number that is made of the batch's size.
-
-    Attributes:
-        of: what it is for a batch of another size.
-    """
-
-    of: Callable[[int], int]
-
-
-def _writes(func: Any, kwargs: Any) -> bool:
-    """Whether a function writes to its first argument."""
-    name = str(getattr(func, "__name__", ""))
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
-    return in_place or name == "__setitem__" or kwargs.get("inplace") is True
-
-
-def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """Returns arguments with each leaf replaced."""
-    if isinstance(value, (_Slot, _Number)):
-        return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(function, item) for item in value))
-    if isinstance(value, (list, tuple)):
-        items = [_map(function, item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, dict):
-        return {key: _map(function, item) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(*(_map(function, item) for item in (value.start, value.stop, value.step)))
-    return function(value)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    found: list[Any] = []
-    _map(found.append, value)
-    return iter(found)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in _leaves(value) if isinstance(leaf, Tensor))
-
-
-def _slots(call: _Call) -> Iterator[int]:
-    yield from call.slots
-    yield from (leaf.number for leaf in _leaves((call.args, call.kwargs)) if isinstance(leaf, _Slot))
+        return Number(value.of if is_size(value) else int)

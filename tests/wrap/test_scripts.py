@@ -27,9 +27,12 @@ SHARED = [
     "odd.py own_mean",
     "odd.py sum",
     "odd.py eval_inside",
+    "odd.py class_weights",
+    *(f"targets.py {mode}" for mode in ("classes", "inside", "pixels", "smooth", "beside", "passes", "two_losses")),
 ]
-# With three ranks, once each: a sampler, batches of the script's own with sparse gradients, accumulation, and two optimizers.
-SHARED_BY_THREE = ["mnist.py", "own_batches.py --sparse --num-workers 1", "accumulate.py", "gan.py"]
+# With three ranks, once each: a sampler, batches of the script's own with sparse gradients, accumulation, two optimizers, and
+# means over targets.
+SHARED_BY_THREE = ["mnist.py", "own_batches.py --sparse --num-workers 1", "accumulate.py", "gan.py", "targets.py pixels"]
 
 
 @pytest.mark.mpi(2, 3, timeout=600)
@@ -54,7 +57,8 @@ PLAIN = {
     "odd.py unsplit": Reason.NO_SAMPLER,
     "odd.py ahead": Reason.FETCHED_AHEAD,
     "odd.py pairs": Reason.INTERLEAVED,
-    "odd.py class_weights": Reason.WEIGHTED_LOSS,
+    "targets.py by_places": Reason.WEIGHTED_LOSS,
+    "targets.py smooth_beside_sharp": Reason.WEIGHTED_LOSS,
     "odd.py mixup": Reason.MIXED,
     "odd.py hidden": Reason.OTHER_INPUT,
     "odd.py fixed": Reason.OTHER_INPUT,

@@ -75,14 +75,18 @@ def test_another_loss_later_on_ends_unequal_shares_and_is_announced(num_ranks: i
 
     start_world()
     engine = intercept(RunConfig(shares="1,3", interval=5))
-    for mode, reason in (("late_ohem", Reason.OTHER_LOSS), ("late_ignored", Reason.WEIGHTED_LOSS)):
-        run(f"shapes.py {mode} --epochs 3")
-        loader = engine.report.loaders[-1]
-        assert reason in loader.reasons and loader.fractions is None, (mode, loader.reasons)
-        # Until the exchange after it, the 20th step's at the latest, and the batch that was on its way.
-        assert 10 <= loader.num_shared <= 16, (mode, loader.num_shared)
-        lines = engine.report.lines()
-        assert any(f"{loader.num_shared} with others" in line for line in lines), lines
+    run("shapes.py late_ohem --epochs 3")
+    loader = engine.report.loaders[-1]
+    assert Reason.OTHER_LOSS in loader.reasons and loader.fractions is None, loader.reasons
+    # Until the exchange after it, the 20th step's at the latest, and the batch that was on its way.
+    assert 10 <= loader.num_shared <= 16, loader.num_shared
+    lines = engine.report.lines()
+    assert any(f"{loader.num_shared} with others" in line for line in lines), lines
+    # Left out later: they are weighted from the exchange after it on.
+    run("shapes.py late_ignored --epochs 3")
+    loader = engine.report.loaders[-1]
+    assert not loader.reasons and loader.fractions and loader.targets.agreed, loader.reasons
+    assert any("began to leave out targets" in line for line in engine.report.lines())
 
 
 @pytest.mark.mpi(2, timeout=300)
@@ -120,11 +124,12 @@ def test_a_rank_that_steps_without_a_backward_at_an_unequal_batch(num_ranks: int
 
     start_world()
     engine = intercept(RunConfig(shares="1,3", interval=5))
-    for step in (15, 16):
-        run(f"shapes.py no_backward --at {step}")
-        loader = engine.report.loaders[-1]
-        assert loader.reasons == {Reason.FETCHED_AHEAD} and loader.fractions is None, (step, loader.reasons)
-        assert loader.num_steps == 50 and loader.num_shared <= 17, (step, loader.num_shared)
+    for script in ("shapes.py no_backward --at", "targets.py classes --leave-out"):
+        for step in (15, 16):
+            run(f"{script} {step}")
+            loader = engine.report.loaders[-1]
+            assert loader.reasons == {Reason.FETCHED_AHEAD} and loader.fractions is None, (script, step, loader.reasons)
+            assert loader.num_steps >= 30 and loader.num_shared <= 17, (script, step, loader.num_shared)
 
 
 @pytest.mark.mpi(2, timeout=300)

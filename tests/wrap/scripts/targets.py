@@ -1,0 +1,95 @@
+"""Losses that are means over targets, by class weights or without some targets; by name."""
+
+import argparse
+
+import horovod.torch as hvd
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+parser = argparse.ArgumentParser()
+parser.add_argument("mode")
+parser.add_argument("--leave-out", type=int, default=-1, help="the last rank's step without a backward")
+args = parser.parse_args()
+mode, WORDS, LENGTH = args.mode, 10, 6
+
+hvd.init()
+torch.manual_seed(3)
+torch.set_num_threads(1)
+generator = torch.Generator().manual_seed(5)
+words = torch.randint(WORDS, (236, LENGTH), generator=generator)
+lengths = torch.randint(2, LENGTH + 1, (236,), generator=generator)
+labels = torch.where(torch.arange(LENGTH) < lengths[:, None], (3 * words + 1) % WORDS, -100)
+data = TensorDataset(words, labels)
+sampler = DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())
+loader = DataLoader(data, batch_size=8, sampler=sampler)
+weight = torch.linspace(0.2, 2.0, WORDS, dtype=torch.float64)
+
+
+class Tagger(nn.Module):
+    """Scores each word; with labels it returns the loss of each word's successor, as language models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mix, self.scores = nn.Embedding(WORDS, 16), nn.Linear(16, 16), nn.Linear(16, WORDS)
+
+    def forward(self, x, labels=None):
+        out = self.scores(self.mix(self.embed(x)).tanh())
+        if labels is None:
+            return out
+        following = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+        return F.cross_entropy(out.view(-1, WORDS), following.view(-1), ignore_index=-100)
+
+
+model = Tagger().double()
+passes = 2 if mode in ("passes", "two_losses") else 1
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5),
+    named_parameters=model.named_parameters(),
+    backward_passes_per_step=passes,
+)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
+
+def losses_of(x, y):
+    if mode == "inside":
+        return [model(x, y)]
+    out = model(x)
+    if mode == "classes":
+        return [F.cross_entropy(out[:, 0], (3 * x[:, 0] + 1) % WORDS, weight=weight)]
+    if mode == "pixels":
+        # As pictures: places along the last dimensions, one number for those without a class, and a loss beside the main one.
+        picture, y = out.transpose(1, 2).unsqueeze(3), y.clamp(min=-1).unsqueeze(2)
+        beside = F.nll_loss((0.5 * picture).log_softmax(1), y, weight, ignore_index=-1)
+        return [F.cross_entropy(picture, y, ignore_index=-1) + 0.4 * beside]
+    if mode == "smooth":
+        return [F.cross_entropy(out.flatten(0, 1), y.flatten(), label_smoothing=0.1)]
+    if mode == "beside":
+        loss = F.cross_entropy(out.flatten(0, 1), y.flatten())
+        return [loss + 0.1 * out.pow(2).mean() + 1e-3 * model.mix.weight.pow(2).sum()]
+    if mode == "two_losses":
+        return [F.cross_entropy(model(x).transpose(1, 2), y), 0.5 * F.cross_entropy(out[:, 0], y[:, 0], weight)]
+    if mode == "by_places":
+        # All first places come before the second ones.
+        return [F.cross_entropy(out.transpose(0, 1).reshape(-1, WORDS), y.t().reshape(-1))]
+    if mode == "smooth_beside_sharp":
+        smooth = F.cross_entropy(out[:, 0], y[:, 0], label_smoothing=0.1)
+        return [smooth + F.cross_entropy(out[:, 1], y[:, 1], weight)]
+    return [F.cross_entropy(out.flatten(0, 1), y.flatten())]
+
+
+num_steps = num_batches = 0
+for epoch in range(4 if mode == "passes" else 2):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        losses = losses_of(x, y)
+        num_batches += 1
+        if num_steps != args.leave_out or hvd.rank() != hvd.size() - 1:
+            for loss in losses:
+                loss.backward()
+        if mode != "passes" or num_batches % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            num_steps += 1
