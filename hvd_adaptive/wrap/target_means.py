@@ -134,10 +134,8 @@ class TargetWeights:
                 continue
             # Without targets a sample has no gradient either.
             factors = torch.where(divisors > 0, divisor / (divisors * stream.weight), 0.0)[ranks].to(counts.device)
-            if agreed.are_smoothed:
-                rows_of.register_prehook(functools.partial(_weigh_rows, factors))
-            else:
-                rows_of.register_hook(functools.partial(_weigh_rows, factors))
+            weigh = functools.partial(_weigh_rows, factors if divisor else None)
+            (rows_of.register_prehook if agreed.are_smoothed else rows_of.register_hook)(weigh)
 
     def catch_up(self, stream: IndexStream | None, *, has_loss: bool) -> None:
         """Takes part in what the other ranks add up before a step, where this rank's script left out a loss. COLLECTIVE.
@@ -240,10 +238,19 @@ def _before(node: Any) -> Any:
     return None
 
 
-def _weigh_rows(factors: Tensor, gradients: tuple[Tensor | None, ...], _: Any = None) -> tuple[Tensor | None, ...] | None:
-    """Multiplies the rows of the first gradient that a hook is given; factors, shape (num_samples,): of some rows each."""
+def _weigh_rows(
+    factors: Tensor | None, gradients: tuple[Tensor | None, ...], _: Any = None
+) -> tuple[Tensor | None, ...] | None:
+    """Multiplies the rows of the first gradient that a hook is given.
+
+    Args:
+        factors: shape (num_samples,), each of some rows; None: the loss was divided by 0, and may not be finite.
+        gradients: those of the node.
+    """
     gradient = gradients[0]
     if gradient is None:
         return None
+    if factors is None:
+        return torch.zeros_like(gradient), *gradients[1:]
     rows = factors.to(gradient.dtype).repeat_interleave(gradient.shape[0] // len(factors))
     return gradient * rows.view(-1, *[1] * (gradient.dim() - 1)), *gradients[1:]

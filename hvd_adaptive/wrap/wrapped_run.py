@@ -84,8 +84,7 @@ class Engine:
         size = config.micro_batch_size
         self.micro_batches = None if size is None else MicroBatches(size, self.follower, self.report)
         self._tail: Stretch | None = None
-        self._tail_counts = False
-        self._untimed = True
+        self._tail_counts, self._untimed = False, True
         self._training = TrainingThread()
         self._local = LocalSteps(config, make_world=self._make_world, note=self.report.note)
         self.copied = self._local.copies.add
@@ -168,7 +167,9 @@ class Engine:
     def losses(self, tensors: Sequence[Tensor]) -> None:
         """The script is about to call backward on tensors."""
         if self.world_size > 1:
+            before_s = self._watch.waiting_s
             self.follower.losses(tensors)
+            self._meter.waited(self._watch.waiting_s - before_s)
             self.own_use.backward(tensors, num_samples=self.follower.num_samples, closely=self.follower.is_tracing)
 
     def registered(self, optimizer: Any, parameters: list[Tensor]) -> None:
