@@ -68,20 +68,18 @@ class Tracer(TorchFunctionMode):
         self.possible_places: weakref.WeakKeyDictionary[nn.Module, set[Place]] = weakref.WeakKeyDictionary()
         self._trained = WeakTensorKeyDictionary()
         self.gradients = OwnGradients(self._trained)
-        self._entered = False
-        self._watching = False
+        self._entered = self._watching = False
         self._num_samples = 0
         self._tape = Tape(lambda tensor: self._made.kind(tensor) is Kind.SUM, weighs=weighs)
         self._made = MadeOfBatch(self._tape.is_made)
         self.backwards = Backwards(self._tape, self._made, weighs=weighs)
-        # The nodes of sums that were divided by a batch's size.
+        # The nodes of sums that were divided by a batch's size, or by what its targets add up to.
         self._means: set[Any] = set()
-        self._size_asked = self._length_asked = False
+        self._size_asked = self._length_asked = self._own_reduction = self._mean_seen = False
         # How often the root is within itself.
         self.root: nn.Module | None = None
         self._depth = 0
         self._parameters: list[Tensor] = []
-        self._own_reduction = self._mean_seen = False
         self._hooks: list[Any] = []
 
     def train(self, parameters: list[Tensor]) -> None:
@@ -109,14 +107,14 @@ class Tracer(TorchFunctionMode):
 
     def end(self) -> None:
         """Stops following; what was found stays."""
-        if self._watching:
+        was_watching, self._watching = self._watching, False
+        self._pause()
+        if was_watching:
             if self._own_reduction and not self._mean_seen:
                 self.findings.add(Reason.NONE_LOSS)
             if self._tape.holds_state():
                 self.findings.add(Reason.HELD)
             self.findings |= self.backwards.targets.end(self._tape.has_rows)
-        self._watching = False
-        self._pause()
         self._made.clear()
         self._means.clear()
         self._tape.begin((), 0)
@@ -146,7 +144,11 @@ class Tracer(TorchFunctionMode):
         if self._watching and torch._C._current_graph_task_id() == -1:
             within, as_long, asked = self.root is not None, self._made.as_long, self._length_asked
             with suppress(Exception), torch._C.DisableTorchFunction():
-                self._tape.record(func, args, kwargs or {}, result, is_inside=within, as_long=as_long, length_asked=asked)
+                if by_targets := self.backwards.targets.divides(func, args, result, self._num_samples, self._tape.is_made):
+                    self._means.add(result.grad_fn)
+                self._tape.record(
+                    func, args, kwargs or {}, result, is_inside=within, as_long=as_long, length_asked=asked, by_targets=by_targets
+                )
             if not within:
                 self._guarded(lambda: self.backwards.scales.look(func, args, kwargs or {}, result))
         if not self._is_followed():
@@ -320,8 +322,7 @@ class Tracer(TorchFunctionMode):
         if with_gradients and func in losses.LOSSES:
             self._own_reduction |= losses.reduction(func, args, kwargs) == "none"
             self.backwards.targets.look(func, args, kwargs, self._num_samples)
-        if with_gradients and losses.plain_name(func) in ("sum", "mean"):
-            self._mean_seen = True
+        self._mean_seen |= with_gradients and losses.plain_name(func) in ("sum", "mean")
         self._made.has_unknown |= with_gradients and self._pairs(func, args, results)
         of_loss = [(tensor, of) for tensor, of in made if tensor.requires_grad]
         if with_gradients and of_loss:
@@ -335,6 +336,8 @@ class Tracer(TorchFunctionMode):
             kind = scaled
             if from_inside:
                 kind = Kind.OTHER
+            elif results[0].grad_fn in self._means and {of for _, of in of_loss} == {Kind.SUM}:
+                kind = Kind.MEAN
         # An assignment to places of a tensor has no result.
         written = [args[0]] if is_setitem else []
         data = batch_statistics.kinds_of_data(func, args, kwargs, made, results or written, self._num_samples)
@@ -380,10 +383,7 @@ class Tracer(TorchFunctionMode):
 
     def _go_on(self) -> None:
         if not self._hooks:
-            self._hooks = [
-                register_module_forward_pre_hook(self._before),
-                ForwardHook(self._after, always_call=True),
-            ]
+            self._hooks = [register_module_forward_pre_hook(self._before), ForwardHook(self._after, always_call=True)]
         sizes.watch(lambda: self.findings.add(Reason.SIZE_DECIDES))
         if not self._entered:
             self.__enter__()

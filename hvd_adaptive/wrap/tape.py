@@ -96,8 +96,9 @@ class Tape:
             self._add_rows(tensor)
 
     def record(
-        self, func: Any, args: Any, kwargs: Any, result: Any, *, is_inside: bool, as_long: Collection[int], length_asked: bool
-    ) -> None:
+        self, func: Any, args: Any, kwargs: Any, result: Any, *, is_inside: bool, as_long: Collection[int], length_asked: bool,
+        by_targets: bool = False,
+    ) -> None:  # fmt: skip
         """Takes note of a call.
 
         Args:
@@ -105,6 +106,7 @@ class Tape:
             is_inside: it is within a forward.
             as_long: ids of tensors that have a row for each sample, too.
             length_asked: the script has asked for the batch's length in a way that gives a plain number.
+            by_targets: it divides a sum by what the samples' targets add up to.
         """
         name = plain_name(func)
         if not self._is_whole or name in _WITHOUT:
@@ -131,9 +133,11 @@ class Tape:
                 self._add_rows(tensor)
         elif results and (is_made or any(self._is_size(value, length_asked) for value in leaves_in((args, kwargs)))):
             packed, names = map_leaves(lambda value: self._pack(value, length_asked), (args, kwargs))
+            # Means over targets as they are once their gradients are weighted: see target_means.py.
             if self._weighs and func in LOSSES and weighs_samples(func, args, kwargs, self._num_samples):
-                # What it is once its gradients are weighted by targets: see target_means.py.
                 func, packed = mean_over_samples, (func, Number(int), *packed)
+            elif by_targets:
+                func, packed, names = torch.div, (packed[0], Number(int)), {}
             slots = [self._slot(tensor) for tensor in results]
             self._calls.append(Call(func, packed, names, slots, self._is_after and not is_inside))
             if not self._is_after and not is_inside:
@@ -179,14 +183,18 @@ class Tape:
     @torch.no_grad()
     def has_rows(self, tensor: Tensor) -> bool:
         """Whether a tensor that was made of the batch holds the samples one after the other, equally many numbers of each."""
-        slot, count = self._slots.get(tensor), min(self._num_samples, _MOST_SAMPLES)
-        if slot is None or count < 2 or tensor.numel() % self._num_samples:
+        # Losses keep their targets in another shape.
+        alike = (known for known in self._slots if known.data_ptr() == tensor.data_ptr() and known.numel() == tensor.numel())
+        known, count = tensor if tensor in self._slots else next(alike, None), min(self._num_samples, _MOST_SAMPLES)
+        if known is None or count < 2 or tensor.numel() % self._num_samples:
             return False
+        slot = self._slots[known]
         compute = functools.partial(self._compute, leading_to(self._calls, {slot}), slot, end=time.monotonic() + _MOST_S)
-        rows = tensor.detach().cpu().reshape(self._num_samples, -1)
+        rows = wide(tensor.detach()).double().reshape(self._num_samples, -1)
+        parts = ((0, 1), (1, count))
         try:
-            # Whatever the functions raise.
-            return all(torch.equal(compute(*part).flatten(), rows[slice(*part)].flatten()) for part in ((0, 1), (1, count)))
+            # Whatever the functions raise. Numbers may have been rounded to 16 bits.
+            return all(torch.allclose(compute(*part).double().flatten(), rows[slice(*part)].flatten(), 1e-2) for part in parts)
         except Exception:
             return False
         finally:

@@ -1,4 +1,4 @@
-"""Losses that are means over targets: cross-entropies with class weights, or that leave out targets (ignore_index).
+"""Losses that are means over targets: with class weights, or without some targets (ignore_index, a mask).
 
 Each rank's loss is divided by what the targets of its own batch count. With unequal shares that batch has samples of several
 ranks' batches. So before backward the ranks add up what the targets of each of those batches count, and a sample's gradient is
@@ -8,23 +8,19 @@ multiplied by the divisor that its loss has, over that of the batch whose sample
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hvd_adaptive.wrap import losses
-from hvd_adaptive.wrap.graphs import is_packed, signed
 from hvd_adaptive.wrap.reasons import Reason
+from hvd_adaptive.wrap.target_nodes import means_in, quotient, rows_before
 
 if TYPE_CHECKING:
     from hvd_adaptive.wrap.loaders import IndexStream, Loader
 
-# Nodes of a loss's graph that are searched for means over targets.
-_MOST_NODES = 64
-# Nodes from a mean over targets to the logarithms of chances, which it may have in another shape.
-_MOST_BETWEEN = 4
 # Means of one loss, and one more.
 _MOST_MEANS = 64
 
@@ -110,7 +106,7 @@ class TargetWeights:
         """
         agreed, num_samples = stream.loader.targets.agreed, stream.current.num_samples
         is_weighted = agreed is not None and stream.current.is_unequal
-        means = _means_in(loss) if is_followed or is_weighted else []
+        means = means_in(loss, num_samples) if is_followed or is_weighted else []
         if means and is_followed:
             self._found.append(len(means))
         if not means or not is_weighted or agreed is None:
@@ -119,21 +115,20 @@ class TargetWeights:
             # The other ranks need not have such a loss here.
             stream.loader.reasons.add(Reason.OTHER_LOSS)
             return
-        found = [_counts(node, num_samples) for node in means]
         ranks = torch.tensor(stream.ranks_of_samples())
         sums = torch.zeros(agreed.num_means, stream.world_size, dtype=torch.float64)
-        for of_mean, counts in zip(sums, found, strict=False):
+        for of_mean, (_, _, counts) in zip(sums, means, strict=False):
             if counts is not None:
                 of_mean.index_add_(0, ranks, counts.cpu())
         own = sums.sum(1).tolist()
         self._add_up(sums, stream)
-        for node, counts, divisor, divisors in zip(means, found, own, sums, strict=False):
-            rows_of = _before(node) if agreed.are_smoothed else node
-            if counts is None or rows_of is None:
+        for mean, divisor, divisors in zip(means, own, sums, strict=False):
+            rows_of = rows_before(mean) if agreed.are_smoothed else mean.node
+            if mean.counts is None or rows_of is None:
                 stream.loader.reasons.add(Reason.WEIGHTED_LOSS)
                 continue
             # Without targets a sample has no gradient either.
-            factors = torch.where(divisors > 0, divisor / (divisors * stream.weight), 0.0)[ranks].to(counts.device)
+            factors = torch.where(divisors > 0, divisor / (divisors * stream.weight), 0.0)[ranks].to(mean.counts.device)
             weigh = functools.partial(_weigh_rows, factors if divisor else None)
             (rows_of.register_prehook if agreed.are_smoothed else rows_of.register_hook)(weigh)
 
@@ -190,6 +185,27 @@ class WatchedTargets:
         self.are_weighted |= losses.weighs_samples(func, args, kwargs, num_samples)
         self.num_smoothed += bool(losses.LOSSES[func].bind(*args, **kwargs).arguments.get("label_smoothing"))
 
+    def divides(
+        self, func: Any, args: tuple[Any, ...], result: Any, num_samples: int, is_made: Callable[[Tensor], bool]
+    ) -> bool:
+        """Looks at a function that was called; returns whether it divides a sum by what its samples' targets add up to.
+
+        Args:
+            func: the function, with its arguments and its result.
+            num_samples: of the batch.
+            is_made: whether a tensor is made of the batch.
+        """
+        is_quotient = self._weighs and losses.plain_name(func) in ("div", "true_divide") and len(args) > 1
+        mean = quotient(result, num_samples) if is_quotient else None
+        if mean is None or mean.counts is None:
+            return False
+        self.num_means += 1
+        self._targets.append(mean.targets)
+        is_weighted = bool((mean.counts != mean.counts[0]).any())
+        self.are_weighted |= is_weighted
+        # Another number may be a constant that happens to be the same.
+        return is_weighted or (isinstance(args[1], Tensor) and is_made(args[1]))
+
     def end(self, has_rows: Callable[[Tensor], bool]) -> set[Reason]:
         """Ends the batch; returns why shares must be equal.
 
@@ -199,43 +215,6 @@ class WatchedTargets:
         self.are_placed = self.num_smoothed in (0, self.num_means) and all(map(has_rows, self._targets))
         self._targets.clear()
         return {Reason.WEIGHTED_LOSS} if self.are_weighted and not self.are_placed else set()
-
-
-def _means_in(loss: Iterable[Tensor]) -> list[Any]:
-    """Returns the graph's nodes of means over targets that a loss is made of, the same order on all ranks."""
-    nodes: list[Any] = [tensor.grad_fn for tensor in loss]
-    known, means = set[Any](), []
-    for _ in range(_MOST_NODES):
-        if not nodes:
-            break
-        node = nodes.pop(0)
-        if node is None or node in known:
-            continue
-        known.add(node)
-        if not node.name().startswith("NllLoss"):
-            nodes.extend(following for following, _ in node.next_functions)
-        elif node._saved_reduction == 1 and not any(is_packed(node, name) for name in ("target", "weight", "total_weight")):
-            means.append(node)
-    return means
-
-
-def _counts(node: Any, num_samples: int) -> Tensor | None:
-    """Returns what the targets of each sample count, shape (num_samples,), float64; None if these are not equally many."""
-    target, weight = node._saved_target, node._saved_weight
-    if target.numel() % num_samples:
-        return None
-    counted = target != signed(node._saved_ignore_index)
-    counts = counted.double() if weight is None else weight.double()[torch.where(counted, target, 0)] * counted
-    return counts.reshape(num_samples, -1).sum(1)
-
-
-def _before(node: Any) -> Any:
-    """Returns the node whose result's rows a cross-entropy with smoothed labels is made of; None if it is not found."""
-    for _ in range(_MOST_BETWEEN):
-        node = node.next_functions[0][0] if node is not None and node.next_functions else None
-        if node is not None and node.name().startswith("LogSoftmax"):
-            return node
-    return None
 
 
 def _weigh_rows(

@@ -104,7 +104,7 @@ MEANS_INSIDE = {
     "summed along rows": lambda m, x, y: m.layer(x).pow(2).sum(1).mean(),
 }
 SUMS_INSIDE = {
-    "masked": lambda m, x, y: (each(m, x, y) * (y > 0)).sum() / (y > 0).sum(),
+    "masked, by another count": lambda m, x, y: (each(m, x, y) * (y > 0)).sum() / (y > 1).sum(),
     "by a constant": lambda m, x, y: each(m, x, y).sum() / 6.0,
     "not divided": lambda m, x, y: m.layer(x).pow(2).sum(),
 }

@@ -29,6 +29,7 @@ SHARED = [
     "odd.py eval_inside",
     "odd.py class_weights",
     *(f"targets.py {mode}" for mode in ("classes", "inside", "pixels", "smooth", "few", "beside", "passes", "two_losses")),
+    *(f"targets.py {mode}" for mode in ("mask", "mask_inside", "by_count")),
 ]
 # With three ranks, once each: a sampler, batches of the script's own with sparse gradients, accumulation, two optimizers, and
 # means over targets.

@@ -42,6 +42,9 @@ class Tagger(nn.Module):
         out = self.scores(self.mix(self.embed(x)).tanh())
         if labels is None:
             return out
+        if mode == "mask_inside":
+            mask = (labels != -100).double()
+            return ((out.softmax(2) - F.one_hot(x, WORDS)).pow(2).mean(2) * mask).sum() / mask.sum()
         following = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
         return F.cross_entropy(out.view(-1, WORDS), following.view(-1), ignore_index=-100)
 
@@ -57,7 +60,7 @@ hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
 
 def losses_of(x, y):
-    if mode == "inside":
+    if mode in ("inside", "mask_inside"):
         return [model(x, y)]
     out = model(x)
     if mode == "classes":
@@ -74,6 +77,14 @@ def losses_of(x, y):
         return [loss + 0.1 * out.pow(2).mean() + 1e-3 * model.mix.weight.pow(2).sum()]
     if mode == "two_losses":
         return [F.cross_entropy(model(x).transpose(1, 2), y), 0.5 * F.cross_entropy(out[:, 0], y[:, 0], weight)]
+    if mode == "mask":
+        # As Megatron's loss.
+        mask, each = (y != -100).double().view(-1), F.cross_entropy(out.flatten(0, 1), y.clamp(min=0).flatten(), reduction="none")
+        return [torch.sum(each.view(-1) * mask) / mask.sum().clamp(min=1)]
+    if mode == "by_count":
+        each = F.cross_entropy(out.transpose(1, 2), y, weight, reduction="none")
+        sums = F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="sum") / (y != -100).sum().item()
+        return [each.sum() / weight[y[y != -100]].sum() + 0.5 * sums]
     if mode == "by_places":
         # All first places come before the second ones.
         return [F.cross_entropy(out.transpose(0, 1).reshape(-1, WORDS), y.t().reshape(-1))]
