@@ -265,7 +265,10 @@ class RoundControl:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what :meth:`load_state_dict` takes; the same on every rank."""
+        # Of rounds so far: before the first one there are none.
+        speeds = {"speed_shares": self._speed_shares.copy()} if self._num_samples else {}
         return {
+            **speeds,
             "ceilings": self.ceilings.copy(),
             "batch_size": self._config.batch_size,
             "speed_model": self._speed_model.state_dict(),
@@ -284,6 +287,8 @@ class RoundControl:
             self.ceilings = np.array(state["ceilings"], dtype=np.float64)
             self._speed_model.load_state_dict(state["speed_model"])
             self._damping.load_state_dict(state["damping"])
+            # Older states have none.
+            self._speed_shares = np.array(state.get("speed_shares", self._speed_shares), dtype=np.float64)
 
     def resumed_batch_sizes(self, sizes: Array, state: dict[str, Any]) -> Array:
         """Returns the batch sizes that saved ones are here, where another ``reference_ranks`` may have changed all of them.

@@ -23,7 +23,8 @@ class BaseWatch:
     would move them on to where the old model was going.
 
     Ranks learn at the next merge whether all made the same change. If not, the change counts as progress of the ranks that made
-    it. A write that PyTorch does not count, as by ``p.data.copy_``, is not seen and counts as such progress, too.
+    it, or the job ends where merges go beside steps. A write that PyTorch does not count, as by ``p.data.copy_``, is not seen and
+    counts as such progress, too.
 
     Args:
         flat_model: the model.

@@ -88,7 +88,7 @@ class OverlappedMerge:
         self._forget = forget
         self._alpha = 0.0 if config.merges_beside_steps else config.fragment_alpha
         self._beside_steps = config.merges_beside_steps
-        # Where each rank has a part of its own, or there is one alone, runs have the same bits again.
+        # Where each rank has a part of its own, or there is one alone, runs have the same bits again, but for Horovod's fusion.
         claims = config.dispatch == "dynamic" and transport.world_size > 1
         self._takes_in_early = self._beside_steps and claims
         self._phases = phases(num_fragments, config.merge_delay)
@@ -279,7 +279,8 @@ class OverlappedMerge:
             self._flat_model.load_(self._own)
             self._own = None
             return
-        for piece in self._pieces:
+        # Merges beside steps have left the global model there, and the loop may have written to it since.
+        for piece in self._pieces if not self._beside_steps else ():
             piece.group.scatter_(piece.start())
 
     def _follow(self, *, changed: bool = False) -> None:

@@ -189,6 +189,17 @@ def test_all_progress_is_merged_once_by_the_ranks_work(world_size: int, options:
     assert len({tuple(g.tolist()) for g in results[0]["globals"]}) == 4
 
 
+@pytest.mark.parametrize("options", [{"merges_per_round": 3}, {"merges_per_round": 3, "alternates": True}])
+def test_writes_between_rounds_that_torch_does_not_count_are_steps(options: dict[str, Any]) -> None:
+    def write(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data.add_(1.0)
+
+    plain, written = (LocalWorld(2).run(lambda t, f=f: drift(t, between=f, outer_step="none", **options)) for f in (len, write))
+    # Behind the first three of four rounds.
+    assert torch.allclose(written[0]["globals"][-1], plain[0]["globals"][-1] + 3.0, rtol=1e-10, atol=1e-10)
+
+
 def in_fragments(monkeypatch: pytest.MonkeyPatch, num_fragments: int) -> None:
     """Has small models merged beside steps in fragments."""
     monkeypatch.setattr(model_fragments, "_MOST_BESIDE_STEPS", num_fragments)
@@ -295,7 +306,7 @@ def test_beside_steps_each_fragment_counts_its_own_updates(monkeypatch: pytest.M
             # Of the fastest rank: two in each step.
             gamma = min(0.95, max(0.0, 1 - (stop - last) / stop / 0.2))
             v, last = gamma * v + delta, stop
-            w = w + torch.where(v * delta > 0, (1 - gamma) ** 0.5 * (delta + gamma * v), delta)
+            w = w + torch.where((v * delta > 0) & (v != delta), (1 - gamma) ** 0.5 * (delta + gamma * v), delta)
         expected.append(w)
     for result in results:
         assert torch.allclose(result["final"], torch.cat(expected), rtol=1e-10, atol=1e-10)
