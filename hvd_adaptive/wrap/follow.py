@@ -135,6 +135,7 @@ class Follower:
     def exhausted(self, stream: IndexStream) -> None:
         """A pass is over."""
         self.finish_trace()
+        self._targets.ends(stream)
         stream.is_over = True
         self._is_kept = stream.delivered_at > self._last_backward and not stream.is_evaluated
 
@@ -165,7 +166,7 @@ class Follower:
             self._stepped_last = weakref.ref(optimizer)
         stream = self.stream if self._has_gradients else self._step_without_gradients()
         batches = [handed for used, handed in self._used if used is stream]
-        self._targets.catch_up(stream, has_loss=self._has_gradients)
+        self._targets.ends(stream)
         if stream is not None and stream.is_beside:
             # Which ones cannot be seen. They are the script's own, equally long.
             stream.loader.reasons.add(Reason.FETCHED_AHEAD)
@@ -194,7 +195,7 @@ class Follower:
         for stream in found:
             stream.loader.num_losses += 1
         if found:
-            self._targets.look(tensors, found[-1], is_followed=found[-1] is self._traced)
+            self._targets.look(tensors, found[-1], is_followed=found[-1] is self._traced, is_after_step=bool(self._stepped))
         # The following of a first batch may have ended with a validation before its loss.
         if not found or found[-1].loader.reasons or found[-1].is_beside or not (learns or found[-1].loader.is_traced):
             return
@@ -269,13 +270,13 @@ class Follower:
         if stream is not None and stream.is_open:
             stream.loader.reasons.add(reason)
 
-    def exchanges(self, tensor: Tensor) -> bool:
-        """Whether a tensor that the script gives to a collective holds something of each sample of the batch that it is at."""
+    def exchanges(self, tensors: Sequence[Tensor]) -> bool:
+        """The script gives tensors to a collective: returns whether one of them holds something of each sample of the batch."""
+        self._targets.collective(self.stream, is_followed=self._traced is not None)
         with torch._C.DisableTorchFunction():
-            if self._tracer.is_made_of_batch(tensor):
-                return True
+            is_made = any(map(self._tracer.is_made_of_batch, tensors))
         found = [s for s in self._candidates() if s.weight_differs]
-        return bool(found and tensor.dim() and tensor.shape[0] == found[-1].current.num_samples)
+        return is_made or any(t.dim() and t.shape[0] == s.current.num_samples for s in found[-1:] for t in tensors)
 
     def end(self) -> None:
         """Watches nothing any more."""
@@ -299,7 +300,7 @@ class Follower:
             return
         loader = stream.loader
         if self._tracer.num_forwards:
-            self._targets.learn(loader, self._tracer.backwards.targets, num_optimizers=len(self._stepped))
+            self._targets.learn(loader, self._tracer.backwards.targets)
             loader.looked_at(self._tracer.findings, self._tracer.backwards.kinds, self._tracer.least_samples)
             for module in self._tracer.called():
                 self._look_at_layers(module, loader)

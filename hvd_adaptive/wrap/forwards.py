@@ -114,7 +114,7 @@ class Tracer(TorchFunctionMode):
                 self.findings.add(Reason.NONE_LOSS)
             if self._tape.holds_state():
                 self.findings.add(Reason.HELD)
-            self.findings |= self.backwards.targets.end(self._tape.has_rows)
+            self.findings |= self.backwards.targets.end(self._tape.is_in_loss, self._tape.has_rows)
         self._made.clear()
         self._means.clear()
         self._tape.begin((), 0)
@@ -250,7 +250,7 @@ class Tracer(TorchFunctionMode):
         if losses.goes_by_rows_of_batch(func, args, kwargs):
             self.findings.add(Reason.FREQUENCY)
         if func in losses.LOSSES:
-            self.backwards.targets.look(func, args, kwargs, self._num_samples)
+            self.backwards.targets.look(func, args, kwargs, result, self._num_samples)
             if losses.reduction(func, args, kwargs) == "sum":
                 self.findings.add(Reason.SUM_LOSS)
             elif isinstance(result, Tensor):
@@ -321,7 +321,7 @@ class Tracer(TorchFunctionMode):
             self.findings.add(Reason.FREQUENCY)
         if with_gradients and func in losses.LOSSES:
             self._own_reduction |= losses.reduction(func, args, kwargs) == "none"
-            self.backwards.targets.look(func, args, kwargs, self._num_samples)
+            self.backwards.targets.look(func, args, kwargs, result, self._num_samples)
         self._mean_seen |= with_gradients and losses.plain_name(func) in ("sum", "mean")
         self._made.has_unknown |= with_gradients and self._pairs(func, args, results)
         of_loss = [(tensor, of) for tensor, of in made if tensor.requires_grad]

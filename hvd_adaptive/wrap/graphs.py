@@ -128,15 +128,22 @@ def intercept_backward(looks: Callable[[Sequence[Tensor]], None]) -> None:
     Args:
         looks: is told of the tensors, before.
     """
-    own = torch.autograd.backward
+    own, is_inside = torch.autograd.backward, False
 
     @functools.wraps(own)
     def backward(tensors: Any, *args: Any, **options: Any) -> Any:
+        nonlocal is_inside
         # It may be an iterator, or an edge of the graph, which is a tuple.
         given = tuple(tensors) if isinstance(tensors, Iterator) else tensors
-        if not is_reading():
-            found = [given] if isinstance(given, Tensor) else given
-            looks([tensor for tensor in found if isinstance(tensor, Tensor)])
-        return own(given, *args, **options)
+        # A mode of torch's functions calls this again, with what it was given; a part of the graph may call it as well.
+        before, is_again = is_inside, is_inside and torch._C._current_graph_task_id() == -1
+        is_inside = True
+        try:
+            if not is_again and not is_reading():
+                found = [given] if isinstance(given, Tensor) else given
+                looks([tensor for tensor in found if isinstance(tensor, Tensor)])
+            return own(given, *args, **options)
+        finally:
+            is_inside = before
 
     torch.autograd.backward = backward

@@ -171,6 +171,11 @@ class Tape:
         """Whether a tensor is made of the batch."""
         return tensor in self._slots
 
+    def is_in_loss(self, tensor: Tensor) -> bool:
+        """Whether something that backward was called on is a tensor, or was made of it."""
+        made = {slot for call in leading_to(self._calls, self._losses) for slot in slots_of(call)}
+        return tensor in self._slots and self._slots[tensor] in made
+
     def holds_values(self, tensors: Iterable[Tensor]) -> bool:
         """Whether some of these tensors are made of the batch's values."""
         return any(map(self._held.holds, tensors))
@@ -188,9 +193,12 @@ class Tape:
         known, count = tensor if tensor in self._slots else next(alike, None), min(self._num_samples, _MOST_SAMPLES)
         if known is None or count < 2 or tensor.numel() % self._num_samples:
             return False
-        slot = self._slots[known]
-        compute = functools.partial(self._compute, leading_to(self._calls, {slot}), slot, end=time.monotonic() + _MOST_S)
-        rows = wide(tensor.detach()).double().reshape(self._num_samples, -1)
+        rows, shape = wide(tensor.detach()).double().reshape(self._num_samples, -1), known.shape
+        # If samples are alike, their places show by its shape alone.
+        if not bool((rows != rows[0]).any()) and (shape[0] != self._num_samples or self._num_samples in shape[1:]):
+            return False
+        calls, slot = leading_to(self._calls, {self._slots[known]}), self._slots[known]
+        compute = functools.partial(self._compute, calls, slot, end=time.monotonic() + _MOST_S)
         parts = ((0, 1), (1, count))
         try:
             # Whatever the functions raise. Numbers may have been rounded to 16 bits.

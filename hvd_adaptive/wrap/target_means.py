@@ -3,6 +3,8 @@
 Each rank's loss is divided by what the targets of its own batch count. With unequal shares that batch has samples of several
 ranks' batches. So before backward the ranks add up what the targets of each of those batches count, and a sample's gradient is
 multiplied by the divisor that its loss has, over that of the batch whose sample it is.
+
+A rank may leave out a loss that the others have. Then it takes part with zeros, as early as it can be known.
 """
 
 from __future__ import annotations
@@ -16,27 +18,27 @@ from torch import Tensor
 
 from hvd_adaptive.wrap import losses
 from hvd_adaptive.wrap.reasons import Reason
-from hvd_adaptive.wrap.target_nodes import means_in, quotient, rows_before
+from hvd_adaptive.wrap.target_nodes import Mean, means_in, quotient, rows_before
 
 if TYPE_CHECKING:
     from hvd_adaptive.wrap.loaders import IndexStream, Loader
 
-# Means of one loss, and one more.
-_MOST_MEANS = 64
+# Calls of backward on a batch, and means in each of them: the ranks tell each other one number, of 53 bits.
+_MOST_CALLS, _MOST_MEANS = 6, 63
+# Marks a node of a graph that backward was called on.
+_SEEN = "hvd_adaptive.seen"
 
 
 class Layout(NamedTuple):
     """What a batch's losses that are means over targets are like.
 
     Attributes:
-        num_losses: how many of them backward is called on.
-        num_means: means in one of them, at most.
+        means: how many each call of backward has, in order.
         are_smoothed: their labels are (label_smoothing). Then each has a second mean, of the same rows.
     """
 
-    num_losses: int
-    num_means: int
-    are_smoothed: int
+    means: tuple[int, ...]
+    are_smoothed: bool
 
 
 class Targets:
@@ -45,106 +47,152 @@ class Targets:
     Attributes:
         are_weighted: this rank has seen targets that count more than others.
         agreed: what they are like in each batch; None: their samples' gradients are not weighted. Changes in exchanges only.
+        collectives_at: how many calls of backward a batch has had when the script called collectives of its own.
     """
 
     def __init__(self) -> None:
         self.are_weighted = False
         self.agreed: Layout | None = None
+        self.collectives_at: set[int] = set()
         self._layouts: set[Layout | None] = set()
+        self._seen_collectives_at: set[int] = set()
 
-    def learn(self, layout: Layout | None, *, are_weighted: bool) -> None:
+    def learn(self, layout: Layout | None, *, are_weighted: bool, collectives_at: set[int]) -> None:
         """Takes note of a followed batch: what its losses are like, if they can be weighted, and whether they must be."""
         self._layouts.add(layout)
         self.are_weighted |= are_weighted
+        self._seen_collectives_at |= collectives_at
 
     @property
     def code(self) -> int:
         """A number for what all batches that were followed have been like; 0 if they differed, or cannot be weighted."""
         layout = next(iter(self._layouts)) if len(self._layouts) == 1 else None
-        if layout is None or layout.num_means >= _MOST_MEANS:
+        if layout is None or len(layout.means) > _MOST_CALLS or max(layout.means) > _MOST_MEANS:
             return 0
-        return (layout.num_losses * _MOST_MEANS + layout.num_means) * 2 + layout.are_smoothed
+        code = 1
+        for count in layout.means:
+            code = code * (_MOST_MEANS + 1) + count
+        for number in range(_MOST_CALLS + 1):
+            code = code * 2 + (number in self._seen_collectives_at)
+        return code * 2 + layout.are_smoothed
 
     def agree(self, code: int, *, are_weighted: bool) -> None:
         """Takes note of what is so on all ranks."""
-        self.agreed = Layout(*divmod(code // 2, _MOST_MEANS), code % 2) if code and are_weighted else None
+        self.agreed = None
+        if code and are_weighted:
+            code, are_smoothed = divmod(code, 2)
+            code, bits = divmod(code, 2 ** (_MOST_CALLS + 1))
+            means: list[int] = []
+            while code > 1:
+                code, count = divmod(code, _MOST_MEANS + 1)
+                means.append(count)
+            self.agreed = Layout(tuple(means[::-1]), bool(are_smoothed))
+            self.collectives_at = {number for number in range(_MOST_CALLS + 1) if bits >> (_MOST_CALLS - number) & 1}
 
 
 class TargetWeights:
     """Weights the gradients of samples by targets, on this rank; one batch after the other."""
 
     def __init__(self) -> None:
-        # Means of each loss of the batch that is followed.
+        # Calls of backward on the batch, and of each the means, if the batch is followed.
+        self._num_calls = 0
         self._found: list[int] = []
+        self._is_clear = True
+        self._collectives_at: set[int] = set()
 
     def delivered(self, stream: IndexStream) -> None:
         """A batch has come to the script."""
-        self._found.clear()
+        self._num_calls, self._found, self._is_clear, self._collectives_at = 0, [], True, set()
         agreed = stream.loader.targets.agreed
         if agreed is not None and stream.current.is_unequal:
-            stream.num_target_sums += agreed.num_losses
+            stream.num_target_sums += sum(map(bool, agreed.means))
 
-    def learn(self, loader: Loader, watched: WatchedTargets, *, num_optimizers: int) -> None:
+    def learn(self, loader: Loader, watched: WatchedTargets) -> None:
         """Takes note of what a batch has shown that was followed.
 
         Args:
             loader: whose batch it was.
             watched: its targets.
-            num_optimizers: those that have stepped on it. Of several, which loss comes before which step is not counted.
         """
-        is_clear = watched.are_placed and num_optimizers < 2 and sum(self._found) == watched.num_means > 0
-        layout = Layout(len(self._found), max(self._found), int(watched.num_smoothed > 0)) if is_clear else None
-        loader.targets.learn(layout, are_weighted=watched.are_weighted)
+        is_clear = self._is_clear and watched.are_placed and sum(self._found) == watched.num_means > 0
+        layout = Layout(tuple(self._found), watched.num_smoothed > 0) if is_clear else None
+        loader.targets.learn(layout, are_weighted=watched.are_weighted, collectives_at=self._collectives_at)
 
-    def look(self, loss: Sequence[Tensor], stream: IndexStream, *, is_followed: bool) -> None:
+    def look(self, loss: Sequence[Tensor], stream: IndexStream, *, is_followed: bool, is_after_step: bool) -> None:
         """Looks at a loss before its backward; weights the gradients of its samples if shares are unequal. COLLECTIVE.
 
         Args:
             loss: what backward is called on.
             stream: the pass that its batch is of.
             is_followed: that batch is followed.
+            is_after_step: an optimizer has stepped on a followed batch.
         """
-        agreed, num_samples = stream.loader.targets.agreed, stream.current.num_samples
+        agreed, number = stream.loader.targets.agreed, self._num_calls
         is_weighted = agreed is not None and stream.current.is_unequal
-        means = means_in(loss, num_samples) if is_followed or is_weighted else []
-        if means and is_followed:
-            self._found.append(len(means))
-        if not means or not is_weighted or agreed is None:
+        self._num_calls += 1
+        if not (is_followed or is_weighted):
             return
-        if len(means) > agreed.num_means or not stream.num_target_sums:
+        means = means_in(loss, stream.current.num_samples)
+        is_again = any(mean.node.metadata.get(_SEEN) for mean in means)
+        for mean in means:
+            mean.node.metadata[_SEEN] = True
+        if is_followed:
+            self._found.append(len(means))
+            # What a step left out would be made up for before it.
+            self._is_clear &= not is_again and not (means and is_after_step)
+        if not is_weighted or agreed is None:
+            return
+        expected = agreed.means[number] if number < len(agreed.means) else 0
+        # Of batches before, whose loss this rank has left out.
+        self._make_up(stream, stream.num_target_sums - sum(map(bool, agreed.means[number:])))
+        if (expected or means) and not (expected and stream.num_target_sums and self._weigh(means, stream, agreed, expected)):
             # The other ranks need not have such a loss here.
             stream.loader.reasons.add(Reason.OTHER_LOSS)
-            return
-        ranks = torch.tensor(stream.ranks_of_samples())
-        sums = torch.zeros(agreed.num_means, stream.world_size, dtype=torch.float64)
-        for of_mean, (_, _, counts) in zip(sums, means, strict=False):
-            if counts is not None:
-                of_mean.index_add_(0, ranks, counts.cpu())
-        own = sums.sum(1).tolist()
-        self._add_up(sums, stream)
-        for mean, divisor, divisors in zip(means, own, sums, strict=False):
-            rows_of = rows_before(mean) if agreed.are_smoothed else mean.node
-            if mean.counts is None or rows_of is None:
-                stream.loader.reasons.add(Reason.WEIGHTED_LOSS)
-                continue
-            # Without targets a sample has no gradient either.
-            factors = torch.where(divisors > 0, divisor / (divisors * stream.weight), 0.0)[ranks].to(mean.counts.device)
-            weigh = functools.partial(_weigh_rows, factors if divisor else None)
-            (rows_of.register_prehook if agreed.are_smoothed else rows_of.register_hook)(weigh)
 
-    def catch_up(self, stream: IndexStream | None, *, has_loss: bool) -> None:
-        """Takes part in what the other ranks add up before a step, where this rank's script left out a loss. COLLECTIVE.
+    def collective(self, stream: IndexStream | None, *, is_followed: bool) -> None:
+        """The script is about to call a collective of its own: where the others may be in its loss before that, as this rank has
+        left that out, takes part. COLLECTIVE.
 
         Args:
-            stream: the pass that feeds the step; None: none does.
-            has_loss: there was another loss than those that were learnt.
+            stream: the pass of the last loss; None: there is none.
+            is_followed: the present batch is followed.
         """
+        if is_followed:
+            self._collectives_at.add(self._num_calls)
         agreed = None if stream is None else stream.loader.targets.agreed
-        if stream is not None and stream.num_target_sums and agreed is not None:
-            if has_loss:
-                stream.loader.reasons.add(Reason.OTHER_LOSS)
-            while stream.num_target_sums:
-                self._add_up(torch.zeros(agreed.num_means, stream.world_size, dtype=torch.float64), stream)
+        # A pass without any loss is one rank's own, as where it evaluates.
+        if stream is not None and agreed is not None and stream.num_shared and stream.num_target_sums:
+            is_usual = self._num_calls in stream.loader.targets.collectives_at
+            still = sum(map(bool, agreed.means[self._num_calls :])) if is_usual else 0
+            self._make_up(stream, stream.num_target_sums - still)
+
+    def ends(self, stream: IndexStream | None) -> None:
+        """A step is about to end, or a pass: takes part in what this rank has left out. COLLECTIVE."""
+        if stream is not None and stream.num_shared:
+            self._make_up(stream, stream.num_target_sums)
+
+    def _make_up(self, stream: IndexStream, count: int) -> None:
+        agreed = stream.loader.targets.agreed
+        for _ in range(min(count, stream.num_target_sums) if agreed is not None else 0):
+            self._add_up(torch.zeros(max(agreed.means), stream.world_size, dtype=torch.float64), stream)  # type: ignore[union-attr]
+
+    def _weigh(self, means: list[Mean], stream: IndexStream, agreed: Layout, expected: int) -> bool:
+        """Adds up what targets count and weights the gradients; returns whether these means are like those that were learnt."""
+        nodes = [rows_before(mean) if agreed.are_smoothed else mean.node for mean in means]
+        counts = [mean.counts for mean in means if mean.counts is not None]
+        is_known = len(means) == expected == len(counts) and None not in nodes
+        ranks = torch.tensor(stream.ranks_of_samples())
+        sums = torch.zeros(max(agreed.means), stream.world_size, dtype=torch.float64)
+        for of_mean, of_samples in zip(sums, counts if is_known else (), strict=False):
+            of_mean.index_add_(0, ranks, of_samples.cpu())
+        own = sums.sum(1).tolist()
+        self._add_up(sums, stream)
+        for node, of_samples, divisor, divisors in zip(nodes, counts, own, sums, strict=False) if is_known else ():
+            # Without targets a sample has no gradient either.
+            factors = torch.where(divisors > 0, divisor / (divisors * stream.weight), 0.0)[ranks].to(of_samples.device)
+            weigh = functools.partial(_weigh_rows, factors if divisor else None)
+            (node.register_prehook if agreed.are_smoothed else node.register_hook)(weigh)
+        return is_known
 
     def _add_up(self, sums: Tensor, stream: IndexStream) -> None:
         import horovod.torch as hvd
@@ -160,7 +208,7 @@ class WatchedTargets:
         weighs: ranks' gradients are averaged. Else none of this matters.
 
     Attributes:
-        num_means: losses that are means over targets.
+        num_means: losses that are means over targets, and parts of what backward is called on.
         num_smoothed: those with smoothed labels.
         are_weighted: targets, or samples, of some of these count more than others.
         are_placed: it is known which targets are whose sample's.
@@ -173,17 +221,15 @@ class WatchedTargets:
     def begin(self) -> None:
         """Begins with a batch."""
         self.num_means, self.num_smoothed, self.are_weighted, self.are_placed = 0, 0, False, True
-        self._targets: list[Tensor] = []
+        # Each loss's result and targets, and whether it weighs them, and smooths labels.
+        self._losses: list[tuple[Tensor, Tensor, bool, bool]] = []
 
-    def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_samples: int) -> None:
+    def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, num_samples: int) -> None:
         """Looks at one of torch's loss functions that was called."""
         target = losses.targets_of(func, args, kwargs)
-        if target is None or not self._weighs:
-            return
-        self.num_means += 1
-        self._targets.append(target)
-        self.are_weighted |= losses.weighs_samples(func, args, kwargs, num_samples)
-        self.num_smoothed += bool(losses.LOSSES[func].bind(*args, **kwargs).arguments.get("label_smoothing"))
+        if target is not None and self._weighs:
+            is_smoothed = bool(losses.LOSSES[func].bind(*args, **kwargs).arguments.get("label_smoothing"))
+            self._losses.append((result, target, losses.weighs_samples(func, args, kwargs, num_samples), is_smoothed))
 
     def divides(
         self, func: Any, args: tuple[Any, ...], result: Any, num_samples: int, is_made: Callable[[Tensor], bool]
@@ -199,21 +245,23 @@ class WatchedTargets:
         mean = quotient(result, num_samples) if is_quotient else None
         if mean is None or mean.counts is None:
             return False
-        self.num_means += 1
-        self._targets.append(mean.targets)
-        is_weighted = bool((mean.counts != mean.counts[0]).any())
-        self.are_weighted |= is_weighted
-        # Another number may be a constant that happens to be the same.
-        return is_weighted or (isinstance(args[1], Tensor) and is_made(args[1]))
+        # Another number may be a constant that happens to be the same, if samples count alike.
+        is_weighted = bool((mean.counts != mean.counts[0]).any()) or (isinstance(args[1], Tensor) and is_made(args[1]))
+        self._losses.append((result, mean.targets, is_weighted, False))
+        return is_weighted
 
-    def end(self, has_rows: Callable[[Tensor], bool]) -> set[Reason]:
+    def end(self, is_in_loss: Callable[[Tensor], bool], has_rows: Callable[[Tensor], bool]) -> set[Reason]:
         """Ends the batch; returns why shares must be equal.
 
         Args:
+            is_in_loss: whether something that backward is called on was made of a tensor. Others are for a log.
             has_rows: whether a tensor has the samples' numbers one after the other.
         """
-        self.are_placed = self.num_smoothed in (0, self.num_means) and all(map(has_rows, self._targets))
-        self._targets.clear()
+        used = [(target, weighs, smooths) for result, target, weighs, smooths in self._losses if is_in_loss(result)]
+        self._losses.clear()
+        self.num_means, self.num_smoothed = len(used), sum(is_smoothed for _, _, is_smoothed in used)
+        self.are_weighted = any(is_weighted for _, is_weighted, _ in used)
+        self.are_placed = self.num_smoothed in (0, self.num_means) and all(has_rows(target) for target, _, _ in used)
         return {Reason.WEIGHTED_LOSS} if self.are_weighted and not self.are_placed else set()
 
 

@@ -15,7 +15,13 @@ from torch import Tensor
 from hvd_adaptive.wrap.graphs import is_packed, signed
 
 # Nodes of a loss's graph that are searched, and those between two that give the same numbers another shape or type.
-_MOST_NODES, _MOST_BETWEEN = 64, 4
+_MOST_NODES, _MOST_BETWEEN = 512, 4
+# A loss is linear in what these are given, if nothing else that they are given has gradients. Else a mean's own value would go
+# into gradients, and that has another divisor.
+_LINEAR = {
+    "Add", "Sub", "Rsub", "Neg", "Mul", "Div", "Sum", "Mean", "Stack", "Cat", "Unbind", "Select", "Split", "Slice", "View",
+    "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias", "Expand",
+}  # fmt: skip
 _RESHAPES = ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "ToCopy", "Alias", "Contiguous", "Clone")
 # How a cross-entropy is reduced.
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -55,7 +61,7 @@ def means_in(loss: Iterable[Tensor], num_samples: int) -> list[Mean]:
         known.add(node)
         if (found := _mean(node, num_samples)) is not None:
             means.append(found)
-        elif not _is_cross_entropy(node):
+        elif _is_linear(node):
             nodes.extend(following for following, _ in node.next_functions)
     return means
 
@@ -82,10 +88,18 @@ def rows_before(mean: Mean) -> Any:
     return None
 
 
+def _is_linear(node: Any) -> bool:
+    name = node.name().rstrip("0123456789").removesuffix("Backward")
+    factors = [number for number, (following, _) in enumerate(node.next_functions) if following is not None]
+    if name == "Mul":
+        return len(factors) == 1
+    return name in _LINEAR and (name != "Div" or factors == [0])
+
+
 def _mean(node: Any, num_samples: int) -> Mean | None:
     if _is_cross_entropy(node):
         return _of_cross_entropy(node, num_samples) if node._saved_reduction == _MEAN else None
-    if not node.name().startswith("DivBackward") or is_packed(node, "other"):
+    if not node.name().startswith("DivBackward") or is_packed(node, "other") or not _is_linear(node):
         return None
     divisor, sums = node._saved_other, node.next_functions[0][0]
     found = _of_sum(sums, num_samples)
@@ -126,7 +140,7 @@ def _of_cross_entropy(node: Any, num_samples: int) -> Mean | None:
         return None
     target, weight = node._saved_target, node._saved_weight
     counted = target != signed(node._saved_ignore_index)
-    counts = counted.double() if weight is None else weight.double()[torch.where(counted, target, 0)] * counted
+    counts = counted.double() if weight is None else weight.double()[torch.where(counted, target, 0).long()] * counted
     return Mean(node, target, _by_samples(counts, num_samples))
 
 

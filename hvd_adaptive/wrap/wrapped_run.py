@@ -156,7 +156,7 @@ class Engine:
         if not is_sum and (self.follower.is_at_unequal_batch or self.follower.is_after_unequal_pass):
             self.report.averaged(what, in_pass=self.follower.is_at_unequal_batch)
         self.own_use.exchanged(tensors)
-        if self.world_size > 1 and any(self.follower.exchanges(tensor) for tensor in tensors):
+        if self.world_size > 1 and self.follower.exchanges(tensors):
             self.follower.refuse(Reason.GATHERED)
 
     def refuse_batch(self, reason: Reason) -> None:
