@@ -50,7 +50,10 @@ class Reason(enum.Enum):
         "mean, scaled by a number that may count samples, or with --strategy local"
     )
     NONE_LOSS = "a loss with reduction='none' is reduced by the script, which may not be a mean over samples"
-    WEIGHTED_LOSS = "a loss weighs targets (class weights, ignore_index), and whose sample's each of them is cannot be followed"
+    WEIGHTED_LOSS = (
+        "a loss weighs targets (class weights, ignore_index, a mask), and it cannot be followed whose sample's each of them is, or "
+        "what the loss is multiplied by"
+    )
     SELECTED = "the loss uses only some of the batch's samples, or uses them in another order (a mask, hard examples, pairs)"
     MIXED = (
         "the loss is not clearly a mean over samples, each by itself: it may compare samples, or divide by what depends on them"

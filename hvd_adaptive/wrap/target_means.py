@@ -154,14 +154,13 @@ class TargetWeights:
         left that out, takes part. COLLECTIVE.
 
         Args:
-            stream: the pass of the last loss; None: there is none.
+            stream: the pass of the last loss; None: there is none. Another may be one rank's own, as where it evaluates.
             is_followed: the present batch is followed.
         """
         if is_followed:
             self._collectives_at.add(self._num_calls)
         agreed = None if stream is None else stream.loader.targets.agreed
-        # A pass without any loss is one rank's own, as where it evaluates.
-        if stream is not None and agreed is not None and stream.num_shared and stream.num_target_sums:
+        if stream is not None and agreed is not None and stream.num_target_sums:
             is_usual = self._num_calls in stream.loader.targets.collectives_at
             still = sum(map(bool, agreed.means[self._num_calls :])) if is_usual else 0
             self._make_up(stream, stream.num_target_sums - still)

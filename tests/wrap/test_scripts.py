@@ -29,7 +29,7 @@ SHARED = [
     "odd.py eval_inside",
     "odd.py class_weights",
     *(f"targets.py {mode}" for mode in ("classes", "inside", "pixels", "smooth", "few", "beside", "passes", "two_losses")),
-    *(f"targets.py {mode}" for mode in ("mask", "mask_inside", "by_count")),
+    *(f"targets.py {mode}" for mode in ("mask", "mask_inside", "by_count", "logged", "listed")),
 ]
 # With three ranks, once each: a sampler, batches of the script's own with sparse gradients, accumulation, two optimizers, and
 # means over targets.
@@ -59,6 +59,8 @@ PLAIN = {
     "odd.py ahead": Reason.FETCHED_AHEAD,
     "odd.py pairs": Reason.INTERLEAVED,
     "targets.py by_places": Reason.WEIGHTED_LOSS,
+    "targets.py learned": Reason.WEIGHTED_LOSS,
+    "targets.py constant": Reason.WEIGHTED_LOSS,
     "targets.py smooth_beside_sharp": Reason.WEIGHTED_LOSS,
     "odd.py mixup": Reason.MIXED,
     "odd.py hidden": Reason.OTHER_INPUT,
@@ -73,6 +75,14 @@ def test_what_cannot_be_shared_runs_as_it_is_and_says_why(num_ranks: int) -> Non
     for (command, reason), (trained, fractions) in zip(PLAIN.items(), results, strict=True):
         assert trained and all(reason in loader.reasons for loader in trained), (command, trained)
         assert not any(fractions)
+
+
+@pytest.mark.mpi(2, timeout=120)
+def test_a_rank_without_a_loss_holds_up_no_other(num_ranks: int) -> None:
+    """Its share has no targets, and its script then has another loss, or no backward, and calls a collective before the step."""
+    results, _ = run_both(["targets.py nothing_to_lose", "targets.py no_backward"], num_ranks)
+    for (trained, _), reason in zip(results, (Reason.OTHER_LOSS, Reason.FETCHED_AHEAD), strict=True):
+        assert trained[-1].reasons == {reason} and trained[-1].num_shared < 10, (trained[-1].reasons, trained[-1].num_shared)
 
 
 @pytest.mark.mpi(2, timeout=600)

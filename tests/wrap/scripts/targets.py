@@ -22,11 +22,12 @@ generator = torch.Generator().manual_seed(5)
 words = torch.randint(WORDS, (236, LENGTH), generator=generator)
 lengths = torch.randint(2, LENGTH + 1, (236,), generator=generator)
 labels = torch.where(torch.arange(LENGTH) < lengths[:, None], (3 * words + 1) % WORDS, -100)
-if mode == "few":
+is_few = mode in ("few", "nothing_to_lose", "no_backward")
+if is_few:
     # Only at places of a rank's own batch that its smaller share has not.
     labels[torch.arange(236) // hvd.size() % 8 < 5] = -100
 data = TensorDataset(words, labels)
-sampler = DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank(), shuffle=mode != "few")
+sampler = DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank(), shuffle=not is_few)
 loader = DataLoader(data, batch_size=8, sampler=sampler)
 weight = torch.linspace(0.2, 2.0, WORDS, dtype=torch.float64)
 
@@ -50,6 +51,8 @@ class Tagger(nn.Module):
 
 
 model = Tagger().double()
+if mode == "learned":
+    model.register_parameter("factor", nn.Parameter(torch.zeros(())))
 passes = 2 if mode in ("passes", "two_losses") else 1
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5),
@@ -70,12 +73,22 @@ def losses_of(x, y):
         picture, y = out.transpose(1, 2).unsqueeze(3), y.clamp(min=-1).unsqueeze(2)
         beside = F.nll_loss((0.5 * picture).log_softmax(1), y, weight, ignore_index=-1)
         return [F.cross_entropy(picture, y, ignore_index=-1) + 0.4 * beside]
+    if mode == "learned":
+        # As where tasks are weighted by what a model is uncertain of.
+        return [F.cross_entropy(out[:, 0], (3 * x[:, 0] + 1) % WORDS, weight) * model.factor.neg().exp() + model.factor]
+    if mode == "constant":
+        y = y if epoch else torch.zeros_like(y)
+        return [F.cross_entropy(out.transpose(0, 1).reshape(-1, WORDS), y.t().reshape(-1), weight)]
+    if mode == "logged":
+        F.cross_entropy(out[:, 0], y[:, 0], weight).item()
+    if mode == "nothing_to_lose" and not (y != -100).any():
+        return [out.sum() * 0]
     if mode in ("smooth", "few"):
         return [F.cross_entropy(out.flatten(0, 1), y.flatten(), label_smoothing=0.1)]
     if mode == "beside":
         loss = F.cross_entropy(out.flatten(0, 1), y.flatten())
         return [loss + 0.1 * out.pow(2).mean() + 1e-3 * model.mix.weight.pow(2).sum()]
-    if mode == "two_losses":
+    if mode in ("two_losses", "listed"):
         return [F.cross_entropy(model(x).transpose(1, 2), y), 0.5 * F.cross_entropy(out[:, 0], y[:, 0], weight)]
     if mode == "mask":
         # As Megatron's loss.
@@ -100,9 +113,14 @@ for epoch in range(4 if mode == "passes" else 2):
     for x, y in loader:
         losses = losses_of(x, y)
         num_batches += 1
-        if num_steps != args.leave_out or hvd.rank() != hvd.size() - 1:
-            for loss in losses:
-                loss.backward()
+        has_loss = num_steps != args.leave_out or hvd.rank() != hvd.size() - 1
+        has_loss &= mode != "no_backward" or bool((y != -100).any())
+        if mode == "listed":
+            torch.autograd.backward(losses)
+        for loss in losses if has_loss and mode != "listed" else ():
+            loss.backward()
+        if is_few:
+            hvd.allreduce(losses[0].detach().nan_to_num(), name="log")
         if mode != "passes" or num_batches % 2 == 0:
             optimizer.step()
             optimizer.zero_grad()
