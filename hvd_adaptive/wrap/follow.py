@@ -64,6 +64,8 @@ class Follower:
         self._used: list[tuple[IndexStream, Handed]] = []
         self._tracer, self._targets = Tracer(weighs=weighs), TargetWeights()
         self._traced: IndexStream | None = None
+        # The pass whose batch last had a forward with gradients, of those with unequal shares.
+        self._forwarded: IndexStream | None = None
         # The last batch is one of those whose losses are learnt, also of those that come after it was followed.
         self._learns = False
         # When the last batch was followed; this thread's seconds at its beginning, and those that it took.
@@ -224,8 +226,7 @@ class Follower:
     @property
     def num_samples(self) -> int:
         """Samples of the batch that the script is at; 0: of none."""
-        found = self._candidates()
-        return found[-1].current.num_samples if found else 0
+        return next((stream.current.num_samples for stream in reversed(self._candidates())), 0)
 
     @property
     def keeps_equal_shares(self) -> bool:
@@ -265,14 +266,13 @@ class Follower:
 
     def refuse(self, reason: Reason) -> None:
         """Takes note of why the shares of the batch that the script is at must be equal."""
-        found = self._candidates()
-        stream = found[-1] if found else self.stream
+        stream = [self.stream, *self._candidates()][-1]
         if stream is not None and stream.is_open:
             stream.loader.reasons.add(reason)
 
     def exchanges(self, tensors: Sequence[Tensor]) -> bool:
         """The script gives tensors to a collective: returns whether one of them holds something of each sample of the batch."""
-        self._targets.collective(self.stream, is_followed=self._traced is not None)
+        self._targets.collective(self._forwarded or self.stream, is_followed=self._traced is not None)
         with torch._C.DisableTorchFunction():
             is_made = any(map(self._tracer.is_made_of_batch, tensors))
         found = [s for s in self._candidates() if s.weight_differs]
@@ -379,7 +379,7 @@ class Follower:
         places, candidates = self._tracer.possible_places.get(module), self._candidates()
         if not places or not candidates:
             return
-        tensors = find_tensors()
+        tensors, self._forwarded = find_tensors(), candidates[-1]
         num_samples = candidates[-1].current.num_samples
         for number, dim, rows in places:
             shape = tensors[number].shape if number < len(tensors) else ()

@@ -154,7 +154,7 @@ class TargetWeights:
         left that out, takes part. COLLECTIVE.
 
         Args:
-            stream: the pass of the last loss; None: there is none. Another may be one rank's own, as where it evaluates.
+            stream: the pass of the last forward; None: there is none. Another may be one rank's own, as where it looks at data.
             is_followed: the present batch is followed.
         """
         if is_followed:

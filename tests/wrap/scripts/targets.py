@@ -22,7 +22,7 @@ generator = torch.Generator().manual_seed(5)
 words = torch.randint(WORDS, (236, LENGTH), generator=generator)
 lengths = torch.randint(2, LENGTH + 1, (236,), generator=generator)
 labels = torch.where(torch.arange(LENGTH) < lengths[:, None], (3 * words + 1) % WORDS, -100)
-is_few = mode in ("few", "nothing_to_lose", "no_backward")
+is_few = mode in ("few", "nothing_to_lose", "no_backward", "no_backward_later")
 if is_few:
     # Only at places of a rank's own batch that its smaller share has not.
     labels[torch.arange(236) // hvd.size() % 8 < 5] = -100
@@ -114,7 +114,8 @@ for epoch in range(4 if mode == "passes" else 2):
         losses = losses_of(x, y)
         num_batches += 1
         has_loss = num_steps != args.leave_out or hvd.rank() != hvd.size() - 1
-        has_loss &= mode != "no_backward" or bool((y != -100).any())
+        # "later": from the first batch of the second pass on.
+        has_loss &= (mode != "no_backward" and (mode != "no_backward_later" or not epoch)) or bool((y != -100).any())
         if mode == "listed":
             torch.autograd.backward(losses)
         for loss in losses if has_loss and mode != "listed" else ():
