@@ -8,9 +8,9 @@ from wrapped_scripts import run, run_both
 from hvd_adaptive.wrap.reasons import Reason, told
 
 SHARED = [
-    "own_hidden", "loss_inside", "rows_inside", "pos_weight", "label_smoothing", "global_length", "global_sum", "global_ignored",
-    "penalty", "validate_often", "synchronize", "two_optimizers", "dictionary", "turns", "accumulate", "adversarial",
-    "scale_early", "evaluate_on_it", "late_optimizers", "hook_looks", "hook_looks_late",
+    "own_hidden", "loss_inside", "rows_inside", "mask_inside", "pos_weight", "label_smoothing", "global_length", "global_sum",
+    "global_ignored", "penalty", "validate_often", "synchronize", "two_optimizers", "dictionary", "turns", "accumulate",
+    "adversarial", "scale_early", "evaluate_on_it", "late_optimizers", "hook_looks", "hook_looks_late",
 ]  # fmt: skip
 EQUAL = {
     "fixed_view": Reason.FIXED_SIZE,
@@ -18,7 +18,6 @@ EQUAL = {
     "assert_inside": Reason.SIZE_DECIDES,
     "gather_inside": Reason.GATHERED,
     "centred": Reason.MIXED,
-    "mask_inside": Reason.MIXED,
     "loss_beside": Reason.MIXED,
     "own_pos_weight": Reason.MIXED,
     "global_constant": Reason.SUM_LOSS,
