@@ -155,8 +155,8 @@ def run(task: Task, method: str, seed: int, transport: Transport, until: float) 
             raise
         diverged = True
         curve.append((session.train_s, task.epochs, 0.0))
-    session._lr.remove()
-    session._strategy.close()
+    # Not session.close(): the next run needs the ranks.
+    session._hooks.remove()
     return {
         "curve": curve, "train_s": session.train_s, "payload_bytes": payload_bytes, "num_steps": session.round,
         "diverged": diverged,
