@@ -30,7 +30,7 @@ from hvd_adaptive.wrap.share_rules import Controller
 from hvd_adaptive.wrap.target_means import Targets
 
 # Batches of a loader that are followed all of their way from loader to backward.
-ENOUGH_TRACES = 2
+_ENOUGH_TRACES = 2
 
 # Steps before a pass that begins with a batch that is followed once more, as the script may have changed: twice as many each
 # time, up to the most. Its shares are equal, and to follow it takes time: together some steps' worth.
@@ -136,7 +136,7 @@ class Loader:
         """
         if not self.is_traced:
             self.num_followed += 1
-            self.is_traced = self.num_followed >= ENOUGH_TRACES
+            self.is_traced = self.num_followed >= _ENOUGH_TRACES
         self.reasons |= findings
         self.smallest_seen = max(self.smallest_seen, least_samples)
         self.loss_kinds.update(kinds)
