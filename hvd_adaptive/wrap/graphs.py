@@ -7,7 +7,8 @@ labels that are ignored). Its graph then begins with other nodes than those that
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,20 +49,11 @@ class Heads:
             ends: nodes behind which a model is whose graph may change.
         """
         names: list[str] = []
-        nodes, known = [loss.grad_fn], set()
-        for _ in range(_DEPTH):
-            if not nodes:
-                break
-            node = nodes.pop(0)
-            if node is None or node in known:
-                continue
-            known.add(node)
+        for node in walk([loss.grad_fn], _DEPTH, lambda node: node not in ends):
             name = node.name()
             names.append(name + _options(node))
             if name.startswith("NllLoss"):
                 self._count_ignored(node, num_samples, learn=learn)
-            if node not in ends:
-                nodes.extend(following for following, _ in node.next_functions)
         head = tuple(names)
         if learn:
             self._seen.add(head)
@@ -99,6 +91,27 @@ class Heads:
         # Of a loader at whose steps no exchange comes, nobody else would ask.
         if len(self._as_many) == _MOST_TARGETS:
             self._compare()
+
+
+def walk(nodes: Iterable[Any], most: int, goes_on: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yields nodes of a graph, the nearest to the loss first.
+
+    Args:
+        nodes: where to begin.
+        most: how many are looked at.
+        goes_on: whether to go on behind a node, asked once that was dealt with.
+    """
+    ahead, known = deque(nodes), set[Any]()
+    for _ in range(most):
+        if not ahead:
+            return
+        node = ahead.popleft()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        yield node
+        if goes_on(node):
+            ahead.extend(following for following, _ in node.next_functions)
 
 
 def _options(node: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hvd_adaptive.wrap.graphs import is_packed, signed
+from hvd_adaptive.wrap.graphs import is_packed, signed, walk
 
 # Nodes of a loss's graph that are searched, and those between two that give the same numbers another shape or type.
 _MOST_NODES, _MOST_BETWEEN = 512, 4
@@ -50,20 +50,12 @@ def means_in(loss: Iterable[Tensor], num_samples: int) -> list[Mean]:
         loss: what backward is called on.
         num_samples: of the batch.
     """
-    nodes: list[Any] = [tensor.grad_fn for tensor in loss]
-    known, means = set[Any](), []
-    for _ in range(_MOST_NODES):
-        if not nodes:
-            break
-        node = nodes.pop(0)
-        if node is None or node in known:
-            continue
-        known.add(node)
+    means: dict[Any, Mean] = {}
+    nodes = [tensor.grad_fn for tensor in loss]
+    for node in walk(nodes, _MOST_NODES, lambda node: node not in means and _is_linear(node)):
         if (found := _mean(node, num_samples)) is not None:
-            means.append(found)
-        elif _is_linear(node):
-            nodes.extend(following for following, _ in node.next_functions)
-    return means
+            means[node] = found
+    return list(means.values())
 
 
 def quotient(result: Any, num_samples: int) -> Mean | None:
