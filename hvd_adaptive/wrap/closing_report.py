@@ -219,7 +219,7 @@ class Report:
         if loader.adds_up:
             lines.append("    its loss is a sum over samples: gradients are added up as they are, without weights")
         if loader.targets.agreed is not None:
-            lines.append("    its loss is a mean over targets (class weights, ignore_index): ranks add up what they count")
+            lines.append("    its loss is a mean over targets (class weights, ignore_index, masks): ranks add up what they count")
         lines += self._summary(windows, loader)
         if windows.num_changes and windows.fractions is None and loader.controller and loader.controller.why_equal:
             lines.append(f"    shares are equal again: {loader.controller.why_equal}")

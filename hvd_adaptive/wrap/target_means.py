@@ -172,8 +172,10 @@ class TargetWeights:
 
     def _make_up(self, stream: IndexStream, count: int) -> None:
         agreed = stream.loader.targets.agreed
-        for _ in range(min(count, stream.num_target_sums) if agreed is not None else 0):
-            self._add_up(torch.zeros(max(agreed.means), stream.world_size, dtype=torch.float64), stream)  # type: ignore[union-attr]
+        if agreed is None:
+            return
+        for _ in range(min(count, stream.num_target_sums)):
+            self._add_up(torch.zeros(max(agreed.means), stream.world_size, dtype=torch.float64), stream)
 
     def _weigh(self, means: list[Mean], stream: IndexStream, agreed: Layout, expected: int) -> bool:
         """Adds up what targets count and weights the gradients; returns whether these means are like those that were learnt."""

@@ -559,6 +559,12 @@ def test_who_takes_whole_batches(options: dict[str, Any], short_rounds: bool, up
         now.stats["num_updates"] = np.array(updates, dtype=np.float64)
         control.after_round(now, dataset_size=10**6)
     assert control.takes_whole_batches == whole
+    resumed = RoundControl(Config(batch_size=8, **options), world_size=2, speaks=False, short_rounds=short_rounds)
+    state = control.state_dict()
+    # Older states have none.
+    resumed.load_state_dict({name: value for name, value in state.items() if name != "speed_shares"})
+    resumed.load_state_dict(state)
+    assert resumed.takes_whole_batches == whole
 
 
 def test_a_rank_that_becomes_slow_does_not_stay_alike_by_being_given_as_much() -> None:

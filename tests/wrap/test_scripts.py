@@ -61,6 +61,8 @@ PLAIN = {
     "targets.py by_places": Reason.WEIGHTED_LOSS,
     "targets.py learned": Reason.WEIGHTED_LOSS,
     "targets.py constant": Reason.WEIGHTED_LOSS,
+    "targets.py twice": Reason.WEIGHTED_LOSS,
+    "targets.py after_step": Reason.WEIGHTED_LOSS,
     "targets.py smooth_beside_sharp": Reason.WEIGHTED_LOSS,
     "odd.py mixup": Reason.MIXED,
     "odd.py hidden": Reason.OTHER_INPUT,

@@ -53,7 +53,7 @@ class Tagger(nn.Module):
 model = Tagger().double()
 if mode == "learned":
     model.register_parameter("factor", nn.Parameter(torch.zeros(())))
-passes = 2 if mode in ("passes", "two_losses") else 1
+passes = 2 if mode in ("passes", "two_losses", "twice") else 1
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5),
     named_parameters=model.named_parameters(),
@@ -88,7 +88,11 @@ def losses_of(x, y):
     if mode == "beside":
         loss = F.cross_entropy(out.flatten(0, 1), y.flatten())
         return [loss + 0.1 * out.pow(2).mean() + 1e-3 * model.mix.weight.pow(2).sum()]
-    if mode in ("two_losses", "listed"):
+    if mode == "twice":
+        # Once more, and beside it a loss for nothing: as many as are met, if each is counted.
+        F.cross_entropy(out[:, 0], y[:, 0], weight)
+        return [F.cross_entropy(out.flatten(0, 1), y.flatten())] * 2
+    if mode in ("two_losses", "listed", "after_step"):
         return [F.cross_entropy(model(x).transpose(1, 2), y), 0.5 * F.cross_entropy(out[:, 0], y[:, 0], weight)]
     if mode == "mask":
         # As Megatron's loss.
@@ -118,8 +122,11 @@ for epoch in range(4 if mode == "passes" else 2):
         has_loss &= (mode != "no_backward" and (mode != "no_backward_later" or not epoch)) or bool((y != -100).any())
         if mode == "listed":
             torch.autograd.backward(losses)
-        for loss in losses if has_loss and mode != "listed" else ():
-            loss.backward()
+        for number, loss in enumerate(losses if has_loss and mode != "listed" else ()):
+            if mode == "after_step" and number:
+                optimizer.step()
+                loss = losses_of(x, y)[number]
+            loss.backward(retain_graph=mode == "twice")
         if is_few:
             hvd.allreduce(losses[0].detach().nan_to_num(), name="log")
         if mode != "passes" or num_batches % 2 == 0:
