@@ -60,7 +60,8 @@ def main() -> None:
     options = parser.parse_args()
     given = {"synchronous": options.synchronous, "local": options.local}
     tuned = {kind: tune(options, kind, arguments) for kind, arguments in TUNED.items() if given[kind] is None}
-    rows = methods(*(given[kind] or winner(tuned[kind]) for kind in TUNED), tuned)
+    plain, local = (given[kind] or winner(tuned[kind]) for kind in TUNED)
+    rows = methods(plain, local, tuned)
     wanted = options.methods.split(",") if options.methods else list(rows)
     groups = make_cgroups(1000 * options.period_ms) if options.quotas else None
     speeds = "quotas" if options.quotas else "equal" if options.equal else "emulated"

@@ -246,9 +246,9 @@ def core_ms(count: int) -> dict[str, float]:
     rule_of_round = lambda: ClaimRule.of_round(  # noqa: E731
         count - 1, batch_sizes=sizes, speed_shares=np.full(count, 1 / count), work_per_sample=1.0, dynamic=True
     )
-    rule = rule_of_round()
+    claims = rule_of_round()
     found[f"sizes of {STEPS} claims"] = median_ms(
-        lambda: (rule_of_round(), [rule.size(10**6, pending=64) for _ in range(STEPS)])
+        lambda: (rule_of_round(), [claims.size(10**6, pending=64) for _ in range(STEPS)])
     )
     record = RoundRecord(
         round=1, epoch=0.5, train_s=2.0, num_samples=10**6, loss=1.0, weight=np.full(count, 1 / count), payload_bytes=10**8,

@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-from fuzz import Failure, fuzz, make_targets, memory_limit, no_unpickling, quiet, run_case
+from fuzz import Failure, fuzz, make_targets, memory_limit, no_unpickling, quiet, run_case  # type: ignore[attr-defined]
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from peers_task import BATCH, GPT, PERIOD, Case, Training
@@ -23,6 +23,7 @@ from torch import nn
 from hvd_adaptive.cluster.binding import read_launcher
 
 Method = Callable[[Training], dict[str, Any]]
+AnyMethod = TypeVar("AnyMethod", bound=Method)
 
 METHODS: dict[str, Method] = {}
 OURS: dict[str, dict[str, Any]] = {
@@ -56,8 +57,8 @@ def tuned_as(method: str) -> str:
     return method.removesuffix(", H by hand")
 
 
-def method(name: str) -> Callable[[Method], Method]:
-    def add(function: Method) -> Method:
+def method(name: str) -> Callable[[AnyMethod], AnyMethod]:
+    def add(function: AnyMethod) -> AnyMethod:
         METHODS[name] = function
         return function
 

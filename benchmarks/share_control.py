@@ -29,9 +29,11 @@ COLUMNS = ("steps 1-50", "51-300", "from 301", "95% of them below", "moves")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=1200, help="more than 300 (default: 1200)")
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
+    if options.steps <= 300:
+        parser.error(f"--steps must be more than 300, got {options.steps}: the table has columns up to 300 and from 301 on")
     cases, rows = [], []
     parts, booleans = (0.0, 0.3, 0.6), (False, True)
     for case in itertools.product((2, 4, 16), KINDS, parts, (0.1, 0.3, 0.6), (0.0, 0.003), booleans, booleans):

@@ -163,7 +163,10 @@ class Config:
         strategy=("local", "sync"), accumulation_steps=(1,), work=("samples",), logical_ranks=(None,),
     )
     loss_reduction: str = option(
-        "mean", "whether the loss is a mean or a sum over the samples of a batch, for 'sync'", "mean", "sum",
+        "mean",
+        "what the loss is, for 'sync': a mean or a sum over the samples of a batch, or a mean over targets (tokens, say), which "
+        "the loop counts in batch.num_targets",
+        *("mean", "sum", "targets"),
         strategy=("sync",),
     )
     logical_ranks: int | None = option(

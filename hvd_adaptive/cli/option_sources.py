@@ -286,6 +286,11 @@ def build_configs(*sources: Mapping[str, Any]) -> tuple[Config, TrainConfig]:
     train = TrainConfig(**{name: value for name, value in merged.items() if fields[name] is TrainConfig})
     if train.input_gradients == "dense" and config.sparse_merge == "always":
         raise ValueError("sparse_merge 'always' needs input_gradients 'sparse': else no rows are told apart")
+    if config.loss_reduction == "targets":
+        raise ValueError(
+            "loss_reduction 'targets' is for your own loop, which counts them in batch.num_targets: the built-in trainer's loss "
+            "is a mean or a sum over samples"
+        )
     return config, train
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from hvd_adaptive.algorithm.micro_batches import micro_batches, stand_in
@@ -18,10 +19,9 @@ from hvd_adaptive.engine.device_clock import Moment
 from hvd_adaptive.engine.device_copies import CopyStream, to_device
 from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.records import RoundStats
+from hvd_adaptive.engine.samples import Collate, SampleReader, is_pair
 
 Rows = NDArray[np.int64]
-# Samples of a batch that cannot be made.
-_MOST_NAMED = 64
 
 
 class InMicroBatches:
@@ -48,6 +48,10 @@ class Batch:
         work: cost of the samples, in the unit that the cursor counts.
         loss: set it to this batch's mean loss, a 0-dim tensor or a number, to have it in the round's record. Of micro-batches,
             set each one's.
+        num_targets: set it, before backward, to what a loss that is a mean over targets is divided by: their number, or the sum
+            of their weights. For ``loss_reduction="targets"``; the record's loss is then the mean over targets, too. Of
+            micro-batches, set each one's. A 0-dim tensor or a number >= 0; to read a GPU's tensor waits for that GPU, so count
+            before the forward pass.
         number: of this rank's batches, from 1; 0 for one that no session gave.
         num_samples_before: samples that all ranks together were given before this step, since the training's first epoch began.
             Let learning-rate schedules follow it: ranks make different numbers of steps.
@@ -70,6 +74,21 @@ class Batch:
     _num_handed: int = 0
     _is_open: bool = False
     _is_over: bool = False
+    _num_targets: float | None = None
+
+    @property
+    def num_targets(self) -> float | None:
+        """What a loss that is a mean over targets is divided by; None: not set."""
+        return self._num_targets
+
+    @num_targets.setter
+    def num_targets(self, number: Any) -> None:
+        try:
+            self._num_targets = float(number)
+        except (TypeError, ValueError, RuntimeError):
+            self._num_targets = math.nan
+        if not 0 <= self._num_targets < math.inf:
+            raise ValueError(f"batch.num_targets must be one number >= 0, got {number!r}")
 
     @property
     def num_samples(self) -> int:
@@ -113,9 +132,17 @@ class Batch:
                 f"a step ended after {self._num_handed} of its {len(self._parts)} micro-batches: go through all of "
                 "batch.micro_batches() inside of session.step(batch), as its samples count as used"
             )
+        weights = [part.weight for part in self._parts]
+        counts = [part.num_targets for part in self._parts]
+        if None not in counts:
+            # What each one's targets count in the batch.
+            weights = [p.weight * self.num_samples / p.num_samples * (p.num_targets or 0.0) for p in self._parts]
+            self._num_targets = math.fsum(weights)
+            weights = [weight / (self._num_targets or 1.0) for weight in weights]
         if self.loss is None and all(part.loss is not None for part in self._parts):
             losses = [part.loss.detach() if hasattr(part.loss, "detach") else part.loss for part in self._parts]
-            self.loss = sum(part.weight * loss for part, loss in zip(self._parts, losses, strict=True))
+            # A mean over no targets is no number.
+            self.loss = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
 
 
 class BatchSource:
@@ -264,101 +291,12 @@ class BatchSource:
         return self.reader.__getitems__(rows.tolist())
 
     def _fill(self, batch: Batch, data: Any) -> None:
-        x, y = data if _is_pair(data) else (data, None)
+        x, y = data if is_pair(data) else (data, None)
         batch.x, batch.y = to_device(x, self._device), to_device(y, self._device)
-
-
-class SampleReader:
-    """A data set whose samples are read and collated at once, as torch's loader reads those that have ``__getitems__``.
-
-    Args:
-        dataset: see :class:`BatchSource`.
-        collate: makes a batch from a list of samples.
-
-    Attributes:
-        dataset: as given.
-        rank: this rank, for errors.
-    """
-
-    def __init__(self, dataset: Any, collate: Collate) -> None:
-        self.dataset = dataset
-        self._collate = collate
-        self.rank = 0
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, row: int) -> Any:
-        return self.__getitems__([row])
-
-    def __getitems__(self, rows: list[int]) -> Any:
-        """Returns the batch of these samples. What the data set or ``collate`` raises, is raised again with their numbers, as the
-        same type if that takes a text, as torch's loader does it; else as a RuntimeError."""
-        dataset, failed = self.dataset, rows
-        fetch_many = getattr(dataset, "__getitems__", None)
-        try:
-            if hasattr(dataset, "get_batch"):
-                return dataset.get_batch(np.array(rows, dtype=np.int64))
-            if fetch_many:
-                samples = fetch_many(rows)
-            else:
-                samples = []
-                for row in rows:
-                    failed = [row]
-                    samples.append(dataset[row])
-                failed = rows
-            return self._collate(samples)
-        except Exception as error:
-            numbers = ", ".join(map(str, failed[:_MOST_NAMED])) + ", ..." * (len(failed) > _MOST_NAMED)
-            text = f"rank {self.rank}: sample{'s' * (len(failed) > 1)} {numbers} of the data set: {error}"
-            raise _same_type(error, text) from error
-
-
-def _same_type(error: Exception, text: str) -> Exception:
-    try:
-        again = type(error)(text)
-    except Exception:
-        again = None
-    # Some make a text of their own.
-    return again if again is not None and again.args == (text,) else RuntimeError(f"{text} ({type(error).__name__})")
-
-
-class Collate:
-    """Makes a batch from a list of samples: a tuple (x, y), or anything else for x alone.
-
-    Args:
-        collate: see :class:`BatchSource`.
-
-    Attributes:
-        is_default: it is torch's ``default_collate``.
-    """
-
-    def __init__(self, collate: Callable[[list[Any]], Any] | None) -> None:
-        self._collate = collate or default_collate
-        self.is_default = self._collate is default_collate
-
-    def __call__(self, samples: list[Any]) -> Any:
-        """Returns the batch."""
-        data = self._collate(samples)
-        if not (isinstance(data, list) and len(data) == 2 and _is_pair(samples[0])):
-            return data
-        if self.is_default:
-            return tuple(data)
-        if len(samples) != 2:
-            raise TypeError(
-                f"collate must return a tuple (x, y) for samples that are (x, y), got a list of 2 for {len(samples)} samples: a "
-                "list may as well be of samples. Return tuple(...), or a list in a tuple, ([a, b], None), if all of it is input"
-            )
-        return data
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.is_contiguous()
-
-
-def _is_pair(value: Any) -> bool:
-    # A list or a string of length two may be two samples.
-    return isinstance(value, tuple) and len(value) == 2
 
 
 def refuse_stream(dataset: Any) -> None:

@@ -76,7 +76,9 @@ class DeviceTimes:
         yield
         self.add(stats, "claim_s", start)
 
-    def end_step(self, stats: RoundStats, start: Moment, num_samples: int, work: int, loss: Any) -> None:
+    def end_step(
+        self, stats: RoundStats, start: Moment, num_samples: int, work: int, loss: Any, loss_weight: float | None = None
+    ) -> None:
         """Counts a step.
 
         Args:
@@ -85,16 +87,22 @@ class DeviceTimes:
             num_samples: of its batch.
             work: their work.
             loss: the batch's mean loss, a number or a tensor with one element; None where it is not reported.
+            loss_weight: what the loss is a mean over, the targets; None: the samples.
         """
+        if loss_weight is None:
+            loss_weight = num_samples
+        elif loss_weight == 0:
+            # A mean over no targets is no number.
+            loss = None
         if loss is not None:
             loss = loss.detach() if isinstance(loss, Tensor) else loss
             if isinstance(loss, Tensor) and loss.is_cuda:
-                self._add_loss(loss, num_samples)
-                stats.loss_samples += num_samples
+                self._add_loss(loss, loss_weight)
+                stats.loss_samples += loss_weight
                 loss = None
             else:
                 loss = float(loss)
-        stats.add_step(num_samples, work, loss)
+        stats.add_step(num_samples, work, loss, loss_weight)
         if self._is_immediate:
             stats.busy_s += self.mark() - start
             return
@@ -102,11 +110,11 @@ class DeviceTimes:
         self.last_step = self._last
 
     @torch.no_grad()
-    def _add_loss(self, loss: Tensor, num_samples: int) -> None:
+    def _add_loss(self, loss: Tensor, weight: float) -> None:
         # To read it would wait for the GPU.
         if self._loss is None:
             self._loss = torch.zeros((), dtype=torch.float64, device=loss.device)
-        self._loss.add_(loss.reshape(()), alpha=num_samples)
+        self._loss.add_(loss.reshape(()), alpha=weight)
 
     def wait(self, moment: Moment | None) -> None:
         """Waits until the device has got to a moment; None: at once. Any thread."""

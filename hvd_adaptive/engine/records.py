@@ -32,8 +32,8 @@ class RoundStats(MergeStats):
         merge_s: seconds of the merge, waiting excluded.
         control_s: seconds of statistics, weights and rebalancing.
         lr: learning rate of the last step.
-        loss_sum: sum of the batches' mean losses times their samples.
-        loss_samples: samples behind ``loss_sum``.
+        loss_sum: sum of the batches' mean losses times their samples, or times their targets where these were counted.
+        loss_samples: samples, or targets, behind ``loss_sum``.
         train_s: seconds of training so far.
         stop: 1 if the rank wants its loop to end.
         skipped_steps: steps left out because the ranks' reduced gradients held NaN or Inf.
@@ -73,20 +73,22 @@ class RoundStats(MergeStats):
     payload_bytes: float = 0.0
     equal_share_s: float = 0.0
 
-    def add_step(self, num_samples: int, work: int, loss: float | None) -> None:
+    def add_step(self, num_samples: int, work: int, loss: float | None, loss_weight: float | None = None) -> None:
         """Counts a step.
 
         Args:
             num_samples: samples of its batch.
             work: their work.
             loss: the batch's mean loss, where it was reported.
+            loss_weight: what it is a mean over; None: the samples.
         """
         self.num_samples += num_samples
         self.num_steps += 1
         self.work += work
         if loss is not None:
-            self.loss_sum += loss * num_samples
-            self.loss_samples += num_samples
+            weight = num_samples if loss_weight is None else loss_weight
+            self.loss_sum += loss * weight
+            self.loss_samples += weight
 
 
 @dataclass(frozen=True, slots=True)

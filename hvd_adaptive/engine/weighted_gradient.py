@@ -104,19 +104,24 @@ class GradientWeight:
         self._num_parameters = 0
         self._coalescing = [p.register_hook(self._coalesced) for p in sparse]
         self._weighted: list[WeightedGradient] = []
-        self._value = 1.0
+        self._factor: Callable[[], float] = lambda: 1.0
 
     @property
     def value(self) -> float:
         """The factor."""
-        return self._value
+        return self._factor()
 
     @value.setter
     def value(self, value: float) -> None:
-        self._value = value
         if value == 1.0:
+            self._factor = lambda: 1.0
             self._remove_weights()
-            return
+        else:
+            self.follow(lambda: value)
+
+    def follow(self, factor: Callable[[], float]) -> None:
+        """Takes the factor on each gradient from a function, when the gradient is computed."""
+        self._factor = factor
         groups = [self._of_model, *(group["params"] for group in self._optimizer.param_groups)]
         num_parameters = sum(map(len, groups))
         if num_parameters != self._num_parameters:
@@ -125,7 +130,7 @@ class GradientWeight:
             self._num_parameters = num_parameters
         if not self._weighted:
             parameters = {id(p): p for group in groups for p in group}.values()
-            self._weighted = [WeightedGradient(p, lambda: self._value) for p in parameters if p.requires_grad]
+            self._weighted = [WeightedGradient(p, lambda: self._factor()) for p in parameters if p.requires_grad]
 
     def _remove_weights(self) -> None:
         for weighted in self._weighted:

@@ -251,7 +251,7 @@ class Session:
             spent = compute_seconds(self.device) - compute_start - self._strategy.take_foreign_seconds()
             time.sleep(max(0.0, (factor - 1) * spent))
         batch.finish()
-        self._times.end_step(self._stats, start, batch.num_samples, batch.work, batch.loss)
+        self._times.end_step(self._stats, start, batch.num_samples, batch.work, batch.loss, batch.num_targets)
         self.transport.progress(f"step {int(self._stats.num_steps)} of round {self.round}")
 
     def synchronize(self) -> bool:

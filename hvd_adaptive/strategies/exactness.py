@@ -16,7 +16,7 @@ def what_breaks_equality(model: nn.Module, *, loss_reduction: str, in_step: bool
 
     Args:
         model: its layers are looked at as they are now.
-        loss_reduction: ``mean`` or ``sum``.
+        loss_reduction: ``mean``, ``sum`` or ``targets``.
         in_step: the model trains, so a layer in evaluation mode is meant to be.
     """
     found: dict[str, list[str]] = {}
@@ -54,7 +54,7 @@ def _kind(layer: nn.Module, loss_reduction: str) -> str | None:
         # Horovod's class has torch's name.
         if type(layer).__name__ != "SyncBatchNorm":
             return "BatchNorm normalizes over a rank's own samples, not over the global batch"
-        if loss_reduction == "mean":
+        if loss_reduction != "sum":
             return "SyncBatchNorm mixes the ranks' gradients before their weights; with unequal shares use loss_reduction 'sum'"
         return None
     rate = getattr(layer, "p", 0.0) if isinstance(layer, nn.modules.dropout._DropoutNd) else 0.0

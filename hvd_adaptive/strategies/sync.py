@@ -35,6 +35,7 @@ from hvd_adaptive.exchange.gradients import GradientExchange
 from hvd_adaptive.strategies.exactness import check_forward, what_breaks_equality
 from hvd_adaptive.strategies.sync_optimizer import Exchanger, HorovodExchanger, SyncOptimizer, start_state_
 from hvd_adaptive.strategies.synchronous import FixedWorkStrategy, SynchronousClock
+from hvd_adaptive.strategies.target_mean import TargetMean
 from hvd_adaptive.strategies.untouched_gradients import UntouchedGradients
 
 log = logging.getLogger(__name__)
@@ -47,8 +48,9 @@ class SyncStrategy(FixedWorkStrategy):
     """Synchronous training with unequal shares of a fixed global batch. Construction is COLLECTIVE.
 
     The weighted gradients of N ranks add up to the gradient of the global batch: the step equals one rank's. That holds for
-    losses that are a mean (or, with ``loss_reduction="sum"``, a sum) over the samples, and without layers that look at the
-    other samples of a batch or draw random numbers; such layers are named in a warning and in ``inexact``.
+    losses that are a mean (or, with ``loss_reduction="sum"``, a sum) over the samples, or with ``"targets"`` a mean over targets;
+    and without layers that look at the other samples of a batch or draw random numbers; such layers are named in a warning and
+    in ``inexact``.
 
     A round is only the interval of statistics and evaluation. Buffers are merged there; shares change within it.
 
@@ -84,6 +86,7 @@ class SyncStrategy(FixedWorkStrategy):
         transport.broadcast_([*(p.detach() for p in model.parameters()), *model.buffers()])
         self._buffers = FlatBuffers(model, transport)
         self._mean = config.loss_reduction == "mean"
+        self._targets: TargetMean | None = None
         sparse = sparse_parameters(model).values() if world_size > 1 else ()
         self._weight = GradientWeight(model, optimizer, sparse)
         self._compressed: GradientExchange | None = None
@@ -110,6 +113,8 @@ class SyncStrategy(FixedWorkStrategy):
                 backward_passes=config.accumulation_steps,
                 auto_bits=config.auto_bits,
             )
+        if config.loss_reduction == "targets":
+            exchanger = self._targets = TargetMean(exchanger, model, transport, round_unit=self.round_unit)
         start_state_(optimizer, optimizer, transport)
         # Steps that the shares do not know yet, and samples and seconds of those that are over.
         self._num_uncounted = 0
@@ -174,13 +179,20 @@ class SyncStrategy(FixedWorkStrategy):
         for batch, part in zip(
             self._in_order(loads, frontier, source, stats), self._parts(len(rows)), strict=False
         ):
+            if self._targets is not None and opens_window:
+                self._targets.begin()
             if self._config.micro_batch_size is None:
-                self._weight.value = part.weight * self._weight_unit if self._mean else float(part.weight > 0)
+                self._weigh(part, batch)
             else:
                 batch._weigh = functools.partial(self._weigh, part)
                 self._steps.expect_passes(batch.num_micro_batches)
             self._steps.begin(opens_window=opens_window, step_due=part.ends_step)
             yield batch
+            if self._targets is None and batch.num_targets is not None:
+                raise ValueError(
+                    "batch.num_targets counts with Config(loss_reduction='targets'), got it with loss_reduction "
+                    f"{self._config.loss_reduction!r}: set that, or leave num_targets out"
+                )
             opens_window = part.ends_step
             if part.ends_step:
                 is_whole = part.batch_stop - part.batch_start == self.round_unit
@@ -191,11 +203,15 @@ class SyncStrategy(FixedWorkStrategy):
                     self._count_step(step, source.times, stats)
 
     def _weigh(self, part: Part, micro: Batch) -> None:
-        """Sets the factor on the gradients of a micro-batch of this rank's part."""
+        """Sets the factor on the gradients of a micro-batch of this rank's part, which may be all of it."""
         if self._mean:
             self._weight.value = micro.weight * part.weight * self._weight_unit
+            return
+        weight = micro.weight * (part.stop - part.start) / max(1, micro.num_samples)
+        if self._targets is None:
+            self._weight.value = weight
         else:
-            self._weight.value = micro.weight * (part.stop - part.start) / micro.num_samples
+            self._weight.follow(self._targets.factor(micro, weight))
 
     def _step_is_over(self, step: int | None, stats: RoundStats) -> None:
         """Takes down this rank's own seconds of a step; None: one whose global batch is not whole."""

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.compress.kernels.dispatch import all_finite
-from hvd_adaptive.exchange.gradients import TOO_LATE, GradientExchange
+from hvd_adaptive.exchange.gradients import TOO_LATE
 from hvd_adaptive.strategies.untouched_gradients import UntouchedGradients
 
 # Backward passes of a step, more than there can be.
@@ -38,6 +38,10 @@ class Exchanger(Protocol):
     def remove(self) -> None:
         """Takes the hooks off the parameters."""
 
+    @property
+    def is_finite(self) -> bool | None:
+        """Whether all of the last sum is finite; None: it must be looked at."""
+
 
 class HorovodExchanger:
     """Horovod's exchange, for any number of backward passes in a micro-batch; see :class:`Exchanger`.
@@ -58,6 +62,8 @@ class HorovodExchanger:
         wrapped._exchanger = self
         wrapped.set_backward_passes_per_step(_UNKNOWN)
         wrapped._compression = _CountedApart
+
+    is_finite = None
 
     @property
     def has_begun(self) -> bool:
@@ -333,9 +339,8 @@ class SyncOptimizer(Optimizer):
             self._is_stepping = False
 
     def _is_finite(self) -> bool:
-        if isinstance(self._exchanger, GradientExchange):
-            return self._exchanger.is_finite
-        return all_finite(*(p.grad for p in self._parameters() if p.grad is not None))
+        known = None if self._exchanger is None else self._exchanger.is_finite
+        return known if known is not None else all_finite(*(p.grad for p in self._parameters() if p.grad is not None))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the wrapped optimizer's state."""

@@ -24,6 +24,10 @@ Y = (X.sum(dim=1) > 0).long()
 DATA = TensorDataset(X, Y)
 
 
+# Half of the targets do not count.
+SOME = torch.where(torch.rand(NUM_SAMPLES, generator=_generator) < 0.5, Y, -100)
+
+
 def make_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
@@ -45,6 +49,10 @@ def move_shares(session: Session) -> None:
     shares.observe = choose
 
 
+def loss_of(logits: torch.Tensor, y: torch.Tensor, reduction: str) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits, y, reduction="mean" if reduction == "targets" else reduction)
+
+
 def reference(*, reduction: str, lr: float, num_epochs: int) -> nn.Module:
     """One rank's plain loop over the same global batches."""
     model = make_model()
@@ -54,14 +62,15 @@ def reference(*, reduction: str, lr: float, num_epochs: int) -> nn.Module:
         for first in range(0, NUM_SAMPLES, GLOBAL_BATCH):
             rows = order[first : first + GLOBAL_BATCH]
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(X[rows]), Y[rows], reduction=reduction).backward()
+            loss_of(model(X[rows]), SOME[rows] if reduction == "targets" else Y[rows], reduction).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
     return model
 
 
 def check_equality(reduction: str, *, num_workers: int = 0, **options: Any) -> None:
-    lr = 0.1 if reduction == "mean" else 0.01
+    lr = 0.01 if reduction == "sum" else 0.1
+    data = TensorDataset(X, SOME) if reduction == "targets" else DATA
     model = make_model()
     config = Config(
         strategy="sync", global_batch_size=GLOBAL_BATCH, mega_batch=3 * GLOBAL_BATCH, hash_interval=1, seed=7,
@@ -71,15 +80,17 @@ def check_equality(reduction: str, *, num_workers: int = 0, **options: Any) -> N
     move_shares(session)
     shapes, passes, records, rows = set(), set(), [], []
     session.records.append(records.append)
-    loader = session.loader(DATA, num_workers=num_workers, persistent_workers=num_workers > 0)
-    for batch in itertools.chain(loader, loader) if num_workers else session.batches(DATA, num_epochs=2):
+    loader = session.loader(data, num_workers=num_workers, persistent_workers=num_workers > 0)
+    for batch in itertools.chain(loader, loader) if num_workers else session.batches(data, num_epochs=2):
         with session.step(batch):
             session.optimizer.zero_grad()
             passes.add(batch.num_micro_batches)
             rows += batch.rows.tolist()
             for micro in batch.micro_batches():
                 shapes.add(tuple(micro.x.shape))
-                nn.functional.cross_entropy(model(micro.x), micro.y, reduction=reduction).backward()
+                if reduction == "targets":
+                    micro.num_targets = (micro.y >= 0).sum()
+                loss_of(model(micro.x), micro.y, reduction).backward()
             session.synchronize()
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             session.optimizer.step()
@@ -109,6 +120,11 @@ def test_two_ranks_whose_workers_read_equal_one() -> None:
 def test_three_ranks_equal_one_for_a_sum() -> None:
     """With three ranks, one of them has no samples of the last global batch."""
     check_equality("sum")
+
+
+@pytest.mark.mpi(3)
+def test_three_ranks_equal_one_for_a_mean_over_targets() -> None:
+    check_equality("targets")
 
 
 @pytest.mark.mpi(2)

@@ -28,6 +28,9 @@ NUM_SAMPLES = 10 * GLOBAL_BATCH + 2
 _generator = torch.Generator().manual_seed(3)
 X = torch.randint(0, 50, (NUM_SAMPLES, 5), generator=_generator)
 Y = torch.randint(0, 3, (NUM_SAMPLES,), generator=_generator)
+# Half of the targets do not count, the others differently; some parts of a batch have none.
+SOME = torch.where(torch.rand(NUM_SAMPLES, generator=_generator) < 0.5, Y, -100)
+CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 7.0], dtype=torch.float64)
 
 
 class Bag(nn.Module):
@@ -90,6 +93,12 @@ def reference(
     return model
 
 
+def loss_of(logits: Tensor, y: Tensor, reduction: str) -> Tensor:
+    if reduction == "targets":
+        return nn.functional.cross_entropy(logits, y, CLASS_WEIGHTS)
+    return nn.functional.cross_entropy(logits, y, reduction=reduction)
+
+
 def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-12), name
@@ -115,6 +124,9 @@ CASES = {
     "divided by num_samples": (sgd, True, 1, None, "mean"),
     "sparse, accumulated, sum": (sgd, True, 2, None, "sum"),
     "adam, accumulated, clipped, sum": (adam, False, 2, 0.05, "sum"),
+    "targets": (sgd_momentum, False, 1, None, "targets"),
+    "targets, sparse, accumulated": (sgd, True, 3, None, "targets"),
+    "targets, accumulated, clipped": (sgd_momentum, False, 2, 0.05, "targets"),
     # Two ranks' rounds are as long as one's twice; a rate may not follow them.
     "warm-up and decay, accumulated": (sgd_momentum, False, 2, None, "mean"),
 }
@@ -141,7 +153,7 @@ def check_equality(
 
     def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y, reduction=reduction).backward()
+        loss_of(model(x), y, reduction).backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         if schedule:
@@ -152,6 +164,7 @@ def check_equality(
         optimizer.step()
 
     schedule = SCHEDULE if "decay" in name else {}
+    data = (X, SOME if reduction == "targets" else Y)
     numbers = itertools.count()
     session = make_session(
         sparse=sparse, make=scaled, accumulation_steps=steps, loss_reduction=reduction, transport=transport, **schedule
@@ -159,13 +172,15 @@ def check_equality(
     records: list[Any] = []
     session.records.append(records.append)
     rows, sizes, num_tokens = [], [], 0
-    for batch in session.batches(TensorDataset(X, Y), num_epochs=2):
+    for batch in session.batches(TensorDataset(*data), num_epochs=2):
         rows.append(batch.rows)
         sizes.append(len(batch.x))
         num_tokens += len(batch.x.unique())
         with session.step(batch):
             session.optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(session.model(batch.x), batch.y, reduction=reduction)
+            if reduction == "targets":
+                batch.num_targets = CLASS_WEIGHTS[batch.y[batch.y >= 0]].sum()
+            loss = loss_of(session.model(batch.x), batch.y, reduction)
             if name == "divided by num_samples":
                 loss = nn.functional.cross_entropy(session.model(batch.x), batch.y, reduction="sum") / batch.num_samples
             loss.backward()
@@ -174,7 +189,7 @@ def check_equality(
             session.optimizer.step()
     session._hooks.remove()
 
-    one = reference(step, scaled, sparse=sparse, num_epochs=2)
+    one = reference(step, scaled, sparse=sparse, num_epochs=2, data=data)
     for (parameter, ours), theirs in zip(session.model.named_parameters(), one.parameters(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12), (name, parameter)
     consumed = np.concatenate([part for other in transport.allgather_object(rows) for part in other])

@@ -87,6 +87,7 @@ from hvd_adaptive.xmc.train_config import TrainConfig
         ({"patience": 3, "eval_rounds": 0}, "patience needs evaluations"),
         ({"target_p1": 0.5, "eval_rounds": 0}, "target_p1 needs evaluations"),
         ({"input_gradients": "dense", "sparse_merge": "always"}, "needs input_gradients 'sparse'"),
+        ({"strategy": "sync", "loss_reduction": "targets"}, "is for your own loop, which counts them in batch.num_targets"),
         ({"lr": float("inf")}, "lr must be finite"),
         ({"seed": -1}, "seed must be >= 0"),
         ({"merge_share": 1.0}, r"merge_share must be in \(0, 1\), got 1.0"),

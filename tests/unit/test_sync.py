@@ -424,3 +424,64 @@ def test_shares_survive_a_restart_with_as_many_ranks() -> None:
     assert strategy.batch_sizes.tolist() == [20]
     strategy.load_state_dict({**shared, "sizes": np.array([10.0, 30.0])}, dict, world_size=2)
     assert strategy.batch_sizes.tolist() == [20]
+
+
+def padded_session(**options: Any) -> tuple[Session, TensorDataset]:
+    """Six samples with 1 to 6 targets each; the loss of a target is its number times the model's one parameter."""
+    model = nn.Linear(1, 1, bias=False).double()
+    session = make_session(model, torch.optim.SGD(model.parameters(), lr=0.0), **options)
+    return session, TensorDataset(torch.arange(48.0).double().view(6, 8), torch.arange(8) <= torch.arange(6)[:, None])
+
+
+def train_padded(session: Session, data: TensorDataset, *, num_targets: Any = torch.sum) -> Any:
+    """Makes an epoch; returns the record of its only round."""
+    records: list[Any] = []
+    session.records.append(records.append)
+    for batch in session.batches(data):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            for micro in batch.micro_batches():
+                if num_targets is not None:
+                    micro.num_targets = num_targets(micro.y)
+                micro.loss = session.model(micro.x[micro.y][:, None]).sum() / (micro.num_targets or 0)
+                micro.loss.backward()
+            session.optimizer.step()
+    return records[0]
+
+
+@pytest.mark.parametrize("options", [{"accumulation_steps": 3}, {"micro_batch_size": 5, "global_batch_size": 10}, {}], ids=str)
+def test_micro_batches_with_other_numbers_of_targets_add_up_to_the_mean_over_all(options: dict[str, int]) -> None:
+    """The epoch is one step; micro-batches of five repeat some samples and take others off again."""
+    session, data = padded_session(loss_reduction="targets", **options)
+    record = train_padded(session, data)
+    x, mask = data.tensors
+    (weight,) = session.model.parameters()
+    assert weight.grad.item() == pytest.approx(x[mask].mean().item())
+    assert record.loss == pytest.approx(weight.item() * x[mask].mean().item())
+    assert record.stats["loss_samples"].sum() == mask.sum()
+
+
+def test_targets_that_are_not_counted_are_refused() -> None:
+    session, data = padded_session(loss_reduction="targets")
+    with pytest.raises(RuntimeError, match=r"set batch\.num_targets before backward"):
+        train_padded(session, data, num_targets=None)
+
+
+def test_counted_targets_without_the_reduction_are_refused() -> None:
+    session, data = padded_session()
+    with pytest.raises(ValueError, match=r"Config\(loss_reduction='targets'\), got it with loss_reduction 'mean'"):
+        train_padded(session, data)
+
+
+@pytest.mark.parametrize("number", [-1, float("nan"), float("inf"), "many", torch.ones(2), None], ids=str)
+def test_numbers_of_targets_that_are_none_are_refused(number: Any) -> None:
+    session, data = padded_session(loss_reduction="targets")
+    with pytest.raises(ValueError, match=r"batch\.num_targets must be one number >= 0, got"):
+        next(iter(session.batches(data))).num_targets = number
+
+
+def test_a_batch_without_targets_has_no_gradient_and_no_loss() -> None:
+    session, data = padded_session(loss_reduction="targets")
+    record = train_padded(session, data, num_targets=lambda mask: torch.zeros(()))
+    assert session.model.weight.grad.item() == 0
+    assert record.loss is None and record.stats["skipped_steps"].sum() == 0

@@ -1,0 +1,94 @@
+"""Losses that are means over targets, such as the tokens of padded texts: all ranks' become the mean over all their targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+
+from hvd_adaptive.comm.protocols import Collectives
+from hvd_adaptive.engine.batches import Batch
+from hvd_adaptive.strategies.sync_optimizer import Exchanger
+
+
+class TargetMean:
+    """Puts ``loss_reduction="targets"`` on an exchange of gradients; an :class:`Exchanger` itself.
+
+    Each gradient counts as often as its micro-batch has targets. The ranks add up the gradients, and then what they have counted,
+    by which the sum is divided. So none waits for the others' numbers before its backward pass.
+
+    Args:
+        exchanger: adds up the gradients of all ranks; None: there is one rank.
+        model: to train.
+        transport: the world.
+        round_unit: samples of a step. Gradients are divided by them before they are added up, to keep them small.
+    """
+
+    def __init__(self, exchanger: Exchanger | None, model: nn.Module, transport: Collectives, *, round_unit: int) -> None:
+        self._exchanger = exchanger
+        self._parameters = list(model.parameters())
+        self._transport = transport
+        self._scale = 1.0 / round_unit
+        # The micro-batches of this step, and how often each one's samples count.
+        self._parts: list[tuple[Batch, float]] = []
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self._parts.clear()
+
+    def factor(self, micro: Batch, weight: float) -> Callable[[], float]:
+        """Returns what gives the factor on the gradients of a micro-batch, once its targets are counted.
+
+        Args:
+            micro: of this step.
+            weight: how often its samples count: 1 but where they repeat, 0 where they are other ranks'.
+        """
+        self._parts.append((micro, weight))
+        return lambda: weight and weight * _counted(micro, self._transport.rank) * self._scale
+
+    @property
+    def has_begun(self) -> bool:
+        """See :class:`Exchanger`."""
+        return self._exchanger is not None and self._exchanger.has_begun
+
+    @property
+    def is_finite(self) -> bool | None:
+        """See :class:`Exchanger`."""
+        return None if self._exchanger is None else self._exchanger.is_finite
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Waits for the gradients of the mean over all ranks' targets. COLLECTIVE.
+
+        Raises:
+            RuntimeError: if the loop has not counted a micro-batch's targets.
+        """
+        own = sum(weight * _counted(micro, self._transport.rank) for micro, weight in self._parts if weight)
+        if self._exchanger is not None:
+            self._exchanger.synchronize()
+        total = float(self._transport.allgather_stats(np.array([own])).sum()) * self._scale
+        gradients = [p.grad for p in self._parameters if p.requires_grad and p.grad is not None]
+        # Without any targets all gradients are 0.
+        if total > 0 and gradients:
+            torch._foreach_div_(gradients, total)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """See :class:`Exchanger`."""
+        if self._exchanger is not None:
+            self._exchanger.set_backward_passes_per_step(passes)
+
+    def remove(self) -> None:
+        """See :class:`Exchanger`."""
+        if self._exchanger is not None:
+            self._exchanger.remove()
+
+
+def _counted(micro: Batch, rank: int) -> float:
+    if micro.num_targets is None:
+        raise RuntimeError(
+            f"rank {rank}: loss_reduction 'targets' needs the number that the loss is divided by: set batch.num_targets before "
+            "backward(), for each batch, or for each of batch.micro_batches()"
+        )
+    return micro.num_targets
