@@ -33,7 +33,7 @@ class Backwards:
         self._tape, self._made, self._weighs = tape, made, weighs
         self.kinds: list[Kind | None] = []
         self.are_scaled = False
-        self.scales, self.targets = Scales(tape.is_made), WatchedTargets(weighs=weighs)
+        self.scales, self.targets = Scales(tape.is_made), WatchedTargets(tape, weighs=weighs)
 
     def begin(self) -> None:
         """Begins with a batch."""

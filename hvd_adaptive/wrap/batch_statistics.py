@@ -125,7 +125,7 @@ def _takes_statistic(name: str, given: Sequence[tuple[Tensor, Kind]], result: Te
 
 def findings_of_argument(tensor: Tensor, kind: Kind) -> set[Reason]:
     """Returns what an argument of a forward shows; of one whole number a sample, such as an order, it is not known what for."""
-    if kind is Kind.CUT:
+    if kind in (Kind.CUT, Kind.SOME):
         return {Reason.SUB_BATCHES}
     is_data = tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.dim() > 1
     return {Reason.MIXED} if kind is Kind.OTHER and is_data and not tensor.requires_grad else set()

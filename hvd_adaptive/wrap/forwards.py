@@ -68,8 +68,7 @@ class Tracer(TorchFunctionMode):
         self.possible_places: weakref.WeakKeyDictionary[nn.Module, set[Place]] = weakref.WeakKeyDictionary()
         self._trained = WeakTensorKeyDictionary()
         self.gradients = OwnGradients(self._trained)
-        self._entered = self._watching = False
-        self._num_samples = 0
+        self._entered, self._watching, self._num_samples = False, False, 0
         self._tape = Tape(lambda tensor: self._made.kind(tensor) is Kind.SUM, weighs=weighs)
         self._made = MadeOfBatch(self._tape.is_made)
         self.backwards = Backwards(self._tape, self._made, weighs=weighs)
@@ -114,7 +113,7 @@ class Tracer(TorchFunctionMode):
                 self.findings.add(Reason.NONE_LOSS)
             if self._tape.holds_state():
                 self.findings.add(Reason.HELD)
-            self.findings |= self.backwards.targets.end(self._tape.is_in_loss, self._tape.has_rows)
+            self.findings |= self.backwards.targets.end()
         self._made.clear()
         self._means.clear()
         self._tape.begin((), 0)
@@ -142,13 +141,14 @@ class Tracer(TorchFunctionMode):
             self._guarded(lambda: self.backwards.judge(args, kwargs or {}, self.findings))
         result = func(*args, **(kwargs or {}))
         if self._watching and torch._C._current_graph_task_id() == -1:
-            within, as_long, asked = self.root is not None, self._made.as_long, self._length_asked
+            within, chosen = self.root is not None, self._made.chosen
             with suppress(Exception), torch._C.DisableTorchFunction():
-                if by_targets := self.backwards.targets.divides(func, args, result, self._num_samples, self._tape.is_made):
+                if by_targets := self.backwards.targets.divides(func, args, result, self._num_samples, chosen.are_counted):
                     self._means.add(result.grad_fn)
                 self._tape.record(
-                    func, args, kwargs or {}, result, is_inside=within, as_long=as_long, length_asked=asked, by_targets=by_targets
-                )
+                    func, args, kwargs or {}, result, is_inside=within, as_long=self._made.as_long,
+                    length_asked=self._length_asked, by_targets=by_targets, over_chosen=chosen.means(func, args, kwargs or {}),
+                )  # fmt: skip
             if not within:
                 self._guarded(lambda: self.backwards.scales.look(func, args, kwargs or {}, result))
         if not self._is_followed():
@@ -291,7 +291,7 @@ class Tracer(TorchFunctionMode):
         elif (holds or by_size) and self.gradients.are_made_by(func, args):
             self.findings.add(Reason.HELD if holds else Reason.SIZE_DECIDES)
         is_setitem = func is Tensor.__setitem__
-        if is_setitem and self._fills_fixed_length(*args[:2]):
+        if is_setitem and self._made.fills_fixed_length(*args[:2], length_asked=self._length_asked):
             self.findings.add(Reason.SIZE_DECIDES)
         from_inside = self._made.are_from_inside(tensor for tensor in given if not any(tensor is one for one in results))
         # A type or a place that is taken from the batch holds nothing of it.
@@ -315,19 +315,23 @@ class Tracer(TorchFunctionMode):
             is_other = not is_weight and self._made.kind(tensor) is None and id(tensor) not in self._made.as_long
             if is_other and tensor.dim() > 0 and tensor.shape[0] == self._num_samples:
                 self.findings.add(Reason.OTHER_INPUT)
+        chosen = self._made.chosen.kind(func, args, kwargs, made, results, self._num_samples)
         cut = any(of is Kind.CUT for _, of in made) or losses.cuts(func, args, kwargs, results, self._num_samples)
         with_gradients = any(tensor.requires_grad for tensor in results)
         if losses.goes_by_rows_of_batch(func, args, kwargs):
             self.findings.add(Reason.FREQUENCY)
         if with_gradients and func in losses.LOSSES:
             self._own_reduction |= losses.reduction(func, args, kwargs) == "none"
-            self.backwards.targets.look(func, args, kwargs, result, self._num_samples)
+            if chosen is None:
+                self.backwards.targets.look(func, args, kwargs, result, self._num_samples)
         self._mean_seen |= with_gradients and losses.plain_name(func) in ("sum", "mean")
-        self._made.has_unknown |= with_gradients and self._pairs(func, args, results)
+        self._made.has_unknown |= chosen is Kind.MEAN or (with_gradients and self._pairs(func, args, results))
         of_loss = [(tensor, of) for tensor, of in made if tensor.requires_grad]
         if with_gradients and of_loss:
             others = [(tensor, other) for tensor, other in made if not tensor.requires_grad]
-            kind = losses.kind_of_loss(func, args, kwargs, [*of_loss, *others], self._num_samples)
+            kind = chosen or losses.kind_of_loss(func, args, kwargs, [*of_loss, *others], self._num_samples)
+            if chosen is Kind.MEAN:
+                self.backwards.targets.choose(result, self._made.chosen.mask(given))
             if kind is Kind.OTHER and losses.may_keep_rows(func, args, [*of_loss, *others], results, self._num_samples):
                 kind, self._made.has_unknown = Kind.ROWS, True
             kind = Kind.CUT if cut and kind is Kind.ROWS else kind
@@ -342,7 +346,7 @@ class Tracer(TorchFunctionMode):
         written = [args[0]] if is_setitem else []
         data = batch_statistics.kinds_of_data(func, args, kwargs, made, results or written, self._num_samples)
         for tensor, of_data in zip(results, data, strict=False):
-            of_data = Kind.CUT if cut else of_data
+            of_data = (Kind.CUT if cut else of_data) if chosen is None else chosen if chosen is Kind.SOME else Kind.REDUCED
             self._made.keep(kind if tensor.requires_grad and of_loss else of_data, tensor)
         if written and data == [Kind.OTHER] and not args[0].requires_grad:
             self._made.keep(Kind.OTHER, args[0])
@@ -351,10 +355,6 @@ class Tracer(TorchFunctionMode):
 
     def _pairs(self, func: Any, args: tuple[Any, ...], results: list[Tensor]) -> bool:
         return inside.pairs_samples(func, args, results, self._num_samples, self._tape.is_made)
-
-    def _fills_fixed_length(self, tensor: Tensor, places: Any) -> bool:
-        is_other = self._made.kind(tensor) is None and id(tensor) not in self._made.as_long
-        return is_other and sizes.fills_by_length(places, self._num_samples, length_asked=self._length_asked)
 
     def _look_at_size(self, func: Any, tensor: Tensor) -> None:
         """The script asks for a tensor's size: looks in its source for what follows from that."""
@@ -377,7 +377,7 @@ class Tracer(TorchFunctionMode):
         """Whether a tensor is made of the batch that is watched now: sample by sample, or in any way within a forward."""
         is_long = tensor.dim() > 0 and tensor.shape[0] == self._num_samples
         is_inside = self.root is not None and (is_long or self._tape.is_made(tensor))
-        return self._watching and (is_inside or self._made.kind(tensor) in (Kind.ROWS, Kind.CUT))
+        return self._watching and (is_inside or self._made.kind(tensor) in (Kind.ROWS, Kind.CUT, Kind.SOME))
 
     # -- being there
 

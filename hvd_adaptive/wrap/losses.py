@@ -24,6 +24,7 @@ class Kind(enum.Enum):
 
     ROWS = "a row for each sample"
     CUT = "some of the rows"
+    SOME = "those rows that a mask chooses, by each sample's own data"
     SUM = "a sum over samples"
     MEAN = "a mean over samples"
     REDUCED = "something of the whole batch, without gradients"
@@ -35,6 +36,7 @@ class Kind(enum.Enum):
 REASONS = {
     Kind.ROWS: Reason.SUM_LOSS,
     Kind.CUT: Reason.SELECTED,
+    Kind.SOME: Reason.SELECTED,
     Kind.OTHER: Reason.MIXED,
     Kind.REDUCED: Reason.MIXED,
     Kind.RAGGED: Reason.MIXED,
@@ -70,6 +72,11 @@ _ROWWISE = (_LINEAR - {"sum", "mean"}) | {
     "conv1d", "conv2d", "conv3d", "interpolate", "pad", "fold", "unfold", "avg_pool2d", "max_pool2d", "adaptive_avg_pool2d",
     "layer_norm", "pairwise_distance", "one_hot", "embedding", "xlogy", "frac", "sign", "heaviside", "hypot", "logit", "grad",
     "permute", "transpose", "t", "swapaxes", "movedim", "real", "imag", "view_as_real", "view_as_complex", "cross", "diff",
+}  # fmt: skip
+# Some of these move rows, or make others of them.
+_MOVES = {
+    "stack", "cat", "hstack", "vstack", "repeat_interleave", "expand", "expand_as", "permute", "transpose", "t", "swapaxes",
+    "movedim", "unbind", "iter", "unfold", "fold", "grad", "diff",
 }  # fmt: skip
 # Work along dimensions: where the argument stands that says which, and those without it (None: all of them).
 _ALONG: dict[str, tuple[int, Any]] = {
@@ -235,6 +242,25 @@ def _kind_of_rows(
     return Kind.ROWS if name in _ROWWISE else Kind.OTHER
 
 
+def kind_of_some(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Sequence[tuple[Tensor, Kind]]) -> Kind:
+    """Returns the kind of a function's result, given arguments that are made of the batch: rows that a mask chooses."""
+    if any(kind is not Kind.SOME or tensor.shape[:1] != given[0][0].shape[:1] for tensor, kind in given):
+        return Kind.CUT
+    if func in LOSSES:
+        is_smoothed = bool(LOSSES[func].bind(*args, **kwargs).arguments.get("label_smoothing"))
+        kinds = {"sum": Kind.SUM, "none": Kind.SOME, "mean": Kind.CUT if is_smoothed else Kind.MEAN}
+        return kinds.get(reduction(func, args, kwargs), Kind.CUT)
+    name, source = plain_name(func), given[0][0]
+    if name in ("sum", "mean"):
+        dims = _dims(_argument(args, kwargs, 1, None), source)
+        if 0 not in dims:
+            return Kind.SOME
+        return Kind.CUT if len(dims) < source.dim() else Kind.SUM if name == "sum" else Kind.MEAN
+    if name in _ALONG:
+        return Kind.CUT if 0 in dims_of(name, args, kwargs, source) else Kind.SOME
+    return Kind.SOME if name in _ROWWISE - _MOVES else Kind.CUT
+
+
 def may_keep_rows(
     func: Any, args: tuple[Any, ...], given: Iterable[tuple[Tensor, Kind]], results: Sequence[Tensor], num_samples: int
 ) -> bool:
@@ -304,7 +330,9 @@ def weighs_samples(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num
 
 
 def mean_over_samples(func: Any, num_samples: int, *args: Any, **kwargs: Any) -> Tensor:
-    """Returns one of torch's loss functions as a mean over samples, whatever the targets of each count."""
+    """Returns a mean, or one of torch's loss functions, as a mean over samples, whatever the targets of each count."""
+    if func not in LOSSES:
+        return torch.sum(args[0]) / num_samples
     given = LOSSES[func].bind(*args, **kwargs)
     given.arguments.update(reduction="sum", size_average=None, reduce=None)
     return func(*given.args, **given.kwargs) / num_samples

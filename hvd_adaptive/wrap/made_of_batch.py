@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.wrap import sizes
+from hvd_adaptive.wrap.chosen import Chosen
 from hvd_adaptive.wrap.losses import Kind, rows_dim
 from hvd_adaptive.wrap.tensors import tensors_in
 
@@ -29,6 +30,7 @@ class MadeOfBatch:
         needs_proof: a tensor was taken for what it may not be, as rows that a forward has made and not returned: the loss must be
             shown to be a mean by its numbers.
         has_unknown: the same, of a function that followed the forwards.
+        chosen: tensors of rows that a mask has chosen.
     """
 
     def __init__(self, is_computed: Callable[[Tensor], bool]) -> None:
@@ -40,6 +42,7 @@ class MadeOfBatch:
         # The number of the sample whose row a tensor is made of.
         self._rows: dict[int, int] = {}
         self.needs_proof = self.has_unknown = False
+        self.chosen = Chosen()
         self._memory: set[int] = set()
         self._lengths: set[int] = set()
         self._batch: set[int] = set()
@@ -57,6 +60,7 @@ class MadeOfBatch:
         """Forgets all."""
         for kept in (self.known, self.as_long, self.beside, self._memory, self._rows):
             kept.clear()
+        self.chosen.clear()
         self.needs_proof = self.has_unknown = False
 
     def keep(self, kind: Kind, *tensors: Tensor) -> None:
@@ -103,6 +107,11 @@ class MadeOfBatch:
         """Whether what is written to a place of a tensor is made of other samples' rows than that one."""
         row = self._rows.get(id(value))
         return row is not None and row != _first(places)
+
+    def fills_fixed_length(self, tensor: Tensor, places: Any, *, length_asked: bool) -> bool:
+        """Whether places of a tensor are written that is not made of the batch, as many as that has samples."""
+        is_other = self.kind(tensor) is None and id(tensor) not in self.as_long
+        return is_other and sizes.fills_by_length(places, self.num_samples, length_asked=length_asked)
 
     def size_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """Returns what a question for a tensor's size has given, which knows that it is the batch's where it is."""

@@ -97,7 +97,7 @@ class Tape:
 
     def record(
         self, func: Any, args: Any, kwargs: Any, result: Any, *, is_inside: bool, as_long: Collection[int], length_asked: bool,
-        by_targets: bool = False,
+        by_targets: bool = False, over_chosen: bool = False,
     ) -> None:  # fmt: skip
         """Takes note of a call.
 
@@ -107,6 +107,7 @@ class Tape:
             as_long: ids of tensors that have a row for each sample, too.
             length_asked: the script has asked for the batch's length in a way that gives a plain number.
             by_targets: it divides a sum by what the samples' targets add up to.
+            over_chosen: it is a mean over rows that a mask chooses.
         """
         name = plain_name(func)
         if not self._is_whole or name in _WITHOUT:
@@ -134,7 +135,8 @@ class Tape:
         elif results and (is_made or any(self._is_size(value, length_asked) for value in leaves_in((args, kwargs)))):
             packed, names = map_leaves(lambda value: self._pack(value, length_asked), (args, kwargs))
             # Means over targets as they are once their gradients are weighted: see target_means.py.
-            if self._weighs and func in LOSSES and weighs_samples(func, args, kwargs, self._num_samples):
+            is_weighted = over_chosen or (func in LOSSES and weighs_samples(func, args, kwargs, self._num_samples))
+            if self._weighs and is_weighted:
                 func, packed = mean_over_samples, (func, Number(int), *packed)
             elif by_targets:
                 func, packed, names = torch.div, (packed[0], Number(int)), {}

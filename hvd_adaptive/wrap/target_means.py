@@ -10,7 +10,7 @@ A rank may leave out a loss that the others have. Then it takes part with zeros,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from hvd_adaptive.wrap.target_nodes import Mean, means_in, quotient, rows_before
 
 if TYPE_CHECKING:
     from hvd_adaptive.wrap.loaders import IndexStream, Loader
+    from hvd_adaptive.wrap.tape import Tape
 
 # Calls of backward on a batch, and means in each of them: the ranks tell each other one number, of 53 bits.
 _MOST_CALLS, _MOST_MEANS = 6, 63
@@ -188,9 +189,11 @@ class TargetWeights:
             of_mean.index_add_(0, ranks, of_samples.cpu())
         own = sums.sum(1).tolist()
         self._add_up(sums, stream)
-        for node, of_samples, divisor, divisors in zip(nodes, counts, own, sums, strict=False) if is_known else ():
+        for mean, node, divisor, divisors in zip(means, nodes, own, sums, strict=False) if is_known else ():
             # Without targets a sample has no gradient either.
-            factors = torch.where(divisors > 0, divisor / (divisors * stream.weight), 0.0)[ranks].to(of_samples.device)
+            factors = torch.where(divisors > 0, divisor / (divisors * stream.weight), 0.0)[ranks].to(mean.targets.device)
+            if mean.rows is not None:
+                factors = factors[mean.rows]
             weigh = functools.partial(_weigh_rows, factors if divisor else None)
             (node.register_prehook if agreed.are_smoothed else node.register_hook)(weigh)
         return is_known
@@ -202,10 +205,29 @@ class TargetWeights:
         hvd.synchronize(hvd.allreduce_async_(sums, name="hvd_adaptive.targets", op=hvd.Sum))
 
 
+class _Watched(NamedTuple):
+    """A mean over targets.
+
+    Attributes:
+        result: what it gives.
+        targets: what counts.
+        is_weighted: some count more than others.
+        is_smoothed: labels are.
+        is_placed: it was known, before the model has changed, that these are the samples' one after the other.
+    """
+
+    result: Tensor
+    targets: Tensor
+    is_weighted: bool
+    is_smoothed: bool
+    is_placed: bool = False
+
+
 class WatchedTargets:
     """The targets of one batch that is followed.
 
     Args:
+        tape: how its losses are made.
         weighs: ranks' gradients are averaged. Else none of this matters.
 
     Attributes:
@@ -215,70 +237,73 @@ class WatchedTargets:
         are_placed: it is known which targets are whose sample's.
     """
 
-    def __init__(self, *, weighs: bool) -> None:
-        self._weighs = weighs
+    def __init__(self, tape: Tape, *, weighs: bool) -> None:
+        self._tape, self._weighs = tape, weighs
         self.begin()
 
     def begin(self) -> None:
         """Begins with a batch."""
         self.num_means, self.num_smoothed, self.are_weighted, self.are_placed = 0, 0, False, True
-        # Each loss's result and targets, and whether it weighs them, and smooths labels.
-        self._losses: list[tuple[Tensor, Tensor, bool, bool]] = []
+        self._losses: list[_Watched] = []
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, num_samples: int) -> None:
         """Looks at one of torch's loss functions that was called."""
         target = losses.targets_of(func, args, kwargs)
         if target is not None and self._weighs:
             is_smoothed = bool(losses.LOSSES[func].bind(*args, **kwargs).arguments.get("label_smoothing"))
-            self._losses.append((result, target, losses.weighs_samples(func, args, kwargs, num_samples), is_smoothed))
+            is_weighted = losses.weighs_samples(func, args, kwargs, num_samples)
+            self._losses.append(_Watched(result, target, is_weighted, is_smoothed))
 
-    def divides(
-        self, func: Any, args: tuple[Any, ...], result: Any, num_samples: int, is_made: Callable[[Tensor], bool]
-    ) -> bool:
+    def choose(self, result: Tensor, mask: Tensor | None) -> None:
+        """Takes note of a mean over rows that a mask has chosen."""
+        if mask is not None and self._weighs:
+            self._losses.append(_Watched(result, mask, True, False, self._tape.has_rows(mask)))
+
+    def divides(self, func: Any, args: tuple[Any, ...], result: Any, num_samples: int, are_counted: bool) -> bool:
         """Looks at a function that was called; returns whether it divides a sum by what its samples' targets add up to.
 
         Args:
             func: the function, with its arguments and its result.
             num_samples: of the batch.
-            is_made: whether a tensor is made of the batch.
+            are_counted: the script has asked how many rows a mask has chosen.
         """
         is_quotient = self._weighs and losses.plain_name(func) in ("div", "true_divide") and len(args) > 1
         mean = quotient(result, num_samples) if is_quotient else None
         if mean is None or mean.counts is None:
             return False
         # Another number may be a constant that happens to be the same, if samples count alike.
-        is_weighted = bool((mean.counts != mean.counts[0]).any()) or (isinstance(args[1], Tensor) and is_made(args[1]))
-        self._losses.append((result, mean.targets, is_weighted, False))
+        is_made = isinstance(args[1], Tensor) and self._tape.is_made(args[1])
+        is_weighted = is_made or bool((mean.counts != mean.counts[0]).any()) or (are_counted and mean.rows is not None)
+        is_placed = is_weighted and self._tape.has_rows(mean.targets)
+        self._losses.append(_Watched(result, mean.targets, is_weighted, False, is_placed))
         return is_weighted
 
-    def end(self, is_in_loss: Callable[[Tensor], bool], has_rows: Callable[[Tensor], bool]) -> set[Reason]:
-        """Ends the batch; returns why shares must be equal.
-
-        Args:
-            is_in_loss: whether something that backward is called on was made of a tensor. Others are for a log.
-            has_rows: whether a tensor has the samples' numbers one after the other.
-        """
-        used = [(target, weighs, smooths) for result, target, weighs, smooths in self._losses if is_in_loss(result)]
+    def end(self) -> set[Reason]:
+        """Ends the batch; returns why shares must be equal."""
+        # Others are for a log.
+        used = [loss for loss in self._losses if self._tape.is_in_loss(loss.result)]
         self._losses.clear()
-        self.num_means, self.num_smoothed = len(used), sum(is_smoothed for _, _, is_smoothed in used)
-        self.are_weighted = any(is_weighted for _, is_weighted, _ in used)
-        self.are_placed = self.num_smoothed in (0, self.num_means) and all(has_rows(target) for target, _, _ in used)
+        self.num_means, self.num_smoothed = len(used), sum(loss.is_smoothed for loss in used)
+        self.are_weighted = any(loss.is_weighted for loss in used)
+        placed = (loss.is_placed or self._tape.has_rows(loss.targets) for loss in used)
+        self.are_placed = self.num_smoothed in (0, self.num_means) and all(placed)
         return {Reason.WEIGHTED_LOSS} if self.are_weighted and not self.are_placed else set()
 
 
 def _weigh_rows(
     factors: Tensor | None, gradients: tuple[Tensor | None, ...], _: Any = None
-) -> tuple[Tensor | None, ...] | None:
-    """Multiplies the rows of the first gradient that a hook is given.
+) -> tuple[Tensor | None, ...]:
+    """Multiplies the rows of the gradients that a hook is given.
 
     Args:
-        factors: shape (num_samples,), each of some rows; None: the loss was divided by 0, and may not be finite.
+        factors: each of some rows, equally many; None: the loss was divided by 0, and may not be finite.
         gradients: those of the node.
     """
-    gradient = gradients[0]
-    if gradient is None:
-        return None
+    return tuple(gradient if gradient is None else _weighed(gradient, factors) for gradient in gradients)
+
+
+def _weighed(gradient: Tensor, factors: Tensor | None) -> Tensor:
     if factors is None:
-        return torch.zeros_like(gradient), *gradients[1:]
+        return torch.zeros_like(gradient)
     rows = factors.to(gradient.dtype).repeat_interleave(gradient.shape[0] // len(factors))
-    return gradient * rows.view(-1, *[1] * (gradient.dim() - 1)), *gradients[1:]
+    return gradient * rows.view(-1, *[1] * (gradient.dim() - 1))

@@ -16,6 +16,8 @@ from hvd_adaptive.wrap.graphs import is_packed, signed, walk
 
 # Nodes of a loss's graph that are searched, and those between two that give the same numbers another shape or type.
 _MOST_NODES, _MOST_BETWEEN = 512, 4
+# Nodes behind a mean among which a mask is looked for.
+_MOST_BEHIND = 24
 # A loss is linear in what these are given, if nothing else that they are given has gradients. Else a mean's own value would go
 # into gradients, and that has another divisor.
 _LINEAR = {
@@ -36,11 +38,13 @@ class Mean(NamedTuple):
         node: the graph's node that gives the gradients of the samples, some rows each.
         targets: what counts: targets, or a mask.
         counts: what those of each sample count, shape (num_samples,), float64; None if these are not equally many.
+        rows: the sample of each row of these gradients, if a mask has chosen them; None: they are equally many of each sample.
     """
 
     node: Any
     targets: Tensor
     counts: Tensor | None
+    rows: Tensor | None = None
 
 
 def means_in(loss: Iterable[Tensor], num_samples: int) -> list[Mean]:
@@ -91,6 +95,8 @@ def _is_linear(node: Any) -> bool:
 def _mean(node: Any, num_samples: int) -> Mean | None:
     if _is_cross_entropy(node):
         return _of_cross_entropy(node, num_samples) if node._saved_reduction == _MEAN else None
+    if _is_mean(node):
+        return _of_chosen(node, num_samples)
     if not node.name().startswith("DivBackward") or is_packed(node, "other") or not _is_linear(node):
         return None
     divisor, sums = node._saved_other, node.next_functions[0][0]
@@ -119,7 +125,9 @@ def _of_sum(node: Any, num_samples: int) -> Mean | None:
         return None
     if _is_cross_entropy(rows):
         return _of_cross_entropy(rows, num_samples) if rows._saved_reduction == _NONE else None
-    if not rows.name().startswith("MulBackward") or is_packed(rows, "self") or is_packed(rows, "other"):
+    if not rows.name().startswith("MulBackward"):
+        return _of_chosen(node, num_samples)
+    if is_packed(rows, "self") or is_packed(rows, "other"):
         return None
     masks = [mask for mask in (rows._saved_self, rows._saved_other) if isinstance(mask, Tensor) and not mask.requires_grad]
     if len(masks) != 1 or not masks[0].dim():
@@ -133,7 +141,54 @@ def _of_cross_entropy(node: Any, num_samples: int) -> Mean | None:
     target, weight = node._saved_target, node._saved_weight
     counted = target != signed(node._saved_ignore_index)
     counts = counted.double() if weight is None else weight.double()[torch.where(counted, target, 0).long()] * counted
+    if target.dim() == 1 and (mask := _mask_behind(node, len(target))) is not None:
+        return _of_mask(node, mask, counts, num_samples)
     return Mean(node, target, _by_samples(counts, num_samples))
+
+
+def _is_mean(node: Any) -> bool:
+    """Whether a node is a mean over all that it is given, or one of torch's other losses."""
+    return node.name() == "MeanBackward0" or getattr(node, "_saved_reduction", None) == _MEAN
+
+
+def _of_chosen(node: Any, num_samples: int) -> Mean | None:
+    """Returns the mean, or the sum, over rows that a mask has chosen; None if it is of others."""
+    if is_packed(node, "self"):
+        return None
+    sizes: Any = getattr(node, "_saved_self_sym_sizes", None) or getattr(getattr(node, "_saved_self", None), "shape", ())
+    mask = _mask_behind(node, sizes[0]) if len(sizes) else None
+    return None if mask is None else _of_mask(node, mask, torch.ones(sizes[0], dtype=torch.float64), num_samples)
+
+
+def _of_mask(node: Any, mask: Tensor, counts: Tensor, num_samples: int) -> Mean | None:
+    rows = mask.reshape(num_samples, -1).nonzero()[:, 0]
+    of_samples = torch.zeros(num_samples, dtype=torch.float64, device=rows.device)
+    return Mean(node, mask, of_samples.index_add_(0, rows, counts.to(rows.device)), rows)
+
+
+def _mask_behind(node: Any, num_rows: int) -> Tensor | None:
+    """Returns the mask that has chosen the rows that a node is given; None if there is none, or others besides."""
+    masks = []
+    following = [before for before, _ in node.next_functions]
+    for before in walk(following, _MOST_BEHIND, lambda before: _mask_of(before) is None):
+        if (mask := _mask_of(before)) is not None:
+            masks.append(mask)
+    is_one = masks and all(torch.equal(mask, masks[0]) for mask in masks) and int(masks[0].sum()) == num_rows
+    return masks[0] if is_one else None
+
+
+def _mask_of(node: Any) -> Tensor | None:
+    """Returns the mask by which a node takes places of a tensor; None if it does something else."""
+    name = node.name()
+    if name.startswith("MaskedSelect"):
+        return None if is_packed(node, "mask") else node._saved_mask
+    if not name.startswith("IndexBackward"):
+        return None
+    first, *others = node._raw_saved_indices
+    if first is None or first.unpack_hook is not None or any(other is not None for other in others):
+        return None
+    index = node._saved_indices[0]
+    return index if index.dtype is torch.bool else None
 
 
 def _by_samples(counts: Tensor, num_samples: int) -> Tensor | None:

@@ -175,8 +175,15 @@ OF_SEQUENCES = {
 }
 NO_MEANS = {
     "hardest": (lambda m, x, y: F.cross_entropy(m(x), y, reduction="none").topk(3).values.mean(), Reason.MIXED),
-    "masked": (lambda m, x, y: F.cross_entropy(m(x)[y > 0], y[y > 0]), Reason.SELECTED),
-    "masked_select": (lambda m, x, y: m(x).masked_select((y > 0)[:, None]).mean(), Reason.SELECTED),
+    "masked, beside others": (lambda m, x, y: F.l1_loss(m(x)[y > 0], m(x)[y < 2][: (y > 0).sum()]), Reason.SELECTED),
+    "masked by the loss of all": (lambda m, x, y: (lambda s: s[s > s.mean()].mean())(m(x)), Reason.SELECTED),
+    "masked, in another order": (lambda m, x, y: F.l1_loss(m(x)[y > 0], m(x)[y > 0].flip(0)), Reason.SELECTED),
+    "masked, each with each": (lambda m, x, y: (lambda s: (s @ s.t()).mean())(m(x)[y > 0]), Reason.SELECTED),
+    "masked, along the samples": (lambda m, x, y: m(x)[y > 0].softmax(0).pow(2).mean(), Reason.SELECTED),
+    "masked, by another count": (lambda m, x, y: m(x)[y > 0].sum() / (y > 1).sum(), Reason.MIXED),
+    "masked, times its rows": (lambda m, x, y: (lambda s: s.pow(2).mean() * s.shape[0])(m(x)[y > 0]), Reason.SELECTED),
+    "masked, times its length": (lambda m, x, y: (lambda s: s.pow(2).mean() * (len(s) / N))(m(x)[y > 0]), Reason.SELECTED),
+    "masked by broadcasting": (lambda m, x, y: m(x).masked_select((y > 0)[:, None]).mean(), Reason.SELECTED),
     "divided by another count": (
         lambda m, x, y: (F.cross_entropy(m(x), y, reduction="none") * (y > 0)).sum() / (y > 1).sum(), Reason.MIXED
     ),
@@ -312,7 +319,7 @@ def test_sums_that_are_divided_by_what_may_count_samples(name: str) -> None:
         count = COUNTS[name](x, y)
         return F.cross_entropy(model(x), y, reduction="sum") / count
 
-    assert findings(nn.Sequential(nn.Linear(4, 3)), [X, Y], loss_of) & {Reason.SUM_LOSS, Reason.MIXED}
+    assert findings(nn.Sequential(nn.Linear(4, 3)), [X, Y], loss_of) & {Reason.SUM_LOSS, Reason.MIXED, Reason.SELECTED}
 
 
 @pytest.mark.parametrize(("library", "expected"), [("torch", set()), ("torchvision", {Reason.SUM_LOSS})])
@@ -384,6 +391,16 @@ WEIGHTED = {
     "a mask inside": (
         Inside(lambda m, s, y: (F.cross_entropy(s, y, reduction="none") * (y > 0)).sum() / (y > 0).sum()), lambda m, x, y: m(x, y)
     ),
+    "chosen": (nn.Linear(4, 3), lambda m, x, y: F.cross_entropy(m(x)[y > 0], y[y > 0])),
+    "chosen, not of all": (nn.Linear(4, 3), lambda m, x, y: F.cross_entropy(m(x)[y > 0], y[y > 0], ignore_index=2)),
+    "chosen, by their loss": (
+        nn.Linear(4, 3), lambda m, x, y: (lambda each: each[each > 1].mean())(F.cross_entropy(m(x), y, reduction="none"))
+    ),
+    "chosen places": (nn.Linear(4, 3), lambda m, x, y: (m(x)[x[:, :3] > 0] - 1).abs().mean()),
+    "chosen places, by a function": (nn.Linear(4, 3), lambda m, x, y: torch.masked_select(m(x), x[:, :3] > 0).pow(2).mean()),
+    "chosen, of both": (nn.Linear(4, 3), lambda m, x, y: F.mse_loss(m(x)[y > 0], m(2 * x)[y > 0]) + m(x).pow(2).mean()),
+    "chosen, by their count": (nn.Linear(4, 3), lambda m, x, y: m(x)[y > 0].pow(2).sum(1).sum() / (y > 0).sum()),
+    "chosen, smooth": (nn.Linear(4, 3), lambda m, x, y: F.smooth_l1_loss(m(x)[y > 0][:, 0], y[y > 0].float())),
     "a count": (
         nn.Linear(4, 3), lambda m, x, y: F.cross_entropy(m(x), y, ignore_index=0, reduction="sum") / (y > 0).sum().clamp(min=1)
     ),
@@ -399,7 +416,7 @@ NOT_EVEN_LOCAL = {
     "scaled by its length, by a method": Reason.MIXED,
     "scaled by a name": Reason.MIXED,
     "scaled by a tensor of its size": Reason.MIXED,
-    "masked": Reason.SELECTED,
+    "masked, each with each": Reason.SELECTED,
 }
 
 
@@ -408,6 +425,15 @@ def test_means_over_targets(name: str) -> None:
     model, loss_of = WEIGHTED[name]
     for weighs in (True, False):
         assert not findings(model, [X, Y], loss_of, weighs=weighs)
+
+
+def test_a_sum_over_chosen_rows_that_is_divided_by_their_length() -> None:
+    def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        rows = model(x)[y > 0]
+        return rows.pow(2).sum() / len(rows)
+
+    assert not findings(nn.Linear(4, 3), [X, Y], loss_of)
+
 
 
 @pytest.mark.parametrize("name", OF_ANY_SIZE)

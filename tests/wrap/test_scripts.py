@@ -30,6 +30,7 @@ SHARED = [
     "odd.py class_weights",
     *(f"targets.py {mode}" for mode in ("classes", "inside", "pixels", "smooth", "few", "beside", "passes", "two_losses")),
     *(f"targets.py {mode}" for mode in ("mask", "mask_inside", "by_count", "logged", "listed")),
+    *(f"targets.py {mode}" for mode in ("chosen", "chosen_flat", "chosen_mean", "chosen_sum", "chosen_both")),
 ]
 # With three ranks, once each: a sampler, batches of the script's own with sparse gradients, accumulation, two optimizers, and
 # means over targets.

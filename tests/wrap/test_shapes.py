@@ -8,7 +8,7 @@ from wrapped_scripts import run, run_both
 from hvd_adaptive.wrap.reasons import Reason
 
 # What looks odd, and can be shared out all the same.
-SHARED = ["plain", "smoothing", "sum_by_size", "sum_by_len", "mask_mean", "checkpoint", "trace_first", "script_after"]
+SHARED = ["plain", "smoothing", "sum_by_size", "sum_by_len", "mask", "mask_mean", "checkpoint", "trace_first", "script_after"]
 EQUAL = {
     "compile_model": Reason.COMPILED,
     "compile_in_place": Reason.COMPILED,
@@ -28,7 +28,6 @@ EQUAL = {
     "gather_loss": Reason.GATHERED,
     "gather_gradient": Reason.GATHERED,
     "clip": Reason.MIXED,
-    "mask": Reason.SELECTED,
     "ohem": Reason.MIXED,
     "triplets": Reason.SELECTED,
     "rmse": Reason.MIXED,

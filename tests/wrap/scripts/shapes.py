@@ -98,8 +98,8 @@ def loss_of(x, y):
         z = F.normalize(out, dim=1)
         return F.cross_entropy(z @ z.flip(1).t(), torch.arange(z.shape[0]))
     if mode == "mask":
-        mask = y > 4
-        return F.cross_entropy(out[mask], y[mask]) if mask.any() else out.sum() * 0
+        mask = y > 1
+        return F.cross_entropy(out[mask], y[mask])
     if mode == "mask_mean":
         mask = (y > 4).double()
         return (F.cross_entropy(out, y, reduction="none") * mask).sum() / mask.sum().clamp(min=1)

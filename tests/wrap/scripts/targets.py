@@ -98,6 +98,22 @@ def losses_of(x, y):
         # As Megatron's loss.
         mask, each = (y != -100).double().view(-1), F.cross_entropy(out.flatten(0, 1), y.clamp(min=0).flatten(), reduction="none")
         return [torch.sum(each.view(-1) * mask) / mask.sum().clamp(min=1)]
+    if mode.startswith("chosen"):
+        is_there = y != -100
+        if mode == "chosen":
+            # Beside a loss of all, as the box and the class of a detector.
+            return [F.cross_entropy(out[is_there], y[is_there], weight) + 0.1 * out.pow(2).mean()]
+        if mode == "chosen_flat":
+            flat = is_there.view(-1)
+            return [F.nll_loss(out.view(-1, WORDS)[flat].log_softmax(1), y.view(-1)[flat])]
+        each = F.cross_entropy(out.transpose(1, 2), y, reduction="none")
+        if mode == "chosen_mean":
+            hard = each[each > 2].mean()
+            return [each[is_there].mean() + 0.5 * hard]
+        if mode == "chosen_sum":
+            return [each[is_there].sum() / is_there.sum() + torch.masked_select(out[..., 0], is_there).square().mean()]
+        other = F.one_hot(x, WORDS).double()
+        return [F.smooth_l1_loss(out[is_there], other[is_there]) + (out[is_there].exp() - out[is_there]).abs().mean()]
     if mode == "by_count":
         each = F.cross_entropy(out.transpose(1, 2), y, weight, reduction="none")
         sums = F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="sum") / (y != -100).sum().item()
