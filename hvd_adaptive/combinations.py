@@ -63,6 +63,14 @@ def check_combinations(config: Any) -> None:
             logical_ranks=(None,),
             sparse_merge=("auto", "never"),
         )
+    if config.loss_reduction == "targets" and config.encodes:
+        if "fp16" in config.compression:
+            raise ValueError(
+                f"loss_reduction 'targets' needs another compression than fp16, got {config.compression!r}: gradients travel "
+                "multiplied by targets per sample, which fp16 may not hold"
+            )
+        why = "what a codec loses of one step cannot be added to a step with another number of targets"
+        _check_needed(config, "loss_reduction 'targets' with a compression", why, error_feedback=(False,))
     if config.outer_step == "cautious" and config.outer_lr is not None and config.outer_momentum is None:
         raise ValueError(
             f"outer_lr {config.outer_lr} needs outer_momentum with outer_step 'cautious', got none: momentum that is not set "

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any, NoReturn
 
 import numpy as np
@@ -83,12 +84,14 @@ class Batch:
 
     @num_targets.setter
     def num_targets(self, number: Any) -> None:
+        is_number = not number.dim() if isinstance(number, torch.Tensor) else isinstance(number, (Number, np.generic))
         try:
-            self._num_targets = float(number)
-        except (TypeError, ValueError, RuntimeError):
-            self._num_targets = math.nan
-        if not 0 <= self._num_targets < math.inf:
-            raise ValueError(f"batch.num_targets must be one number >= 0, got {number!r}")
+            count = float(number) if is_number else math.nan
+        except (TypeError, OverflowError, RuntimeError):
+            count = math.nan
+        if not 0 <= count < math.inf:
+            raise ValueError(f"batch.num_targets must be a number >= 0, or a 0-dim tensor, got {number!r}")
+        self._num_targets = count
 
     @property
     def num_samples(self) -> int:
@@ -126,6 +129,9 @@ class Batch:
         """
         self._is_over = True
         if self._parts is None:
+            if not len(self.rows) and self._num_targets is not None:
+                # Its samples are other ranks'.
+                self._num_targets = 0.0
             return
         if self._num_handed < len(self._parts):
             raise RuntimeError(

@@ -134,7 +134,7 @@ class RoundRecord:
         epoch: epochs consumed after the round, fractional.
         train_s: seconds of training after the round: evaluation and other pauses excluded.
         num_samples: samples consumed by the run after the round.
-        loss: mean loss over the round's samples where it was reported, else None.
+        loss: mean loss over the round's samples, or its targets where these were counted; None where it was not reported.
         weight: merge weight of each rank, shape (world_size,).
         payload_bytes: bytes that a rank put into exchanges in the round, the mean over ranks.
         stats: the ranks' statistics: the fields of :class:`RoundStats` by name, shape (world_size,).

@@ -55,7 +55,7 @@ def _kind(layer: nn.Module, loss_reduction: str) -> str | None:
         if type(layer).__name__ != "SyncBatchNorm":
             return "BatchNorm normalizes over a rank's own samples, not over the global batch"
         if loss_reduction != "sum":
-            return "SyncBatchNorm mixes the ranks' gradients before their weights; with unequal shares use loss_reduction 'sum'"
+            return "SyncBatchNorm mixes the ranks' gradients before their weights; where these differ, use loss_reduction 'sum'"
         return None
     rate = getattr(layer, "p", 0.0) if isinstance(layer, nn.modules.dropout._DropoutNd) else 0.0
     if isinstance(layer, (nn.RNNBase, nn.MultiheadAttention)):

@@ -31,22 +31,58 @@ class TargetMean:
         self._parameters = list(model.parameters())
         self._transport = transport
         self._scale = 1.0 / round_unit
-        # The micro-batches of this step, and how often each one's samples count.
-        self._parts: list[tuple[Batch, float]] = []
+        # Of this step: all that counts by now; and of the last micro-batch what is still to be counted, and what its gradients
+        # were multiplied by.
+        self._own = 0.0
+        self._last: tuple[Batch, float] | None = None
+        self._used: float | None = None
 
     def begin(self) -> None:
         """Begins a step."""
-        self._parts.clear()
+        self._own, self._last, self._used = 0.0, None, None
 
     def factor(self, micro: Batch, weight: float) -> Callable[[], float]:
         """Returns what gives the factor on the gradients of a micro-batch, once its targets are counted.
 
         Args:
-            micro: of this step.
+            micro: the next one of this step.
             weight: how often its samples count: 1 but where they repeat, 0 where they are other ranks'.
         """
-        self._parts.append((micro, weight))
-        return lambda: weight and weight * _counted(micro, self._transport.rank) * self._scale
+        self._count_last()
+        self._last = micro, weight
+        return self._factor
+
+    def _factor(self) -> float:
+        if self._last is None:
+            # Not of a step.
+            return 1.0
+        micro, weight = self._last
+        if not weight:
+            return 0.0
+        if micro.num_targets is None:
+            raise RuntimeError(
+                f"rank {self._transport.rank}: loss_reduction 'targets' needs the number that the loss is divided by: set "
+                "batch.num_targets before backward(), for each batch, or for each of batch.micro_batches()"
+            )
+        self._check(micro)
+        self._used = micro.num_targets
+        return weight * micro.num_targets * self._scale
+
+    def _count_last(self) -> None:
+        """Counts the last micro-batch, if it was computed. It is not kept: its graph takes memory."""
+        if self._last is None or self._used is None:
+            return
+        micro, weight = self._last
+        self._check(micro)
+        self._own += weight * self._used
+        self._last = self._used = None
+
+    def _check(self, micro: Batch) -> None:
+        if self._used is not None and micro.num_targets != self._used:
+            raise RuntimeError(
+                f"rank {self._transport.rank}: batch.num_targets was {self._used:g} in backward() and is {micro.num_targets} "
+                "now: all parts of a loss must be divided by one number. Set it once, before backward()"
+            )
 
     @property
     def has_begun(self) -> bool:
@@ -63,14 +99,14 @@ class TargetMean:
         """Waits for the gradients of the mean over all ranks' targets. COLLECTIVE.
 
         Raises:
-            RuntimeError: if the loop has not counted a micro-batch's targets.
+            RuntimeError: if the loop has changed a micro-batch's number of targets since its backward.
         """
-        own = sum(weight * _counted(micro, self._transport.rank) for micro, weight in self._parts if weight)
+        self._count_last()
         if self._exchanger is not None:
             self._exchanger.synchronize()
-        total = float(self._transport.allgather_stats(np.array([own])).sum()) * self._scale
+        total = float(self._transport.allgather_stats(np.array([self._own])).sum()) * self._scale
         gradients = [p.grad for p in self._parameters if p.requires_grad and p.grad is not None]
-        # Without any targets all gradients are 0.
+        # Without any targets all gradients are 0: codecs are given nothing that they have lost before.
         if total > 0 and gradients:
             torch._foreach_div_(gradients, total)
 
@@ -84,11 +120,3 @@ class TargetMean:
         if self._exchanger is not None:
             self._exchanger.remove()
 
-
-def _counted(micro: Batch, rank: int) -> float:
-    if micro.num_targets is None:
-        raise RuntimeError(
-            f"rank {rank}: loss_reduction 'targets' needs the number that the loss is divided by: set batch.num_targets before "
-            "backward(), for each batch, or for each of batch.micro_batches()"
-        )
-    return micro.num_targets

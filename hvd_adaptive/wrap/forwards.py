@@ -143,7 +143,7 @@ class Tracer(TorchFunctionMode):
         if self._watching and torch._C._current_graph_task_id() == -1:
             within, chosen = self.root is not None, self._made.chosen
             with suppress(Exception), torch._C.DisableTorchFunction():
-                if by_targets := self.backwards.targets.divides(func, args, result, self._num_samples, chosen.are_counted):
+                if by_targets := self.backwards.targets.divides(func, args, result, self._num_samples, chosen):
                     self._means.add(result.grad_fn)
                 self._tape.record(
                     func, args, kwargs or {}, result, is_inside=within, as_long=self._made.as_long,

@@ -111,11 +111,11 @@ def kind_of_number(loss: Tensor, means: Collection[Any]) -> losses.Kind:
         known.add(node)
         name = _plain(node)
         is_own = losses.is_own_function(node)
-        if is_own or (name == "Sum" and not _is_of_parameters(node) and not _is_of_numbers(node)):
+        if is_own or (name == "Sum" and not is_of_parameters(node) and not _is_of_numbers(node)):
             return losses.Kind.SUM
         if name in _BETWEEN or name == "Sum":
             nodes.extend(following for following, _ in node.next_functions)
-        elif name != "Mean" and not _is_weight(node) and not _is_of_parameters(node):
+        elif name != "Mean" and not is_weight(node) and not is_of_parameters(node):
             kind = losses.Kind.OTHER
     return kind
 
@@ -160,20 +160,21 @@ def _is_of_numbers(node: Any) -> bool:
     return all(following is not None and following.name().startswith("Stack") for following, _ in node.next_functions)
 
 
-def _is_of_parameters(node: Any) -> bool:
+def is_of_parameters(node: Any) -> bool:
     """Whether a sum is of weights alone, as a regularizer's."""
     nodes = [following for following, _ in node.next_functions]
     for _ in range(_MOST_NODES):
         if not nodes:
             return True
         node = nodes.pop()
-        if node is None or not (_is_weight(node) or _plain(node) in _OF_WEIGHTS):
+        if node is None or not (is_weight(node) or _plain(node) in _OF_WEIGHTS):
             return False
         nodes.extend(following for following, _ in node.next_functions)
     return False
 
 
-def _is_weight(node: Any) -> bool:
+def is_weight(node: Any) -> bool:
+    """Whether a node of autograd's graph is a tensor's that gets a gradient."""
     return str(node.name()).endswith("AccumulateGrad")
 
 

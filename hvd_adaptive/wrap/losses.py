@@ -261,6 +261,11 @@ def kind_of_some(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given
     return Kind.SOME if name in _ROWWISE - _MOVES else Kind.CUT
 
 
+def works_along(name: str) -> bool:
+    """Whether a function of that name takes dimensions, and no other numbers."""
+    return name in _ALONG and name not in ("norm", "vector_norm", "normalize")
+
+
 def may_keep_rows(
     func: Any, args: tuple[Any, ...], given: Iterable[tuple[Tensor, Kind]], results: Sequence[Tensor], num_samples: int
 ) -> bool:

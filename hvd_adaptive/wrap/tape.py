@@ -50,6 +50,8 @@ _WITHOUT = {"requires_grad", "retain_grad", "register_hook", "backward", "pin_me
 _REPEATED = 1e-7
 # Samples that are computed again, and calls and seconds of a batch for that.
 _MOST_SAMPLES = 8
+# What so few calls make is computed again of all samples.
+_FEW_CALLS = 20
 _MOST_CALLS, _MOST_S = 50_000, 5.0
 # Numbers of weights and the like that are copied for that, and of what is made of the samples.
 _MOST_CONSTANT, _MOST_MADE = 100_000_000, 30_000_000
@@ -91,7 +93,7 @@ class Tape:
         self._ends_in_sum = False
         self._held.begin(batch)
         self._is_whole, self._is_after = num_samples > 1, False
-        self._left_s = _MOST_S
+        self._left_s, self._most_samples = _MOST_S, _MOST_SAMPLES
         for tensor in batch:
             self._add_rows(tensor)
 
@@ -192,7 +194,7 @@ class Tape:
         """Whether a tensor that was made of the batch holds the samples one after the other, equally many numbers of each."""
         # Losses keep their targets in another shape.
         alike = (known for known in self._slots if known.data_ptr() == tensor.data_ptr() and known.numel() == tensor.numel())
-        known, count = tensor if tensor in self._slots else next(alike, None), min(self._num_samples, _MOST_SAMPLES)
+        known, count = tensor if tensor in self._slots else next(alike, None), self._num_samples
         if known is None or count < 2 or tensor.numel() % self._num_samples:
             return False
         rows, shape = wide(tensor.detach()).double().reshape(self._num_samples, -1), known.shape
@@ -200,6 +202,8 @@ class Tape:
         if not bool((rows != rows[0]).any()) and (shape[0] != self._num_samples or self._num_samples in shape[1:]):
             return False
         calls, slot = leading_to(self._calls, {self._slots[known]}), self._slots[known]
+        self._most_samples = count if len(calls) <= _FEW_CALLS else _MOST_SAMPLES
+        count = min(count, self._most_samples)
         compute = functools.partial(self._compute, calls, slot, end=time.monotonic() + _MOST_S)
         parts = ((0, 1), (1, count))
         try:
@@ -209,6 +213,7 @@ class Tape:
             return False
         finally:
             self._constants.clear()
+            self._most_samples = _MOST_SAMPLES
 
     def gives(self, tensors: Iterable[Tensor]) -> None:
         """Takes note of what a forward gives."""
@@ -356,7 +361,7 @@ class Tape:
             self._is_ragged |= tensor.dim() > 0
             return wide(tensor.detach()).clone()
         rows = tensor.shape[dim] // self._num_samples
-        most = min(self._num_samples, _MOST_SAMPLES) * rows
+        most = min(self._num_samples, self._most_samples) * rows
         if tensor.numel() // tensor.shape[dim] * most > _MOST_MADE:
             raise Unclear
         part = wide(tensor.detach().narrow(dim, 0, most)).clone()

@@ -21,6 +21,7 @@ from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.target_nodes import Mean, means_in, quotient, rows_before
 
 if TYPE_CHECKING:
+    from hvd_adaptive.wrap.chosen import Chosen
     from hvd_adaptive.wrap.loaders import IndexStream, Loader
     from hvd_adaptive.wrap.tape import Tape
 
@@ -49,12 +50,14 @@ class Targets:
         are_weighted: this rank has seen targets that count more than others.
         agreed: what they are like in each batch; None: their samples' gradients are not weighted. Changes in exchanges only.
         collectives_at: how many calls of backward a batch has had when the script called collectives of its own.
+        kinds: of each call of backward the kinds of its means, as this rank has learnt them.
     """
 
     def __init__(self) -> None:
         self.are_weighted = False
         self.agreed: Layout | None = None
         self.collectives_at: set[int] = set()
+        self.kinds: list[list[str]] = []
         self._layouts: set[Layout | None] = set()
         self._seen_collectives_at: set[int] = set()
 
@@ -98,12 +101,16 @@ class TargetWeights:
         # Calls of backward on the batch, and of each the means, if the batch is followed.
         self._num_calls = 0
         self._found: list[int] = []
+        self._nodes: set[Any] = set()
+        self._kinds: list[list[str]] = []
         self._is_clear = True
         self._collectives_at: set[int] = set()
 
     def delivered(self, stream: IndexStream) -> None:
         """A batch has come to the script."""
         self._num_calls, self._found, self._is_clear, self._collectives_at = 0, [], True, set()
+        self._nodes.clear()
+        self._kinds = []
         agreed = stream.loader.targets.agreed
         if agreed is not None and stream.current.is_unequal:
             stream.num_target_sums += sum(map(bool, agreed.means))
@@ -116,7 +123,10 @@ class TargetWeights:
             watched: its targets.
         """
         is_clear = self._is_clear and watched.are_placed and sum(self._found) == watched.num_means > 0
+        is_clear &= watched.chosen <= self._nodes
         layout = Layout(tuple(self._found), watched.num_smoothed > 0) if is_clear else None
+        if is_clear:
+            loader.targets.kinds = self._kinds
         loader.targets.learn(layout, are_weighted=watched.are_weighted, collectives_at=self._collectives_at)
 
     def look(self, loss: Sequence[Tensor], stream: IndexStream, *, is_followed: bool, is_after_step: bool) -> None:
@@ -139,14 +149,19 @@ class TargetWeights:
             mean.node.metadata[_SEEN] = True
         if is_followed:
             self._found.append(len(means))
+            self._nodes.update(mean.node for mean in means)
+            self._kinds.append([mean.kind for mean in means])
             # What a step left out would be made up for before it.
             self._is_clear &= not is_again and not (means and is_after_step)
         if not is_weighted or agreed is None:
             return
         expected = agreed.means[number] if number < len(agreed.means) else 0
+        if len(means) > expected:
+            means = [mean for mean in means if mean.is_certain]
+        places = _places(means, stream.loader.targets.kinds[number:][:1], expected)
         # Of batches before, whose loss this rank has left out.
         self._make_up(stream, stream.num_target_sums - sum(map(bool, agreed.means[number:])))
-        if (expected or means) and not (expected and stream.num_target_sums and self._weigh(means, stream, agreed, expected)):
+        if (expected or means) and not (expected and stream.num_target_sums and self._weigh(means, places, stream, agreed)):
             # The other ranks need not have such a loss here.
             stream.loader.reasons.add(Reason.OTHER_LOSS)
 
@@ -178,18 +193,30 @@ class TargetWeights:
         for _ in range(min(count, stream.num_target_sums)):
             self._add_up(torch.zeros(max(agreed.means), stream.world_size, dtype=torch.float64), stream)
 
-    def _weigh(self, means: list[Mean], stream: IndexStream, agreed: Layout, expected: int) -> bool:
-        """Adds up what targets count and weights the gradients; returns whether these means are like those that were learnt."""
+    def _weigh(self, means: list[Mean], places: list[int] | None, stream: IndexStream, agreed: Layout) -> bool:
+        """Adds up what targets count and weights the gradients; returns whether these means are like those that were learnt.
+
+        Args:
+            means: of this call of backward.
+            places: of each of them among those that were learnt; None: they are others.
+            stream: the pass that the batch is of.
+            agreed: what was learnt.
+        """
         nodes = [rows_before(mean) if agreed.are_smoothed else mean.node for mean in means]
         counts = [mean.counts for mean in means if mean.counts is not None]
-        is_known = len(means) == expected == len(counts) and None not in nodes
+        is_known = places is not None and len(means) == len(counts) and None not in nodes
         ranks = torch.tensor(stream.ranks_of_samples())
         sums = torch.zeros(max(agreed.means), stream.world_size, dtype=torch.float64)
-        for of_mean, of_samples in zip(sums, counts if is_known else (), strict=False):
-            of_mean.index_add_(0, ranks, of_samples.cpu())
+        for place, of_samples in zip(places or (), counts if is_known else (), strict=False):
+            sums[place].index_add_(0, ranks, of_samples.cpu())
+        if means and not is_known:
+            # Which of them this rank lacks cannot be told: then no rank weights any.
+            sums.fill_(torch.nan)
         own = sums.sum(1).tolist()
         self._add_up(sums, stream)
-        for mean, node, divisor, divisors in zip(means, nodes, own, sums, strict=False) if is_known else ():
+        is_known &= not bool(sums.isnan().any())
+        for mean, node, place in zip(means, nodes, places or (), strict=False) if is_known else ():
+            divisor, divisors = own[place], sums[place]
             # Without targets a sample has no gradient either.
             factors = torch.where(divisors > 0, divisor / (divisors * stream.weight), 0.0)[ranks].to(mean.targets.device)
             if mean.rows is not None:
@@ -205,6 +232,26 @@ class TargetWeights:
         hvd.synchronize(hvd.allreduce_async_(sums, name="hvd_adaptive.targets", op=hvd.Sum))
 
 
+def _places(means: Sequence[Mean], learnt: Sequence[Sequence[str]], expected: int) -> list[int] | None:
+    """Returns which of the means that were learnt each of some is; None if that cannot be said.
+
+    Args:
+        means: those of a loss. A rank may lack some, as where a mask chooses nothing.
+        learnt: the kinds of those that were learnt, one list of them; none: this rank does not know them.
+        expected: how many there were.
+    """
+    if len(means) == expected:
+        return list(range(expected))
+    kinds = [kind for of_call in learnt for kind in of_call]
+    found = [mean.kind for mean in means]
+    is_unclear = any(kind not in kinds or found.count(kind) != kinds.count(kind) > 1 for kind in {*kinds, *found})
+    if len(kinds) != expected or is_unclear:
+        return None
+    # Of each kind there are as many, or one that is missing.
+    ahead = {kind: [place for place, other in enumerate(kinds) if other == kind] for kind in kinds}
+    return [ahead[kind].pop(0) for kind in found]
+
+
 class _Watched(NamedTuple):
     """A mean over targets.
 
@@ -214,6 +261,7 @@ class _Watched(NamedTuple):
         is_weighted: some count more than others.
         is_smoothed: labels are.
         is_placed: it was known, before the model has changed, that these are the samples' one after the other.
+        chosen: the graph's node of a mean over rows that a mask has chosen.
     """
 
     result: Tensor
@@ -221,6 +269,7 @@ class _Watched(NamedTuple):
     is_weighted: bool
     is_smoothed: bool
     is_placed: bool = False
+    chosen: Any = None
 
 
 class WatchedTargets:
@@ -235,6 +284,7 @@ class WatchedTargets:
         num_smoothed: those with smoothed labels.
         are_weighted: targets, or samples, of some of these count more than others.
         are_placed: it is known which targets are whose sample's.
+        chosen: the graph's nodes of means over rows that a mask has chosen.
     """
 
     def __init__(self, tape: Tape, *, weighs: bool) -> None:
@@ -244,6 +294,7 @@ class WatchedTargets:
     def begin(self) -> None:
         """Begins with a batch."""
         self.num_means, self.num_smoothed, self.are_weighted, self.are_placed = 0, 0, False, True
+        self.chosen: set[Any] = set()
         self._losses: list[_Watched] = []
 
     def look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, num_samples: int) -> None:
@@ -257,23 +308,23 @@ class WatchedTargets:
     def choose(self, result: Tensor, mask: Tensor | None) -> None:
         """Takes note of a mean over rows that a mask has chosen."""
         if mask is not None and self._weighs:
-            self._losses.append(_Watched(result, mask, True, False, self._tape.has_rows(mask)))
+            self._losses.append(_Watched(result, mask, True, False, self._tape.has_rows(mask), result.grad_fn))
 
-    def divides(self, func: Any, args: tuple[Any, ...], result: Any, num_samples: int, are_counted: bool) -> bool:
+    def divides(self, func: Any, args: tuple[Any, ...], result: Any, num_samples: int, chosen: Chosen) -> bool:
         """Looks at a function that was called; returns whether it divides a sum by what its samples' targets add up to.
 
         Args:
             func: the function, with its arguments and its result.
             num_samples: of the batch.
-            are_counted: the script has asked how many rows a mask has chosen.
+            chosen: rows that a mask has chosen.
         """
         is_quotient = self._weighs and losses.plain_name(func) in ("div", "true_divide") and len(args) > 1
         mean = quotient(result, num_samples) if is_quotient else None
-        if mean is None or mean.counts is None:
+        if mean is None or mean.counts is None or (mean.rows is not None) is not chosen.is_reduced(args[0]):
             return False
         # Another number may be a constant that happens to be the same, if samples count alike.
         is_made = isinstance(args[1], Tensor) and self._tape.is_made(args[1])
-        is_weighted = is_made or bool((mean.counts != mean.counts[0]).any()) or (are_counted and mean.rows is not None)
+        is_weighted = is_made or bool((mean.counts != mean.counts[0]).any()) or (chosen.are_counted and mean.rows is not None)
         is_placed = is_weighted and self._tape.has_rows(mean.targets)
         self._losses.append(_Watched(result, mean.targets, is_weighted, False, is_placed))
         return is_weighted
@@ -285,6 +336,7 @@ class WatchedTargets:
         self._losses.clear()
         self.num_means, self.num_smoothed = len(used), sum(loss.is_smoothed for loss in used)
         self.are_weighted = any(loss.is_weighted for loss in used)
+        self.chosen = {loss.chosen for loss in used if loss.chosen is not None}
         placed = (loss.is_placed or self._tape.has_rows(loss.targets) for loss in used)
         self.are_placed = self.num_smoothed in (0, self.num_means) and all(placed)
         return {Reason.WEIGHTED_LOSS} if self.are_weighted and not self.are_placed else set()
@@ -305,5 +357,7 @@ def _weigh_rows(
 def _weighed(gradient: Tensor, factors: Tensor | None) -> Tensor:
     if factors is None:
         return torch.zeros_like(gradient)
+    if not gradient.dim():
+        return gradient * factors.to(gradient.dtype).sum()
     rows = factors.to(gradient.dtype).repeat_interleave(gradient.shape[0] // len(factors))
     return gradient * rows.view(-1, *[1] * (gradient.dim() - 1))

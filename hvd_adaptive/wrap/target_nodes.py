@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hvd_adaptive.wrap.graphs import is_packed, signed, walk
+from hvd_adaptive.wrap.inside import is_of_parameters, is_weight
 
 # Nodes of a loss's graph that are searched, and those between two that give the same numbers another shape or type.
 _MOST_NODES, _MOST_BETWEEN = 512, 4
@@ -39,12 +40,19 @@ class Mean(NamedTuple):
         targets: what counts: targets, or a mask.
         counts: what those of each sample count, shape (num_samples,), float64; None if these are not equally many.
         rows: the sample of each row of these gradients, if a mask has chosen them; None: they are equally many of each sample.
+        is_certain: it cannot be a sum that is divided by the number of samples, which is as large by chance.
     """
 
     node: Any
     targets: Tensor
     counts: Tensor | None
     rows: Tensor | None = None
+    is_certain: bool = True
+
+    @property
+    def kind(self) -> str:
+        """What tells it from others of the same loss."""
+        return f"{self.node.name()}{' chosen' if self.rows is not None else ''}"
 
 
 def means_in(loss: Iterable[Tensor], num_samples: int) -> list[Mean]:
@@ -105,7 +113,8 @@ def _mean(node: Any, num_samples: int) -> Mean | None:
         return None
     total, by = float(found.counts.sum()), float(divisor)
     # Without any targets a script may divide by something else.
-    return found if total == 0 or abs(total - by) <= _CLOSE * abs(total) else None
+    is_mean = total == 0 or abs(total - by) <= _CLOSE * abs(total)
+    return found._replace(is_certain=total != 0 and by != num_samples) if is_mean else None
 
 
 def _of_sum(node: Any, num_samples: int) -> Mean | None:
@@ -141,8 +150,8 @@ def _of_cross_entropy(node: Any, num_samples: int) -> Mean | None:
     target, weight = node._saved_target, node._saved_weight
     counted = target != signed(node._saved_ignore_index)
     counts = counted.double() if weight is None else weight.double()[torch.where(counted, target, 0).long()] * counted
-    if target.dim() == 1 and (mask := _mask_behind(node, len(target))) is not None:
-        return _of_mask(node, mask, counts, num_samples)
+    if target.dim() and (mask := _mask_behind(node, len(target), num_samples)) is not None:
+        return _of_mask(node, mask, counts if counts.dim() == 1 else counts.flatten(1).sum(1), num_samples)
     return Mean(node, target, _by_samples(counts, num_samples))
 
 
@@ -156,8 +165,10 @@ def _of_chosen(node: Any, num_samples: int) -> Mean | None:
     if is_packed(node, "self"):
         return None
     sizes: Any = getattr(node, "_saved_self_sym_sizes", None) or getattr(getattr(node, "_saved_self", None), "shape", ())
-    mask = _mask_behind(node, sizes[0]) if len(sizes) else None
-    return None if mask is None else _of_mask(node, mask, torch.ones(sizes[0], dtype=torch.float64), num_samples)
+    # One row may have lost its dimension.
+    num_rows = int(sizes[0]) if len(sizes) else 1
+    mask = _mask_behind(node, num_rows, num_samples)
+    return None if mask is None else _of_mask(node, mask, torch.ones(num_rows, dtype=torch.float64), num_samples)
 
 
 def _of_mask(node: Any, mask: Tensor, counts: Tensor, num_samples: int) -> Mean | None:
@@ -166,15 +177,22 @@ def _of_mask(node: Any, mask: Tensor, counts: Tensor, num_samples: int) -> Mean 
     return Mean(node, mask, of_samples.index_add_(0, rows, counts.to(rows.device)), rows)
 
 
-def _mask_behind(node: Any, num_rows: int) -> Tensor | None:
-    """Returns the mask that has chosen the rows that a node is given; None if there is none, or others besides."""
-    masks = []
+def _mask_behind(node: Any, num_rows: int, num_samples: int) -> Tensor | None:
+    """Returns the mask that has chosen all rows that a node is given; None if there is none, or there are others besides."""
+    masks: list[Tensor] = []
     following = [before for before, _ in node.next_functions]
-    for before in walk(following, _MOST_BEHIND, lambda before: _mask_of(before) is None):
-        if (mask := _mask_of(before)) is not None:
-            masks.append(mask)
-    is_one = masks and all(torch.equal(mask, masks[0]) for mask in masks) and int(masks[0].sum()) == num_rows
-    return masks[0] if is_one else None
+    for count, before in enumerate(walk(following, 4 * _MOST_BEHIND, lambda before: _mask_of(before) is None)):
+        mask = _mask_of(before)
+        if mask is None:
+            # What no mask has chosen.
+            if count == _MOST_BEHIND or is_weight(before):
+                return None
+            continue
+        of_samples = mask.dim() > 0 and mask.shape[0] > 0 and mask.shape[0] % num_samples == 0
+        if not of_samples or is_of_parameters(before) or (masks and not torch.equal(mask, masks[0])):
+            return None
+        masks.append(mask)
+    return masks[0] if masks and int(masks[0].sum()) == num_rows else None
 
 
 def _mask_of(node: Any) -> Tensor | None:

@@ -179,10 +179,12 @@ def check_equality(
         with session.step(batch):
             session.optimizer.zero_grad()
             if reduction == "targets":
+                # Where a rank has no samples, these are others'.
                 batch.num_targets = CLASS_WEIGHTS[batch.y[batch.y >= 0]].sum()
             loss = loss_of(session.model(batch.x), batch.y, reduction)
             if name == "divided by num_samples":
                 loss = nn.functional.cross_entropy(session.model(batch.x), batch.y, reduction="sum") / batch.num_samples
+            batch.loss = loss.detach()
             loss.backward()
             if clip and session.synchronize():
                 nn.utils.clip_grad_norm_(session.model.parameters(), clip)
@@ -198,6 +200,9 @@ def check_equality(
     assert set(transport.allgather_object(len(rows))) == {2 * 11 * steps} and min(sizes) >= 1, name
     assert len({model_hash(session.model), *transport.allgather_object(model_hash(session.model))}) == 1, name
     assert all(record.weight.sum() == pytest.approx(1) for record in records), name
+    if reduction == "targets":
+        counted = sum(record.stats["loss_samples"].sum() for record in records)
+        assert counted == pytest.approx(2 * float(CLASS_WEIGHTS[SOME[SOME >= 0]].sum())), name
     assert all(record.stats["batch_size"].sum() == GLOBAL_BATCH for record in records), name
     payload_bytes = sum(record.stats["payload_bytes"][transport.rank] for record in records)
     if transport.world_size == 1:

@@ -64,6 +64,14 @@ from hvd_adaptive.xmc.train_config import TrainConfig
         ({"compression": "maxmin:99"}, r"compression: codec 'maxmin:99': maxmin: bits must be in \[1, 8\], got 99"),
         ({"compression": ""}, "compression: unknown codec ''"),
         ({"compression": "none; head*=zip"}, "compression: unknown codec 'zip'"),
+        (
+            {"strategy": "sync", "loss_reduction": "targets", "compression": "maxmin:4"},
+            "loss_reduction 'targets' with a compression needs error_feedback False, got True",
+        ),
+        (
+            {"strategy": "sync", "loss_reduction": "targets", "compression": "maxmin:4; b*=fp16", "error_feedback": False},
+            "needs another compression than fp16",
+        ),
         ({"compression": "fp16", "sparse_merge": "always"}, "compression 'fp16' needs sparse_merge auto or never, got 'always'"),
         ({"compression": "fp16", "sparse_merge": "always"}, "compression .fp16. needs sparse_merge auto or never, got .always."),
         ({"strategy": "sync", "merge_weights": "fisher-rows"}, "merge_weights 'fisher-rows' needs strategy local, got 'sync'"),

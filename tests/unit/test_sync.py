@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from typing import Any
 
 import numpy as np
@@ -473,10 +474,10 @@ def test_counted_targets_without_the_reduction_are_refused() -> None:
         train_padded(session, data)
 
 
-@pytest.mark.parametrize("number", [-1, float("nan"), float("inf"), "many", torch.ones(2), None], ids=str)
+@pytest.mark.parametrize("number", [-1, float("nan"), float("inf"), "12", torch.ones(1), 10**400, None], ids=str)
 def test_numbers_of_targets_that_are_none_are_refused(number: Any) -> None:
     session, data = padded_session(loss_reduction="targets")
-    with pytest.raises(ValueError, match=r"batch\.num_targets must be one number >= 0, got"):
+    with pytest.raises(ValueError, match=r"batch\.num_targets must be a number >= 0, or a 0-dim tensor, got"):
         next(iter(session.batches(data))).num_targets = number
 
 
@@ -485,3 +486,39 @@ def test_a_batch_without_targets_has_no_gradient_and_no_loss() -> None:
     record = train_padded(session, data, num_targets=lambda mask: torch.zeros(()))
     assert session.model.weight.grad.item() == 0
     assert record.loss is None and record.stats["skipped_steps"].sum() == 0
+
+
+def test_a_number_of_targets_that_changes_after_its_backward_is_refused() -> None:
+    session, data = padded_session(loss_reduction="targets")
+
+    def train() -> None:
+        for batch in session.batches(data):
+            with session.step(batch):
+                batch.num_targets = 4
+                session.model(batch.x[:, :1]).mean().backward()
+                batch.num_targets = 1
+                session.optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"num_targets was 4 in backward\(\) and is 1\.0 now"):
+        train()
+
+
+def test_micro_batches_whose_targets_were_counted_do_not_stay() -> None:
+    session, data = padded_session(loss_reduction="targets", accumulation_steps=3, global_batch_size=3)
+    losses: list[Any] = []
+    for batch in session.batches(data):
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            batch.num_targets = batch.y.sum()
+            batch.loss = session.model(batch.x[batch.y][:, None]).mean()
+            batch.loss.backward()
+            losses.append(weakref.ref(batch.loss))
+            session.optimizer.step()
+        del batch
+        assert sum(loss() is not None for loss in losses) <= 1
+
+
+def test_float16_parameters_cannot_hold_gradients_times_targets() -> None:
+    model = nn.Linear(2, 2).half()
+    with pytest.raises(AgreedError, match="keep the model in float32"):
+        make_session(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_reduction="targets")

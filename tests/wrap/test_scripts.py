@@ -83,7 +83,8 @@ def test_what_cannot_be_shared_runs_as_it_is_and_says_why(num_ranks: int) -> Non
 @pytest.mark.mpi(2, timeout=120)
 def test_a_rank_without_a_loss_holds_up_no_other(num_ranks: int) -> None:
     """Its share has no targets, and its script then has another loss, or no backward, and calls a collective before the step."""
-    modes = {"nothing_to_lose": Reason.OTHER_LOSS, "no_backward": Reason.FETCHED_AHEAD, "no_backward_later": Reason.FETCHED_AHEAD}
+    modes = dict.fromkeys(("guarded", "nothing_to_lose"), Reason.OTHER_LOSS)
+    modes |= dict.fromkeys(("no_backward", "no_backward_later"), Reason.FETCHED_AHEAD)
     results, _ = run_both([f"targets.py {mode}" for mode in modes], num_ranks)
     for (trained, _), (mode, reason) in zip(results, modes.items(), strict=True):
         loader = trained[-1]

@@ -22,7 +22,7 @@ generator = torch.Generator().manual_seed(5)
 words = torch.randint(WORDS, (236, LENGTH), generator=generator)
 lengths = torch.randint(2, LENGTH + 1, (236,), generator=generator)
 labels = torch.where(torch.arange(LENGTH) < lengths[:, None], (3 * words + 1) % WORDS, -100)
-is_few = mode in ("few", "nothing_to_lose", "no_backward", "no_backward_later")
+is_few = mode in ("few", "guarded", "nothing_to_lose", "no_backward", "no_backward_later")
 if is_few:
     # Only at places of a rank's own batch that its smaller share has not.
     labels[torch.arange(236) // hvd.size() % 8 < 5] = -100
@@ -98,6 +98,10 @@ def losses_of(x, y):
         # As Megatron's loss.
         mask, each = (y != -100).double().view(-1), F.cross_entropy(out.flatten(0, 1), y.clamp(min=0).flatten(), reduction="none")
         return [torch.sum(each.view(-1) * mask) / mask.sum().clamp(min=1)]
+    if mode == "guarded":
+        # A plain mean, which every rank has, and one over chosen places.
+        loss, is_there = F.cross_entropy(out[:, 0], (3 * x[:, 0] + 1) % WORDS), y != -100
+        return [loss + out[is_there].pow(2).mean() if is_there.any() else loss]
     if mode.startswith("chosen"):
         is_there = y != -100
         if mode == "chosen":
