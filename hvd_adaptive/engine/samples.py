@@ -96,7 +96,6 @@ class Collate:
         return data
 
 
-
 def is_pair(value: Any) -> bool:
     """Returns whether a batch is (x, y)."""
     # A list or a string of length two may be two samples.

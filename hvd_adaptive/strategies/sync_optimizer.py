@@ -206,6 +206,8 @@ class SyncOptimizer(Optimizer):
         self._exchanger = exchanger
         self._gradients = gradients
         self._opens_window = True
+        # The loop has left out all micro-batches of the window so far.
+        self._is_untouched = True
         self._synchronized = False
         self._num_passes = 0
         self._is_stepping = self._has_stepped = self._is_closed = False
@@ -253,7 +255,8 @@ class SyncOptimizer(Optimizer):
         Raises:
             RuntimeError: if no step has used the gradients of the one before.
         """
-        self._opens_window = opens_window
+        self._is_untouched |= opens_window
+        self._opens_window = self._is_untouched
         self.step_due = step_due
         self._synchronized = self._has_stepped = False
         if opens_window and self._exchanger is not None and self._exchanger.has_begun:
@@ -279,6 +282,7 @@ class SyncOptimizer(Optimizer):
         """
         if not self._opens_window:
             return
+        self._is_untouched = False
         if self._exchanger is not None and self._exchanger.has_begun:
             raise RuntimeError(
                 "strategy 'sync' sums the gradients of a step over the ranks, got session.optimizer.zero_grad() between "
@@ -297,6 +301,7 @@ class SyncOptimizer(Optimizer):
         Raises:
             RuntimeError: if the loop has changed them since backward.
         """
+        self._is_untouched = False
         if self.step_due and not self._synchronized:
             if self._gradients is not None:
                 self._gradients.check()
@@ -320,6 +325,7 @@ class SyncOptimizer(Optimizer):
             return
         if closure is not None:
             raise ValueError("step() takes no closure with strategy 'sync', got one: call backward() before step()")
+        self._is_untouched = False
         if not self.step_due:
             return
         if self._has_stepped:

@@ -522,3 +522,25 @@ def test_float16_parameters_cannot_hold_gradients_times_targets() -> None:
     model = nn.Linear(2, 2).half()
     with pytest.raises(AgreedError, match="keep the model in float32"):
         make_session(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_reduction="targets")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "targets"])
+def test_a_step_whose_first_micro_batch_is_left_out_begins_with_no_gradients(reduction: str) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    session = make_session(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), global_batch_size=2, accumulation_steps=2, loss_reduction=reduction
+    )
+    gradients = []
+    for number, batch in enumerate(session.batches(TensorDataset(torch.ones(6, 1)))):
+        if reduction == "targets":
+            batch.num_targets = 3
+        if number == 2:
+            continue
+        with session.step(batch):
+            session.optimizer.zero_grad()
+            model(batch.x[0]).mean().backward()
+            session.optimizer.step()
+        if number % 2:
+            gradients.append(model.weight.grad.item())
+    # What was left out counts nothing, and no longer as a target.
+    assert gradients == ([1.0, 0.5, 1.0] if reduction == "mean" else [1.0, 1.0, 1.0])
