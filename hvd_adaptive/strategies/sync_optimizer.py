@@ -54,6 +54,9 @@ class HorovodExchanger:
         passes: micro-batches of a step.
     """
 
+    # Horovod does not say.
+    is_finite = None
+
     def __init__(self, wrapped: Any, passes: int) -> None:
         self._wrapped = wrapped
         self._passes = passes
@@ -62,8 +65,6 @@ class HorovodExchanger:
         wrapped._exchanger = self
         wrapped.set_backward_passes_per_step(_UNKNOWN)
         wrapped._compression = _CountedApart
-
-    is_finite = None
 
     @property
     def has_begun(self) -> bool:

@@ -106,7 +106,7 @@ class TargetMean:
             self._exchanger.synchronize()
         total = float(self._transport.allgather_stats(np.array([self._own])).sum()) * self._scale
         gradients = [p.grad for p in self._parameters if p.requires_grad and p.grad is not None]
-        # Without any targets all gradients are 0: codecs are given nothing that they have lost before.
+        # Without any targets all gradients are 0, as no codec adds what it has lost before: combinations.py refuses that.
         if total > 0 and gradients:
             torch._foreach_div_(gradients, total)
 
@@ -119,4 +119,3 @@ class TargetMean:
         """See :class:`Exchanger`."""
         if self._exchanger is not None:
             self._exchanger.remove()
-
