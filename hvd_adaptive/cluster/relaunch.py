@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -315,9 +315,10 @@ def _run(command: Sequence[str], env: Mapping[str, str], *, is_torchrun: bool, e
             stop = Stop()
             asking = (*ending_signals(), *([signal.SIGUSR1] if ends_in_order else []))
 
-            def forward(number: int, frame: FrameType | None) -> None:
+            def forward(number: int, frame: FrameType | None = None) -> None:
                 is_first = not stop.first
-                if number in asking and not stop.take(number) and ends_in_order:
+                # mpirun may hang for ever when a second SIGTERM meets it while it ends.
+                if number in asking and not stop.take(number):
                     return
                 # Any other signal than these two would end torchrun, and leave its ranks.
                 asks = is_torchrun and (number != signal.SIGINT or (ends_in_order and is_first))
@@ -325,14 +326,24 @@ def _run(command: Sequence[str], env: Mapping[str, str], *, is_torchrun: bool, e
                 pass_on(child, signal.SIGTERM if asks else number, in_order, started_s=started_s)
 
             handling.enter_context(handled(signals, forward))
-        _pass_on(child)
+
+        def end() -> None:
+            # A terminal that is closed says so twice: by SIGHUP, and by what cannot be written there.
+            if not stop.first:
+                forward(signal.SIGTERM)
+
+        _pass_on(child, end)
         code = child.wait()
     code = code if code >= 0 else 128 - code
     return stop.job_code(code, in_order=ends_in_order) if code and stop.first else code
 
 
-def _pass_on(child: subprocess.Popen[bytes]) -> None:
+def _pass_on(child: subprocess.Popen[bytes], end: Callable[[], None]) -> None:
     """Copies what the ranks write to standard output until they end: a launcher would drop what cannot be written, and not tell.
+
+    Args:
+        child: the launcher.
+        end: asks it to end; called when what it says cannot be written.
 
     Raises:
         OSError: it cannot be written, and the ranks have been ended.
@@ -358,7 +369,7 @@ def _pass_on(child: subprocess.Popen[bytes]) -> None:
             sys.stdout.buffer.flush()
         except OSError as error:
             failure = error
-            child.terminate()
+            end()
     if failure is not None:
         child.wait()
         raise failure

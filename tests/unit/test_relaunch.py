@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -292,6 +294,29 @@ def test_a_closed_terminal_ends_the_ranks(run_job, parent):
     assert not result.timed_out and not result.leftover, result.describe()
     assert (options["cwd"] / "started-0").exists(), result.describe()
     assert result.returncode != 0
+
+
+@pytest.mark.parametrize(("in_order", "number"), [(False, "TERM"), (True, "USR1")])
+@pytest.mark.parametrize("signal_first", [True, False])
+def test_a_closed_terminal_tells_the_launcher_once(monkeypatch, tmp_path, signal_first, in_order, number):
+    monkeypatch.setattr(signals, "_YOUNG_S", 0.0)
+    monkeypatch.setattr(sys, "stdout", types.SimpleNamespace(buffer=io.BufferedWriter(_Closed())))
+    ways = [f"kill -HUP {os.getpid()}", "echo hello"]
+    catch = [f"trap 'echo {name} >> {tmp_path / 'told'}' {name}" for name in ("TERM", "USR1")]
+    launcher = "; ".join([*catch, ways[not signal_first], "sleep 0.3", ways[signal_first], "sleep 0.3", "true"])
+    with pytest.raises(OSError, match="is closed"):
+        module._run(["sh", "-c", launcher], os.environ, is_torchrun=False, ends_in_order=in_order)
+    assert (tmp_path / "told").read_text() == f"{number}\n"
+
+
+class _Closed(io.RawIOBase):
+    """A terminal that is closed."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: object) -> int:
+        raise OSError("is closed")
 
 
 def test_nohup_is_heeded(run_job, parent):
