@@ -158,6 +158,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         session.config.stash[_worlds] = Worlds(session.config, items)
 
 
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if not _IS_RANK:
+        item.config.stash[_worlds].keep_awake(num_ranks(nextitem) if nextitem else 0)
+
+
 def _run_on_ranks(item: pytest.Item) -> None:
     __tracebackhide__ = True
     require_mpirun()

@@ -51,7 +51,7 @@ class RankPlugin:
                     stream.write(json.dumps(answer) + "\n")
                     stream.flush()
 
-                say(rank=self._rank)
+                say(rank=self._rank, pid=os.getpid())
                 for line in stream:
                     message = json.loads(line)
                     if "run" in message:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import selectors
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -55,6 +57,8 @@ class _World:
         self._server.bind(str(self._folder / SOCKET))
         self._server.listen(size)
         self._ranks: dict[int, tuple[socket.socket, TextIO]] = {}
+        self._pids: list[int] = []
+        self._is_paused = False
         self._selector = selectors.DefaultSelector()
         self._num_tests = 0
         self._before = (0, 0)
@@ -103,9 +107,18 @@ class _World:
         leaks = [f"rank {rank}: {text}" for rank, answer in sorted(answers.items()) for text in answer["leaks"]]
         return leaks + [f"rank {rank} does not answer" for rank in range(self.size) if rank not in answers]
 
+    def pause(self, is_paused: bool) -> None:
+        """Stops the ranks, or lets them go on: Horovod's threads ask each other for work, also where there is none."""
+        if is_paused != self._is_paused:
+            for pid in self._pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP if is_paused else signal.SIGCONT)
+            self._is_paused = is_paused
+
     def end(self) -> list[str]:
         """Lets the ranks end by themselves; returns what was wrong with that."""
         failures = []
+        self.pause(False)
         self._hang_up()
         deadline = time.monotonic() + _END_S
         while self._job.child.poll() is None and time.monotonic() < deadline:
@@ -161,8 +174,10 @@ class _World:
                 continue
             connection.settimeout(_END_S)
             stream = connection.makefile("r", encoding="utf-8")
-            rank = int(json.loads(stream.readline())["rank"])
+            hello = json.loads(stream.readline())
+            rank = int(hello["rank"])
             self._ranks[rank] = connection, stream
+            self._pids.append(hello["pid"])
             self._selector.register(connection, selectors.EVENT_READ, rank)
         return None
 
@@ -237,6 +252,7 @@ class Worlds:
         if world is None:
             world = _World(size, self._paths[size], self._config)
             self.num_started += 1
+        world.pause(False)
         self.num_tests += 1
         try:
             failures = world.run(item, float(mark.kwargs.get("timeout", TIMEOUT_S)))
@@ -251,6 +267,11 @@ class Worlds:
             return world.end()
         self._open[size] = world
         return []
+
+    def keep_awake(self, size: int) -> None:
+        """Stops all worlds but the next test's, which is for `size` ranks, 0: for none."""
+        for other, world in self._open.items():
+            world.pause(other != size)
 
     def close(self) -> list[str]:
         """Lets the ranks that are left end; returns what was wrong with that."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 # Whose functions and methods a test, or the product, might replace.
-_WATCHED = ("hvd_adaptive", "horovod", "torch.utils.data", "torch.nn.modules.module")
+_WATCHED = ("hvd_adaptive.", "horovod.", "torch.utils.data.", "torch.nn.modules.module.")
 _PATIENCE_S = 1.0
 _Key = tuple[str, str, str]
 
@@ -135,7 +135,7 @@ def _import_watched() -> None:
 def _values() -> Iterator[tuple[_Key, Any]]:
     """All that modules and their classes hold, by name."""
     for name, module in list(sys.modules.items()):
-        if not (name + ".").startswith(tuple(prefix + "." for prefix in _WATCHED)) or module is None:
+        if not f"{name}.".startswith(_WATCHED) or module is None:
             continue
         for key, value in list(vars(module).items()):
             yield (name, key, ""), value
