@@ -63,7 +63,9 @@ def check_combinations(config: Any) -> None:
             logical_ranks=(None,),
             sparse_merge=("auto", "never"),
         )
-    if config.loss_reduction == "targets" and config.encodes:
+    if config.strategy == "local" and config.loss_reduction != "mean":
+        _check_local_reduction(config)
+    elif config.loss_reduction == "targets" and config.encodes:
         if "fp16" in config.compression:
             raise ValueError(
                 f"loss_reduction 'targets' needs another compression than fp16, got {config.compression!r}: gradients travel "
@@ -112,6 +114,18 @@ def check_combinations(config: Any) -> None:
             sparse_merge=("auto", "never"),
             weight_rule=_ONE_WEIGHT,
         )
+
+
+def _check_local_reduction(config: Any) -> None:
+    name = f"loss_reduction {config.loss_reduction!r}"
+    if config.loss_reduction == "sum":
+        _check_needed(config, name, "each rank takes the gradients of its own loss as they are", strategy=("sync",))
+    if config.micro_batch_size is None:
+        raise ValueError(
+            f"{name} with strategy 'local' needs micro_batch_size, got none: a whole batch's gradients are taken as they are. "
+            "Leave loss_reduction out"
+        )
+    _check_needed(config, f"{name} with strategy 'local'", "an island's ranks count by samples", island=(None,))
 
 
 def _check_island(config: Any) -> None:

@@ -165,9 +165,9 @@ class Config:
     loss_reduction: str = option(
         "mean",
         "what the loss is, for 'sync': a mean or a sum over the samples of a batch, or a mean over targets (tokens, say), which "
-        "the loop counts in batch.num_targets",
+        "the loop counts in batch.num_targets; for micro-batches of 'local': mean or targets",
         *("mean", "sum", "targets"),
-        strategy=("sync",),
+        strategy=("local", "sync"),
     )
     logical_ranks: int | None = option(
         None,

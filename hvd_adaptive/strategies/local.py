@@ -30,7 +30,7 @@ from hvd_adaptive.engine.records import RoundClaims, RoundRecord, RoundStats
 from hvd_adaptive.engine.replay import RecordedClaims, WatchedClaims
 from hvd_adaptive.engine.settled_claims import FirstClaims, SettledClaims
 from hvd_adaptive.engine.strategy import OwnState, Removable
-from hvd_adaptive.engine.weighted_gradient import GradientWeight
+from hvd_adaptive.strategies.own_micro_batches import OwnMicroBatches
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +68,10 @@ class LocalStrategy:
         self._round = 0
         self._sizes = np.full(transport.world_size, float(config.batch_size))
         self._shares = np.full(transport.world_size, 1.0 / transport.world_size)
-        self._weight = GradientWeight(model, optimizer) if config.micro_batch_size is not None else None
-        self.hooks += [] if self._weight is None else [self._weight]
+        self._micro_batches: OwnMicroBatches | None = None
+        if config.micro_batch_size is not None:
+            self._micro_batches = OwnMicroBatches(model, optimizer, config, transport)
+            self.hooks.append(self._micro_batches)
         self.inexact: list[str] = []
         self._warming_up = False
         self._forget_claims: Callable[[], None] = lambda: None
@@ -136,11 +138,9 @@ class LocalStrategy:
 
     def synchronize(self) -> bool:
         """Returns True at once: a step uses the rank's own gradients."""
+        if self._micro_batches is not None:
+            self._micro_batches.synchronize()
         return True
-
-    def _weigh(self, micro: Batch) -> None:
-        assert self._weight is not None
-        self._weight.value = micro.weight
 
     def take_back(self, batch: Batch) -> bool:
         """Gives the batch's samples to this rank again, as halves, and half its size is this rank's ceiling from now on.
@@ -148,7 +148,7 @@ class LocalStrategy:
         Raises:
             RuntimeError: for micro-batches, whose size is fixed.
         """
-        if self._weight is not None:
+        if self._micro_batches is not None:
             size = self._config.micro_batch_size
             raise RuntimeError(
                 f"rank {self._transport.rank} ran out of memory with micro-batches of {size} samples, which cannot be halved: "
@@ -232,8 +232,8 @@ class LocalStrategy:
             number, parts = loaded.popleft()
             if overlap is not None:
                 self._reach(overlap, self._place(number), stats)
-            if self._weight is not None:
-                batch._weigh = self._weigh
+            if self._micro_batches is not None:
+                self._micro_batches.begin(batch)
             sizes = yield from self._memory.batches(batch, parts, source, stats)
             claims.taken[number] = (*claims.taken[number][:2], *sizes)
         if overlap is not None:

@@ -82,9 +82,9 @@ class IslandStrategy(LocalStrategy):
             self._tell(hosts)
         # BatchNorm refuses a batch of one.
         self._smallest = 2 if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()) else 1
-        if self._weight is not None:
-            self._weight.remove()
-            self._weight = None
+        if self._micro_batches is not None:
+            self._micro_batches.remove()
+            self._micro_batches = None
         self._gradients: IslandGradients
         if self._is_sharded:
             self._gradients = ShardedGradients(model, f"rank {transport.rank}")

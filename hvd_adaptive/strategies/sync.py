@@ -114,12 +114,6 @@ class SyncStrategy(FixedWorkStrategy):
                 auto_bits=config.auto_bits,
             )
         if config.loss_reduction == "targets":
-            if any(p.dtype == torch.float16 for p in model.parameters() if p.requires_grad):
-                # Every rank has the same model, so every rank is here.
-                raise AgreedError(
-                    "loss_reduction 'targets' multiplies gradients by targets per sample, which parameters of float16 may not "
-                    "hold: keep the model in float32 and use torch.autocast, or take bfloat16"
-                )
             exchanger = self._targets = TargetMean(exchanger, model, transport, round_unit=self.round_unit)
         start_state_(optimizer, optimizer, transport)
         # Steps that the shares do not know yet, and samples and seconds of those that are over.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hvd_adaptive.comm.protocols import Collectives
+from hvd_adaptive.comm.protocols import AgreedError, Collectives
 from hvd_adaptive.engine.batches import Batch
 from hvd_adaptive.strategies.sync_optimizer import Exchanger
 
@@ -20,13 +20,22 @@ class TargetMean:
     by which the sum is divided. So none waits for the others' numbers before its backward pass.
 
     Args:
-        exchanger: adds up the gradients of all ranks; None: there is one rank.
+        exchanger: adds up the gradients of all ranks; None: a step has this rank's alone.
         model: to train.
         transport: the world.
         round_unit: samples of a step. Gradients are divided by them before they are added up, to keep them small.
+
+    Raises:
+        AgreedError: on all ranks, for parameters of float16.
     """
 
     def __init__(self, exchanger: Exchanger | None, model: nn.Module, transport: Collectives, *, round_unit: int) -> None:
+        if any(p.dtype == torch.float16 for p in model.parameters() if p.requires_grad):
+            # Every rank has the same model, so every rank is here.
+            raise AgreedError(
+                "loss_reduction 'targets' multiplies gradients by targets per sample, which parameters of float16 may not hold: "
+                "keep the model in float32 and use torch.autocast, or take bfloat16"
+            )
         self._exchanger = exchanger
         self._parameters = list(model.parameters())
         self._transport = transport
@@ -96,15 +105,18 @@ class TargetMean:
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Waits for the gradients of the mean over all ranks' targets. COLLECTIVE.
+        """Waits for the gradients of the mean over all ranks' targets; again in one step: does nothing more. COLLECTIVE with an
+        exchanger.
 
         Raises:
             RuntimeError: if the loop has changed a micro-batch's number of targets since its backward.
         """
         self._count_last()
+        total, self._own = self._own, 0.0
         if self._exchanger is not None:
             self._exchanger.synchronize()
-        total = float(self._transport.allgather_stats(np.array([self._own])).sum()) * self._scale
+            total = float(self._transport.allgather_stats(np.array([total])).sum())
+        total *= self._scale
         gradients = [p.grad for p in self._parameters if p.requires_grad and p.grad is not None]
         # Without any targets all gradients are 0, as no codec adds what it has lost before: combinations.py refuses that.
         if total > 0 and gradients:

@@ -28,6 +28,8 @@ _generator = torch.Generator().manual_seed(0)
 X = torch.randn(NUM_SAMPLES, 6, dtype=torch.float64, generator=_generator)
 Y = (X.sum(dim=1) > 0).long()
 DATA = TensorDataset(X, Y)
+# A few targets do not count, most of them in the first samples.
+SOME = torch.where(torch.rand(NUM_SAMPLES, generator=_generator) * NUM_SAMPLES < torch.arange(NUM_SAMPLES), Y, -100)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 12, 64, 101])
@@ -100,7 +102,9 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)).double()
 
 
-def train(transport: Any, *, num_epochs: float = 2, second: bool = False, **options: Any) -> dict[str, Any]:
+def train(
+    transport: Any, *, num_epochs: float = 2, second: bool = False, clip: bool = False, y: torch.Tensor = Y, **options: Any
+) -> dict[str, Any]:
     """``second``: another optimizer has the biases."""
     model = make_model()
     biases = [p for p in model.parameters() if second and p.dim() == 1]
@@ -109,21 +113,28 @@ def train(transport: Any, *, num_epochs: float = 2, second: bool = False, **opti
     session = Session(model, optimizer, Config(**options), transport=transport)
     shapes, rows, records = set(), [], []
     session.records.append(records.append)
-    for batch in session.batches(DATA, num_epochs=num_epochs):
+    for batch in session.batches(TensorDataset(X, y), num_epochs=num_epochs):
         with session.step(batch):
             rows.append(batch.rows)
             model.zero_grad()
             for micro in batch.micro_batches():
                 shapes.add(tuple(micro.x.shape))
+                if session.config.loss_reduction == "targets":
+                    micro.num_targets = (micro.y >= 0).sum()
                 micro.loss = nn.functional.cross_entropy(model(micro.x), micro.y)
                 micro.loss.backward()
+            if clip:
+                session.synchronize()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             session.optimizer.step()
             other.step()
     session.close()
     return {"model": model, "rows": np.concatenate(rows), "shapes": shapes, "records": records}
 
 
-def plain(batch_size: int, *, num_epochs: int = 2) -> tuple[nn.Module, list[float]]:
+def plain(
+    batch_size: int, *, num_epochs: int = 2, clip: bool = False, y: torch.Tensor = Y
+) -> tuple[nn.Module, list[float]]:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
@@ -132,9 +143,11 @@ def plain(batch_size: int, *, num_epochs: int = 2) -> tuple[nn.Module, list[floa
         for first in range(0, NUM_SAMPLES, batch_size):
             rows = order[first : first + batch_size]
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(X[rows]), Y[rows])
+            loss = nn.functional.cross_entropy(model(X[rows]), y[rows])
             loss.backward()
-            losses.append(loss.item() * len(rows))
+            losses.append(loss.item() * int((y[rows] >= 0).sum()))
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
     return model, losses
 
@@ -156,6 +169,20 @@ def test_one_rank_is_plain_training(strategy: str, size: int) -> None:
     assert result["shapes"] == {(size, 6)}
     reported = sum(record.stats["loss_sum"].sum() for record in result["records"])
     assert np.isclose(reported, sum(losses), rtol=1e-9)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("strategy", ["local", "sync"])
+def test_targets_count_as_in_the_whole_batch(strategy: str, clip: bool) -> None:
+    options = {"outer_step": "none", "lr_rule": "none", "mega_batch": NUM_SAMPLES} if strategy == "local" else {"mega_batch": 60}
+    given = {"strategy": strategy, "batch_size": 20, "micro_batch_size": 5, "clip": clip, "y": SOME, **options}
+    result = train(LocalTransport(), loss_reduction="targets", **given)
+    model, losses = plain(20, clip=clip, y=SOME)
+    assert_equal(result["model"], model)
+    reported = sum(record.stats["loss_sum"].sum() for record in result["records"])
+    assert np.isclose(reported, sum(losses), rtol=1e-9)
+    with pytest.raises(AssertionError):
+        assert_equal(train(LocalTransport(), **given)["model"], model)
 
 
 def test_gradients_for_a_second_optimizer_have_their_weights_and_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -247,6 +274,9 @@ def test_another_number_of_ranks_has_whole_micro_batches() -> None:
         ({"micro_batch_size": 8, "work": "nonzeros"}, "needs work samples"),
         ({"micro_batch_size": 8, "logical_ranks": 2}, "needs no logical_ranks"),
         ({"micro_batch_size": 0}, "micro_batch_size must be > 0"),
+        ({"loss_reduction": "targets"}, "needs micro_batch_size, got none: a whole batch's gradients are taken as they are"),
+        ({"micro_batch_size": 8, "loss_reduction": "sum"}, "loss_reduction 'sum' needs strategy sync, got 'local'"),
+        ({"micro_batch_size": 8, "loss_reduction": "targets", "island": "node"}, "needs no island, got 'node'"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:

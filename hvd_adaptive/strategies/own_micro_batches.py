@@ -1,0 +1,60 @@
+"""The steps of ``local`` in micro-batches: the gradients of a rank's own, each weighted as it is computed."""
+
+from __future__ import annotations
+
+import functools
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hvd_adaptive.comm.protocols import Collectives
+from hvd_adaptive.config import Config
+from hvd_adaptive.engine.batches import Batch
+from hvd_adaptive.engine.strategy import Removable
+from hvd_adaptive.engine.weighted_gradient import GradientWeight
+from hvd_adaptive.strategies.target_mean import TargetMean
+
+
+class OwnMicroBatches:
+    """Has each micro-batch count in its step: by its samples, or with ``loss_reduction="targets"`` by its targets.
+
+    Args:
+        model: to train.
+        optimizer: the user's own.
+        config: has a ``micro_batch_size``.
+        transport: the world.
+
+    Attributes:
+        hooks: on the model and the optimizer.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Collectives) -> None:
+        self._weight = GradientWeight(model, optimizer)
+        self.hooks: list[Removable] = [self._weight]
+        self._targets: TargetMean | None = None
+        if config.loss_reduction == "targets":
+            self._targets = TargetMean(None, model, transport, round_unit=config.batch_size)
+            self.hooks.append(optimizer.register_step_pre_hook(lambda *_: self.synchronize()))
+
+    def begin(self, batch: Batch) -> None:
+        """Begins the step of a batch."""
+        if self._targets is not None:
+            self._targets.begin()
+        batch._weigh = functools.partial(self._weigh, batch)
+
+    def _weigh(self, batch: Batch, micro: Batch) -> None:
+        if self._targets is None:
+            self._weight.value = micro.weight
+        else:
+            # Its samples count once, or less where one is there twice.
+            self._weight.follow(self._targets.factor(micro, micro.weight * batch.num_samples / micro.num_samples))
+
+    def synchronize(self) -> None:
+        """Makes of the gradients what the optimizer takes, if they are not yet."""
+        if self._targets is not None:
+            self._targets.synchronize()
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for hook in self.hooks:
+            hook.remove()
