@@ -98,19 +98,15 @@ class TargetWeights:
     """Weights the gradients of samples by targets, on this rank; one batch after the other."""
 
     def __init__(self) -> None:
-        # Calls of backward on the batch, and of each the means, if the batch is followed.
+        # Calls of backward on the batch, and of each the means, node and kind, if the batch is followed.
         self._num_calls = 0
-        self._found: list[int] = []
-        self._nodes: set[Any] = set()
-        self._kinds: list[list[str]] = []
+        self._found: list[list[tuple[Any, str]]] = []
         self._is_clear = True
         self._collectives_at: set[int] = set()
 
     def delivered(self, stream: IndexStream) -> None:
         """A batch has come to the script."""
         self._num_calls, self._found, self._is_clear, self._collectives_at = 0, [], True, set()
-        self._nodes.clear()
-        self._kinds = []
         agreed = stream.loader.targets.agreed
         if agreed is not None and stream.current.is_unequal:
             stream.num_target_sums += sum(map(bool, agreed.means))
@@ -122,11 +118,11 @@ class TargetWeights:
             loader: whose batch it was.
             watched: its targets.
         """
-        is_clear = self._is_clear and watched.are_placed and sum(self._found) == watched.num_means > 0
-        is_clear &= watched.chosen <= self._nodes
-        layout = Layout(tuple(self._found), watched.num_smoothed > 0) if is_clear else None
+        counts, nodes = tuple(map(len, self._found)), {node for of_call in self._found for node, _ in of_call}
+        is_clear = self._is_clear and watched.are_placed and sum(counts) == watched.num_means > 0 and watched.chosen <= nodes
+        layout = Layout(counts, watched.num_smoothed > 0) if is_clear else None
         if is_clear:
-            loader.targets.kinds = self._kinds
+            loader.targets.kinds = [[kind for _, kind in of_call] for of_call in self._found]
         loader.targets.learn(layout, are_weighted=watched.are_weighted, collectives_at=self._collectives_at)
 
     def look(self, loss: Sequence[Tensor], stream: IndexStream, *, is_followed: bool, is_after_step: bool) -> None:
@@ -148,9 +144,7 @@ class TargetWeights:
         for mean in means:
             mean.node.metadata[_SEEN] = True
         if is_followed:
-            self._found.append(len(means))
-            self._nodes.update(mean.node for mean in means)
-            self._kinds.append([mean.kind for mean in means])
+            self._found.append([(mean.node, mean.kind) for mean in means])
             # What a step left out would be made up for before it.
             self._is_clear &= not is_again and not (means and is_after_step)
         if not is_weighted or agreed is None:
