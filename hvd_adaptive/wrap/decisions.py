@@ -223,11 +223,15 @@ def parse(path: str) -> ast.Module | None:
 
 def scope_of(tree: ast.Module, line: int) -> _Scope:
     """The innermost function around a line."""
-    best: _Scope = tree
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.lineno <= line <= (node.end_lineno or 0):
-            best = node if best is tree or node.lineno >= getattr(best, "lineno", 0) else best
-    return best
+    around = [function for function in _functions(tree) if function.lineno <= line <= (function.end_lineno or 0)]
+    # Of two that begin in one line, the later one is within the other.
+    return max(enumerate(around), key=lambda item: (item[1].lineno, item[0]))[1] if around else tree
+
+
+@functools.lru_cache(maxsize=64)
+def _functions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The functions in a file, the outer ones first."""
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
 
 def _is_length(node: ast.AST) -> bool:
