@@ -192,9 +192,9 @@ class OuterStep:
         if v is not None:
             v.mul_(self._momentum_now).add_(d)
             if self.kind == "cautious":
-                # 1 where it moves farther, else 0: on a CPU this takes a quarter of torch.where's time, for the same bits.
+                # 1 where it moves farther, else 0, of one dtype: on a CPU torch.where and bool masks take several times as long.
                 # Not where the velocity begins, or was forgotten since: it has no direction to go on in.
-                agrees = (v * d).sign_().clamp_(min=0).mul_(v != d)
+                agrees = (v * d).sign_().clamp_(min=0).mul_(torch.ne(v, d, out=torch.empty_like(v)))
                 far = (v * self._momentum_now).add_(d).mul_(self._lr_now)
                 w.add_(d.lerp_(far, agrees))
                 return
