@@ -1,8 +1,9 @@
 """Compiles the Triton kernels for GPUs, on a machine without one, by the calls that the product makes. Nothing is run.
 
-    python benchmarks/triton_ahead.py --targets 75,80,90,100            # every variant: 5 minutes on 2 cores; CI takes 75,100
-    python benchmarks/triton_ahead.py --targets 90 --cases quick        # every kernel, and the corners
+    python benchmarks/triton_ahead.py                                   # every variant for every target: 5 minutes on 2 cores
+    python benchmarks/triton_ahead.py --cases turns                     # every variant for one target, every kernel for all: CI
     python benchmarks/triton_ahead.py --cases sample                    # each corner for one target, every kernel for all
+    python benchmarks/triton_ahead.py --targets 90 --cases quick        # every kernel, and the corners
 
 One line a variant: the CPU's seconds that compiling took, registers a thread, bytes spilled, shared memory. Each variant is asked
 for with several counts, keys, numbers of peers, and with aligned and other addresses: all must find the same compiled kernel.
@@ -216,18 +217,18 @@ class Variant:
 
 
 def work(targets: list[int], which: str) -> list[tuple[int, int]]:
-    """Returns the targets and numbers of the cases to compile: all, the quick ones, or of these a sample.
+    """Returns the targets and numbers of the cases to compile: all, the quick ones, or each of these for one target.
 
-    The sample has each quick case for one target, the targets in turn, and the first one of each front for all of them.
+    The targets take turns (``turns`` of all cases, ``sample`` of the quick ones), and have the first case of each front all.
     """
     known = list(cases())
-    numbers = [number for number, case in enumerate(known) if case.is_quick or which == "all"]
+    numbers = [number for number, case in enumerate(known) if case.is_quick or which in ("all", "turns")]
     first = {case.front: number for number, case in reversed([*enumerate(known)]) if case.is_quick}
     return [
         (target, number)
         for turn, target in enumerate(targets)
-        for place, number in enumerate(numbers)
-        if which != "sample" or place % len(targets) == turn or first[known[number].front] == number
+        for number in numbers
+        if which in ("all", "quick") or number % len(targets) == turn or first[known[number].front] == number
     ]
 
 
@@ -332,8 +333,8 @@ def main() -> int:
     """Compiles, prints, and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--targets", default="75,80,90,100", help="compute capabilities, without the point")
-    which = "quick: every kernel, and the corners; sample: each of these for one target, every kernel for all"
-    parser.add_argument("--cases", choices=("all", "quick", "sample"), default="all", help=which)
+    which = "quick: every kernel, and the corners; turns, sample: of all or of these each for one target, every kernel for all"
+    parser.add_argument("--cases", choices=("all", "turns", "quick", "sample"), default="all", help=which)
     parser.add_argument("--most-seconds", type=float, default=5.0, help="of a CPU for a variant")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
     parser.add_argument("--kept", type=Path, help="folder of what compiled without faults, which is not compiled again")
