@@ -223,13 +223,13 @@ def parse(path: str) -> ast.Module | None:
 
 def scope_of(tree: ast.Module, line: int) -> _Scope:
     """The innermost function around a line."""
-    around = [function for function in _functions(tree) if function.lineno <= line <= (function.end_lineno or 0)]
+    around = [function for function in functions_of(tree) if function.lineno <= line <= (function.end_lineno or 0)]
     # Of two that begin in one line, the later one is within the other.
     return max(enumerate(around), key=lambda item: (item[1].lineno, item[0]))[1] if around else tree
 
 
 @functools.lru_cache(maxsize=64)
-def _functions(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+def functions_of(tree: ast.Module) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     """The functions in a file, the outer ones first."""
     return [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from hvd_adaptive.wrap.decisions import assignments, parse, scope_of
+from hvd_adaptive.wrap.decisions import assignments, functions_of, parse, scope_of
 
 _NUMERIC = {"min", "max", "float", "int", "round", "abs", "sum", "pow"}
 _MOST_CALLS = 3
@@ -25,26 +26,39 @@ def sets_rate_by_size(path: str, line: int) -> bool:
         return False
     scope = scope_of(tree, line)
     asked = {id(node) for node in ast.walk(scope) if _asks_size(node) and line in _lines(node)}
-    return bool(asked) and _sets_rate(tree, scope, set(), asked, _MOST_CALLS)
+    return bool(asked) and _sets_rate(tree, scope, asked)
 
 
-def _sets_rate(tree: ast.Module, scope: Any, names: set[str], asked: set[int], depth: int) -> bool:
-    values = list(assignments(scope))
-    while True:
-        found = {ast.unparse(target) for target, value in values if _is_made_of(value, names, asked) and not _is_rate(target)}
-        if found <= names:
-            break
-        names = names | found
-    if any(_is_rate(target) and _is_made_of(value, names, asked) for target, value in values):
-        return True
-    return depth > 0 and any(
-        _sets_rate(tree, function, given, set(), depth - 1) for function, given in _others(tree, scope, names, asked)
-    )
+def _sets_rate(tree: ast.Module, scope: Any, asked: set[int]) -> bool:
+    """Whether one of the numbers goes into a learning rate in a function, or in others that it is handed on to."""
+    level: dict[Any, set[str]] = {scope: set()}
+    # An attribute is known in all functions, from each of them: they are looked at once a level.
+    known: dict[Any, set[str]] = defaultdict(set)
+    for _ in range(_MOST_CALLS + 1):
+        following: dict[Any, set[str]] = {}
+        for function, names in level.items():
+            values = list(assignments(function))
+            while True:
+                found = {
+                    ast.unparse(target)
+                    for target, value in values
+                    if _is_made_of(value, names, asked) and not _is_rate(target)
+                }
+                if found <= names:
+                    break
+                names = names | found
+            if any(_is_rate(target) and _is_made_of(value, names, asked) for target, value in values):
+                return True
+            for other, given in _others(tree, function, names, asked):
+                if not given <= known[other]:
+                    following[other] = known[other] = known[other] | given
+        level, asked = following, set()
+    return False
 
 
 def _others(tree: ast.Module, scope: Any, names: set[str], asked: set[int]) -> Iterator[tuple[ast.FunctionDef, set[str]]]:
     """Yields functions that get one of the numbers, and what they call it."""
-    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node is not scope}
+    functions = {node.name: node for node in functions_of(tree) if isinstance(node, ast.FunctionDef) and node is not scope}
     for node in ast.walk(scope):
         function = functions.get(_name_of(node.func)) if isinstance(node, ast.Call) else None
         if isinstance(node, ast.Call) and function is not None:

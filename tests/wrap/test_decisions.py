@@ -140,6 +140,17 @@ def test_learning_rates_that_follow_from_samples(tmp_path: Any, line: str) -> No
         assert sets_rate_by_size(str(path), 5) is expected, name
 
 
+@pytest.mark.parametrize("rate", ["0.1", "0.1 * self.size"])
+def test_a_size_that_many_functions_share_is_looked_for_in_each_of_them_once(tmp_path: Any, rate: str) -> None:
+    """To look in each from each of them again would take minutes."""
+    lines = ["class Trainer:", "  def step(self, x):", "    self.size = x.size(0)"]
+    for number in range(150):
+        lines += [f"  def method_{number}(self, a):", f"    self.mean_{number} = b = a * self.size", "    return b"]
+    path = tmp_path / "trainer.py"
+    path.write_text("\n".join([*lines, "  def last(self):", f"    self.optimizer.param_groups[0]['lr'] = {rate}"]))
+    assert sets_rate_by_size(str(path), 3) is ("size" in rate)
+
+
 def test_what_installed_packages_compare_decides_nothing_wherever_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
