@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import logging
 import os
@@ -209,7 +210,9 @@ def _start_ranks(
         # Of a launcher: Ctrl-C, for one, comes to its ranks as SIGUSR1.
         why = {EXIT_INTERRUPTED: "Ctrl-C", EXIT_PREEMPTED: "a signal"}.get(code)
         after = f" after {why} (ranks name the signal by which their launcher passed it on)" if why else ""
-        print(f"hvd-adaptive: the job ended with exit code {code}{after}; {saved}", file=sys.stderr, flush=True)
+        # The terminal may be closed, or the disk full.
+        with contextlib.suppress(OSError):
+            print(f"hvd-adaptive: the job ended with exit code {code}{after}; {saved}", file=sys.stderr, flush=True)
     return code
 
 

@@ -40,7 +40,8 @@ class _Output(io.FileIO):
         if not self.goes_on:
             raise failure
         # Not to sys.stderr: a progress display may lead that to standard output.
-        print(f"hvd-adaptive: {failure.strerror}. The run goes on without it.", file=sys.__stderr__, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"hvd-adaptive: {failure.strerror}. The run goes on without it.", file=sys.__stderr__, flush=True)
         return memoryview(data).nbytes
 
 

@@ -76,6 +76,8 @@ class Batch:
     _is_open: bool = False
     _is_over: bool = False
     _num_targets: float | None = None
+    # The step that has counted its targets, and how many.
+    _counted: tuple[object, float] = (None, 0.0)
 
     @property
     def num_targets(self) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +24,19 @@ class Removable(Protocol):
 
     def remove(self) -> None:
         """Takes it off, without collectives. A second call does nothing."""
+
+
+def refuse_closure(args: Sequence[Any], kwargs: dict[str, Any], option: str, why: str) -> None:
+    """Raises ValueError if an optimizer's ``step`` was given a closure.
+
+    Args:
+        args: as a step's pre-hook gets them, the optimizer first.
+        kwargs: likewise.
+        option: with which it does not go.
+        why: what becomes of the gradients then.
+    """
+    if len(args) > 1 or kwargs.get("closure") is not None:
+        raise ValueError(f"step() takes no closure with {option}, got one: call backward() before step(), {why}")
 
 
 class Strategy(Protocol):

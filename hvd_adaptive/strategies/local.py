@@ -233,7 +233,7 @@ class LocalStrategy:
             if overlap is not None:
                 self._reach(overlap, self._place(number), stats)
             if self._micro_batches is not None:
-                self._micro_batches.begin(batch)
+                self._micro_batches.follow(batch)
             sizes = yield from self._memory.batches(batch, parts, source, stats)
             claims.taken[number] = (*claims.taken[number][:2], *sizes)
         if overlap is not None:

@@ -26,7 +26,7 @@ from hvd_adaptive.engine.claims import Claims, IslandClaims
 from hvd_adaptive.engine.optimizer_state import checksum
 from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.engine.shards import check_shards
-from hvd_adaptive.engine.strategy import OwnState
+from hvd_adaptive.engine.strategy import OwnState, refuse_closure
 from hvd_adaptive.engine.touched_rows import sparse_parameters
 from hvd_adaptive.strategies.island_gradients import ExchangedGradients, IslandGradients, ShardedGradients
 from hvd_adaptive.strategies.local import LocalStrategy
@@ -163,11 +163,7 @@ class IslandStrategy(LocalStrategy):
         self._gradients.weight = micro.weight * self._share
 
     def _before_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if len(args) > 1 or kwargs.get("closure") is not None:
-            raise ValueError(
-                f"step() takes no closure with island {self._config.island!r}, got one: call backward() before step(), whose "
-                "gradients the ranks of an island exchange"
-            )
+        refuse_closure(args, kwargs, f"island {self._config.island!r}", "whose gradients the ranks of an island exchange")
         self.synchronize()
 
     def _open_claims(self, total_work: int, rule_of: Callable[[Sequence[int]], ClaimRule], *, merges: int) -> Claims:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -10,7 +12,7 @@ from torch.optim import Optimizer
 from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch
-from hvd_adaptive.engine.strategy import Removable
+from hvd_adaptive.engine.strategy import Removable, refuse_closure
 from hvd_adaptive.engine.weighted_gradient import GradientWeight
 from hvd_adaptive.strategies.target_mean import TargetMean
 
@@ -32,22 +34,31 @@ class OwnMicroBatches:
         self._weight = GradientWeight(model, optimizer)
         self.hooks: list[Removable] = [self._weight]
         self._targets: TargetMean | None = None
+        self._number = 0
         if config.loss_reduction == "targets":
             self._targets = TargetMean(None, model, transport, round_unit=config.batch_size)
-            self.hooks.append(optimizer.register_step_pre_hook(lambda *_: self.synchronize()))
+            self.hooks.append(optimizer.register_step_pre_hook(self._before_step))
 
-    def begin(self, batch: Batch) -> None:
-        """Begins the step of a batch."""
-        if self._targets is not None:
-            self._targets.begin()
+    def follow(self, batch: Batch) -> None:
+        """Has the micro-batches of a batch weighted when they are handed out."""
         batch._weigh = functools.partial(self._weigh, batch)
 
     def _weigh(self, batch: Batch, micro: Batch) -> None:
         if self._targets is None:
             self._weight.value = micro.weight
-        else:
-            # Its samples count once, or less where one is there twice.
-            self._weight.follow(self._targets.factor(micro, micro.weight * batch.num_samples / micro.num_samples))
+            return
+        # A step begins with its first micro-batch, as a loop may fetch its next batch before it steps. After a pass whose
+        # gradients were divided another one may come, as for SAM.
+        is_first = batch._parts is not None and micro is batch._parts[0]
+        if batch.number != self._number or (is_first and self._targets.is_over):
+            self._number = batch.number
+            self._targets.begin()
+        # Its samples count once, or less where one is there twice.
+        self._weight.follow(self._targets.factor(micro, micro.weight * batch.num_samples / micro.num_samples))
+
+    def _before_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        refuse_closure(args, kwargs, "loss_reduction 'targets'", "as it divides the gradients by the batch's targets")
+        self.synchronize()
 
     def synchronize(self) -> None:
         """Makes of the gradients what the optimizer takes, if they are not yet."""

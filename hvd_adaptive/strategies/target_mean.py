@@ -19,6 +19,9 @@ class TargetMean:
     Each gradient counts as often as its micro-batch has targets. The ranks add up the gradients, and then what they have counted,
     by which the sum is divided. So none waits for the others' numbers before its backward pass.
 
+    Attributes:
+        is_over: the gradients of this step are divided.
+
     Args:
         exchanger: adds up the gradients of all ranks; None: a step has this rank's alone.
         model: to train.
@@ -40,15 +43,17 @@ class TargetMean:
         self._parameters = list(model.parameters())
         self._transport = transport
         self._scale = 1.0 / round_unit
-        # Of this step: all that counts by now; and of the last micro-batch what is still to be counted, and what its gradients
-        # were multiplied by.
-        self._own = 0.0
-        self._last: tuple[Batch, float] | None = None
-        self._used: float | None = None
+        self.begin()
 
     def begin(self) -> None:
         """Begins a step."""
-        self._own, self._last, self._used = 0.0, None, None
+        # All that counts by now, by micro-batch: a loop may go through them twice. They are not kept: their graphs take memory.
+        self._own = 0.0
+        self._step = object()
+        # Of the last micro-batch what is still to be counted, and what its gradients were multiplied by.
+        self._last: tuple[Batch, float] | None = None
+        self._used: float | None = None
+        self.is_over = False
 
     def factor(self, micro: Batch, weight: float) -> Callable[[], float]:
         """Returns what gives the factor on the gradients of a micro-batch, once its targets are counted.
@@ -56,7 +61,15 @@ class TargetMean:
         Args:
             micro: the next one of this step.
             weight: how often its samples count: 1 but where they repeat, 0 where they are other ranks'.
+
+        Raises:
+            RuntimeError: if the gradients of those before were divided already.
         """
+        if self.is_over:
+            raise RuntimeError(
+                f"rank {self._transport.rank}: a micro-batch came after session.synchronize(), which has divided the gradients "
+                "by all targets of the step: call it once, after the last micro-batch"
+            )
         self._count_last()
         self._last = micro, weight
         return self._factor
@@ -78,12 +91,20 @@ class TargetMean:
         return weight * micro.num_targets * self._scale
 
     def _count_last(self) -> None:
-        """Counts the last micro-batch, if it was computed. It is not kept: its graph takes memory."""
+        """Counts the last micro-batch, if it was computed."""
         if self._last is None or self._used is None:
             return
         micro, weight = self._last
         self._check(micro)
-        self._own += weight * self._used
+        step, used = micro._counted
+        if step is not self._step:
+            self._own += weight * self._used
+            micro._counted = self._step, self._used
+        elif used != self._used:
+            raise RuntimeError(
+                f"rank {self._transport.rank}: a micro-batch had {used:g} targets and then {self._used:g} in one step, which "
+                "goes through its micro-batches twice: all parts of a loss must be divided by one number"
+            )
         self._last = self._used = None
 
     def _check(self, micro: Batch) -> None:
@@ -113,6 +134,7 @@ class TargetMean:
         """
         self._count_last()
         total, self._own = self._own, 0.0
+        self.is_over = self.is_over or total > 0
         if self._exchanger is not None:
             self._exchanger.synchronize()
             total = float(self._transport.allgather_stats(np.array([total])).sum())

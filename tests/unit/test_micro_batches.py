@@ -185,6 +185,69 @@ def test_targets_count_as_in_the_whole_batch(strategy: str, clip: bool) -> None:
         assert_equal(train(LocalTransport(), **given)["model"], model)
 
 
+def step_of_targets(go_through: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step of `local` by targets; returns the weights after it and the learning rate's worth of the whole batch's gradient."""
+    config = Config(batch_size=20, micro_batch_size=5, loss_reduction="targets", lr_rule="none")
+    model = make_model()
+    weight = next(model.parameters())
+    session = Session(model, torch.optim.SGD(model.parameters(), lr=1.0), config, transport=LocalTransport())
+    batches = session.batches(TensorDataset(X, SOME), num_epochs=2)
+    batch = next(batches)
+    plain = copy.deepcopy(model)
+    nn.functional.cross_entropy(plain(X[batch.rows]), SOME[batch.rows]).backward()
+    expected = weight.detach() - next(plain.parameters()).grad
+
+    def backward() -> None:
+        for micro in batch.micro_batches():
+            micro.num_targets = (micro.y >= 0).sum()
+            nn.functional.cross_entropy(model(micro.x), micro.y).backward()
+
+    with session.step(batch):
+        go_through(session, batches, backward)
+    return weight.detach(), expected
+
+
+@pytest.mark.parametrize("synchronizes", [False, True])
+def test_a_second_pass_over_micro_batches_counts_their_targets_anew(synchronizes: bool) -> None:
+    """As by SAM, whose first pass only finds where to take the gradient."""
+
+    def go_through(session: Session, _: Any, backward: Any) -> None:
+        backward()
+        if synchronizes:
+            session.synchronize()
+        session.optimizer.zero_grad()
+        backward()
+        session.optimizer.step()
+
+    assert torch.allclose(*step_of_targets(go_through), rtol=1e-12)
+
+
+def test_a_batch_that_is_fetched_before_the_step_leaves_the_targets_alone() -> None:
+    def go_through(session: Session, batches: Any, backward: Any) -> None:
+        backward()
+        next(batches)
+        session.optimizer.step()
+
+    assert torch.allclose(*step_of_targets(go_through), rtol=1e-12)
+
+
+def test_gradients_that_targets_cannot_divide_are_refused() -> None:
+    def closure(session: Session, _: Any, backward: Any) -> None:
+        session.optimizer.step(backward)
+
+    with pytest.raises(ValueError, match="step\\(\\) takes no closure with loss_reduction 'targets'"):
+        step_of_targets(closure)
+
+    def early(session: Session, batches: Any, backward: Any) -> None:
+        for micro in next(batches).micro_batches():
+            micro.num_targets = 5
+            session.model(micro.x).mean().backward()
+            session.synchronize()
+
+    with pytest.raises(RuntimeError, match="call it once, after the last micro-batch"):
+        step_of_targets(early)
+
+
 def test_gradients_for_a_second_optimizer_have_their_weights_and_it_is_told(caplog: pytest.LogCaptureFixture) -> None:
     options = {"outer_step": "none", "lr_rule": "none", "mega_batch": NUM_SAMPLES, "batch_size": 20, "micro_batch_size": 5}
     train(LocalTransport(), **options)

@@ -40,10 +40,15 @@ def test_closed_streams_are_none_to_trip_over() -> None:
     assert (done.returncode, done.stderr) == (0, ""), done
 
 
-@pytest.mark.parametrize("where", ["full", "closed", "gone"])
+@pytest.mark.parametrize("where", ["full", "closed", "gone", "both full"])
 def test_a_training_goes_on_without_its_output(tmp_path: Path, where: str) -> None:
     least = ["--epochs", "0.02", "--hidden-size", "8", "--eval-rounds", "0", "--no-calibration"]
     argv = [*COMMAND, "train", *least, "--out", str(tmp_path / "run")]
+    if where == "both full":
+        with open("/dev/full", "wb") as full:
+            assert subprocess.run(argv, stdout=full, stderr=full, timeout=120).returncode == 0
+        assert (tmp_path / "run" / "summary.json").exists()
+        return
     if where == "closed":
         done = run(argv, closed=True)
     else:
