@@ -31,11 +31,13 @@ def sets_rate_by_size(path: str, line: int) -> bool:
 
 def _sets_rate(tree: ast.Module, scope: Any, asked: set[int]) -> bool:
     """Whether one of the numbers goes into a learning rate in a function, or in others that it is handed on to."""
+    functions = functions_of(tree)
     level: dict[Any, set[str]] = {scope: set()}
-    # An attribute is known in all functions, from each of them: they are looked at once a level.
+    # What each function was looked at with: at most once a level, as many may share a number.
     known: dict[Any, set[str]] = defaultdict(set)
     for _ in range(_MOST_CALLS + 1):
-        following: dict[Any, set[str]] = {}
+        given: list[tuple[Any, set[str]]] = []
+        shared: set[str] = set()
         for function, names in level.items():
             values = list(assignments(function))
             while True:
@@ -49,18 +51,20 @@ def _sets_rate(tree: ast.Module, scope: Any, asked: set[int]) -> bool:
                 names = names | found
             if any(_is_rate(target) and _is_made_of(value, names, asked) for target, value in values):
                 return True
-            for other, given in _others(tree, function, names, asked):
-                if not given <= known[other]:
-                    following[other] = known[other] = known[other] | given
-        level, asked = following, set()
+            given += _called(functions, function, names, asked)
+            shared |= _shared(function, names)
+        level, asked = {}, set()
+        for function, names in [*given, *((function, shared) for function in functions)]:
+            if not names <= known[function]:
+                level[function] = known[function] = known[function] | names
     return False
 
 
-def _others(tree: ast.Module, scope: Any, names: set[str], asked: set[int]) -> Iterator[tuple[ast.FunctionDef, set[str]]]:
-    """Yields functions that get one of the numbers, and what they call it."""
-    functions = {node.name: node for node in functions_of(tree) if isinstance(node, ast.FunctionDef) and node is not scope}
+def _called(functions: list[Any], scope: Any, names: set[str], asked: set[int]) -> Iterator[tuple[Any, set[str]]]:
+    """Yields functions that a function gives one of the numbers, and what they call it."""
+    by_name = {function.name: function for function in functions if function is not scope}
     for node in ast.walk(scope):
-        function = functions.get(_name_of(node.func)) if isinstance(node, ast.Call) else None
+        function = by_name.get(_name_of(node.func)) if isinstance(node, ast.Call) else None
         if isinstance(node, ast.Call) and function is not None:
             parameters = [argument.arg for argument in function.args.args]
             parameters = parameters[1:] if parameters[:1] == ["self"] else parameters
@@ -68,11 +72,14 @@ def _others(tree: ast.Module, scope: Any, names: set[str], asked: set[int]) -> I
             given |= {keyword.arg for keyword in node.keywords if keyword.arg and _is_made_of(keyword.value, names, asked)}
             if given:
                 yield function, given
-    is_global = isinstance(scope, ast.Module)
+
+
+def _shared(scope: Any, names: set[str]) -> set[str]:
+    """Returns which of a function's names all functions know: attributes and globals."""
+    if isinstance(scope, ast.Module):
+        return names
     declared = {name for node in ast.walk(scope) if isinstance(node, ast.Global) for name in node.names}
-    shared = {name for name in names if is_global or "." in name or name in declared}
-    if shared:
-        yield from ((function, shared) for function in functions.values())
+    return {name for name in names if "." in name or name in declared}
 
 
 def _is_made_of(node: ast.AST, names: set[str], asked: set[int]) -> bool:
