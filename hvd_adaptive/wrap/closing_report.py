@@ -17,6 +17,8 @@ from hvd_adaptive.wrap.run_options import parse_shares
 _MOST_NAMES = 4
 # The part of a step from which on its exchange is worth a word.
 _LONG_EXCHANGE = 0.3
+# So many steps with equal shares, at the start, may be slower than later ones: caches are cold, libraries choose their ways.
+_FEW_STEPS = 16
 
 
 @dataclass
@@ -282,6 +284,13 @@ class Report:
                 f"    by the wall clock, from asking for a batch to its gradients: {1e3 * walls[0]:.1f} ms a step"
                 f"{with_equal}{now}{of_wall}"
             )
+            num_equal = int(first["wall_steps"].max())
+            if is_other and num_equal < _FEW_STEPS:
+                steps = "step" if num_equal == 1 else "steps"
+                lines.append(
+                    f"    equal shares had {num_equal} early {steps} only, which may be slow: for the true gain compare with a run "
+                    "with --shares equal"
+                )
         return lines
 
 

@@ -61,6 +61,23 @@ def test_figures_are_of_all_steps_with_the_shares_and_the_ceiling_knows_what_is_
     assert "40.0 ms a step with equal shares, 32.0 ms now: 1.25x; the ceiling, as 8.0 ms are no computing: 1.36x" in said, said
 
 
+@pytest.mark.parametrize(("num_equal", "told"), [(1, "had 1 early step only"), (9, "had 9 early steps only"), (16, None)])
+def test_a_gain_beside_few_early_steps_is_doubted(num_equal: int, told: str | None) -> None:
+    report, data = Report(), DataLoader(TensorDataset(torch.zeros(64)), batch_size=16)
+    loader = Loader(data, 1)
+    loader.num_steps, loader.is_traced = 50, True
+    report.loaders.append(loader)
+    for number, fractions in ((num_equal, (0.6, 0.4)), (10, (0.6, 0.4)), (10, (0.6, 0.4))):
+        steps = np.full(2, float(number))
+        loader.fractions = fractions
+        report.window(loader, {
+            "timed_steps": steps, "timed_samples": 16 * steps, "compute_s": 0.01 * steps, "wait_s": np.zeros(2),
+            "num_steps": steps, "wall_s": 0.02 * steps, "wall_steps": steps,
+        })  # fmt: skip
+    said = [line for line in report.lines() if "compare with a run with --shares equal" in line]
+    assert len(said) == (told is not None) and all(told in line for line in said if told), report.lines()
+
+
 @pytest.mark.parametrize(
     ("is_plain", "is_spread", "wait_ms", "is_told"),
     [(True, True, 4.0, True), (False, True, 4.0, False), (True, False, 4.0, False), (True, True, 2.0, False)],
