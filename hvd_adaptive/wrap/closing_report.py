@@ -288,8 +288,8 @@ class Report:
             if is_other and num_equal < _FEW_STEPS:
                 steps = "step" if num_equal == 1 else "steps"
                 lines.append(
-                    f"    equal shares had {num_equal} early {steps} only, which may be slow: for the true gain compare with a run "
-                    "with --shares equal"
+                    f"    equal shares had {num_equal} early {steps} only, which may be slow: for the true gain compare with a "
+                    "run with --shares equal"
                 )
         return lines
 
