@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FrameType
 
 from hvd_adaptive.cluster.binding import expand_counts
@@ -69,30 +69,32 @@ def run_script(script: str) -> Hosts:
     Raises:
         ValueError: if it fails, takes more than 30 s, or prints something else.
     """
+    child: subprocess.Popen[str] | None = None
     try:
-        with subprocess.Popen(
-            [script],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        ) as child:
-            _running.add(child)
-            try:
-                output, errors = child.communicate(timeout=_SCRIPT_LIMIT_S)
-            except BaseException:
-                _kill(child)
-                raise
-            finally:
-                _running.discard(child)
+        with _ORDER_TO_END.waiting():
+            # Until it has a name it could not be ended.
+            child = subprocess.Popen(
+                [script],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        _running.add(child)
+        output, errors = child.communicate(timeout=_SCRIPT_LIMIT_S)
         if child.returncode:
             said = errors.strip()[-500:]
             raise ValueError(f"exit code {child.returncode}" + (f": {said}" if said else ""))
         return parse_hosts(output)
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
         raise ValueError(f"--host-discovery-script {script}: {error}") from None
+    finally:
+        if child is not None:
+            _kill(child)
+            with child:
+                _running.discard(child)
 
 
 def _kill(script: subprocess.Popen[str]) -> None:
@@ -103,7 +105,38 @@ def _kill(script: subprocess.Popen[str]) -> None:
             os.killpg(script.pid, signal.SIGKILL)
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+class _OrderToEnd:
+    """A signal that ends this process: at once, or when a block is left in which it has to wait."""
+
+    def __init__(self) -> None:
+        self._waits = False
+        self._number = 0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Has a signal wait until this block is left. Signals come to the main thread alone."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+        if self._number:
+            _leave(self._number)
+
+    def take(self, number: int, frame: FrameType | None) -> None:
+        """Handles the signal."""
+        self._number = number
+        if not self._waits:
+            _leave(number)
+
+
+_ORDER_TO_END = _OrderToEnd()
+
+
+def _leave(number: int) -> None:
     print(f"hvd-adaptive elastic: ended by {signal.Signals(number).name} before the hosts were known", file=sys.stderr)
     sys.exit(EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_PREEMPTED)
 
@@ -265,7 +298,7 @@ class Discovery:
         self._answered = threading.Event()
         self._failing = ""
         # A first answer must come: later ones may fail. A signal that ends this process ends the script, too.
-        with handled(ending_signals(), _leave):
+        with handled(ending_signals(), _ORDER_TO_END.take):
             self.hosts = self._ask_first(time.monotonic() + first_limit_s)
         threading.Thread(target=self._run, name="discovery", daemon=True).start()
 

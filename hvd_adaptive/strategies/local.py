@@ -71,7 +71,7 @@ class LocalStrategy:
         self._micro_batches: OwnMicroBatches | None = None
         if config.micro_batch_size is not None:
             self._micro_batches = OwnMicroBatches(model, optimizer, config, transport)
-            self.hooks.append(self._micro_batches)
+            self.hooks += self._micro_batches.hooks
         self.inexact: list[str] = []
         self._warming_up = False
         self._forget_claims: Callable[[], None] = lambda: None
