@@ -71,8 +71,8 @@ def run_script(script: str) -> Hosts:
     """
     child: subprocess.Popen[str] | None = None
     try:
+        # Until it has a name it could not be ended.
         with _ORDER_TO_END.waiting():
-            # Until it has a name it could not be ended.
             child = subprocess.Popen(
                 [script],
                 stdin=subprocess.DEVNULL,

@@ -108,7 +108,7 @@ class _World:
         return leaks + [f"rank {rank} does not answer" for rank in range(self.size) if rank not in answers]
 
     def pause(self, is_paused: bool) -> None:
-        """Stops the ranks, or lets them go on: Horovod's threads ask each other for work, also where there is none."""
+        """Stops the ranks, or lets them go on: threads of libraries kept four idle ranks at a twentieth of a core each."""
         if is_paused != self._is_paused:
             for pid in self._pids:
                 with contextlib.suppress(ProcessLookupError):
