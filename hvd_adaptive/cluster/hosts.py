@@ -123,13 +123,15 @@ class _OrderToEnd:
             yield
         finally:
             self._waits = False
-        if self._number:
-            _leave(self._number)
+        number, self._number = self._number, 0
+        if number:
+            _leave(number)
 
     def take(self, number: int, frame: FrameType | None) -> None:
         """Handles the signal."""
-        self._number = number
-        if not self._waits:
+        if self._waits:
+            self._number = number
+        else:
             _leave(number)
 
 

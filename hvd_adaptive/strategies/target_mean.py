@@ -19,14 +19,14 @@ class TargetMean:
     Each gradient counts as often as its micro-batch has targets. The ranks add up the gradients, and then what they have counted,
     by which the sum is divided. So none waits for the others' numbers before its backward pass.
 
-    Attributes:
-        is_over: the gradients of this step are divided.
-
     Args:
         exchanger: adds up the gradients of all ranks; None: a step has this rank's alone.
         model: to train.
         transport: the world.
         round_unit: samples of a step. Gradients are divided by them before they are added up, to keep them small.
+
+    Attributes:
+        is_over: the gradients of this step are divided.
 
     Raises:
         AgreedError: on all ranks, for parameters of float16.

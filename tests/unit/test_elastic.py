@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -99,6 +100,26 @@ def test_a_script_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monke
         launcher.terminate()
         assert launcher.wait(60) == 75
     wait_until(all_have_ended)
+
+
+def test_a_signal_waits_until_a_script_that_is_started_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, popen, started = tmp_path / "discover", subprocess.Popen, []
+    script.write_text("#!/bin/sh\nsleep 1000\n")
+    script.chmod(0o755)
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        started.append(popen(*arguments, **options))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(SystemExit) as left:
+        hosts.Discovery(lambda: run_script(str(script)), 1.0)
+    assert left.value.code == 75 and started[0].poll() == -signal.SIGKILL
+    # It is told once.
+    monkeypatch.undo()
+    script.write_text("#!/bin/sh\necho a\n")
+    assert run_script(str(script)) == {"a": 1}
 
 
 @pytest.fixture
