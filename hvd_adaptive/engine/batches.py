@@ -68,7 +68,9 @@ class Batch:
     number: int = 0
     num_samples_before: int = 0
     weight: float = 1.0
-    # The same of this round alone, from the strategy.
+    # What each of its samples counts: 1; less where rows repeat, below 0 where they are taken off again, 0 if they are others'.
+    _sample_weight: float = 1.0
+    # ``num_samples_before`` of this round alone, from the strategy.
     _place: int = 0
     _parts: list[Batch] | None = None
     _weigh: Callable[[Batch], None] | None = None
@@ -131,9 +133,8 @@ class Batch:
         """
         self._is_over = True
         if self._parts is None:
-            if not len(self.rows) and self._num_targets is not None:
-                # Its samples are other ranks'.
-                self._num_targets = 0.0
+            if self._num_targets is not None:
+                self._num_targets *= self._sample_weight
             return
         if self._num_handed < len(self._parts):
             raise RuntimeError(
@@ -144,7 +145,7 @@ class Batch:
         counts = [part.num_targets for part in self._parts]
         if None not in counts:
             # What each one's targets count in the batch.
-            weights = [p.weight * self.num_samples / p.num_samples * (p.num_targets or 0.0) for p in self._parts]
+            weights = [part._sample_weight * (part.num_targets or 0.0) for part in self._parts]
             self._num_targets = math.fsum(weights)
             weights = [weight / (self._num_targets or 1.0) for weight in weights]
         if self.loss is None and all(part.loss is not None for part in self._parts):
@@ -284,10 +285,10 @@ class BatchSource:
         own = rows[:0] if stands_in else rows
         size = self._micro_batch_size
         if size is None:
-            batch = Batch(None, None, own, work)
+            batch = Batch(None, None, own, work, _sample_weight=float(not stands_in))
             return batch, [(batch, rows)]
         counts = stand_in(rows, size) if stands_in else micro_batches(rows, size)
-        parts = [Batch(None, None, part, 0, weight=count / max(1, len(own))) for part, count in counts]
+        parts = [Batch(None, None, part, 0, weight=n / max(1, len(own)), _sample_weight=n / size) for part, n in counts]
         whole = InMicroBatches()
         return Batch(whole, whole, own, work, _parts=parts), [(part, part.rows) for part in parts]
 

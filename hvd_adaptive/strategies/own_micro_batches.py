@@ -53,8 +53,7 @@ class OwnMicroBatches:
         if batch.number != self._number or (is_first and self._targets.is_over):
             self._number = batch.number
             self._targets.begin()
-        # Its samples count once, or less where one is there twice.
-        self._weight.follow(self._targets.factor(micro, micro.weight * batch.num_samples / micro.num_samples))
+        self._weight.follow(self._targets.factor(micro))
 
     def _before_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         refuse_closure(args, kwargs, "loss_reduction 'targets'", "as it divides the gradients by the batch's targets")

@@ -206,12 +206,10 @@ class SyncStrategy(FixedWorkStrategy):
         """Sets the factor on the gradients of a micro-batch of this rank's part, which may be all of it."""
         if self._mean:
             self._weight.value = micro.weight * part.weight * self._weight_unit
-            return
-        weight = micro.weight * (part.stop - part.start) / max(1, micro.num_samples)
-        if self._targets is None:
-            self._weight.value = weight
+        elif self._targets is None:
+            self._weight.value = micro._sample_weight
         else:
-            self._weight.follow(self._targets.factor(micro, weight))
+            self._weight.follow(self._targets.factor(micro))
 
     def _step_is_over(self, step: int | None, stats: RoundStats) -> None:
         """Takes down this rank's own seconds of a step; None: one whose global batch is not whole."""

@@ -51,16 +51,15 @@ class TargetMean:
         self._own = 0.0
         self._step = object()
         # Of the last micro-batch what is still to be counted, and what its gradients were multiplied by.
-        self._last: tuple[Batch, float] | None = None
+        self._last: Batch | None = None
         self._used: float | None = None
         self.is_over = False
 
-    def factor(self, micro: Batch, weight: float) -> Callable[[], float]:
+    def factor(self, micro: Batch) -> Callable[[], float]:
         """Returns what gives the factor on the gradients of a micro-batch, once its targets are counted.
 
         Args:
             micro: the next one of this step.
-            weight: how often its samples count: 1 but where they repeat, 0 where they are other ranks'.
 
         Raises:
             RuntimeError: if the gradients of those before were divided already.
@@ -71,15 +70,15 @@ class TargetMean:
                 "by all targets of the step: call it once, after the last micro-batch"
             )
         self._count_last()
-        self._last = micro, weight
+        self._last = micro
         return self._factor
 
     def _factor(self) -> float:
         if self._last is None:
             # Not of a step.
             return 1.0
-        micro, weight = self._last
-        if not weight:
+        micro = self._last
+        if not micro._sample_weight:
             return 0.0
         if micro.num_targets is None:
             raise RuntimeError(
@@ -88,17 +87,17 @@ class TargetMean:
             )
         self._check(micro)
         self._used = micro.num_targets
-        return weight * micro.num_targets * self._scale
+        return micro._sample_weight * micro.num_targets * self._scale
 
     def _count_last(self) -> None:
         """Counts the last micro-batch, if it was computed."""
         if self._last is None or self._used is None:
             return
-        micro, weight = self._last
+        micro = self._last
         self._check(micro)
         step, used = micro._counted
         if step is not self._step:
-            self._own += weight * self._used
+            self._own += micro._sample_weight * self._used
             micro._counted = self._step, self._used
         elif used != self._used:
             raise RuntimeError(
