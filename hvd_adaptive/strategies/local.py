@@ -48,8 +48,8 @@ class LocalStrategy:
         hooks: on the model and the optimizer.
     """
 
-    # Whether workers read the first batches of a round before it begins.
-    _settles = True
+    # Whether workers read the first batches of a round before it begins; and whether a rank's step uses its own gradients alone.
+    _settles = _steps_alone = True
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
         self.optimizer = optimizer
@@ -69,7 +69,7 @@ class LocalStrategy:
         self._sizes = np.full(transport.world_size, float(config.batch_size))
         self._shares = np.full(transport.world_size, 1.0 / transport.world_size)
         self._micro_batches: OwnMicroBatches | None = None
-        if config.micro_batch_size is not None:
+        if config.micro_batch_size is not None and self._steps_alone:
             self._micro_batches = OwnMicroBatches(model, optimizer, config, transport)
             self.hooks += self._micro_batches.hooks
         self.inexact: list[str] = []

@@ -59,7 +59,7 @@ class IslandStrategy(LocalStrategy):
     """
 
     # Which rows are a rank's is known when its island has claimed them.
-    _settles = False
+    _settles = _steps_alone = False
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: Config, transport: Transport) -> None:
         assert config.island is not None
@@ -82,9 +82,6 @@ class IslandStrategy(LocalStrategy):
             self._tell(hosts)
         # BatchNorm refuses a batch of one.
         self._smallest = 2 if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()) else 1
-        if self._micro_batches is not None:
-            self._micro_batches.remove()
-            self._micro_batches = None
         self._gradients: IslandGradients
         if self._is_sharded:
             self._gradients = ShardedGradients(model, f"rank {transport.rank}")

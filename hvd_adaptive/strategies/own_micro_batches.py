@@ -63,8 +63,3 @@ class OwnMicroBatches:
         """Makes of the gradients what the optimizer takes, if they are not yet."""
         if self._targets is not None:
             self._targets.synchronize()
-
-    def remove(self) -> None:
-        """Takes the hooks off."""
-        for hook in self.hooks:
-            hook.remove()
