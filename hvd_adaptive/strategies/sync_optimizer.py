@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.compress.kernels.dispatch import all_finite
+from hvd_adaptive.engine.strategy import refuse_closure
 from hvd_adaptive.exchange.gradients import TOO_LATE
 from hvd_adaptive.strategies.untouched_gradients import UntouchedGradients
 
@@ -318,14 +319,13 @@ class SyncOptimizer(Optimizer):
         """Steps after the last micro-batch of a window, unless the gradients hold NaN or Inf. COLLECTIVE.
 
         Raises:
-            ValueError: for a closure, which would compute gradients that no other rank waits for.
+            ValueError: for a closure.
             RuntimeError: for a second step of the same batch, whose gradients are not exchanged.
         """
         if self._is_closed:
             self._inner.step(closure)
             return
-        if closure is not None:
-            raise ValueError("step() takes no closure with strategy 'sync', got one: call backward() before step()")
+        refuse_closure((), {"closure": closure}, "strategy 'sync'", "as no other rank waits for gradients that it computes")
         self._is_untouched = False
         if not self.step_due:
             return
