@@ -335,6 +335,11 @@ def model_hash(model: nn.Module, *, buffers: bool = True) -> str:
     return digest.hexdigest()
 
 
+def has_batch_norm(model: nn.Module) -> bool:
+    """Returns whether a layer normalizes by the statistics of its batch, which must not be a single sample then."""
+    return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in model.modules())
+
+
 def check_kinds(model: nn.Module) -> None:
     """Raises ValueError for a model without trainable parameters, or with complex parameters; complex buffers are none."""
     if not any(p.requires_grad for p in model.parameters()):

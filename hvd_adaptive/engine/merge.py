@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from hvd_adaptive.algorithm.merge_period import (
@@ -35,7 +34,7 @@ from hvd_adaptive.comm.protocols import AgreedError, Collectives, is_one_host
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine import optimizer_state
 from hvd_adaptive.engine.base_watch import BaseWatch
-from hvd_adaptive.engine.flat_model import FlatModel
+from hvd_adaptive.engine.flat_model import FlatModel, has_batch_norm
 from hvd_adaptive.engine.merge_rule import make_merge_rule
 from hvd_adaptive.engine.model_fragments import cut_model, fragments_beside_steps
 from hvd_adaptive.engine.overlap import OverlappedMerge
@@ -126,7 +125,7 @@ class Merge:
         config = optimizer_state.with_defaults(config, optimizer, parameters, world_size=transport.world_size)
         if optimizer_state.learns_from_short_rounds(config, optimizer):
             # On one host merges are quick, and late sums harm BatchNorm: benchmarks/records/2026-11-26-whole-batches.md.
-            norms = any(isinstance(m, _BatchNorm) for module in modules for m in module.modules())
+            norms = any(map(has_batch_norm, modules))
             helps = beside_steps and not norms and not is_one_host(transport)
             config = with_short_rounds(config, transport.world_size, beside_steps=helps)
         config = self._with_codec(config, optimizer, parameters, transport)

@@ -23,6 +23,7 @@ from hvd_adaptive.comm.protocols import AgreedError, Collectives, Transport, att
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.claims import Claims, IslandClaims
+from hvd_adaptive.engine.flat_model import has_batch_norm
 from hvd_adaptive.engine.optimizer_state import checksum
 from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.engine.shards import check_shards
@@ -80,8 +81,7 @@ class IslandStrategy(LocalStrategy):
         self._control.speaks = speaks
         if speaks:
             self._tell(hosts)
-        # BatchNorm refuses a batch of one.
-        self._smallest = 2 if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()) else 1
+        self._smallest = 2 if has_batch_norm(model) else 1
         self._gradients: IslandGradients
         if self._is_sharded:
             self._gradients = ShardedGradients(model, f"rank {transport.rank}")

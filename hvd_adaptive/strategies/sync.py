@@ -26,7 +26,7 @@ from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.flat_buffers import FlatBuffers
-from hvd_adaptive.engine.flat_model import check_trainable
+from hvd_adaptive.engine.flat_model import check_trainable, has_batch_norm
 from hvd_adaptive.engine.records import RoundStats
 from hvd_adaptive.engine.strategy import OwnState
 from hvd_adaptive.engine.touched_rows import sparse_parameters
@@ -71,8 +71,7 @@ class SyncStrategy(FixedWorkStrategy):
         if world_size > 1:
             check_forward(model)
         self.round_unit = config.global_batch_size or config.batch_size * world_size
-        # BatchNorm refuses a batch of one.
-        self._smallest = 2 if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()) else 1
+        self._smallest = 2 if has_batch_norm(model) else 1
         try:
             self._shares = ShareControl(
                 config, world_size, global_batch_size=self.round_unit, smallest=self._smallest
