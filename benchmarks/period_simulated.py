@@ -18,7 +18,7 @@ import torch
 from peers_task import BATCH, TASKS
 from torch import Tensor, nn
 
-from hvd_adaptive.algorithm.outer_step import OUTER_STEPS, OuterStep
+from hvd_adaptive.algorithm.outer_step import OuterStep
 from hvd_adaptive.compress.codec import of_values
 from hvd_adaptive.compress.parse import parse_codec
 
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--fragments", type=int, default=1, help="parts of the model, merged one after the other in each period")
     parser.add_argument("--delay-from", type=int, default=0, help="samples of all ranks before which merges are taken in at once")
     parser.add_argument("--moments", default="keep", choices=("keep", "average", "all", "zero", "follow"), help=MOMENTS_HELP)
-    parser.add_argument("--outer-step", default="none", choices=OUTER_STEPS)
+    parser.add_argument("--outer-step", default="none", choices=("none", "momentum", "nesterov", "cautious"))
     parser.add_argument("--outer-lr", type=float, help="(default: by the momentum)")
     parser.add_argument("--outer-momentum", type=float, help="(default: it looks back over the last fifth of the run)")
     parser.add_argument("--outer-from", type=int, default=0, help="samples of all ranks before the outer step begins")

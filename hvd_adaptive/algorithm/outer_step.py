@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hvd_adaptive.config import Config
 
-OUTER_STEPS = ("none", "momentum", "nesterov", "cautious")
 # Momentum that is not set looks back over this part of all updates so far, up to this much momentum:
 # benchmarks/records/2026-11-26-outer-horizon.md.
 _LOOKS_BACK = 0.2
@@ -51,9 +50,6 @@ class OuterStep:
         momentum: gamma, in [0, 1). None: by the updates that :meth:`count` is told.
         num_fragments: parts of the model that are merged at different times.
         start: updates of the fastest rank, in whose merges w += d; the outer step begins after them.
-
-    Raises:
-        ValueError: for an unknown kind.
     """
 
     def __init__(
@@ -65,8 +61,6 @@ class OuterStep:
         num_fragments: int = 1,
         start: int = 0,
     ) -> None:
-        if kind not in OUTER_STEPS:
-            raise ValueError(f"outer step must be one of {', '.join(OUTER_STEPS)}, got {kind!r}")
         self.kind = kind
         self.lr = lr
         self.momentum = momentum

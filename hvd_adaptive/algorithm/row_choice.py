@@ -8,7 +8,6 @@ import numpy as np
 
 from hvd_adaptive.algorithm.statistics import Array
 
-SPARSE_MERGE_MODES = ("auto", "always", "never")
 # Between these shares of the bytes neither way is obviously cheaper, and both are measured.
 _SURELY_SPARSE, _SURELY_DENSE = 0.1, 0.9
 # Without measurements: packing a row costs about as much again as sending it.
@@ -27,14 +26,9 @@ class RowChoice:
 
     Args:
         mode: ``auto`` chooses the cheaper way, ``always`` exchanges touched rows, ``never`` all rows.
-
-    Raises:
-        ValueError: for an unknown mode.
     """
 
     def __init__(self, mode: str) -> None:
-        if mode not in SPARSE_MERGE_MODES:
-            raise ValueError(f"sparse merge must be one of {', '.join(SPARSE_MERGE_MODES)}, got {mode!r}")
         self._mode = mode
         self._dense_s: deque[float] = deque(maxlen=_WINDOW)
         self._sparse_s_per_byte: deque[float] = deque(maxlen=_WINDOW)

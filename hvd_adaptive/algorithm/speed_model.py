@@ -38,16 +38,9 @@ class SpeedModel:
         world_size: number of ranks.
         forgetting: in (0, 1]; a rank's speed is taken to wander by ``1 - forgetting`` (relative, standard deviation) from
             one observation to the next. 1: speeds are constant.
-
-    Raises:
-        ValueError: for no ranks or a forgetting outside (0, 1].
     """
 
     def __init__(self, world_size: int, *, forgetting: float = 0.95) -> None:
-        if world_size < 1:
-            raise ValueError(f"world_size must be >= 1, got {world_size}")
-        if not 0 < forgetting <= 1:
-            raise ValueError(f"forgetting must be in (0, 1], got {forgetting}")
         self._wander = 1.0 - forgetting
         # Seconds of a step without work, and of one with as much work as the first observed; rank by rank.
         self._theta = np.zeros((world_size, 2))

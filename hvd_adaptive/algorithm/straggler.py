@@ -44,14 +44,9 @@ class StragglerWatch:
     Args:
         world_size: number of ranks.
         limit: > 1.
-
-    Raises:
-        ValueError: for a limit that is not.
     """
 
     def __init__(self, world_size: int, *, limit: float) -> None:
-        if not limit > 1:
-            raise ValueError(f"limit must be > 1, got {limit}")
         self._limit = limit
         self._history: list[deque[float]] = [deque(maxlen=_HISTORY) for _ in range(world_size)]
         self._is_first = np.ones(world_size, dtype=bool)

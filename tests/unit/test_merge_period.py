@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_adaptive.algorithm.merge_period import (
-    MERGE_PERIODS,
     MergePeriod,
     are_alike,
     part_of_short_rounds,
@@ -79,7 +78,7 @@ def test_one_slow_merge_changes_nothing() -> None:
     assert len(set(sizes[4:])) == 1
 
 
-@pytest.mark.parametrize("rule", MERGE_PERIODS)
+@pytest.mark.parametrize("rule", ["fixed", "auto"])
 def test_no_period_passes_the_largest_unless_it_starts_there(rule: str) -> None:
     slow: dict[str, Any] = {"merge_s": 100.0, "sample_s": 0.001, "num_rounds": 20}
     assert max(run(MergePeriod(rule, start=100, share=0.03), **slow, largest=1000)) <= 1000
@@ -137,18 +136,6 @@ def test_the_state_survives_a_restart() -> None:
     two = MergePeriod("auto", start=25, share=0.03)
     two.load_state_dict(one.state_dict())
     assert two.mega_batch == round(one.mega_batch / 4)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"rule": "often", "start": 1, "share": 0.1}, "one of fixed, auto, got 'often'"),
-        ({"rule": "auto", "start": 1, "share": 1.0}, r"share must be in \(0, 1\), got 1.0"),
-    ],
-)
-def test_impossible_periods_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MergePeriod(**values)
 
 
 @pytest.mark.parametrize(

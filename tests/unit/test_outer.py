@@ -69,11 +69,6 @@ def test_cautious_adds_a_delta_that_turns_back_as_it_is() -> None:
     assert outer.velocity[torch.float32].tolist() == pytest.approx([1.8, 0.3, -1.2, 0.8])
 
 
-def test_an_unknown_kind_is_named() -> None:
-    with pytest.raises(ValueError, match="none, momentum, nesterov, cautious, got 'adam'"):
-        OuterStep("adam")
-
-
 def test_it_begins_after_so_many_updates_with_a_velocity_of_zero() -> None:
     outer = OuterStep("nesterov", lr=0.7, momentum=0.5, start=25)
     weights, steps = torch.zeros(3, dtype=torch.float64), []

@@ -283,5 +283,3 @@ def test_where_it_is_obvious_nothing_is_tried() -> None:
     assert not any(play(RowChoice("auto"), share=0.95, dense_s=9.0, sparse_s=1.0, rounds=20))
     assert all(play(RowChoice("always"), share=1.0, dense_s=1.0, sparse_s=9.0, rounds=5))
     assert not any(play(RowChoice("never"), share=0.0, dense_s=1.0, sparse_s=0.1, rounds=5))
-    with pytest.raises(ValueError, match="auto, always, never, got 'perhaps'"):
-        RowChoice("perhaps")
