@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,21 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hvd_adaptive.comm.horovod_collectives import in_parts
-from hvd_adaptive.comm.protocols import Group, Pending, Transport
-
-
-class _Told:
-    """A collective between islands under way; see :class:`hvd_adaptive.comm.protocols.Pending`."""
-
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        self._finish = finish
-
-    def done(self) -> bool:
-        # What is told inside must come in the same order on all ranks of an island: where they wait.
-        return False
-
-    def wait(self) -> Tensor:
-        return self._finish()
+from hvd_adaptive.comm.protocols import Group, InOrder, Pending, Transport
 
 
 class Inside:
@@ -144,7 +130,7 @@ class IslandWorld:
     def allreduce_sum_(self, tensor: Tensor, name: str) -> None:
         self.allreduce_sum_async_(tensor, name).wait()
 
-    def allreduce_sum_async_(self, tensor: Tensor, name: str) -> _Told:
+    def allreduce_sum_async_(self, tensor: Tensor, name: str) -> InOrder:
         alone = self._between is None or self.world_size == 1
         pending = None if alone else self._between.allreduce_sum_async_(tensor, name)  # type: ignore[union-attr]
 
@@ -155,26 +141,26 @@ class IslandWorld:
             self.inside.tell_(tensor, name)
             return tensor
 
-        return _Told(finish)
+        return InOrder(finish)
 
     def alltoall_bytes_async(
         self, tensor: Tensor, *, send_bytes: Sequence[int], receive_bytes: Sequence[int], name: str
-    ) -> _Told:
+    ) -> InOrder:
         pending = None
         if self._between is not None:
             pending = self._between.alltoall_bytes_async(
                 tensor, send_bytes=send_bytes, receive_bytes=receive_bytes, name=name
             )
-        return _Told(
+        return InOrder(
             lambda: self.inside.tell(tensor[:0] if pending is None else pending.wait(), name, num_bytes=sum(receive_bytes))
         )
 
-    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int] | None, name: str) -> _Told:
+    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int] | None, name: str) -> InOrder:
         pending = None
         if self._between is not None:
             pending = self._between.allgather_bytes_async(tensor, receive_bytes=receive_bytes, name=name)
         num_bytes = None if receive_bytes is None else sum(receive_bytes)
-        return _Told(lambda: self.inside.tell(tensor[:0] if pending is None else pending.wait(), name, num_bytes=num_bytes))
+        return InOrder(lambda: self.inside.tell(tensor[:0] if pending is None else pending.wait(), name, num_bytes=num_bytes))
 
 
 class ShardWorld:
@@ -205,7 +191,7 @@ class ShardWorld:
 
     def allreduce_sum_async_(self, tensor: Tensor, name: str) -> Pending:
         if self.world_size == 1:
-            return _Told(lambda: tensor)
+            return InOrder(lambda: tensor)
         return self._beside.allreduce_sum_async_(tensor, name)
 
     def alltoall_bytes_async(

@@ -33,6 +33,21 @@ class Pending(Protocol):
         """
 
 
+class InOrder:
+    """A :class:`Pending` that is over where ranks wait for it, and nowhere else: they start what follows on it in one order.
+
+    Args:
+        finish: waits for the result and returns it.
+    """
+
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self.wait = finish
+
+    def done(self) -> bool:
+        """Returns False, wherever the result may be."""
+        return False
+
+
 class Group(Protocol):
     """Sums and bytes between the ranks of the world, or of a part of it: what the exchange of compressed tensors needs.
 

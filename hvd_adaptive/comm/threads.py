@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from hvd_adaptive.comm.in_process_store import InProcessStore
 from hvd_adaptive.comm.job_end import end_job
-from hvd_adaptive.comm.protocols import HostStore
+from hvd_adaptive.comm.protocols import HostStore, InOrder
 
 
 def joined(parts: Sequence[Tensor], receive_bytes: Sequence[int] | None, name: str) -> Tensor:
@@ -90,18 +90,9 @@ class _HostStore(InProcessStore):
         self.num_hosts = num_hosts
 
 
-class _Done:
-    """A collective that is over when it is started; see :class:`hvd_adaptive.comm.protocols.Pending`."""
-
-    def __init__(self, result: Tensor) -> None:
-        self._result = result
-
-    def done(self) -> bool:
-        # Simulated ranks meet in barriers, so what follows must come at the same place on all: where they wait.
-        return False
-
-    def wait(self) -> Tensor:
-        return self._result
+def _over(result: Tensor) -> InOrder:
+    """A collective that is over when it is started. Simulated ranks meet in barriers, so what follows comes where all wait."""
+    return InOrder(lambda: result)
 
 
 class LocalTransport(InProcessStore):
@@ -155,18 +146,18 @@ class LocalTransport(InProcessStore):
             total += other
         tensor.copy_(total)
 
-    def allreduce_sum_async_(self, tensor: Tensor, name: str) -> _Done:
+    def allreduce_sum_async_(self, tensor: Tensor, name: str) -> InOrder:
         self.allreduce_sum_(tensor, name)
-        return _Done(tensor)
+        return _over(tensor)
 
     def alltoall_bytes_async(
         self, tensor: Tensor, *, send_bytes: Sequence[int], receive_bytes: Sequence[int], name: str
-    ) -> _Done:
+    ) -> InOrder:
         gathered = self.allgather_object([part.clone() for part in tensor.split(list(send_bytes))])
-        return _Done(joined([parts[self.rank] for parts in gathered], receive_bytes, name))
+        return _over(joined([parts[self.rank] for parts in gathered], receive_bytes, name))
 
-    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int] | None, name: str) -> _Done:
-        return _Done(joined(self.allgather_object(tensor.clone()), receive_bytes, name))
+    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int] | None, name: str) -> InOrder:
+        return _over(joined(self.allgather_object(tensor.clone()), receive_bytes, name))
 
     def split(self, color: int) -> LocalTransport:
         colors = self.allgather_object(color)
@@ -175,8 +166,8 @@ class LocalTransport(InProcessStore):
             group = self._world.groups.setdefault(ranks, LocalWorld(len(ranks)))
         return LocalTransport(group, ranks.index(self.rank))
 
-    def allreduce_max_async_(self, tensor: Tensor, name: str) -> _Done:
-        return _Done(tensor.copy_(torch.stack(self.allgather_object(tensor.clone())).amax(0)))
+    def allreduce_max_async_(self, tensor: Tensor, name: str) -> InOrder:
+        return _over(tensor.copy_(torch.stack(self.allgather_object(tensor.clone())).amax(0)))
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         source = self.allgather_object([t.detach().clone() for t in tensors] if self.rank == 0 else None)[0]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hvd_adaptive.comm.protocols import InOrder
 from hvd_adaptive.comm.size_check import MismatchError, balance, check_sizes, fingerprint, is_balanced
 
 Result = TypeVar("Result")
@@ -24,21 +25,6 @@ _NAME_BYTES = 64  # of a collective's name that are compared, its last ones
 
 class BrokenWorldError(RuntimeError):
     """A collective failed: another rank has ended, or the network to it is down."""
-
-
-class _Pending:
-    """A collective under way; see :class:`hvd_adaptive.comm.protocols.Pending`."""
-
-    def __init__(self, future: Future[Tensor], finish: Callable[[Future[Tensor]], Tensor]) -> None:
-        self._future = future
-        self._finish = finish
-
-    def done(self) -> bool:
-        # What follows on a result must be started in the same order on all ranks: where they wait, and not where it came.
-        return False
-
-    def wait(self) -> Tensor:
-        return self._finish(self._future)
 
 
 class TorchCollectives:
@@ -72,12 +58,12 @@ class TorchCollectives:
     def allreduce_sum_(self, tensor: Tensor, name: str) -> None:
         self.allreduce_sum_async_(tensor, name).wait()
 
-    def allreduce_sum_async_(self, tensor: Tensor, name: str) -> _Pending:
+    def allreduce_sum_async_(self, tensor: Tensor, name: str) -> InOrder:
         return self._reduce(f"allreduce of {name}", tensor, dist.ReduceOp.SUM)
 
     def alltoall_bytes_async(
         self, tensor: Tensor, *, send_bytes: Sequence[int], receive_bytes: Sequence[int], name: str
-    ) -> _Pending:
+    ) -> InOrder:
         sent, expected = list(send_bytes), list(receive_bytes)
 
         def run() -> Tensor:
@@ -92,7 +78,7 @@ class TorchCollectives:
 
         return self._start(f"alltoall of {name}", tensor, run)
 
-    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int] | None, name: str) -> _Pending:
+    def allgather_bytes_async(self, tensor: Tensor, *, receive_bytes: Sequence[int] | None, name: str) -> InOrder:
         expected = [-1] * self.world_size if receive_bytes is None else list(receive_bytes)
 
         def run() -> Tensor:
@@ -116,7 +102,7 @@ class TorchCollectives:
 
         return self._start(f"allgather of {name}", tensor, run)
 
-    def allreduce_max_async_(self, tensor: Tensor, name: str) -> _Pending:
+    def allreduce_max_async_(self, tensor: Tensor, name: str) -> InOrder:
         return self._reduce(f"allreduce of {name}", tensor, dist.ReduceOp.MAX)
 
     def allreduce_or_(self, bits: Tensor) -> None:
@@ -131,7 +117,7 @@ class TorchCollectives:
         """Runs what consists of collectives on host memory, after all that was started before; returns its result. COLLECTIVE."""
         return self._finish(what, self._worker.submit(_translated, action))
 
-    def _start(self, what: str, tensor: Tensor, action: Callable[[], Tensor]) -> _Pending:
+    def _start(self, what: str, tensor: Tensor, action: Callable[[], Tensor]) -> InOrder:
         filled = None
         if tensor.is_cuda:
             filled = torch.cuda.Event()
@@ -147,7 +133,8 @@ class TorchCollectives:
                     torch.cuda.current_stream(tensor.device).synchronize()
                 return result
 
-        return _Pending(self._worker.submit(_translated, run), lambda future: self._finish(what, future))
+        future = self._worker.submit(_translated, run)
+        return InOrder(lambda: self._finish(what, future))
 
     def _finish(self, what: str, future: Future[Result]) -> Result:
         with self._waiting(what):
@@ -157,7 +144,7 @@ class TorchCollectives:
                 self._broken(BrokenWorldError(f"{what}: {error}"))
                 raise
 
-    def _reduce(self, what: str, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> _Pending:
+    def _reduce(self, what: str, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> InOrder:
         def run() -> Tensor:
             sizes = self._gather_numbers(what, tensor.numel())[:, 0]
             if (sizes != sizes[0]).any():

@@ -17,8 +17,7 @@ from torch.utils.data import TensorDataset
 
 from hvd_adaptive.algorithm.fragments import cut_layers, phases, phases_beside_steps
 from hvd_adaptive.algorithm.ledger import epoch_order
-from hvd_adaptive.comm import threads
-from hvd_adaptive.comm.protocols import AgreedError, Transport
+from hvd_adaptive.comm.protocols import AgreedError, InOrder, Transport
 from hvd_adaptive.comm.threads import LocalWorld
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine import model_fragments
@@ -245,7 +244,7 @@ def test_memory_that_is_replaced_between_rounds_is_merged(monkeypatch: pytest.Mo
 
 
 def test_one_rank_takes_sums_in_at_their_places_however_soon_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads._Done, "done", lambda self: True)
+    monkeypatch.setattr(InOrder, "done", lambda self: True)
     in_fragments(monkeypatch, 2)
     options: dict[str, Any] = {"merges_per_round": 3, "outer_step": "momentum"}
     at_once, at_places = (LocalWorld(1).run(lambda t, d=d: drift(t, dispatch=d, **options))[0] for d in ("dynamic", "equal"))
