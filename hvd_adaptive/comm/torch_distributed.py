@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -24,15 +23,14 @@ from torch.optim import Optimizer
 
 from hvd_adaptive.cluster.binding import LauncherInfo, check_world
 from hvd_adaptive.cluster.device import visible_gpus
-from hvd_adaptive.comm.failures import process_state
+from hvd_adaptive.comm.failures import ENDED, process_state
 from hvd_adaptive.comm.job_end import end_on_exceptions
 from hvd_adaptive.comm.protocols import AgreedError
 from hvd_adaptive.comm.torch_collectives import BrokenWorldError, TorchCollectives
+from hvd_adaptive.comm.torch_groups import FOREVER, leave_process_group
 from hvd_adaptive.comm.watched_world import WatchedWorld
 from hvd_adaptive.exit_codes import EXIT_FAULT
 
-# How long a collective may last is for the heartbeats to judge, and the start for the start watch.
-_FOREVER = timedelta(days=7)
 # Whoever started the ranks sees the end of one first, and ends the others.
 _LAUNCHER_S = 3.0
 
@@ -52,12 +50,12 @@ def start_process_group(info: LauncherInfo) -> None:
         return
     if info.name == "torchrun":
         # torch reads what torchrun says, and whether torchrun itself serves the store.
-        dist.init_process_group("gloo", timeout=_FOREVER)
+        dist.init_process_group("gloo", timeout=FOREVER)
     else:
         store = _join(info)
         assert info.rank is not None and info.world_size is not None, "_join has refused"
-        dist.init_process_group("gloo", store=store, rank=info.rank, world_size=info.world_size, timeout=_FOREVER)
-    atexit.register(_leave_process_group)
+        dist.init_process_group("gloo", store=store, rank=info.rank, world_size=info.world_size, timeout=FOREVER)
+    atexit.register(leave_process_group)
 
 
 def _join(info: LauncherInfo) -> dist.TCPStore:
@@ -74,13 +72,7 @@ def _join(info: LauncherInfo) -> dist.TCPStore:
         raise RuntimeError(f"MASTER_PORT must be the number of a port, got {port!r}")
     if info.rank == 0:
         return _serve(address, int(port))
-    return dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=_FOREVER)
-
-
-def _leave_process_group() -> None:
-    # Gloo's threads would end the process if they still ran when C++ takes it apart.
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=FOREVER)
 
 
 def _serve(address: str, port: int) -> dist.TCPStore:
@@ -98,7 +90,7 @@ def _serve(address: str, port: int) -> dist.TCPStore:
     except OSError as error:
         raise RuntimeError(f"rank 0 cannot listen at port {port} (MASTER_PORT): {error}; name a free one") from None
     return dist.TCPStore(
-        address, port, is_master=True, wait_for_workers=False, timeout=_FOREVER, master_listen_fd=listener.detach()
+        address, port, is_master=True, wait_for_workers=False, timeout=FOREVER, master_listen_fd=listener.detach()
     )
 
 
@@ -133,7 +125,7 @@ class TorchTransport(WatchedWorld):
         check_world(info, world_size)
         end_on_exceptions(rank, lambda: os._exit(1))
         # Others in this process may use the default group at the same time.
-        host_group = dist.group.WORLD if is_ours else dist.new_group(backend="gloo", timeout=_FOREVER)
+        host_group = dist.group.WORLD if is_ours else dist.new_group(backend="gloo", timeout=FOREVER)
 
         def gather(value: Any) -> list[Any]:
             values: list[Any] = [None] * world_size
@@ -148,7 +140,7 @@ class TorchTransport(WatchedWorld):
         self._on_gpus = dist.is_nccl_available() and _have_own_gpus([(host, gpus) for host, _, gpus in places])
         super().__init__(rank=rank, hosts=hosts, gather=gather, end=os._exit, stall_limit_s=stall_limit_s)
         self._workers = [_worker()]
-        group = dist.new_group(backend=self._backends, timeout=_FOREVER) if self._on_gpus else host_group
+        group = dist.new_group(backend=self._backends, timeout=FOREVER) if self._on_gpus else host_group
         self._gather = gather
         self._own_groups = [own for own in {host_group, group} if own is not dist.group.WORLD]
         self._world = self._collectives(group, self.waiting)
@@ -189,7 +181,7 @@ class TorchTransport(WatchedWorld):
             # Every rank takes part in making every group, in the same order.
             members = [rank for rank, value in enumerate(colors) if value == other]
             group = self._world.call("groups", lambda members=members: dist.new_group(  # type: ignore[misc]
-                members, backend=self._backends, timeout=_FOREVER
+                members, backend=self._backends, timeout=FOREVER
             ))  # fmt: skip
             if other == color:
                 mine = group
@@ -238,7 +230,7 @@ class TorchTransport(WatchedWorld):
         """
         time.sleep(_LAUNCHER_S)
         for rank, (host, pid) in enumerate(zip(self._hosts, self._pids, strict=True)):
-            if rank != self.rank and host == self.host and process_state(pid) in ("", "Z", "X"):
+            if rank != self.rank and host == self.host and process_state(pid) in ENDED:
                 self.abort(
                     f"hvd_adaptive: rank {rank} on {host} (pid {pid}) is dead: rank {self.rank} has lost it in {error}. Look for "
                     f"its last output, and for the out-of-memory killer (`dmesg`). {self.last_words()}".rstrip(),

@@ -13,7 +13,7 @@ from hvd_adaptive.comm.protocols import AgreedError, Transport, is_one_host
 from hvd_adaptive.comm.store_address import find_server, serve
 
 # How long a collective may last is for the heartbeats to judge.
-_FOREVER = timedelta(days=7)
+FOREVER = timedelta(days=7)
 # Rank 0 serves the store as long as it lives: groups that are made later meet there as well.
 _served: list[dist.TCPStore] = []
 
@@ -44,7 +44,7 @@ def make_group(world: Transport, groups: Sequence[Sequence[int]]) -> dist.Proces
     mine = None
     for members in groups:
         # Every rank takes part in making every group, in the same order.
-        group = dist.new_group(list(members), backend=backend, timeout=_FOREVER)
+        group = dist.new_group(list(members), backend=backend, timeout=FOREVER)
         if world.rank in members:
             mine = group
     assert mine is not None
@@ -65,13 +65,14 @@ def _begin(world: Transport) -> None:
         assert offer is not None
         store = server or dist.TCPStore(
             find_server(offer, rank, server="rank 0's store for torch.distributed"),
-            offer.port, is_master=False, wait_for_workers=False, timeout=_FOREVER,
+            offer.port, is_master=False, wait_for_workers=False, timeout=FOREVER,
         )  # fmt: skip
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_FOREVER)
-    atexit.register(_leave)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=FOREVER)
+    atexit.register(leave_process_group)
 
 
-def _leave() -> None:
+def leave_process_group() -> None:
+    """Ends all groups with the process."""
     # Gloo's threads would end the process if they still ran when C++ takes it apart.
     if dist.is_initialized():
         dist.destroy_process_group()
