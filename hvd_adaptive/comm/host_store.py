@@ -1,4 +1,4 @@
-"""Stores of a part of the ranks, so that thousands of them do not all ask rank 0's.
+"""Stores that ranks share: one of all of them, and where they are thousands, stores of some, so that not all ask rank 0's.
 
 Where there are many ranks, those of a host share a store, where they meet and claim together. Where there are many hosts,
 districts of them have one each, where the last ranks of the hosts meet. Only the last one of a district goes on to rank 0's. So a
@@ -22,6 +22,8 @@ from hvd_adaptive.comm.store_address import Offer, find_server, serve
 # One thread serves a store: below so many ranks, and up to so many hosts, it has time for all of them.
 _FROM_RANKS = 65
 _MOST_HOSTS = 32
+# How long a rendezvous may last is for the heartbeats to judge: they know whether the others still make progress.
+FOREVER = timedelta(days=7)
 
 
 def has_host_stores(hosts: Sequence[str]) -> bool:
@@ -50,18 +52,20 @@ def district(rank: int, hosts: Sequence[str]) -> list[int] | None:
 
 
 class Hall:
-    """Where some ranks meet before the last of them goes on to a larger hall. Construction is COLLECTIVE over all ranks.
+    """Where some ranks meet before the last of them goes on to a larger hall; the largest is that of all ranks. Construction is
+    COLLECTIVE over all ranks.
 
     Args:
         rank: this rank.
         ranks: that share it, ascending, this rank among them.
         gather: gathers a small object from every rank of the world, in rank order, on a way that strangers cannot reach.
-        seal: of the job.
-        timeout: of calls that wait.
         same_host: its ranks are on one host; the store then listens on the loopback interface only.
+        seal: of the job; None: the one that the first rank of this hall makes.
 
     Attributes:
         ranks: as given.
+        seal: of the job.
+        address: where its store answers, by host and port.
 
     Raises:
         RuntimeError: on all ranks, if some hall's first rank cannot serve; or it cannot be reached.
@@ -73,47 +77,54 @@ class Hall:
         rank: int,
         ranks: Sequence[int],
         gather: Callable[[Any], list[Any]],
-        seal: Seal,
-        timeout: timedelta,
         same_host: bool,
+        seal: Seal | None = None,
     ) -> None:
         self.ranks: Sequence[int] = ranks
         self._rank = rank
-        self._seal = seal
+        self._is_closed = False
         self._server: TCPStore | None = None
         answer: Offer | str | None = None
         if rank == ranks[0]:
             try:
                 self._server, answer = serve(same_host=same_host, world_size=len(ranks))
             except RuntimeError as error:
-                answer = f"rank {rank}: {error}"
+                # What rank 0's says names that rank itself.
+                answer = f"rank {rank}: {error}" if rank else str(error)
         answers = gather(answer)
         if errors := [text for text in answers if isinstance(text, str)]:
             raise RuntimeError(errors[0])
         offer = Offer(*answers[ranks[0]])
-        address = find_server(offer, rank, server=f"rank {ranks[0]}'s store")
+        self.seal = seal or Seal(offer.secret)
+        self.address = find_server(offer, rank, server=f"rank {ranks[0]}'s side channel"), offer.port
+        self._arrivals = self.connect()
 
-        def connect() -> TCPStore:
-            return TCPStore(address, offer.port, is_master=False, timeout=timeout, wait_for_workers=False)
+    def connect(self) -> TCPStore:
+        """Opens another connection to the store; calls on one connection wait for each other.
 
-        self._connect = connect
+        Raises:
+            RuntimeError: the rank that serves it cannot be reached.
+        """
         with self._translated():
-            self._arrivals = connect()
+            return TCPStore(*self.address, is_master=False, timeout=FOREVER, wait_for_workers=False)
 
     def count_in(self, key: str, amount: int) -> int:
         """Adds this rank to those that have arrived; returns the sum of their amounts."""
         with self._translated():
             return int(self._arrivals.add(key, amount))
 
-    def hear(self, key: str) -> bytes:
-        """Waits, asleep, for what :meth:`tell` says."""
+    def hear(self, key: str, limit: timedelta | None = None) -> bytes:
+        """Waits, asleep, for what :meth:`tell` says; without a limit as long as the connection may."""
         with self._translated():
-            return self._seal.open(key, bytes(self._arrivals.get(key)))
+            if limit is not None:
+                # Not always, as it is another message from every rank at once.
+                self._arrivals.wait([key], limit)
+            return self.seal.open(key, bytes(self._arrivals.get(key)))
 
     def tell(self, key: str, value: bytes, *, forget: Sequence[str]) -> None:
         """Tells the ranks that wait for it, and deletes what none of them reads any more."""
         with self._translated():
-            self._arrivals.set(key, self._seal.close(key, value))  # type: ignore[arg-type]
+            self._arrivals.set(key, self.seal.close(key, value))  # type: ignore[arg-type]
             for old in forget:
                 self._arrivals.delete_key(old)
 
@@ -127,9 +138,12 @@ class Hall:
         Raises:
             RuntimeError: on that rank, if one of them does not end within so many seconds.
         """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        # Who serves may be gone, and then there is nobody to say goodbye to.
         with contextlib.suppress(DistError):
-            last = self._arrivals.add("closed", 1) == len(self.ranks)
-            if last:
+            if self._arrivals.add("closed", 1) == len(self.ranks):
                 self._arrivals.set("all closed", "")
             elif self._server is not None:
                 if not waits:
@@ -137,23 +151,57 @@ class Hall:
                 try:
                     self._arrivals.wait(["all closed"], timedelta(seconds=limit_s))
                 except DistStoreError as error:
-                    raise RuntimeError(f"not all ranks closed the store that rank {self._rank} serves in {limit_s} s") from error
+                    closed = self._arrivals.add("closed", 0)
+                    raise RuntimeError(
+                        f"only {closed} of {len(self.ranks)} ranks closed the side channel within {limit_s} s: the others ended "
+                        "without close() or are still busy"
+                    ) from error
+        del self._arrivals
         self._server = None
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
+        if self._is_closed:
+            raise RuntimeError("the side channel is closed")
         try:
             yield
         except DistStoreError:
             raise
         except DistError as error:
+            first, (host, port) = f"rank {self.ranks[0]}", self.address
             raise RuntimeError(
-                f"rank {self._rank} lost the store that rank {self.ranks[0]} serves: that rank has ended, or the network to it "
-                "is down; look at its output first"
+                f"rank {self._rank} lost the side channel that {first} serves at {host}:{port}: {first} has ended or the network "
+                f"to it is down; look at {first}'s output first"
             ) from error
 
 
-class HostStore(Hall):
+class SharedStore(Hall):
+    """A hall with counters and values, see :class:`hvd_adaptive.comm.protocols.Store`. Options as for :class:`Hall`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # A rank may claim while it waits for others.
+        self._claims = self.connect()
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter that starts at 0 and returns its new value. Any thread."""
+        with self._translated():
+            return int(self._claims.add(f"user/{key}", amount))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        """Sets a value if it is the expected one, and returns what it is then. Any thread."""
+        name = f"user/{key}"
+        sealed = [self.seal.close(name, text.encode()).decode() if text else "" for text in (expected, desired)]
+        with self._translated():
+            return self.seal.open(name, bytes(self._claims.compare_set(name, *sealed))).decode()
+
+    def forget(self, key: str) -> None:
+        """Deletes a counter or value; one that is not there is no error. Any thread."""
+        with self._translated():
+            self._claims.delete_key(f"user/{key}")
+
+
+class HostStore(SharedStore):
     """A host's hall and store; see :class:`hvd_adaptive.comm.protocols.HostStore`.
 
     Args:
@@ -169,27 +217,3 @@ class HostStore(Hall):
         ranks = [other for other, host in enumerate(hosts) if host == hosts[rank]]
         super().__init__(rank=rank, ranks=ranks, same_host=True, **options)
         self.num_hosts = len(set(hosts))
-        with self._translated():
-            # A rank may claim while it waits for others.
-            self._claims = self._connect()
-
-    def add(self, key: str, amount: int) -> int:
-        """Adds to a counter that starts at 0 and returns its new value. Any thread."""
-        with self._translated():
-            return int(self._claims.add(f"user/{key}", amount))
-
-    def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """Sets a value if it is the expected one, and returns what it is then. Any thread."""
-        with self._translated():
-            return sealed_compare_set(self._claims, self._seal, f"user/{key}", expected, desired)
-
-    def forget(self, key: str) -> None:
-        """Deletes a counter or value. Any thread."""
-        with self._translated():
-            self._claims.delete_key(f"user/{key}")
-
-
-def sealed_compare_set(store: TCPStore, seal: Seal, name: str, expected: str, desired: str) -> str:
-    """Sets a sealed value of a store if it is the expected one, and returns what it is then, unsealed."""
-    sealed = [seal.close(name, text.encode()).decode() if text else "" for text in (expected, desired)]
-    return seal.open(name, bytes(store.compare_set(name, *sealed))).decode()

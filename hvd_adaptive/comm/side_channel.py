@@ -8,24 +8,20 @@ stores of hosts and districts first (:mod:`hvd_adaptive.comm.host_store`), and t
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, DistStoreError, TCPStore  # type: ignore[attr-defined,unused-ignore]
+from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined,unused-ignore]
 
-from hvd_adaptive.comm.host_store import Hall, HostStore, district, has_host_stores, sealed_compare_set
+from hvd_adaptive.comm.host_store import Hall, HostStore, SharedStore, district, has_host_stores
 from hvd_adaptive.comm.in_process_store import InProcessStore
-from hvd_adaptive.comm.seal import Seal
-from hvd_adaptive.comm.store_address import PROBE_S, Offer, find_server, serve
+from hvd_adaptive.comm.protocols import Store
+from hvd_adaptive.comm.store_address import PROBE_S
 
-# How long a rendezvous may last is for the heartbeats to judge: they know whether the others still make
-# progress.
-_FOREVER = timedelta(days=7)
 _COUNT_BITS = 20
 
 
@@ -69,52 +65,26 @@ class SideChannel:
         self.world_size = world_size
         self._stall_limit_s = stall_limit_s
         self._num_arrivals = 0
-        self._closed = False
         self.host: HostStore | None = None
-        # From the smallest to the largest, where a rank meets others before it comes to rank 0's store.
+        # From the smallest to the largest, where a rank meets others before it comes to rank 0's.
         self._halls: list[Hall] = []
-        self._alone = InProcessStore() if world_size == 1 else None
-        if self._alone is not None:
+        self._store: Store = InProcessStore()
+        if world_size == 1:
             return
-        self._server: TCPStore | None = None
-        answer: Offer | str | None = None
-        if rank == 0:
-            try:
-                self._server, answer = serve(same_host=same_host, world_size=world_size)
-            except RuntimeError as error:
-                answer = str(error)
-        answer = gather(answer)[0]
-        if isinstance(answer, str):
-            raise RuntimeError(answer)
-        assert answer is not None
-        offer = Offer(*answer)
-        self.seal = Seal(offer.secret)
-        self._port = offer.port
-        self._address = find_server(offer, rank)
-        self._claims = self.connect()
-        self._arrivals = self.connect()
+        self._world = self._store = SharedStore(rank=rank, ranks=range(world_size), gather=gather, same_host=same_host)
+        self._halls = [self._world]
+        self.seal = self._world.seal
         self._meet_first()
-        shared: dict[str, Any] = {"rank": rank, "gather": gather, "seal": self.seal, "timeout": _FOREVER}
+        shared: dict[str, Any] = {"rank": rank, "gather": gather, "seal": self.seal}
         if hosts is not None and has_host_stores(hosts):
             self.host = HostStore(hosts=hosts, **shared)
-            self._halls.append(self.host)
+            self._halls.insert(0, self.host)
         if hosts is not None and (ranks := district(rank, hosts)) is not None:
-            self._halls.append(Hall(ranks=ranks, same_host=same_host, **shared))
+            self._halls.insert(-1, Hall(ranks=ranks, same_host=same_host, **shared))
 
     def connect(self) -> TCPStore:
-        """Opens another connection to the store; calls on one connection wait for each other.
-
-        Raises:
-            RuntimeError: rank 0 cannot be reached, or there is one rank and no store.
-        """
-        if self._alone is not None:
-            raise RuntimeError("a side channel of one rank has no store to connect to")
-        try:
-            return TCPStore(
-                self._address, self._port, is_master=False, timeout=_FOREVER, wait_for_workers=False
-            )
-        except DistError as error:
-            raise self._lost() from error
+        """Opens another connection to rank 0's store; see :meth:`Hall.connect`. Not where there is one rank."""
+        return self._world.connect()
 
     def open_lifeline(self) -> socket.socket:
         """Opens a silent TCP connection to rank 0's store, which ends at the moment when that process does.
@@ -122,7 +92,7 @@ class SideChannel:
         Raises:
             OSError: rank 0 cannot be reached.
         """
-        return socket.create_connection((self._address, self._port), timeout=PROBE_S)
+        return socket.create_connection(self._world.address, timeout=PROBE_S)
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a shared counter that starts at 0, atomically, and returns its new value. Any thread.
@@ -134,10 +104,7 @@ class SideChannel:
         Raises:
             RuntimeError: rank 0 is gone.
         """
-        if self._alone is not None:
-            return self._alone.add(key, amount)
-        with self._translated():
-            return int(self._claims.add(f"user/{key}", amount))
+        return self._store.add(key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
         """Sets a value to ``desired`` if it is ``expected``, atomically; returns what it is then. Any thread.
@@ -150,10 +117,7 @@ class SideChannel:
         Raises:
             RuntimeError: rank 0 is gone.
         """
-        if self._alone is not None:
-            return self._alone.compare_set(key, expected, desired)
-        with self._translated():
-            return sealed_compare_set(self._claims, self.seal, f"user/{key}", expected, desired)
+        return self._store.compare_set(key, expected, desired)
 
     def forget(self, key: str) -> None:
         """Forgets a counter or value; a key that is not there is no error. Any thread.
@@ -161,11 +125,7 @@ class SideChannel:
         Raises:
             RuntimeError: rank 0 is gone.
         """
-        if self._alone is not None:
-            self._alone.forget(key)
-            return
-        with self._translated():
-            self._claims.delete_key(f"user/{key}")
+        self._store.forget(key)
 
     def arrive(self, name: str) -> float:
         """Waits, asleep, until every rank has arrived; returns the seconds waited. COLLECTIVE.
@@ -181,12 +141,10 @@ class SideChannel:
             RuntimeError: on every rank, if the names differ; or rank 0 is gone.
         """
         begin = time.monotonic()
-        if self._alone is not None:
+        if not self._halls:
             return 0.0
         self._num_arrivals += 1
-        with self._translated():
-            verdict = self._meet(self._num_arrivals, name, _FOREVER)
-        if verdict != b"together":
+        if self._meet(self._num_arrivals, name) != b"together":
             raise RuntimeError(
                 f"rank {self.rank} arrived at {name!r} while another rank arrived elsewhere: all ranks must "
                 "take the same steps in the same order (did they get the same configuration and data?)"
@@ -204,44 +162,21 @@ class SideChannel:
         Raises:
             RuntimeError: on rank 0, if a rank did not close within the stall limit.
         """
-        if self._closed:
-            return
-        self._closed = True
-        if self._alone is not None:
-            return
         for hall in self._halls:
             hall.close(self._stall_limit_s, waits=waits)
-        # A peer whose rank 0 is gone has nothing left to say goodbye to.
-        with contextlib.suppress(DistError):
-            last = self._arrivals.add("closed", 1) == self.world_size
-            if last:
-                self._arrivals.set("all closed", "")
-        del self._claims
-        if self._server is not None and not last:
-            if not waits:
-                return
-            try:
-                self._arrivals.wait(["all closed"], timedelta(seconds=self._stall_limit_s))
-            except DistStoreError as error:
-                closed = self._arrivals.add("closed", 0)
-                raise RuntimeError(
-                    f"only {closed} of {self.world_size} ranks closed the side channel within "
-                    f"{self._stall_limit_s} s: the others ended without close() or are still busy"
-                ) from error
-        del self._arrivals
-        self._server = None
 
     def _meet_first(self) -> None:
         try:
             self._meet(0, "start", timedelta(seconds=max(self._stall_limit_s, 2 * PROBE_S)))
         except DistStoreError as error:
-            here = self._arrivals.add("arrive/0", 0) % (1 << _COUNT_BITS)
+            here = self._world.count_in("arrive/0", 0) % (1 << _COUNT_BITS)
+            host, port = self._world.address
             raise RuntimeError(
-                f"only {here} of {self.world_size} ranks reached rank 0's side channel at "
-                f"{self._address}:{self._port}; see the other ranks' messages"
+                f"only {here} of {self.world_size} ranks reached rank 0's side channel at {host}:{port}; see the other ranks' "
+                "messages"
             ) from error
 
-    def _meet(self, number: int, name: str, limit: timedelta) -> bytes:
+    def _meet(self, number: int, name: str, limit: timedelta | None = None) -> bytes:
         # The counter's low bits count ranks, the high ones add up a checksum of the names: equal names give N
         # times it.
         key, checksum = f"arrive/{number}", zlib.crc32(name.encode()) & 0x3FFFFF
@@ -251,45 +186,12 @@ class SideChannel:
             # The last rank in a hall counts for all of them in the next one.
             own = hall.count_in(key, own)
             if own % (1 << _COUNT_BITS) < len(hall.ranks):
-                verdict = hall.hear(go)
+                verdict = hall.hear(go, limit)
                 break
             last_of.append(hall)
         else:
-            verdict = self._meet_all(key, own, checksum, limit, forget=before)
+            verdict = b"together" if own >> _COUNT_BITS == checksum * self.world_size else b"apart"
+        # Every rank that reads there is here, so none still reads the previous rendezvous.
         for hall in reversed(last_of):
             hall.tell(go, verdict, forget=before)
         return verdict
-
-    def _meet_all(self, key: str, own: int, checksum: int, limit: timedelta, *, forget: Sequence[str]) -> bytes:
-        """Meets the other ranks in rank 0's store."""
-        store, go = self._arrivals, key + "/go"
-        total = store.add(key, own)
-        if total % (1 << _COUNT_BITS) < self.world_size:
-            if limit is not _FOREVER:
-                store.wait([go], limit)
-            # Waits as long as the connection may; a wait before it would be another message from every rank at once.
-            verdict = self.seal.open(go, bytes(store.get(go)))
-        else:
-            verdict = b"together" if total >> _COUNT_BITS == checksum * self.world_size else b"apart"
-            store.set(go, self.seal.close(go, verdict))  # type: ignore[arg-type]
-            # Every rank is here, so none still reads the previous rendezvous.
-            for old in forget:
-                store.delete_key(old)
-        return verdict
-
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        if self._closed:
-            raise RuntimeError("the side channel is closed")
-        try:
-            yield
-        except DistStoreError:
-            raise
-        except DistError as error:
-            raise self._lost() from error
-
-    def _lost(self) -> RuntimeError:
-        return RuntimeError(
-            f"rank {self.rank} lost the side channel that rank 0 serves at {self._address}:{self._port}: "
-            "rank 0 has ended or the network to it is down; look at rank 0's output first"
-        )

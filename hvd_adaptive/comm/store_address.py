@@ -75,7 +75,7 @@ def serve(*, same_host: bool, world_size: int) -> tuple[TCPStore, Offer]:
     return store, Offer(addresses, port, secret)
 
 
-def find_server(offer: Offer, rank: int, *, server: str = "rank 0's side channel") -> str:
+def find_server(offer: Offer, rank: int, *, server: str) -> str:
     """Returns the first of the offered addresses at which rank 0's store answers.
 
     An address may lead elsewhere: container bridges have the same address on every host.

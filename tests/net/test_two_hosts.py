@@ -59,7 +59,7 @@ RANK = """
 import json, os
 from hvd_adaptive.comm import connect
 transport = connect(stall_limit_s=30)
-place = [transport.rank, transport.host, transport.local_rank, transport.local_size, transport.side._address]
+place = [transport.rank, transport.host, transport.local_rank, transport.local_size, transport.side._world.address[0]]
 os.write(1, (json.dumps(place) + "\\n").encode())
 transport.close()
 """
