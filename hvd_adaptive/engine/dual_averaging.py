@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import Adagrad, Optimizer
 
 from hvd_adaptive.comm.protocols import Collectives
-from hvd_adaptive.engine.optimizers import RowwiseAdagrad, row_dims
+from hvd_adaptive.engine.optimizers import RowwiseAdagrad, row_dims, row_sum
 
 # Above it, sums over ranks would overflow.
 _LARGEST = 1e30
@@ -76,15 +76,8 @@ class DualAveraging:
 
     def _accumulator(self, index: int) -> Tensor:
         parameter = self._parameters[index]
-        state = self._optimizer.state[parameter]
-        if "sum" not in state:
-            # Row-wise Adagrad makes it in the first step, which this rank may not have taken yet.
-            group = next(g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"]))
-            shape = [size if d == self._dims[index] else 1 for d, size in enumerate(parameter.shape)]
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            state["sum"] = parameter.new_full(shape, group["initial_accumulator_value"], dtype=dtype)
-        accumulator: Tensor = state["sum"]
-        return accumulator
+        group = next(g for g in self._optimizer.param_groups if any(p is parameter for p in g["params"]))
+        return row_sum(parameter, self._dims[index], self._optimizer.state[parameter], group)
 
     @torch.no_grad()
     def exchange(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hvd_adaptive.algorithm.statistics import Array
 from hvd_adaptive.comm.protocols import Collectives
-from hvd_adaptive.engine.optimizers import row_dims, slice_squares
+from hvd_adaptive.engine.optimizers import row_dims, slice_shape, slice_squares
 
 # A mass above it would overflow in the sum over ranks.
 _LARGEST = 1e30
@@ -44,15 +44,10 @@ class GradientMass:
     def __init__(self, parameters: Iterable[Tensor], *, row_parameters: Iterable[int] = ()) -> None:
         self._parameters = list(parameters)
         self._dims = row_dims(self._parameters, row_parameters)
-        self._mass = [
-            torch.zeros(self._shape(i), dtype=torch.float32, device=p.device) for i, p in enumerate(self._parameters)
-        ]
+        shapes = [slice_shape(p.shape, dim) for p, dim in zip(self._parameters, self._dims, strict=True)]
+        self._mass = [p.new_zeros(shape, dtype=torch.float32) for p, shape in zip(self._parameters, shapes, strict=True)]
         self._versions = [p._version for p in self._parameters]
         self.message_bytes = 0
-
-    def _shape(self, index: int) -> list[int]:
-        shape, dim = self._parameters[index].shape, self._dims[index]
-        return [size if d == dim else 1 for d, size in enumerate(shape)]
 
     def before_step(self) -> None:
         """Does nothing."""

@@ -33,6 +33,11 @@ def row_dims(parameters: Sequence[Tensor], row_parameters: Iterable[int]) -> lis
     return [0 if index in by_rows else slice_dim(p.shape) for index, p in enumerate(parameters)]
 
 
+def slice_shape(shape: torch.Size, dim: int) -> list[int]:
+    """Returns the shape of one value a slice: that size at the slices' dimension ``dim``, and 1 at every other."""
+    return [size if d == dim else 1 for d, size in enumerate(shape)]
+
+
 def slice_squares(gradient: Tensor, dim: int) -> Tensor:
     """Returns the sum of squares of each slice, in the gradient's dtype.
 
@@ -121,15 +126,8 @@ class RowwiseAdagrad(_Lazy):
                 # torch has rounded it to the parameter's dtype, in which it would soon stop growing.
                 self.state[w]["sum"] = total.to(w.device, _sum_dtype(w))
 
-    def _sum(self, w: Tensor, dim: int, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        if "sum" not in state:
-            shape = [size if d == dim else 1 for d, size in enumerate(w.shape)]
-            state["sum"] = w.new_full(shape, group["initial_accumulator_value"], dtype=_sum_dtype(w))
-        total: Tensor = state["sum"]
-        return total
-
     def _step_rows_(self, w: Tensor, rows: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        total = self._sum(w, 0, state, group)
+        total = row_sum(w, 0, state, group)
         mean = (g * g).view(len(rows), -1).mean(1, dtype=total.dtype).view(-1, *total.shape[1:])
         some = total.index_select(0, rows).add_(mean)
         total[rows] = some
@@ -137,9 +135,17 @@ class RowwiseAdagrad(_Lazy):
 
     def _step_(self, w: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         dim = slice_dim(w.shape)
-        total = self._sum(w, dim, state, group)
+        total = row_sum(w, dim, state, group)
         total.add_(slice_squares(g, dim), alpha=total.numel() / max(1, g.numel()))
         w.addcdiv_(g, total.sqrt().add_(group["eps"]).to(g.dtype), value=-group["lr"])
+
+
+def row_sum(w: Tensor, dim: int, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    """Returns row-wise Adagrad's accumulator of a parameter, and makes it where the parameter has had no step yet."""
+    if "sum" not in state:
+        state["sum"] = w.new_full(slice_shape(w.shape, dim), group["initial_accumulator_value"], dtype=_sum_dtype(w))
+    total: Tensor = state["sum"]
+    return total
 
 
 def _sum_dtype(w: Tensor) -> torch.dtype:

@@ -24,7 +24,7 @@ class BrokenRounds:
         who: what the error calls the ranks.
     """
 
-    def __init__(self, who: str = "ranks") -> None:
+    def __init__(self, who: str) -> None:
         self._who = who
         self._counts = np.zeros(1)
 
@@ -38,8 +38,7 @@ class BrokenRounds:
         Raises:
             AgreedError: on all ranks, if a rank has lost its work in ten rounds in a row.
         """
-        before = self._counts if len(self._counts) == len(finite) else np.zeros(len(finite))
-        self._counts = np.where(finite & works, 0, before + ~finite)
+        self._counts = np.where(finite & works, 0, self._counts + ~finite)
         if (self._counts >= _MOST_BROKEN).any():
             raise AgreedError(
                 f"{self._who} {np.flatnonzero(self._counts >= _MOST_BROKEN).tolist()} had NaN or Inf in their parameters in "
