@@ -53,8 +53,7 @@ class PowerSgd(TensorCodec):
 
     def tensor_bytes(self, shapes: Sequence[tuple[int, ...]]) -> int:
         """Returns the size of both factors of all matrices."""
-        pairs = [factor_shapes(shape, self.factor_rank) for shape in shapes]
-        return 4 * sum(rows * columns for pair in pairs for rows, columns in pair)
+        return 4 * sum(math.prod(factor) for shape in shapes for factor in factor_shapes(shape, self.factor_rank))
 
     def sum_tensors(
         self,
@@ -90,10 +89,10 @@ class PowerSgd(TensorCodec):
             values.mul_(weight)
         if residual is not None:
             values.add_(residual)
-        sizes = [rows * columns for rows, columns in map(matrix_shape, shapes)]
-        matrices = [part.view(matrix_shape(shape)) for part, shape in zip(values.split(sizes), shapes, strict=True)]
+        m_shapes = list(map(matrix_shape, shapes))
+        matrices = _views(values, m_shapes)
         p_shapes, q_shapes = zip(*(factor_shapes(shape, self.factor_rank) for shape in shapes), strict=True)
-        num_p, num_q = (sum(rows * columns for rows, columns in factors) for factors in (p_shapes, q_shapes))
+        num_q = sum(map(math.prod, q_shapes))
         start = memory.get(name)
         # A checkpoint's is on the CPU.
         start = _random(num_q, key, flat.device) if start is None else start.to(flat.device)
@@ -107,7 +106,7 @@ class PowerSgd(TensorCodec):
         if world.rank == 0:
             p_flat = torch.cat([orthonormal(p).reshape(-1) for p in _views(p_flat, p_shapes)])
         sent = p_flat.view(torch.uint8) if world.rank == 0 else p_flat.new_empty(0, dtype=torch.uint8)
-        receive_bytes = [4 * num_p] + [0] * (world.world_size - 1)
+        receive_bytes = [p_flat.nbytes] + [0] * (world.world_size - 1)
         received = yield world.allgather_bytes_async(sent, receive_bytes=receive_bytes, name=f"{name}.basis")
         bases = _views(received.view(torch.float32), p_shapes)
         own = torch.cat([(m.T @ p).reshape(-1) for m, p in zip(matrices, bases, strict=True)])
@@ -116,15 +115,14 @@ class PowerSgd(TensorCodec):
         if residual is not None:
             before = residual if is_known else residual.clone()
             residual.copy_(values)
-            lost = [part.view(matrix_shape(shape)) for part, shape in zip(residual.split(sizes), shapes, strict=True)]
-            for out, p, q in zip(lost, bases, _views(own, q_shapes), strict=True):
+            for out, p, q in zip(_views(residual, m_shapes), bases, _views(own, q_shapes), strict=True):
                 subtract_product_(out, p, q)
             if not is_known:
                 residual.copy_(torch.where(finite, residual, before))
-        for matrix, p, q, part in zip(matrices, bases, _views(q_flat, q_shapes), flat.split(sizes), strict=True):
+        for matrix, p, q, part in zip(matrices, bases, _views(q_flat, q_shapes), _views(flat, m_shapes), strict=True):
             matrix.zero_()
             subtract_product_(matrix, p, q, sign=-1)
-            part.copy_(matrix.view(-1) if is_known else torch.where(finite, matrix.view(-1), torch.nan))
+            part.copy_(matrix if is_known else torch.where(finite, matrix, torch.nan))
         memory[name] = q_flat if is_known else torch.where(finite, q_flat, _random(num_q, key, flat.device))
 
 
@@ -173,5 +171,5 @@ def _random(num_elements: int, key: int, device: torch.device) -> Tensor:
 
 
 def _views(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    parts = flat.split([rows * columns for rows, columns in shapes])
+    parts = flat.split(list(map(math.prod, shapes)))
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
