@@ -73,23 +73,20 @@ class Totals:
         """Returns whether these scores beat the best P@1 so far."""
         return self.best is None or scores["p1"] > self.best["p1"]
 
-    def takes_last(self, scores: dict[str, float], train_s: float) -> bool:
-        """Takes the last model for the best where its scores are, after all rounds; returns whether.
+    def takes(self, scores: dict[str, float], train_s: float) -> bool:
+        """Takes the model of the last round for the best where its scores are; returns whether.
 
         Args:
             scores: of the same samples as those before.
             train_s: seconds of training until then.
         """
-        self._see_target(scores, train_s)
-        better = self.improves(scores)
-        if better:
-            self.best, self._best_train_s, self._best_epoch = scores, train_s, self._epoch
-        return better
-
-    def _see_target(self, scores: dict[str, float], train_s: float) -> None:
         target = self._train.target_p1
         if target and scores["p1"] >= target and self._target_train_s is None:
             self._target_train_s = train_s
+        if not self.improves(scores):
+            return False
+        self.best, self._best_train_s, self._best_epoch = scores, train_s, self._epoch
+        return True
 
     def add_round(
         self, record: RoundRecord, scores: dict[str, float] | None, session: Session
@@ -106,13 +103,8 @@ class Totals:
         self._payload_bytes += record.payload_bytes
         self._rounds += 1
         self._epoch = record.epoch
-        if scores and self.improves(scores):
-            self.best, self._best_train_s, self._best_epoch = scores, record.train_s, record.epoch
-            self.num_without_better = 0
-        elif scores:
-            self.num_without_better += 1
         if scores:
-            self._see_target(scores, record.train_s)
+            self.num_without_better = 0 if self.takes(scores, record.train_s) else self.num_without_better + 1
         line = {**record.to_json(), "eval": scores, "utilisation": None}
         if self._speeds is not None:
             span = (self._round_start_s, record.train_s)

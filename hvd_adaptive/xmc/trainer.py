@@ -208,7 +208,7 @@ class Trainer:
         final = final or self._evaluator.evaluate(self._model)
         # Scores of a part of the test split are not comparable with these.
         comparable = self._scores_all or self._totals.best is None
-        is_best = comparable and self._totals.takes_last(final, session.train_s)
+        is_best = comparable and self._totals.takes(final, session.train_s)
         for name in [*([BEST_MODEL] if is_best else []), LAST_MODEL]:
             self._write(functools.partial(RunDirectory.save_model, name=name, model=self._model, metadata=self._metadata))
         self._write(RunDirectory.write_best)

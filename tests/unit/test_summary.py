@@ -85,9 +85,9 @@ def test_utilisation_is_of_the_rounds_whose_speeds_are_known() -> None:
 
 def test_the_evaluation_after_the_last_round_may_reach_the_target_first() -> None:
     totals = add_rounds(make_totals(target_p1=0.6), 0.5, None)
-    assert totals.takes_last({"p1": 0.7}, 20.0) and summary(totals)["target_train_s"] == 20.0
+    assert totals.takes({"p1": 0.7}, 20.0) and summary(totals)["target_train_s"] == 20.0
     reached = add_rounds(make_totals(target_p1=0.6), 0.65, None)
-    assert not reached.takes_last({"p1": 0.61}, 20.0) and summary(reached)["target_train_s"] == 10.0
+    assert not reached.takes({"p1": 0.61}, 20.0) and summary(reached)["target_train_s"] == 10.0
 
 
 def test_time_to_target_is_that_of_the_target_after_a_resume() -> None:
