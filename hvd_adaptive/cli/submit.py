@@ -110,8 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--launcher", choices=("srun", "mpirun"), default=default.launcher, help="what starts the ranks (default: srun, by PMIx)")
     add("--time", default=default.time, metavar="LIMIT", help=f"time limit, as for sbatch (default: {default.time})")
     add("--job-name", default=default.name, metavar="NAME", help=f"the job's name (default: {default.name})")
-    add("--log", default=default.log, metavar="FILE", help="the job's output, as sbatch --output (default: %(default)s)".replace(
-        "%(default)s", default.log.replace("%", "%%")))  # fmt: skip
+    add("--log", default=default.log, metavar="FILE", help="the job's output, as sbatch --output (default: %(default)s)")
     add("--account", metavar="NAME", help="account to charge")
     add("--requeue", action="store_true", help="save a checkpoint before the end, queue the job again, and continue by itself")
     add("--signal-s", type=int, metavar="SECONDS",

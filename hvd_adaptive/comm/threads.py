@@ -108,13 +108,10 @@ class LocalTransport(InProcessStore):
         self.world_size = self._world.world_size
         num_hosts = self._world.num_hosts
         hosts = [other * num_hosts // self.world_size for other in range(self.world_size)]
-        self.local_rank = hosts[:rank].count(hosts[rank])
-        self.local_size = hosts.count(hosts[rank])
-        self.groups = True
         mine = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-        self.host_store: HostStore | None = None
-        if self._world.host_stores:
-            self.host_store = _HostStore(self._world, mine, num_hosts)
+        self.local_rank, self.local_size = mine.index(rank), len(mine)
+        self.groups = True
+        self.host_store: HostStore | None = _HostStore(self._world, mine, num_hosts) if self._world.host_stores else None
         self.last_words: Callable[[], str] = lambda: ""
         self.host = socket.gethostname() if num_hosts == 1 else f"host{hosts[rank]}"
 
@@ -128,11 +125,10 @@ class LocalTransport(InProcessStore):
         self._world.barrier.wait()
         return gathered
 
-    def allgather_stats(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.stack(self.allgather_object(values.copy()))
-
     def allgather_array(self, values: NDArray[Any]) -> NDArray[Any]:
         return np.stack(self.allgather_object(values.copy()))
+
+    allgather_stats = allgather_array
 
     def allreduce_or_(self, bits: NDArray[np.uint8]) -> None:
         bits[:] = np.bitwise_or.reduce(self.allgather_object(bits.copy()))

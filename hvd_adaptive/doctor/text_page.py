@@ -44,25 +44,16 @@ def page(document: dict[str, Any], *, symbols: bool) -> str:
     for finding in document["findings"]:
         symbol, word = _MARKS[finding["status"]]
         mark = f"{symbol} {word:<5}" if symbols else f"{word:<5}"
-        lines += textwrap.wrap(
-            finding["text"],
-            _WIDTH,
-            initial_indent=f" {mark} {finding['subject']:<14} ",
-            subsequent_indent=margin,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        lines += _wrapped(finding["text"], f" {mark} {finding['subject']:<14} ", margin)
         if finding["remedy"]:
-            arrow = "→ " if symbols else "> "
-            lines += textwrap.wrap(
-                finding["remedy"],
-                _WIDTH,
-                initial_indent=margin + arrow,
-                subsequent_indent=margin + "  ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+            lines += _wrapped(finding["remedy"], margin + ("→ " if symbols else "> "), margin + "  ")
     return "\n".join([*lines, "", document.get("verdict") or _verdict(document["problems"], document["warnings"])])
+
+
+def _wrapped(text: str, first: str, others: str) -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _verdict(problems: int, warnings: int) -> str:

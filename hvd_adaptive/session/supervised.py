@@ -100,7 +100,10 @@ class MemoryCheckpointer(Checkpointer):
                 # The checkpoint says what is wrong with them.
                 with contextlib.suppress(OSError, FolderLostError):
                     own += sum(file.stat().st_size for file in self._files())
-            self.refusal = _why_no_room(self.folder, transport, sum(transport.allgather_object(own)))
+            needed = sum(transport.allgather_object(own))
+            # For what is needed there is to be room beside the checkpoint that is there.
+            refusal = lack_of_room(self.folder, needed) if transport.rank == 0 else None
+            self.refusal = transport.allgather_object(refusal)[0]
             if self.refusal:
                 self._say()
         return self.refusal is None
@@ -134,13 +137,6 @@ def why_not_in_memory(folder: Path, transport: Collectives) -> str | None:
     error = None
     if transport.rank == 0 and not (folder / "lock").exists():
         error = f"{folder} is not the supervisor's, which is on another host than {transport.host}"
-    answer: str | None = transport.allgather_object(error)[0]
-    return answer
-
-
-def _why_no_room(folder: Path, transport: Collectives, needed: int) -> str | None:
-    """Why a checkpoint of so many bytes finds no room beside the one that is there. COLLECTIVE."""
-    error = lack_of_room(folder, needed) if transport.rank == 0 else None
     answer: str | None = transport.allgather_object(error)[0]
     return answer
 

@@ -78,7 +78,15 @@ class Links:
 
     def sra_s(self, codec: ValueCodec, num_elements: int) -> float:
         """Returns the seconds of a scatter-reduce-allgather of encoded values, without coding them."""
-        return self._spread_s(self.payload_bytes(codec, num_elements, self.world_size), self.world_size)
+        size = self.world_size
+        if size == 1:
+            return 0.0
+        # Twice, to the owners and back, each rank sends every other its piece.
+        payload, local = self.payload_bytes(codec, num_elements, size), min(self.ranks_per_host, size)
+        inside = payload * (local - 1) / size / self.host_bandwidth
+        across = local * payload * (size - local) / size / self.bandwidth
+        # A rank's messages follow each other on the wire, so that their latencies overlap but for what a message costs.
+        return 2 * (max(inside, across) + self.farthest_latency_s * self._doublings)
 
     def hierarchical_s(self, codec: ValueCodec, num_elements: int) -> float:
         """Returns the seconds of the hierarchical reducer: fp32 inside hosts, encoded between them, without coding."""
@@ -107,16 +115,6 @@ class Links:
         # All but the last that has any are alike.
         sizes = [piece.size for piece in cut if piece.size]
         return codec.payload_bytes(sizes[0]) * (len(sizes) - 1) + codec.payload_bytes(sizes[-1]) if sizes else 0
-
-    def _spread_s(self, payload: float, size: int) -> float:
-        """Twice (to the owners and back) each rank sends every other its piece."""
-        if size == 1:
-            return 0.0
-        local = min(self.ranks_per_host, size)
-        inside = payload * (local - 1) / size / self.host_bandwidth
-        across = local * payload * (size - local) / size / self.bandwidth
-        # A rank's messages follow each other on the wire, so that their latencies overlap but for what a message costs.
-        return 2 * (max(inside, across) + self.farthest_latency_s * self._doublings)
 
     @property
     def _doublings(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -16,14 +17,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
     Args:
         device: the rank's device; its generator counts where it is a GPU.
     """
-    version, python, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "python": {"version": version, "state": np.array(python, dtype=np.int64), "gauss": gauss},
-        "numpy": {"name": name, "keys": keys, "position": position, "has_gauss": has_gauss, "cached": cached},
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    }
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return _as_dict(random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state(), cuda)
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
@@ -47,12 +42,17 @@ def seeded_random_state(seed: Sequence[int], device: torch.device) -> dict[str, 
     """
     words = np.random.SeedSequence(seed).generate_state(4)
     whole = int(words[0]) << 32 | int(words[1])
-    version, python, gauss = random.Random(whole).getstate()
-    name, keys, position, has_gauss, cached = np.random.RandomState(words).get_state(legacy=True)
-    cuda = device.type == "cuda"
+    cpu = torch.Generator().manual_seed(whole).get_state()
+    cuda = torch.Generator(device).manual_seed(whole).get_state() if device.type == "cuda" else None
+    return _as_dict(random.Random(whole).getstate(), np.random.RandomState(words).get_state(legacy=True), cpu, cuda)
+
+
+def _as_dict(python: tuple[Any, ...], numpy: Any, cpu: Tensor, cuda: Tensor | None) -> dict[str, Any]:
+    version, words, gauss = python
+    name, keys, position, has_gauss, cached = numpy
     return {
-        "python": {"version": version, "state": np.array(python, dtype=np.int64), "gauss": gauss},
+        "python": {"version": version, "state": np.array(words, dtype=np.int64), "gauss": gauss},
         "numpy": {"name": name, "keys": keys, "position": position, "has_gauss": has_gauss, "cached": cached},
-        "torch": torch.Generator().manual_seed(whole).get_state(),
-        "cuda": torch.Generator(device).manual_seed(whole).get_state() if cuda else None,
+        "torch": cpu,
+        "cuda": cuda,
     }
