@@ -37,7 +37,7 @@ from hvd_adaptive.calibrate.recommend import (
     recommend_mega_batch,
 )
 from hvd_adaptive.calibrate.rounds import Rounds, lengthened, play_rounds, synchronous
-from hvd_adaptive.comm.protocols import Transport, agree, attempt, take_turns
+from hvd_adaptive.comm.protocols import Transport, attempt, take_turns
 from hvd_adaptive.comm.threads import LocalTransport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import BatchSource
@@ -105,7 +105,8 @@ class Calibrator:
             AgreedError: on all ranks, if one sample does not fit into some rank's memory.
         """
         transport = self._transport
-        mine = self._in_turn(self._measure_rank)
+        self._say("steps of each rank alone")
+        mine = take_turns(transport, "measuring steps", self._measure_rank)
         ranks: list[dict[str, Any]] = transport.allgather_object(mine)
         self._say("claims and the link between the ranks")
         claim_s, claim_p99_s = measure_claims(transport)
@@ -245,24 +246,6 @@ class Calibrator:
             choices=choices,
             bounds=self._bounds,
         )
-
-    def _in_turn(self, action: Callable[[], Any]) -> Any:
-        """Runs an action on the ranks of a host one after the other, on all hosts at once. COLLECTIVE.
-
-        Raises:
-            AgreedError: on all ranks, if it failed on one.
-        """
-        self._say("steps of each rank alone")
-
-        def tried_action() -> tuple[Any, str | None]:
-            try:
-                return action(), None
-            except RuntimeError as failure:
-                return None, str(failure)
-
-        result, error = take_turns(self._transport, "measuring steps", tried_action)
-        agree(self._transport, error)
-        return result
 
     def _measure_rank(self) -> dict[str, Any]:
         """Measures this rank's steps over batch sizes and its memory; entries of `RankCalibration`."""

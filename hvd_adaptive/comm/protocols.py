@@ -260,14 +260,23 @@ def take_turns(transport: Transport, name: str, action: Callable[[], Result]) ->
         transport: the world.
         name: where the ranks meet; equal on all ranks.
         action: returns this rank's result.
+
+    Raises:
+        AgreedError: on all ranks, if it failed on one.
     """
-    results = []
+    result: Result
+    error = None
     for turn in range(int(transport.allgather_stats(np.array([float(transport.local_size)])).max())):
         if turn == transport.local_rank:
-            with long_task(transport, name):
-                results.append(action())
+            try:
+                with long_task(transport, name):
+                    result = action()
+            except RuntimeError as failure:
+                # The others wait for their turns.
+                error = str(failure)
         transport.rendezvous(f"{name}.{turn}")
-    return results[0]
+    agree(transport, error)
+    return result
 
 
 @contextmanager

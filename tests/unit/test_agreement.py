@@ -71,6 +71,22 @@ def test_hosts_take_turns_beside_each_other() -> None:
     assert [place for _, place in order] == [0, 0, 1, 1, 2, 2] and len(turns) == 3 * 6
 
 
+def test_a_turn_that_fails_is_an_error_of_all_ranks_after_the_last_one() -> None:
+    def measure(transport: LocalTransport) -> list[int]:
+        took: list[int] = []
+
+        def fail() -> None:
+            took.append(transport.rank)
+            if transport.rank == 0:
+                raise RuntimeError("no memory")
+
+        with pytest.raises(AgreedError, match=r"^rank 0: no memory$"):
+            take_turns(transport, "m", fail)
+        return took
+
+    assert LocalWorld(2).run(measure) == [[0], [1]]
+
+
 sizes = st.integers(2, 6).flatmap(lambda n: st.lists(st.lists(st.integers(0, 9), min_size=n, max_size=n), min_size=n, max_size=n))
 
 
