@@ -188,7 +188,7 @@ class BatchSource:
         *,
         micro_batch_size: int | None = None,
     ) -> None:
-        refuse_stream(dataset)
+        _refuse_stream(dataset)
         if len(dataset) == 0:
             raise ValueError("dataset must have at least one sample, got none")
         self._dataset = dataset
@@ -308,7 +308,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.is_contiguous()
 
 
-def refuse_stream(dataset: Any) -> None:
+def _refuse_stream(dataset: Any) -> None:
     """Raises TypeError for a data set without rows, and says what to do."""
     indexable = any(hasattr(dataset, name) for name in ("get_batch", "__getitems__", "__getitem__"))
     is_stream = isinstance(dataset, IterableDataset)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 
-from hvd_adaptive.engine.batches import Batch, BatchSource, Rows, refuse_stream
+from hvd_adaptive.engine.batches import Batch, BatchSource, Rows
 from hvd_adaptive.engine.device_times import DeviceTimes
 from hvd_adaptive.engine.records import RoundStats
 
@@ -62,7 +62,6 @@ class WorkerSource(BatchSource):
         worker_init_fn: Callable[[int], Any] | None = None,
         **options: Any,
     ) -> None:
-        refuse_stream(dataset)
         super().__init__(dataset, device, collate, times, micro_batch_size=micro_batch_size)
         for name, value in (("num_workers", num_workers), ("prefetch_factor", prefetch_factor)):
             if value < 1:

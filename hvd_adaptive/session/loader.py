@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from hvd_adaptive.comm.protocols import agree_equal
-from hvd_adaptive.engine.batches import Batch, BatchSource, refuse_stream
+from hvd_adaptive.engine.batches import Batch, BatchSource
 from hvd_adaptive.engine.worker_batches import WorkerSource
 
 if TYPE_CHECKING:
@@ -92,7 +92,6 @@ def loader(
     self._handed_out.check_open()
     for name in others:
         raise TypeError(f"session.loader takes no {name}: {_INSTEAD.get(name, 'there is no such option')}")
-    refuse_stream(dataset)
     agree_equal(
         self.transport,
         {"num_workers": num_workers, "prefetch_factor": prefetch_factor},
