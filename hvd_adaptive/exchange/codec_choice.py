@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 # A trial of 2 MB takes 0.2 s over 100 Mbit/s, and more than a message's own time over 1 Gbit/s. It must be so many times faster.
 _TRIAL_ELEMENTS = 1 << 19
 _LEAST_GAIN = 1.5
+_NUM_TRIALS = 2
 
 
 def chosen_codec(codec: str, config: Config, transport: Collectives, *, device: torch.device, num_elements: int) -> str:
@@ -49,7 +50,7 @@ def chosen_codec(codec: str, config: Config, transport: Collectives, *, device: 
         "none": lambda flat: transport.allreduce_sum_(flat, name="trial.none"),
         codec: lambda flat: exchange.sum_(flat, "trial", step=0, tensors=infos),
     }
-    name, seconds = fastest(transport, candidates, values, num_trials=2, least_gain=_LEAST_GAIN)
+    name, seconds = fastest(transport, candidates, values)
     if name != "none" and transport.speaks:
         log.warning(
             "compression: merges are encoded as %s, as %.1f MB take %.0f ms so, and %.0f ms in full. Set compression 'none' to "
@@ -60,12 +61,7 @@ def chosen_codec(codec: str, config: Config, transport: Collectives, *, device: 
 
 
 def fastest(
-    transport: Collectives,
-    candidates: Mapping[str, Callable[[Tensor], None]],
-    values: Tensor,
-    *,
-    num_trials: int,
-    least_gain: float,
+    transport: Collectives, candidates: Mapping[str, Callable[[Tensor], None]], values: Tensor
 ) -> tuple[str, dict[str, float]]:
     """Times each candidate on a tensor and returns the name of the fastest, and the seconds of all. COLLECTIVE.
 
@@ -77,11 +73,9 @@ def fastest(
         transport: the world.
         candidates: each sums a tensor over ranks in place; in the same order on all ranks.
         values: what to sum; stays as it is.
-        num_trials: after the first.
-        least_gain: that factor.
     """
-    seconds = np.zeros((num_trials + 1, len(candidates)))
-    for trial in range(num_trials + 1):
+    seconds = np.zeros((_NUM_TRIALS + 1, len(candidates)))
+    for trial in range(_NUM_TRIALS + 1):
         for index, (name, run) in enumerate(candidates.items()):
             flat = values.clone()
             transport.rendezvous(f"trial of {name}")
@@ -90,10 +84,10 @@ def fastest(
             if flat.is_cuda:
                 torch.cuda.synchronize(flat.device)
             seconds[trial, index] = time.perf_counter() - begin
-    slowest = transport.allgather_stats(seconds[1:].reshape(-1)).max(axis=0).reshape(num_trials, -1)
+    slowest = transport.allgather_stats(seconds[1:].reshape(-1)).max(axis=0).reshape(_NUM_TRIALS, -1)
     medians = np.median(slowest, axis=0)
     best = int(medians.argmin())
-    if medians[best] * least_gain > medians[0]:
+    if medians[best] * _LEAST_GAIN > medians[0]:
         best = 0
     names = list(candidates)
     taken = dict(zip(names, medians.tolist(), strict=True))

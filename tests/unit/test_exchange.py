@@ -186,7 +186,7 @@ def test_the_fastest_way_is_that_of_the_slowest_rank(winner: str) -> None:
             return run
 
         flat = values(transport.rank)
-        found = fastest(transport, {name: way(name) for name in ("none", "codes")}, flat, num_trials=2, least_gain=1.5)
+        found = fastest(transport, {name: way(name) for name in ("none", "codes")}, flat)
         assert torch.equal(flat, values(transport.rank))
         return found
 
@@ -199,7 +199,7 @@ def test_one_rank_says_what_a_trial_between_islands_has_found(of_shards: bool, c
     def body(transport: LocalTransport) -> bool:
         islands: Any = IslandWorld(transport, np.array([0, 0, 1, 1]))
         world = ShardWorld(islands) if of_shards else islands
-        fastest(world, {"none": lambda flat: world.allreduce_sum_(flat, "trial")}, torch.ones(4), num_trials=1, least_gain=1.0)
+        fastest(world, {"none": lambda flat: world.allreduce_sum_(flat, "trial")}, torch.ones(4))
         return bool(world.speaks)
 
     with caplog.at_level(logging.INFO):
