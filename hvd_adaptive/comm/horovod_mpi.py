@@ -185,12 +185,7 @@ class HorovodMpiTransport(WatchedWorld):
         return HorovodCollectives(self._hvd, mine, self.waiting_in_group)
 
     def distributed_optimizer(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        *,
-        average: bool = True,
-        may_sleep: bool = False,
+        self, optimizer: Optimizer, model: nn.Module, *, average: bool = True, may_sleep: bool = False
     ) -> Optimizer:
         try:
             wrapped: Any = self._hvd.DistributedOptimizer(

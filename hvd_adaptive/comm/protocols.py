@@ -222,12 +222,7 @@ class Transport(Collectives, Store, Heartbeat, Protocol):
         and more, by backend."""
 
     def distributed_optimizer(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        *,
-        average: bool = True,
-        may_sleep: bool = False,
+        self, optimizer: Optimizer, model: nn.Module, *, average: bool = True, may_sleep: bool = False
     ) -> Optimizer:
         """Wraps the optimizer in Horovod's own DistributedOptimizer, or returns it as it is where there is no other rank and no
         Horovod. COLLECTIVE in every step.

@@ -184,12 +184,7 @@ class LocalTransport(InProcessStore):
         pass
 
     def distributed_optimizer(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        *,
-        average: bool = True,
-        may_sleep: bool = False,
+        self, optimizer: Optimizer, model: nn.Module, *, average: bool = True, may_sleep: bool = False
     ) -> Optimizer:
         if self.world_size > 1:
             raise RuntimeError("simulated ranks have no Horovod: strategy 'horovod' needs real ranks (mpirun)")

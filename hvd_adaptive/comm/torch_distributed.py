@@ -192,12 +192,7 @@ class TorchTransport(WatchedWorld):
         return self._collectives(mine, self.waiting_in_group)
 
     def distributed_optimizer(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        *,
-        average: bool = True,
-        may_sleep: bool = False,
+        self, optimizer: Optimizer, model: nn.Module, *, average: bool = True, may_sleep: bool = False
     ) -> Optimizer:
         if self.world_size == 1:
             return optimizer
