@@ -20,7 +20,7 @@ from hvd_adaptive.cluster.device_places import missing_gpus, shared_devices
 from hvd_adaptive.cluster.elastic_jobs import job_name
 from hvd_adaptive.cluster.host import free_memory_bytes, own_cores
 from hvd_adaptive.cluster.last_checkpoint import describe_newest, resume_when_requeued
-from hvd_adaptive.comm.protocols import Transport, agree_equal, attempt, long_task
+from hvd_adaptive.comm.protocols import Transport, agree_equal, attempt, from_rank_0, long_task
 from hvd_adaptive.comm.shared_gpus import settle_shared_gpus
 from hvd_adaptive.config import Config
 from hvd_adaptive.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
@@ -62,11 +62,11 @@ def train(
     if transport.rank == 0 and options.checkpoint_interval != 0:
         # A run that goes on has saved something before this process did.
         PREEMPTION.saved = PREEMPTION.saved_at_first = lambda: describe_newest(path / "checkpoints")
-    is_restarted = bool(options.out) and _is_restarted(transport)
+    # Whether Slurm has requeued this job: mpirun passes on only some variables.
+    is_restarted = bool(options.out) and from_rank_0(transport, lambda: num_restarts(os.environ)) > 0
     if is_restarted and options.resume != "auto":
         # One rank looks, as another may see an old state of a shared folder.
-        look = lambda: resume_when_requeued(options.resume, options.out) if transport.rank == 0 else None  # noqa: E731
-        resume = transport.allgather_object(attempt(transport, look))[0]
+        resume = from_rank_0(transport, lambda: resume_when_requeued(options.resume, options.out))
         options = dataclasses.replace(options, resume=resume)
         if transport.rank == 0:
             log.info("Slurm has started this job again: --resume %s", resume)
@@ -200,11 +200,6 @@ def check_memory(options: TrainConfig, data: SparseDataset, device: torch.device
             )
 
     attempt(transport, check)
-
-
-def _is_restarted(transport: Transport) -> bool:
-    """Whether Slurm has requeued this job. Rank 0 decides: mpirun passes on only some variables. COLLECTIVE."""
-    return bool(transport.allgather_object(attempt(transport, lambda: num_restarts(os.environ)))[0])
 
 
 def _run_directory(

@@ -340,6 +340,24 @@ def attempt(world: Collectives, action: Callable[[], Result]) -> Result:
     return result  # type: ignore[return-value]
 
 
+def from_rank_0(world: Collectives, action: Callable[[], Result]) -> Result:
+    """Returns what a small question is answered on rank 0, which alone asks it; all ranks raise if that fails. COLLECTIVE.
+
+    Raises:
+        AgreedError: on all ranks, with the message.
+    """
+    answer, error = None, None
+    if world.rank == 0:
+        try:
+            answer = action()
+        except (ValueError, RuntimeError, OSError) as failure:
+            error = str(failure)
+    answer, error = world.allgather_object((answer, error))[0]
+    if error is not None:
+        raise AgreedError(error)
+    return answer
+
+
 def gather_digests(world: Collectives, content: bytes) -> list[bytes]:
     """Returns the SHA-256 of every rank's content, in rank order. COLLECTIVE."""
     own = np.frombuffer(hashlib.sha256(content).digest(), dtype=np.uint8)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_adaptive.comm.protocols import AgreedError, Collectives
+from hvd_adaptive.comm.protocols import AgreedError, Collectives, from_rank_0
 from hvd_adaptive.config import GONE_OPTIONS, Config
 from hvd_adaptive.engine.claims import Claim, Claims, ClaimSize
 from hvd_adaptive.engine.line_file import LineFile
@@ -170,17 +170,14 @@ class Replay:
     """
 
     def __init__(self, path: str, identity: dict[str, str], transport: Collectives) -> None:
-        read, error = None, None
-        if transport.rank == 0:
+
+        def read() -> tuple[dict[str, str], dict[int, RoundClaims]]:
             try:
-                read = read_recording(Path(path))
+                return read_recording(Path(path))
             except (OSError, ValueError, KeyError, TypeError) as failure:
-                error = f"replay {path}: {failure}"
-        read, error = transport.allgather_object((read, error))[0]
-        if error is not None:
-            raise AgreedError(error)
-        assert read is not None
-        recorded, self._rounds = read
+                raise ValueError(f"replay {path}: {failure}") from None
+
+        recorded, self._rounds = from_rank_0(transport, read)
         self._path = path
         self._rank = transport.rank
         gone = [(f"configuration {name}", repr(value)) for name, value in GONE_OPTIONS]

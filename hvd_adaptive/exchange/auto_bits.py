@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hvd_adaptive.comm.protocols import Collectives
+from hvd_adaptive.comm.protocols import Collectives, from_rank_0
 from hvd_adaptive.compress.bits import WIDTHS, choose_bits, error_curve, with_bits
 from hvd_adaptive.compress.policy import Policy, TensorInfo
 from hvd_adaptive.compress.quantize import MaxMin
@@ -76,7 +76,7 @@ class BitChooser:
             return None
         sizes = [tensor.size for tensor in tensors]
         # Processors may differ in the last bit of an error, but the ranks must not in their bits.
-        bits = transport.allgather_object(choose_bits(sizes, errors, uniform_bits=self._default.bits))[0]
+        bits = from_rank_0(transport, lambda: choose_bits(sizes, errors, uniform_bits=self._default.bits))
         if transport.speaks:
             saved = 1 - sum(size * width for size, width in zip(sizes, bits, strict=True)) / (sum(sizes) * self._default.bits)
             widths = ", ".join(f"{bits.count(width)} at {width}" for width in sorted(set(bits)))

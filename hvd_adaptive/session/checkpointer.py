@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from hvd_adaptive.cluster.last_checkpoint import describe_newest, directory_name, number_of
-from hvd_adaptive.comm.protocols import AgreedError, agree, long_task
+from hvd_adaptive.comm.protocols import AgreedError, agree, from_rank_0, long_task
 from hvd_adaptive.engine.records import RoundRecord, RoundStats
 from hvd_adaptive.session import resume
 from hvd_adaptive.session.sameness import warn_of_unequal
@@ -180,8 +180,7 @@ class Checkpointer:
         before = self.counts.written
         self._start()
         self.wait()
-        written: bool = self._session.transport.allgather_object(self.counts.written > before)[0]
-        return written
+        return from_rank_0(self._session.transport, lambda: self.counts.written > before)
 
     def close(self) -> Counts:
         """Saves the last round unless it is saved, and waits for it. COLLECTIVE. Before ``session.close``.

@@ -13,7 +13,7 @@ from typing import Any
 
 from hvd_adaptive.algorithm.world_scale import global_batch_size
 from hvd_adaptive.cluster.last_checkpoint import find_checkpoints, newest_checkpoint, number_of
-from hvd_adaptive.comm.protocols import AgreedError, Transport, agree, agree_equal, long_task
+from hvd_adaptive.comm.protocols import AgreedError, Transport, agree, agree_equal, from_rank_0, long_task
 from hvd_adaptive.config import GONE_OPTIONS, GONE_VALUES, Config
 from hvd_adaptive.engine.shards import describe_type
 from hvd_adaptive.session.sameness import compare_models
@@ -116,28 +116,20 @@ def find_candidates(source: Path, transport: Transport, also: Sequence[Path] = (
     Raises:
         AgreedError: on all ranks, if rank 0 may not look there.
     """
-    found: list[Path] = []
-    error = None
-    if transport.rank == 0:
-        try:
-            found = _look_for_candidates(source, also)
-        except OSError as failure:
-            error = f"{source} cannot be read: {failure}"
-    result: list[Path]
-    result, error = transport.allgather_object((found, error))[0]
-    if error is not None:
-        raise AgreedError(error)
-    return result
+    return from_rank_0(transport, lambda: _look_for_candidates(source, also))
 
 
 def _look_for_candidates(source: Path, also: Sequence[Path]) -> list[Path]:
-    # One whose manifest is missing is to be refused by name, not overlooked.
-    if (source / checkpoint.MANIFEST).exists() or source in find_checkpoints(source.parent):
-        found = [source]
-    else:
-        found = find_checkpoints(source) or find_checkpoints(source / "checkpoints")
-    if more := find_checkpoints(*also):
-        found = sorted(more + found, key=number_of, reverse=True)
+    try:
+        # One whose manifest is missing is to be refused by name, not overlooked.
+        if (source / checkpoint.MANIFEST).exists() or source in find_checkpoints(source.parent):
+            found = [source]
+        else:
+            found = find_checkpoints(source) or find_checkpoints(source / "checkpoints")
+        if more := find_checkpoints(*also):
+            found = sorted(more + found, key=number_of, reverse=True)
+    except OSError as failure:
+        raise ValueError(f"{source} cannot be read: {failure}") from None
     return found
 
 
@@ -203,17 +195,18 @@ def _tell_of_batch(manifest: dict[str, Any], session: Session) -> None:
 
 def _choose(path: Path, transport: Transport, identity: Identity) -> tuple[dict[str, Any] | None, str | None]:
     """Rank 0's verdict on a checkpoint, for all: its manifest, or why it is refused. COLLECTIVE."""
-    manifest, error = None, None
-    if transport.rank == 0:
+
+    def check() -> tuple[dict[str, Any] | None, str | None]:
         try:
             manifest = checkpoint.read_manifest(path)
             identity.check_same_run(path, manifest)
             with long_task(transport, "checking a checkpoint"):
                 checkpoint.check_files(path, manifest)
         except RefusedError as refusal:
-            manifest, error = None, str(refusal)
-    verdict: tuple[dict[str, Any] | None, str | None] = transport.allgather_object((manifest, error))[0]
-    return verdict
+            return None, str(refusal)
+        return manifest, None
+
+    return from_rank_0(transport, check)
 
 
 def _load(path: Path, manifest: dict[str, Any], session: Session, like: dict[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hvd_adaptive.cluster.last_checkpoint import find_checkpoints, number_of
-from hvd_adaptive.comm.protocols import Collectives
+from hvd_adaptive.comm.protocols import Collectives, from_rank_0
 from hvd_adaptive.session.checkpointer import Checkpointer
 from hvd_adaptive.state.folder_owner import FolderLostError
 
@@ -102,8 +102,7 @@ class MemoryCheckpointer(Checkpointer):
                     own += sum(file.stat().st_size for file in self._files())
             needed = sum(transport.allgather_object(own))
             # For what is needed there is to be room beside the checkpoint that is there.
-            refusal = lack_of_room(self.folder, needed) if transport.rank == 0 else None
-            self.refusal = transport.allgather_object(refusal)[0]
+            self.refusal = from_rank_0(transport, lambda: lack_of_room(self.folder, needed))
             if self.refusal:
                 self._say()
         return self.refusal is None
@@ -134,11 +133,8 @@ def why_not_in_memory(folder: Path, transport: Collectives) -> str | None:
     """
     if not all(transport.allgather_object(transport.local_size == transport.world_size)):
         return "the ranks are on several hosts, which do not share memory"
-    error = None
-    if transport.rank == 0 and not (folder / "lock").exists():
-        error = f"{folder} is not the supervisor's, which is on another host than {transport.host}"
-    answer: str | None = transport.allgather_object(error)[0]
-    return answer
+    why = f"{folder} is not the supervisor's, which is on another host than {transport.host}"
+    return from_rank_0(transport, lambda: None if (folder / "lock").exists() else why)
 
 
 def lack_of_room(folder: Path, needed: int) -> str | None:

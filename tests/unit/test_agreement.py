@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_adaptive.comm.protocols import AgreedError, agree, agree_equal, take_turns
+from hvd_adaptive.comm.protocols import AgreedError, agree, agree_equal, from_rank_0, take_turns
 from hvd_adaptive.comm.size_check import balance, check_sizes, fingerprint, is_balanced
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 
@@ -55,6 +55,20 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
             agree(transport, "no memory" if transport.rank == 1 else None)
 
     LocalWorld(3).run(fail)
+
+
+def test_rank_0_alone_answers_and_all_hear_of_its_error() -> None:
+    asked: list[int] = []
+
+    def ask(transport: LocalTransport) -> int:
+        def fail() -> None:
+            raise OSError("no disk")
+
+        with pytest.raises(AgreedError, match=r"^no disk$"):
+            from_rank_0(transport, fail)
+        return from_rank_0(transport, lambda: asked.append(transport.rank) or 7)  # type: ignore[func-returns-value]
+
+    assert LocalWorld(3).run(ask) == [7, 7, 7] and asked == [0]
 
 
 def test_hosts_take_turns_beside_each_other() -> None:
