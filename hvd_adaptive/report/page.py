@@ -13,6 +13,7 @@ import numpy as np
 from hvd_adaptive import __version__
 from hvd_adaptive.report import analysis
 from hvd_adaptive.report.charts import Chart, comparison_charts, constants, run_charts
+from hvd_adaptive.report.drawing import compare
 from hvd_adaptive.report.figures import chart_svg, describe_ranks
 from hvd_adaptive.report.runs import Run, find_target, printable
 from hvd_adaptive.report.style import PALETTE, few_seconds, join_numbers
@@ -89,15 +90,16 @@ def _findings(runs: Sequence[Run], target_p1: float | None) -> list[dict[str, st
     for run in runs:
         if run is baseline:
             continue
-        name = run.label if len(runs) > 1 else "The run"
+        # At the start of a sentence, and within one.
+        name, within = (run.label, run.label) if len(runs) > 1 else ("The run", "the run")
         seconds = run.seconds_to(target) if target is not None else None
         reference = baseline.seconds_to(target) if baseline and target is not None else None
         if seconds and reference and baseline and run.is_scored_like(baseline):
-            ratio = reference / seconds
+            figure, _, when = compare(seconds, reference).partition(" ")
             findings.append({
-                "figure": f"{ratio:.1f}x" if ratio >= 1 else f"{1 / ratio:.1f}x",
-                "text": f"{'sooner' if ratio >= 1 else 'later'}: {name} reached P@1 {target:.4f} after {seconds:.1f} s of "
-                f"training, {baseline.label} after {reference:.1f} s",
+                "figure": figure,
+                "text": f"{when}: {name} reached P@1 {target:.4f} after {seconds:.1f} s of training, {baseline.label} after "
+                f"{reference:.1f} s",
             })  # fmt: skip
         elif len(runs) == 1 and (best := run.best("p1")) is not None:
             findings.append({"figure": f"{best:.4f}", "text": f"best P@1, in {run.train_s:.1f} s of training"})
@@ -105,20 +107,18 @@ def _findings(runs: Sequence[Run], target_p1: float | None) -> list[dict[str, st
         if predicted and made:
             findings.append({
                 "figure": f"{made / predicted:.2f}",
-                "text": f"of the speed that calibrate predicted for {name.lower() if len(runs) == 1 else name}: {made:,.0f} "
-                f"samples/s, predicted {predicted:,.0f}",
+                "text": f"of the speed that calibrate predicted for {within}: {made:,.0f} samples/s, predicted {predicted:,.0f}",
             })  # fmt: skip
         used, ceiling = run.summary.get("utilisation"), analysis.equal_shares_ceiling(run) if run.rounds else None
         if used is not None:
             most = f"; equal shares would allow {ceiling:.2f} at most" if ceiling else ""
-            findings.append({"figure": f"{used:.2f}", "text": f"utilisation of {name.lower() if len(runs) == 1 else name}{most}"})
+            findings.append({"figure": f"{used:.2f}", "text": f"utilisation of {within}{most}"})
         idle = analysis.idle(run) if run.rounds else None
         if idle and run.num_ranks > 1 and round(idle.reclaimed_s, 1) > 0:
             findings.append({
                 "figure": f"{few_seconds(idle.reclaimed_s)} s",
-                "text": f"of ranks' idle time reclaimed by {name if len(runs) > 1 else 'the run'}: equal shares would have cost "
-                f"{few_seconds(idle.equal_s)} rank-seconds at the speeds that the ranks showed; {few_seconds(idle.actual_s)} "
-                "were idle",
+                "text": f"of ranks' idle time reclaimed by {within}: equal shares would have cost {few_seconds(idle.equal_s)} "
+                f"rank-seconds at the speeds that the ranks showed; {few_seconds(idle.actual_s)} were idle",
             })  # fmt: skip
     return findings[:9]
 
