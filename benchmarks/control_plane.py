@@ -377,7 +377,7 @@ class Counting:
 
     def add(self, key: str, amount: int) -> int:
         self.num_operations += 1
-        return self._side.add(key, amount)
+        return self._side.store.add(key, amount)
 
     def compare_set(self, *arguments: str) -> str:
         self.num_host_operations += 1

@@ -36,6 +36,7 @@ class SideChannel:
         hosts: by rank; many ranks meet in stores of hosts and districts first. None: they do not.
 
     Attributes:
+        store: of all ranks' claims; what it raises where rank 0 is gone is a RuntimeError.
         host: the store that the ranks of this host share; None where they do not.
         stall_limit_s: how long `close` and the first meeting of the ranks wait before they raise, in
             seconds.
@@ -68,10 +69,10 @@ class SideChannel:
         self.host: HostStore | None = None
         # From the smallest to the largest, where a rank meets others before it comes to rank 0's.
         self._halls: list[Hall] = []
-        self._store: Store = InProcessStore()
+        self.store: Store = InProcessStore()
         if world_size == 1:
             return
-        self._world = self._store = SharedStore(rank=rank, ranks=range(world_size), gather=gather, same_host=same_host)
+        self._world = self.store = SharedStore(rank=rank, ranks=range(world_size), gather=gather, same_host=same_host)
         self._halls = [self._world]
         self.seal = self._world.seal
         self._meet_first()
@@ -93,39 +94,6 @@ class SideChannel:
             OSError: rank 0 cannot be reached.
         """
         return socket.create_connection(self._world.address, timeout=PROBE_S)
-
-    def add(self, key: str, amount: int) -> int:
-        """Adds to a shared counter that starts at 0, atomically, and returns its new value. Any thread.
-
-        Args:
-            key: the counter's name.
-            amount: what to add; 0 only reads. The value must stay within 64 signed bits.
-
-        Raises:
-            RuntimeError: rank 0 is gone.
-        """
-        return self._store.add(key, amount)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """Sets a value to ``desired`` if it is ``expected``, atomically; returns what it is then. Any thread.
-
-        Args:
-            key: the value's name, no counter's.
-            expected: "" for a key that was never set.
-            desired: not ""; made unique by the caller, who then knows whether this call set it.
-
-        Raises:
-            RuntimeError: rank 0 is gone.
-        """
-        return self._store.compare_set(key, expected, desired)
-
-    def forget(self, key: str) -> None:
-        """Forgets a counter or value; a key that is not there is no error. Any thread.
-
-        Raises:
-            RuntimeError: rank 0 is gone.
-        """
-        self._store.forget(key)
 
     def arrive(self, name: str) -> float:
         """Waits, asleep, until every rank has arrived; returns the seconds waited. COLLECTIVE.

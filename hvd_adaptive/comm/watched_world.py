@@ -104,13 +104,13 @@ class WatchedWorld:
         self._world.broadcast_(tensors)
 
     def add(self, key: str, amount: int) -> int:
-        return self.side.add(key, amount)
+        return self.side.store.add(key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
-        return self.side.compare_set(key, expected, desired)
+        return self.side.store.compare_set(key, expected, desired)
 
     def forget(self, key: str) -> None:
-        self.side.forget(key)
+        self.side.store.forget(key)
 
     def rendezvous(self, name: str) -> float:
         with self.waiting(f"rendezvous {name}"):

@@ -35,7 +35,7 @@ def refuse_closure(args: Sequence[Any], kwargs: dict[str, Any], option: str, why
         option: with which it does not go.
         why: what becomes of the gradients then.
     """
-    if len(args) > 1 or kwargs.get("closure") is not None:
+    if (*args, kwargs.get("closure"))[1] is not None:
         raise ValueError(f"step() takes no closure with {option}, got one: call backward() before step(), {why}")
 
 

@@ -325,7 +325,7 @@ class SyncOptimizer(Optimizer):
         if self._is_closed:
             self._inner.step(closure)
             return
-        refuse_closure((), {"closure": closure}, "strategy 'sync'", "as no other rank waits for gradients that it computes")
+        refuse_closure((self, closure), {}, "strategy 'sync'", "as no other rank waits for gradients that it computes")
         self._is_untouched = False
         if not self.step_due:
             return

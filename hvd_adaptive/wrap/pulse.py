@@ -8,8 +8,7 @@ import socket
 from contextlib import ExitStack
 from typing import Any
 
-from hvd_adaptive.comm.protocols import long_task
-from hvd_adaptive.comm.side_channel import SideChannel
+from hvd_adaptive.comm.protocols import Store, long_task
 from hvd_adaptive.comm.watched_world import WatchedWorld
 
 log = logging.getLogger(__name__)
@@ -26,7 +25,7 @@ class Pulse:
         limit_s: seconds without a sign of life after which the job ends, >= 1.
 
     Attributes:
-        side: what the ranks share beside MPI, while it beats; None before and after, and where it could not be opened.
+        store: what the ranks share beside MPI, while it beats; None before and after, and where it could not be opened.
     """
 
     def __init__(self, comm: Any, limit_s: float) -> None:
@@ -35,7 +34,7 @@ class Pulse:
         self._running = ExitStack()
         self._is_started = self._is_failed = False
         self._pid = os.getpid()
-        self.side: SideChannel | None = None
+        self.store: Store | None = None
 
     def start(self) -> None:
         """Begins to beat; a second call does nothing. COLLECTIVE."""
@@ -61,7 +60,7 @@ class Pulse:
                 log.warning("no heartbeats, so a frozen rank will not be noticed: %s", errors[0])
             return
         world.start()
-        self.side = world.side
+        self.store = world.side.store
         self._running.callback(self._end, world)
         self._running.enter_context(long_task(world, "the script"))
 

@@ -106,7 +106,7 @@ def intercept(
         pulse = Pulse(comm, config.stall_limit_s)
         engine.on_start.append(pulse.start)
         engine.on_failure.append(pulse.abandon)
-        engine.find_store = lambda: pulse.side
+        engine.find_store = lambda: pulse.store
         # Before Horovod's own: then it runs after Horovod's shutdown, which frees ranks that still wait for this one.
         atexit.register(pulse.stop)
     engine.on_start.append(lambda: watch_for_shared_gpus(engine.report.note))

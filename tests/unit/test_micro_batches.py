@@ -226,7 +226,7 @@ def test_a_batch_that_is_fetched_before_the_step_leaves_the_targets_alone() -> N
     def go_through(session: Session, batches: Any, backward: Any) -> None:
         backward()
         next(batches)
-        session.optimizer.step()
+        session.optimizer.step(None)
 
     assert torch.allclose(*step_of_targets(go_through), rtol=1e-12)
 

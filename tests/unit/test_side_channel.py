@@ -74,7 +74,7 @@ def make_ranks():
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_claims_are_disjoint_and_gapless(make_ranks, world_size):
     ranks = make_ranks(world_size)
-    claims = ranks.run(lambda channel: [channel.add("cursor", 3) for _ in range(200)])
+    claims = ranks.run(lambda channel: [channel.store.add("cursor", 3) for _ in range(200)])
     assert sorted(itertools.chain(*claims)) == list(range(3, 3 * 200 * world_size + 1, 3))
 
 
@@ -82,14 +82,14 @@ def test_claims_are_disjoint_and_gapless(make_ranks, world_size):
 def test_values_counters_and_deletion(make_ranks, world_size):
     ranks = make_ranks(world_size)
     first, last = ranks.channels[0], ranks.channels[-1]
-    assert first.compare_set("key", "", "value") == "value"
-    assert last.compare_set("key", "another", "new") == "value"
-    assert last.add("n", -5) == -5
-    assert first.add("n", 0) == -5
-    assert first.add("large", 2**62) == 2**62
-    last.forget("n")
-    last.forget("never there")
-    assert first.add("n", 1) == 1
+    assert first.store.compare_set("key", "", "value") == "value"
+    assert last.store.compare_set("key", "another", "new") == "value"
+    assert last.store.add("n", -5) == -5
+    assert first.store.add("n", 0) == -5
+    assert first.store.add("large", 2**62) == 2**62
+    last.store.forget("n")
+    last.store.forget("never there")
+    assert first.store.add("n", 1) == 1
 
 
 def wait_for_arrivals(store, number, num_ranks):
@@ -162,7 +162,7 @@ def test_a_hosts_counters_and_values_are_its_own(make_ranks, few):
     assert sorted(ranks.run(lambda channel: channel.host.add("n", 1))) == [1, 1, 1, 2, 2, 3]
     ranks.run(lambda channel: channel.arrive("added"))
     assert ranks.run(lambda channel: channel.host.add("n", 0)) == [3, 3, 2, 3, 2, 1]
-    assert ranks.channels[0].add("n", 0) == 0
+    assert ranks.channels[0].store.add("n", 0) == 0
     won = ranks.run(lambda channel: channel.host.compare_set("key", "", f"rank {channel.rank}"))
     assert won[0] == won[1] == won[3] and won[2] == won[4] and won[5] == "rank 5"
     ranks.channels[3].host.forget("n")
@@ -216,7 +216,7 @@ def test_a_claim_goes_through_while_the_same_rank_waits(make_ranks):
     ranks = make_ranks(2)
     waiting = ranks.pool.submit(ranks.channels[0].arrive, "here")
     wait_for_arrivals(ranks.channels[1].connect(), 1, 1)
-    assert ranks.channels[0].add("cursor", 1) == 1
+    assert ranks.channels[0].store.add("cursor", 1) == 1
     assert not waiting.done()
     ranks.channels[1].arrive("here")
     assert waiting.result(60) > 0
@@ -291,7 +291,7 @@ def test_using_it_after_close(make_ranks):
     ranks = make_ranks(2)
     ranks.run(lambda channel: channel.close())
     with pytest.raises(RuntimeError, match="is closed"):
-        ranks.channels[1].add("n", 1)
+        ranks.channels[1].store.add("n", 1)
 
 
 RANK = """
@@ -304,7 +304,7 @@ from hvd_adaptive.comm.side_channel import SideChannel
 comm = MPI.COMM_WORLD
 side = SideChannel(rank=comm.rank, world_size=comm.size, gather=comm.allgather, same_host=True,
                    stall_limit_s=60)
-side.add("n", 1)
+side.store.add("n", 1)
 side.arrive("end")
 time.sleep(0.3 * comm.rank)
 side.close()
@@ -337,7 +337,7 @@ def test_a_stranger_in_the_store_is_not_believed(make_ranks):
     ranks = make_ranks(2)
     first, last = ranks.channels
     store = last.connect()
-    assert first.compare_set("key", "", "true") == "true"
+    assert first.store.compare_set("key", "", "true") == "true"
     stored = bytes(store.get("user/key"))
 
     def forge(key: str, value: bytes) -> None:
@@ -348,16 +348,16 @@ def test_a_stranger_in_the_store_is_not_believed(make_ranks):
     for forged in (b"false", stored[:-4] + b"fals", b"", stored[:10]):
         forge("user/key", forged)
         with pytest.raises(UnsealedError, match="that no rank of this job has put there"):
-            last.compare_set("key", "false", "new")
+            last.store.compare_set("key", "false", "new")
     # What is right under one key is not under another.
     forge("user/other", stored)
     with pytest.raises(UnsealedError):
-        last.compare_set("other", "false", "new")
+        last.store.compare_set("other", "false", "new")
     forge("user/vote", b"mine")
     with pytest.raises(UnsealedError):
-        first.compare_set("vote", "", "ours")
-    assert first.compare_set("free", "", "ours") == last.compare_set("free", "", "theirs") == "ours"
-    assert last.compare_set("free", "ours", "theirs") == "theirs"
+        first.store.compare_set("vote", "", "ours")
+    assert first.store.compare_set("free", "", "ours") == last.store.compare_set("free", "", "theirs") == "ours"
+    assert last.store.compare_set("free", "ours", "theirs") == "theirs"
 
 
 def test_ranks_do_not_leave_a_rendezvous_for_a_stranger(make_ranks):
