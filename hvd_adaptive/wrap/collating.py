@@ -1,16 +1,19 @@
-"""A script's collate_fn, tried once: does it make a sample's part of a batch of the other samples, too?
+"""A script's collate_fn, tried once: does it make a sample's part of a batch of the other samples, too? Does it sort them?
 
 It may mix samples, take negatives from the batch, or scale it by its own statistics. Then a batch of another size is another one.
-One that may change something when it is called, as a generator of random numbers or a list of its own, is left alone.
-It is tried where the batches are made, as in a worker: on two samples, on those with one of them twice, and on each alone.
+One that may change something when it is called, as a generator of random numbers or a list of its own, is not tried.
+It is tried where the batches are made, as in a worker: on two samples, on those with one of them twice, and on each alone; and on
+the first batch backwards. Samples of one length show no order by length, so the names that it uses count as well.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dis
 import functools
+import inspect
 import random
 import types
 import warnings
@@ -23,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import default_collate, default_convert
 
 from hvd_adaptive.wrap.random_numbers import random_numbers_kept
+from hvd_adaptive.wrap.sizes import is_installed
 from hvd_adaptive.wrap.tensors import tensors_in
 
 _RANDOM = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
@@ -31,14 +35,20 @@ _CHANGING = (*_RANDOM, list, dict, set, collections.deque, np.ndarray, Tensor, I
 _COUNTS = (3, 3, 2, 2, 2)
 
 
-class MixedBatch(NamedTuple):
-    """A batch of a collate_fn that mixes samples, on its way from a worker."""
+# What puts samples into another order.
+_ORDERING = {"sort", "sorted", "argsort", "lexsort", "reverse", "reversed", "shuffle", "randperm", "permutation"}
+
+
+class OddBatch(NamedTuple):
+    """A batch of a collate_fn that mixes samples, or puts them into another order, on its way from a worker."""
 
     batch: Any
+    is_mixed: bool
+    is_reordered: bool
 
 
 def watched(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a collate_fn that gives a :class:`MixedBatch` the first time if it mixes samples."""
+    """Returns a collate_fn that gives an :class:`OddBatch` the first time if it mixes samples or changes their order."""
     if collate in (default_collate, default_convert):
         return collate
     try:
@@ -78,8 +88,76 @@ class _Watched:
             return self._collate(samples)
         self._is_known = True
         is_mixed = mixes_samples(self._collate, samples[0], samples[1])
+        is_reordered = reorders(self._collate, samples)
         batch = self._collate(samples)
-        return MixedBatch(batch) if is_mixed else batch
+        return OddBatch(batch, is_mixed, is_reordered) if is_mixed or is_reordered else batch
+
+
+def may_reorder(collate: Any) -> bool:
+    """Whether a collate_fn, or a function of the script's that it calls, uses what sorts or shuffles."""
+    if collate in (default_collate, default_convert):
+        return False
+    to_do: list[tuple[Any, type | None]] = [(collate, None)]
+    known = set[types.CodeType]()
+    function: Any
+    while to_do:
+        function, owner = to_do.pop()
+        while isinstance(function, functools.partial):
+            function = function.func
+        if isinstance(function, types.MethodType):
+            function, owner = function.__func__, type(function.__self__)
+        elif isinstance(function, type):
+            function, owner = function.__init__, function  # type: ignore[misc]
+        elif callable(function) and not isinstance(function, types.FunctionType):
+            function, owner = type(function).__call__, type(function)
+        function = inspect.unwrap(function)
+        if not isinstance(function, types.FunctionType) or function.__code__ in known:
+            continue
+        known.add(function.__code__)
+        names = _names_in(function.__code__)
+        # Keys are sorted so that they come in one order.
+        if names & (_ORDERING - {"sorted"} if "keys" in names else _ORDERING):
+            return True
+        called = [function.__globals__.get(name) for name in names]
+        called += [inspect.getattr_static(owner, name, None) for name in names if owner is not None]
+        with contextlib.suppress(ValueError):
+            called += [cell.cell_contents for cell in function.__closure__ or ()]
+        # A static method's function is within it.
+        called = [getattr(other, "__func__", other) for other in called]
+        to_do += [(f, owner) for f in called if isinstance(f, types.FunctionType) and not is_installed(f.__code__.co_filename)]
+    return False
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """The names of globals and attributes in a function, and in those that are written within it."""
+    within = (_names_in(value) for value in code.co_consts if isinstance(value, types.CodeType))
+    return set(code.co_names).union(*within)
+
+
+def reorders(collate: Callable[[Any], Any], samples: list[Any]) -> bool:
+    """Whether the rows of a batch are in another order than its samples: of the samples backwards it is not the batch backwards.
+
+    False as well for what draws random numbers, and for batches without a row for each sample.
+
+    Args:
+        collate: makes a batch of a list of samples.
+        samples: of a batch.
+    """
+    try:
+        collate = _shallow(collate)
+        with warnings.catch_warnings(), random_numbers_kept() as are_drawn:
+            warnings.simplefilter("ignore")
+            ahead, again, back = (
+                list(tensors_in([collate([_copied(sample) for sample in order])])) for order in (samples, samples, samples[::-1])
+            )
+            if are_drawn() or not _are_equal(ahead, again) or len(back) != len(ahead):
+                return False
+        is_long = [one.layout == torch.strided and one.shape[:1] == (len(samples),) and not _are_places(one) for one in ahead]
+        pairs = [(one, other) for one, other, is_row in zip(ahead, back, is_long, strict=True) if is_row]
+        return not all(_are_equal([one], [other.flip(0)]) for one, other in pairs)
+    except Exception:
+        # Samples that cannot be copied, or no tensors.
+        return False
 
 
 def _shallow(collate: Any) -> Any:

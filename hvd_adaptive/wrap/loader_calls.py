@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from hvd_adaptive.wrap.collating import MixedBatch, watched
+from hvd_adaptive.wrap.collating import OddBatch, watched
 from hvd_adaptive.wrap.loaders import IndexStream
 from hvd_adaptive.wrap.reasons import Reason
 
@@ -68,8 +68,10 @@ def intercept_loaders(listener: Engine) -> None:
         except StopIteration:
             listener.exhausted(stream)
             raise
-        if isinstance(batch, MixedBatch):
-            stream.loader.reasons.add(Reason.COLLATED)
+        if isinstance(batch, OddBatch):
+            if batch.is_mixed:
+                stream.loader.reasons.add(Reason.COLLATED)
+            stream.loader.may_reorder |= batch.is_reordered
             batch = batch.batch
         listener.delivered(stream, batch)
         return batch

@@ -18,6 +18,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from hvd_adaptive.algorithm.shares import integer_shares
+from hvd_adaptive.wrap.collating import may_reorder
 from hvd_adaptive.wrap.decisions import leaves_out_samples
 from hvd_adaptive.wrap.fingerprint import contents, fingerprint
 from hvd_adaptive.wrap.graphs import Heads
@@ -69,6 +70,7 @@ class Loader:
         controller: what proposes its shares.
         looks: what its first batches show.
         is_collate_known: its collate_fn was tried.
+        may_reorder: the rows of a batch may be in another order than its samples.
         ends_together: its passes are known to have as many batches on all ranks.
         beside: the last pass that another thread has read than the one that trains. Nobody else may keep it that long.
     """
@@ -90,8 +92,7 @@ class Loader:
         self.fractions: tuple[float, ...] | None = None
         self.split: tuple[tuple[float, ...] | None, list[int]] = (None, [])
         self.smallest = self.smallest_seen = 1
-        self.num_steps = self.num_shared = self.num_repeated = 0
-        self.num_losses = 0
+        self.num_steps = self.num_shared = self.num_repeated = self.num_losses = 0
         self.heads = Heads()
         self.loss_kinds: set[Kind | None] = set()
         self.adds_up = False
@@ -111,6 +112,7 @@ class Loader:
             self.reasons.add(Reason.NO_BATCHING)
         if loader.num_workers > 0 and not getattr(loader, "in_order", True):
             self.reasons.add(Reason.OUT_OF_ORDER)
+        self.may_reorder = may_reorder(loader.collate_fn)
         if leaves_out_samples(loader.collate_fn):
             self.reasons.add(Reason.DROPPED)
 

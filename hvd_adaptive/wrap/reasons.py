@@ -51,8 +51,8 @@ class Reason(enum.Enum):
     )
     NONE_LOSS = "a loss with reduction='none' is reduced by the script, which may not be a mean over samples"
     WEIGHTED_LOSS = (
-        "a loss weighs targets (class weights, ignore_index, a mask), and it cannot be followed whose sample's each is, or "
-        "what the loss is multiplied by"
+        "a loss weighs targets (class weights, ignore_index, a mask), and it cannot be followed whose sample's each is (a "
+        "collate_fn may sort them), or what the loss is multiplied by"
     )
     SELECTED = "the loss uses only some of the batch's samples, or uses them in another order (a mask, hard examples, pairs)"
     MIXED = (

@@ -118,6 +118,8 @@ class TargetWeights:
             loader: whose batch it was.
             watched: its targets.
         """
+        if watched.are_weighted and loader.may_reorder:
+            loader.reasons.add(Reason.WEIGHTED_LOSS)
         counts, nodes = tuple(map(len, self._found)), {node for of_call in self._found for node, _ in of_call}
         is_clear = self._is_clear and watched.are_placed and sum(counts) == watched.num_means > 0 and watched.chosen <= nodes
         layout = Layout(counts, watched.num_smoothed > 0) if is_clear else None

@@ -29,7 +29,7 @@ SHARED = [
     "odd.py eval_inside",
     "odd.py class_weights",
     *(f"targets.py {mode}" for mode in ("classes", "inside", "pixels", "smooth", "few", "beside", "passes", "two_losses")),
-    *(f"targets.py {mode}" for mode in ("mask", "mask_inside", "by_count", "logged", "listed")),
+    *(f"targets.py {mode}" for mode in ("mask", "mask_inside", "by_count", "logged", "listed", "sorted_words")),
     *(f"targets.py {mode}" for mode in ("chosen", "chosen_flat", "chosen_mean", "chosen_sum", "chosen_both")),
 ]
 # With three ranks, once each: a sampler, batches of the script's own with sparse gradients, accumulation, two optimizers, and
@@ -59,6 +59,8 @@ PLAIN = {
     "odd.py unsplit": Reason.NO_SAMPLER,
     "odd.py ahead": Reason.FETCHED_AHEAD,
     "odd.py pairs": Reason.INTERLEAVED,
+    "targets.py sorted": Reason.WEIGHTED_LOSS,
+    "targets.py topped": Reason.WEIGHTED_LOSS,
     "targets.py by_places": Reason.WEIGHTED_LOSS,
     "targets.py learned": Reason.WEIGHTED_LOSS,
     "targets.py constant": Reason.WEIGHTED_LOSS,

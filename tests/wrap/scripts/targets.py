@@ -6,7 +6,7 @@ import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 parser = argparse.ArgumentParser()
@@ -28,7 +28,20 @@ if is_few:
     labels[torch.arange(236) // hvd.size() % 8 < 5] = -100
 data = TensorDataset(words, labels)
 sampler = DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank(), shuffle=not is_few)
-loader = DataLoader(data, batch_size=8, sampler=sampler)
+
+
+def by_length(samples):
+    return default_collate(sorted(samples, key=lambda sample: int((sample[1] != -100).sum()), reverse=True))
+
+
+def by_first_word(samples):
+    x, y = default_collate(samples)
+    first = x[:, 0].topk(len(x)).indices
+    return x[first], y[first]
+
+
+collate = {"sorted": by_length, "topped": by_first_word, "sorted_words": by_length}.get(mode)
+loader = DataLoader(data, batch_size=8, sampler=sampler, collate_fn=collate)
 weight = torch.linspace(0.2, 2.0, WORDS, dtype=torch.float64)
 
 
@@ -66,6 +79,8 @@ def losses_of(x, y):
     if mode in ("inside", "mask_inside"):
         return [model(x, y)]
     out = model(x)
+    if mode == "sorted_words":
+        return [F.cross_entropy(out[:, 0], (3 * x[:, 0] + 1) % WORDS)]
     if mode == "classes":
         return [F.cross_entropy(out[:, 0], (3 * x[:, 0] + 1) % WORDS, weight=weight)]
     if mode == "pixels":
