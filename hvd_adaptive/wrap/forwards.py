@@ -158,7 +158,7 @@ class Tracer(TorchFunctionMode):
                     return inside.sizes_of(args, kwargs or {}, result, self._num_samples)
             return result
         self._guarded(lambda: self._follow(func, args, kwargs or {}, result))
-        if func in sizes.SIZES:
+        if func in sizes.SIZES or sizes.counts(func, args):
             self._guarded(lambda: self._look_at_size(func, args[0]))
         if func in sizes.SHAPES or func in sizes.COUNTS:
             return self._made.size_of(func, args, kwargs or {}, result)
@@ -357,12 +357,12 @@ class Tracer(TorchFunctionMode):
         return inside.pairs_samples(func, args, results, self._num_samples, self._tape.is_made)
 
     def _look_at_size(self, func: Any, tensor: Tensor) -> None:
-        """The script asks for a tensor's size: looks in its source for what follows from that."""
+        """The script asks for a tensor's size, or counts in it: looks in its source for what follows from that."""
         frame = sizes.calling_frame()
         if frame is None or id(tensor) not in self._made.known or not self._made.holds_samples(tensor):
             return
         decides = func is Tensor.__len__ and decides_by_length(frame, tensor)
-        if decides or sets_rate_by_size(frame.f_code.co_filename, frame.f_lineno):
+        if decides or sets_rate_by_size(frame.f_code.co_filename, frame.f_lineno, is_count=func not in sizes.SIZES):
             self.findings.add(Reason.SIZE_DECIDES)
 
     def _look_at_pick(self, func: Any, args: tuple[Any, ...], frame: FrameType | None) -> None:

@@ -1,7 +1,8 @@
-"""Whether a script sets its learning rate by the number of samples that it has seen: read in its source.
+"""Whether a script sets its learning rate by the number of samples, or of words in them, that it has seen: read in its source.
 
-Looked at is the code in which a batch's size was asked for: the numbers that it goes into, also in other functions of the same
-file that are given one or share it, and whether one of those becomes a learning rate (``group["lr"] = ...``).
+Looked at is the code in which a batch's size was asked for, or something in it was counted: the numbers that it goes into, also in
+other functions of the same file that are given one or share it, and whether one of those becomes a learning rate
+(``group["lr"] = ...``).
 """
 
 from __future__ import annotations
@@ -15,17 +16,25 @@ from typing import Any
 from hvd_adaptive.wrap.decisions import assignments, functions_of, parse, scope_of
 
 _NUMERIC = {"min", "max", "float", "int", "round", "abs", "sum", "pow"}
+# Of a tensor's methods.
+_CONVERTING = {"item", "tolist", "float", "double", "long", "int", "cpu", "detach"}
 _MOST_CALLS = 3
 
 
 @functools.lru_cache(maxsize=256)
-def sets_rate_by_size(path: str, line: int) -> bool:
-    """Whether a batch's size that is asked for in a line goes into a learning rate; False where there is no source."""
+def sets_rate_by_size(path: str, line: int, *, is_count: bool = False) -> bool:
+    """Whether a batch's size that is asked for in a line goes into a learning rate; False where there is no source.
+
+    Args:
+        path: the source.
+        line: in it.
+        is_count: not the size is asked for, but a count of what is in the batch.
+    """
     tree = parse(path)
     if tree is None:
         return False
     scope = scope_of(tree, line)
-    asked = {id(node) for node in ast.walk(scope) if _asks_size(node) and line in _lines(node)}
+    asked = {id(node) for node in ast.walk(scope) if (_counts if is_count else _asks_size)(node) and line in _lines(node)}
     return bool(asked) and _sets_rate(tree, scope, asked)
 
 
@@ -100,6 +109,8 @@ def _is_made_of(node: ast.AST, names: set[str], asked: set[int]) -> bool:
         return _is_made_of(node.value, names, asked)
     if isinstance(node, ast.Call):
         module = node.func.value if isinstance(node.func, ast.Attribute) else None
+        if module is not None and _name_of(node.func) in _CONVERTING:
+            return _is_made_of(module, names, asked)
         is_numeric = _name_of(node.func) in _NUMERIC or (isinstance(module, ast.Name) and module.id in ("math", "np", "numpy"))
         return is_numeric and any(_is_made_of(argument, names, asked) for argument in node.args)
     return False
@@ -113,6 +124,10 @@ def _asks_size(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
         return _name_of(node.func) in ("len", "size", "numel")
     return isinstance(node, ast.Attribute) and node.attr == "shape"
+
+
+def _counts(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and _name_of(node.func) in ("sum", "count_nonzero")
 
 
 def _name_of(func: ast.AST) -> str:

@@ -29,7 +29,10 @@ _TRIED = (1.0, 1.5)
 # A condition of equal updates that the batches themselves show.
 _PADDED = "samples have other shapes from batch to batch, as where each batch is padded to its longest sample"
 
-
+_RATES = (
+    "the ranks' learning rates differ, and unequal shares may be why: then the ranks' models differ from that step on. Run the "
+    "script again with --shares equal"
+)
 _LATE_TARGETS = (
     "a loss began to leave out targets (ignore_index) after steps with unequal shares, and until the next measurement its "
     "samples were not weighted by their targets"
@@ -190,8 +193,11 @@ class Shares:
         """Changes the shares, on every rank alike, from the first batch that no rank has handed out yet."""
         reasons = judge(gathered)
         if Reason.JOIN in reasons:
-            self.reasons.add(Reason.JOIN)
             self._report.note(Reason.JOIN.value)
+        if Reason.RATES in reasons and any(loader.num_shared for loader in self._report.loaders):
+            self._report.note(_RATES)
+        # These are of the script, whatever feeds it next.
+        self.reasons |= reasons & {Reason.JOIN, Reason.RATES}
         if reasons & {Reason.JOIN, Reason.NO_LOADER}:
             # A rank that no loader fed does not know whose shares end on the others.
             for loader in self._report.loaders:

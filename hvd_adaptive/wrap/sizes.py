@@ -202,6 +202,12 @@ def own_frame() -> FrameType | None:
     return None if frame is None or is_installed(frame.f_code.co_filename) else frame
 
 
+def counts(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a function counts in a tensor, as words that are no padding."""
+    is_sum = getattr(func, "__name__", "") in ("sum", "count_nonzero") and args and isinstance(args[0], Tensor)
+    return bool(is_sum) and not args[0].is_floating_point() and not args[0].is_complex()
+
+
 def as_dimension(value: Any) -> Any:
     """Returns an integer as a length that is not the batch's."""
     return Dimension(operator.index(value))

@@ -140,6 +140,25 @@ def test_learning_rates_that_follow_from_samples(tmp_path: Any, line: str) -> No
         assert sets_rate_by_size(str(path), 5) is expected, name
 
 
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        ("(y >= 0).sum()", True),
+        ("y.ne(0).sum().item()", True),
+        ("int(torch.count_nonzero(y))", True),
+        ("hvd.allreduce((y >= 0).sum(), op=hvd.Sum).item() // hvd.size()", False),
+    ],
+)
+def test_a_learning_rate_that_follows_from_words(tmp_path: Any, count: str, expected: bool) -> None:
+    """As minGPT's; a count of all ranks is the same on each."""
+    lines = ["class Trainer:", "  def step(self, x, y, config):", f"    self.tokens += {count}"]
+    lines += ["    factor = float(self.tokens) / max(1, config.warmup_tokens) if self.tokens < config.warmup_tokens else 1.0"]
+    lines += ["    for group in self.optimizer.param_groups:", "      group['lr'] = config.learning_rate * factor"]
+    path = tmp_path / "trainer.py"
+    path.write_text("\n".join(lines))
+    assert sets_rate_by_size(str(path), 3, is_count=True) is expected
+
+
 @pytest.mark.parametrize("rate", ["0.1", "0.1 * self.size"])
 def test_a_size_that_many_functions_share_is_looked_for_in_each_of_them_once(tmp_path: Any, rate: str) -> None:
     """To look in each from each of them again would take minutes."""
