@@ -99,7 +99,7 @@ def scales_by_length(frame: FrameType, number: float, is_batch: Callable[[Any], 
         is_scaled |= isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.strip("_") in _SCALING
         if is_scaled and node.lineno <= line <= (node.end_lineno or 0):  # type: ignore[attr-defined]
             factors += [value for value in ast.iter_child_nodes(node) if isinstance(value, ast.expr)]
-    values = [_value(node, known) for node in factors if _comes_from(node, names, lengths, quotients=True)]
+    values = [value_of(node, known) for node in factors if _comes_from(node, names, lengths, quotients=True)]
     return any(isinstance(value, (int, float)) and value == number for value in values)
 
 
@@ -115,9 +115,9 @@ def is_constant(frame: FrameType, number: float) -> bool:
     for node in ast.walk(statement):
         if not isinstance(node, (ast.Constant, ast.Name, ast.Attribute)):
             continue
-        value, is_fixed = _value(node, known), isinstance(node, ast.Constant)
+        value, is_fixed = value_of(node, known), isinstance(node, ast.Constant)
         if isinstance(node, ast.Attribute):
-            holder = _value(node.value, known)
+            holder = value_of(node.value, known)
             # They are no attributes of a class, which could be properties.
             value = getattr(holder, "__dict__", {}).get(node.attr, value)
             is_fixed = isinstance(holder, argparse.Namespace) or bool(given.get(f".{node.attr}"))
@@ -155,23 +155,28 @@ def _given(path: str) -> dict[str, list[tuple[str, ast.expr]]]:
 def _lengths(scope: _Scope, known: dict[str, Any], is_batch: Callable[[Any], bool]) -> set[int]:
     """The calls of ``len`` on a batch, by id."""
     calls = (node for node in ast.walk(scope) if isinstance(node, ast.Call) and _is_length(node))
-    return {id(node) for node in calls if is_batch(_value(node.args[0], known))}
+    return {id(node) for node in calls if is_batch(value_of(node.args[0], known))}
 
 
-def _value(node: ast.expr, known: dict[str, Any]) -> Any:
-    """Computes an expression of names, numbers and lengths; None where it is made of anything else."""
+def value_of(node: ast.expr, known: dict[str, Any]) -> Any:
+    """Computes an expression of names, numbers and lengths; None where it is made of anything else.
+
+    Args:
+        node: the expression.
+        known: values by name.
+    """
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name):
         return known.get(node.id)
     if isinstance(node, ast.Attribute):
         # Without running code of the script, such as a property's.
-        return inspect.getattr_static(_value(node.value, known), node.attr, None)
+        return inspect.getattr_static(value_of(node.value, known), node.attr, None)
     if isinstance(node, ast.Call) and _is_length(node):
-        value = _value(node.args[0], known)
+        value = value_of(node.args[0], known)
         return len(value) if hasattr(value, "__len__") else None
     if isinstance(node, ast.BinOp) and (compute := _ARITHMETIC.get(type(node.op))) is not None:
-        left, right = _value(node.left, known), _value(node.right, known)
+        left, right = value_of(node.left, known), value_of(node.right, known)
         numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
         with contextlib.suppress(ArithmeticError):
             return compute(left, right) if numbers else None

@@ -367,7 +367,7 @@ class Tracer(TorchFunctionMode):
 
     def _look_at_pick(self, func: Any, args: tuple[Any, ...], frame: FrameType | None) -> None:
         count = number_of_pick(func, args)
-        if not count or goes_through_batch(frame):
+        if not count or goes_through_batch(frame, self.is_made_of_batch):
             return
         self.least_samples = max(self.least_samples, count)
         if count >= self._num_samples:

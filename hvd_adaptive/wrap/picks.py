@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 from torch import Tensor
 
-from hvd_adaptive.wrap.decisions import assignments, parse, scope_of
+from hvd_adaptive.wrap.decisions import assignments, parse, scope_of, value_of
 
 
 def number_of_pick(func: Any, args: tuple[Any, ...]) -> int:
@@ -30,9 +30,36 @@ def number_of_pick(func: Any, args: tuple[Any, ...]) -> int:
     return index + 1 if index >= 0 else -index
 
 
-def goes_through_batch(frame: FrameType | None) -> bool:
-    """Whether the line that runs in a frame is within a loop that is as long as something of the script's: ``range(len(x))``."""
-    return frame is not None and _is_in_long_loop(frame.f_code.co_filename, frame.f_lineno)
+def goes_through_batch(frame: FrameType | None, is_of_batch: Callable[[Tensor], bool]) -> bool:
+    """Whether the line that runs in a frame is within a loop that is as long as something of the script's (``range(len(x))``), or
+    over what the batch has for each sample (``enumerate(lengths)``).
+
+    Args:
+        frame: the script's own code.
+        is_of_batch: whether a tensor is made of the batch.
+    """
+    if frame is None:
+        return False
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    if _is_in_long_loop(path, line):
+        return True
+    known = {**frame.f_globals, **frame.f_locals}
+    values = [value_of(node, known) for node in _gone_through(path, line)]
+    lists = [value if isinstance(value, (list, tuple)) else [value] for value in values]
+    return any(bool(parts) and all(isinstance(part, Tensor) and is_of_batch(part) for part in parts) for parts in lists)
+
+
+@functools.lru_cache(maxsize=256)
+def _gone_through(path: str, line: int) -> list[ast.expr]:
+    """What the loops around a line go through, also counted or side by side."""
+    tree, found = parse(path), []
+    todo = [] if tree is None else list(_loops_around(scope_of(tree, line), line))
+    for node in todo:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("enumerate", "zip", "reversed"):
+            todo += node.args
+        else:
+            found.append(node)
+    return found
 
 
 # Asked for each sample that is taken.

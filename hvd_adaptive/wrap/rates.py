@@ -1,7 +1,7 @@
-"""Whether a script sets its learning rate by the number of samples, or of words in them, that it has seen: read in its source.
+"""Whether a script sets its learning rate by the samples that it has seen, or by the words in them: read in its source.
 
-Looked at is the code in which a batch's size was asked for, or something in it was counted: the numbers that it goes into, also in
-other functions of the same file that are given one or share it, and whether one of those becomes a learning rate
+Looked at is the code in which a batch's size was asked for, or something in it was counted: the numbers that it goes into, also
+in other functions of the same file that are given one or share it, and whether one of those becomes a learning rate
 (``group["lr"] = ...``).
 """
 

@@ -35,6 +35,23 @@ def all_by_shape(x: Tensor) -> None:
     [x[number].mean() for number in range(count)]
 
 
+def all_counted(x: Tensor) -> None:
+    for number, row in enumerate(x):
+        x[number].add(row)
+
+
+def all_side_by_side(x: Tensor) -> None:
+    rows, number = list(x), 0
+    for _, _ in zip(rows, range(100), strict=False):
+        x[number].mean()
+        number += 1
+
+
+def all_of_a_list(x: Tensor) -> None:
+    for number, _ in enumerate(["a"] * BATCH):
+        x[number].mean()
+
+
 def trace(look: Any) -> Tracer:
     model, tracer = nn.Linear(4, 3), Tracer()
     tracer.train(list(model.parameters()))
@@ -57,6 +74,8 @@ def trace(look: Any) -> Tracer:
         (lambda x: x[:4], 1),
         (all_by_length, 1),
         (all_by_shape, 1),
+        (all_counted, 1),
+        (all_side_by_side, 1),
         (lambda x: [row.mean() for row in x], 1),
     ],
 )
@@ -65,6 +84,6 @@ def test_a_batch_has_the_samples_that_are_taken(look: Any, least: int) -> None:
     assert tracer.least_samples == least and not tracer.findings
 
 
-@pytest.mark.parametrize("look", [all_by_number, lambda x: x[BATCH - 1], lambda x: x[-BATCH]])
+@pytest.mark.parametrize("look", [all_by_number, all_of_a_list, lambda x: x[BATCH - 1], lambda x: x[-BATCH]])
 def test_the_last_sample_by_its_number_needs_equal_shares(look: Any) -> None:
     assert trace(look).findings == {Reason.NUMBERED}
