@@ -51,7 +51,8 @@ class Backwards:
         """
         # Losses may be given the gradients with respect to them, which may hold the batch's size.
         given = tensors_in([args[1:2], kwargs.get("gradient"), kwargs.get("grad_tensors")])
-        if any(bool((gradient != 1).any()) for gradient in given):
+        is_scaled = self._weighs and self.scales.are_figures
+        if is_scaled or any(bool((gradient != 1).any()) for gradient in given):
             findings.add(Reason.MIXED)
         for tensor in tensors_in([args[0] if args else kwargs.get("tensors", ())]):
             kind = self._made.kind(tensor)

@@ -89,7 +89,7 @@ class Reason(enum.Enum):
         "a forward makes or reshapes a tensor for the script's batch size, without asking how many samples there are"
     )
     SHAPES = "its batches have samples of different shapes, and its collate_fn cannot stack samples of two of them"
-    KINDS = "its batch sampler makes batches of one kind each (a task, a language), so samples of two must not come into one"
+    KINDS = "its batch sampler makes batches of one kind each (a task, a language, a length), which must not be mixed"
     KEPT = "the script keeps its batches, and may train on them again: the shares of other ranks then are not known"
     HELD = (
         "the script keeps values of the rank's own samples (by their numbers, in a queue, as a moving mean), or changes "
@@ -137,6 +137,7 @@ class Reason(enum.Enum):
 # What was found beside a reason because of it, and is not told with it.
 _EFFECTS = {
     Reason.CLOSURE: {Reason.OWN_GRADIENTS, Reason.FETCHED_AHEAD},
+    Reason.FETCHED_AHEAD: {Reason.OTHER_INPUT, Reason.UNSEEN},
     Reason.INTERLEAVED: {Reason.OTHER_INPUT, Reason.UNSEEN},
 }
 

@@ -1,4 +1,4 @@
-"""Numbers in a loss that is a sum over samples: are all of them the script's own constants?
+"""Numbers in a loss: does one of them come from the batch? Are all in a sum over samples the script's own constants?
 
 The ranks' gradients of such a loss add up to those of the global batch, whatever their shares are. But a number in it may count
 samples, or tokens, and would be another one with other shares. Where it comes from cannot be seen, so only those are constants
@@ -7,7 +7,9 @@ that stand in the script.
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,12 @@ _ARITHMETIC = {
     "subtract", "multiply", "divide", "true_divide", "floor_divide", "float_power", "remainder", "lerp", "addcmul", "addcdiv",
     "clamp", "clip", "clamp_min", "clamp_max", "where", "maximum", "minimum", "fill", "masked_fill", "xlogy", "scale",
 }  # fmt: skip
+_SCALING = {
+    *(f"{form}{name}" for form in ("", "r", "i") for name in ("mul", "div", "truediv", "pow")),
+    "multiply", "divide", "true_divide", "float_power", "lerp", "addcmul", "addcdiv", "scale",
+}  # fmt: skip
+_OUT = {Tensor.item, Tensor.__float__}
+_MOST_FIGURES = 32
 # Not torchvision, which may stand beside it.
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _AMP = f"{_TORCH}amp{os.sep}"
@@ -40,6 +48,7 @@ class Scales:
 
     Attributes:
         may_count: a number, or a tensor of some, may be another one for another batch.
+        are_figures: something was scaled by a number that the script took out of a tensor of the batch, as ``loss.item()``.
     """
 
     def __init__(self, is_made: Callable[[Tensor], bool]) -> None:
@@ -48,12 +57,17 @@ class Scales:
 
     def begin(self) -> None:
         """Begins with a batch."""
-        self.may_count = False
+        self.may_count = self.are_figures = False
+        # The newest numbers that were taken out of the batch's tensors.
+        self._figures: deque[float] = deque(maxlen=_MOST_FIGURES)
         # Made since, of anything else than constants and the batch's tensors.
         self._new: Any = WeakTensorKeyDictionary()
 
     def look(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Looks at a function that was called outside of any forward."""
+        if func in _OUT and type(result) is float and self._is_made(args[0]):
+            self._figures.append(result)
+            return
         given = list(_leaves([args, kwargs]))
         tensors = [value for value in given if isinstance(value, Tensor)]
         is_new = any(tensor in self._new for tensor in tensors)
@@ -66,11 +80,22 @@ class Scales:
                 self._new.update((tensor, True) for tensor in _leaves(result) if isinstance(tensor, Tensor))
             return
         self.may_count |= is_new
+        self.are_figures |= plain_name(func) in _SCALING and any(map(self._is_figure, given))
         # Torch's own code, as of distributions, has numbers of its own.
         if func not in LOSSES and not path.startswith(_TORCH):
             # Other whole numbers are places and dimensions.
             kinds = (int, float, np.number) if plain_name(func) in _ARITHMETIC else (float, np.floating)
             self.may_count |= any(isinstance(value, kinds) and not _is_fixed(value) for value in given)
+
+    def _is_figure(self, value: Any) -> bool:
+        """Whether a number is one that was taken out of the batch's tensors, or a product or a quotient of two."""
+        # A whole number is a count, of targets: see target_means.py.
+        if type(value) is not float or value.is_integer() or not self._figures:
+            return False
+        of_two = (one * other for one in self._figures for other in self._figures)
+        ratios = (one / other for one in self._figures for other in self._figures if other)
+        inverse = (1 / one for one in self._figures if one)
+        return value in self._figures or value in itertools.chain(inverse, of_two, ratios)
 
 
 def may_be_size(value: Any, num_samples: int) -> bool:

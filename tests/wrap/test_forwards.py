@@ -40,6 +40,10 @@ def trace(step: Callable[[Model, Tensor, Tensor], Any], batch: Any = None) -> Tr
     return tracer
 
 
+def balanced(loss: Tensor, other: Tensor) -> Tensor:
+    return loss + other * (loss.item() / other.item())
+
+
 def test_a_plain_step_has_no_findings() -> None:
     models = []
 
@@ -68,6 +72,7 @@ def test_a_plain_step_has_no_findings() -> None:
         lambda m, x, y: (m(x) - 1).pow(2).sum(dim=1).mean(),
         lambda m, x, y: F.cross_entropy(m(x), y) + 1e-3 * m.layer.weight.pow(2).sum(),
         lambda m, x, y: nn.CrossEntropyLoss()(m(torch.autograd.Variable(x)), y),
+        lambda m, x, y: (loss := F.cross_entropy(m(x), y)) * (0.5 + 0 * loss.item()),
         lambda m, x, y: (F.cross_entropy(m(x), y), [x[i : i + 2].mean() for i in range(3)])[0],
     ],
 )
@@ -89,6 +94,9 @@ def test_steps_that_only_look_odd(step: Any) -> None:
         (lambda m, x, y: F.mse_loss(m(x[: len(x)]), FIXED.fill_(1.0)), Reason.OTHER_INPUT),
         (lambda m, x, y: F.mse_loss(m(x)[: len(x)], FIXED * 2), Reason.OTHER_INPUT),
         (lambda m, x, y: F.cross_entropy(m(torch.from_numpy(x.numpy().copy())), y), Reason.UNSEEN),
+        (lambda m, x, y: (loss := F.cross_entropy(m(x), y)) / loss.item(), Reason.MIXED),
+        (lambda m, x, y: (loss := F.cross_entropy(m(x), y)) * float(loss), Reason.MIXED),
+        (lambda m, x, y: balanced(F.cross_entropy(m(x), y), m(x).pow(2).mean()), Reason.MIXED),
         (lambda m, x, y: F.cross_entropy(m(x), y, reduction="none") @ torch.ones(BATCH), Reason.NONE_LOSS),
         (lambda m, x, y: F.cross_entropy(m(x), y.clone().index_fill_(0, torch.tensor([1]), -100)), Reason.WEIGHTED_LOSS),
     ],
@@ -184,7 +192,6 @@ class TaskWeight(nn.Module):
         (lambda s, loss: loss / (2 * s.exp() ** 2) + torch.log(1 + s.exp() ** 2), set()),
         (lambda s, loss: torch.exp(-s) * loss**2, {Reason.MIXED}),
         (lambda s, loss: loss.detach() * loss + s, {Reason.MIXED}),
-        (lambda s, loss: s.exp() * loss * float(loss), {Reason.MIXED}),
     ],
 )
 def test_a_module_that_is_given_losses_alone(weigh: Any, expected: set[Reason]) -> None:

@@ -28,6 +28,7 @@ EQUAL = {
     "kept": Reason.KEPT,
     "rate_by_size": Reason.SIZE_DECIDES,
     "rate_by_len": Reason.SIZE_DECIDES,
+    "rate_by_words": Reason.SIZE_DECIDES,
     "clip_early": Reason.CLIPPED,
     "hook_clips": Reason.CLIPPED,
     "hook_clips_in_place": Reason.CLIPPED,

@@ -343,6 +343,9 @@ def step(x, y):
     if mode == "rate_by_size":
         num_seen += x.size(0)
         set_rate(num_seen)
+    if mode == "rate_by_words":
+        num_seen += (y >= 0).sum()
+        set_rate(num_seen.item())
     if mode == "rate_by_len":
         num_seen_by_len += len(x)
         for group in optimizer.param_groups:
