@@ -45,7 +45,7 @@ class Batch:
     Attributes:
         x: the samples' inputs, on the session's device.
         y: the samples' targets; None for a data set whose samples are not pairs.
-        rows: the samples' positions in the data set, int64, shape (num_samples,).
+        rows: the samples' positions in the data set, a NumPy array of int64, shape (num_samples,).
         work: cost of the samples, in the unit that the cursor counts.
         loss: set it to this batch's mean loss, a 0-dim tensor or a number, to have it in the round's record. Of micro-batches,
             set each one's.

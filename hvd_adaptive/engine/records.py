@@ -13,7 +13,9 @@ from hvd_adaptive.engine.claims import Claim
 from hvd_adaptive.engine.merge import MergeStats
 
 # Statistics that are of no use in a file.
-_NOT_RECORDED = ("loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy", "preempted", "state_checksum", "base")
+_NOT_RECORDED = (
+    "loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy", "preempted", "state_checksum", "base", "base_lr",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -32,6 +34,7 @@ class RoundStats(MergeStats):
         merge_s: seconds of the merge, waiting excluded.
         control_s: seconds of statistics, weights and rebalancing.
         lr: learning rate of the last step.
+        base_lr: the one that the optimizer has between rounds; 0 where that is a tensor.
         loss_sum: sum of the batches' mean losses times their samples, or times their targets where these were counted.
         loss_samples: samples, or targets, behind ``loss_sum``.
         train_s: seconds of training so far.
@@ -59,6 +62,7 @@ class RoundStats(MergeStats):
     merge_s: float = 0.0
     control_s: float = 0.0
     lr: float = 0.0
+    base_lr: float = 0.0
     loss_sum: float = 0.0
     loss_samples: float = 0.0
     train_s: float = 0.0

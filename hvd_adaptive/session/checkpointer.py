@@ -83,6 +83,7 @@ class Checkpointer:
 
     Raises:
         TypeError, ValueError: for an interval or a number that is not whole, or out of range.
+        RuntimeError: if the session is closed.
         AgreedError: on all ranks, if one cannot write in the folder, or does not see rank 0's files there. Later, before the
             first batch, if the folder holds another run's checkpoints of later rounds, and ``resume`` was not called.
     """
@@ -101,6 +102,7 @@ class Checkpointer:
         background: bool = True,
         owner: FolderOwner | None = None,
     ) -> None:
+        session._handed_out.check_not_closed()
         check_count("interval", 0 if interval is None else interval, least=0, unit="rounds")
         check_count("keep", keep, least=1, unit="checkpoint")
         self.counts = Counts()

@@ -109,13 +109,17 @@ class HandedOut:
         """Raises RuntimeError if the session is closed or another one has its model, or the loop over the batches was left, or
         if it is within a round with strategy ``local``, whose ranks make different numbers of steps."""
         self._check_not_replaced()
+        self.check_not_closed()
+        if self._is_left or not self._steps_together:
+            self.check_left()
+
+    def check_not_closed(self) -> None:
+        """Raises RuntimeError if the session is closed."""
         if self.is_closed:
             raise RuntimeError(
                 f"rank {self._rank}: this Session is closed, and gives no more batches, steps, gathers or checkpoints: call "
                 "session.close() last, after Checkpointer.close(), or make a new Session"
             )
-        if self._is_left or not self._steps_together:
-            self.check_left()
 
     def check_left(self) -> None:
         """Raises RuntimeError if the loop is within a round, at whose end other ranks may wait for this one, or if another

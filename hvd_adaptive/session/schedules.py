@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,10 +20,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Ranks' numbers of steps by which a scheduler may differ: by the part, once the fastest has made so many.
-_UNEQUAL, _LEAST_STEPS = 1.1, 20
-# torch marks the step of an optimizer that has a scheduler by one of these, by its version.
-_MARKS = ("_wrapped_by_lr_sched", "_with_counter")
+# Between rounds the ranks' learning rates may differ by this part, and by more in fewer rounds than this: ranks that are alike may
+# be a step apart.
+_UNEQUAL, _MOST_ROUNDS = 0.1, 2
 
 
 class Followed:
@@ -95,20 +95,14 @@ class Schedules:
         self._optimizer = optimizer
         self._followed: list[Followed] = []
         self._watches = steps_alone and rank == 0
-        # The learning rate that was set when the last batch of the round was given, in a tuple; None between rounds.
-        self._seen: tuple[float | None] | None = None
-        self._num_batches = self._num_moves = 0
-        self._num_steps: Array | None = None
+        self._num_unequal = 0
+        # Whether the loop over the batches is within a round.
+        self.in_round = False
 
     @property
     def num_followed(self) -> int:
         """How many there are."""
         return len(self._followed)
-
-    @property
-    def in_round(self) -> bool:
-        """Whether the loop over the batches is within a round."""
-        return self._seen is not None
 
     def add(self, followed: Followed) -> None:
         """Adds a scheduler."""
@@ -120,45 +114,44 @@ class Schedules:
         Raises:
             RuntimeError: if somebody else has stepped one.
         """
-        if self._seen is not None:
-            (rate,) = self._seen
-            self._num_batches += 1
-            self._num_moves += rate is not None and rate != self._rate()
+        self.in_round = True
         for followed in self._followed:
             followed.reach(epochs)
-        self._seen = (self._rate(),)
 
-    def end_round(self, num_steps: Array, epochs: float) -> None:
-        """Steps the schedulers up to the round's end, so that all ranks have one learning rate between rounds. Warns of one that
-        is stepped once a batch, where ranks make different numbers of steps.
+    def end_round(self, epochs: float) -> float:
+        """Steps the schedulers up to the round's end, so that all ranks have one learning rate between rounds, and returns that.
 
         Args:
-            num_steps: of each rank in the round, shape (world_size,).
             epochs: the place in the training at the round's end.
 
         Raises:
             RuntimeError: as :meth:`reach`.
         """
-        self._seen = None
+        self.in_round = False
         for followed in self._followed:
             followed.reach(epochs)
-        self._num_steps = num_steps + (0 if self._num_steps is None else self._num_steps)
-        has_scheduler = any(hasattr(self._optimizer.step, mark) for mark in _MARKS)
-        follows_steps = has_scheduler and self._num_moves > 0.5 * self._num_batches
-        least, most = float(self._num_steps.min()), float(self._num_steps.max())
-        if self._watches and follows_steps and most > max(_LEAST_STEPS, _UNEQUAL * least):
+        return self._rate()
+
+    def compare(self, rates: Array) -> None:
+        """Warns once of ranks whose learning rates differ between rounds, as where each steps a scheduler after its own batches.
+
+        Args:
+            rates: of the ranks, from :meth:`end_round`, shape (world_size,).
+        """
+        self._num_unequal = self._num_unequal + 1 if np.ptp(rates) > _UNEQUAL * np.abs(rates).max() else 0
+        if self._watches and self._num_unequal >= _MOST_ROUNDS:
             self._watches = False
             log.warning(
-                "a scheduler is stepped after each batch, but ranks make different numbers of steps (%s so far): the fast ones "
-                "come to the end of the schedule early. Take scheduler.step() out of the loop, and call "
-                "session.schedule(scheduler, steps_per_epoch=...) before it",
-                ", ".join(f"{n:.0f}" for n in np.asarray(self._num_steps)),
+                "the ranks' learning rates differ (%s): a scheduler that is stepped in the loop over the batches follows each "
+                "rank's own number of steps. Take scheduler.step() out of the loop, and call session.schedule(scheduler, "
+                "steps_per_epoch=...) before it",
+                ", ".join(f"{rate:.3g}" for rate in rates),
             )
 
-    def _rate(self) -> float | None:
+    def _rate(self) -> float:
         rate = self._optimizer.param_groups[0].get("lr")
-        # Reading it would wait for a GPU.
-        return None if rate is None or isinstance(rate, Tensor) else float(rate)
+        # To read a tensor would wait for a GPU.
+        return 0.0 if rate is None or isinstance(rate, Tensor) else float(rate)
 
 
 def schedule(self: Session, scheduler: LRScheduler, *, steps_per_epoch: float) -> None:
@@ -171,9 +164,11 @@ def schedule(self: Session, scheduler: LRScheduler, *, steps_per_epoch: float) -
             len(dataset) // (batch_size * world_size). A session's loader has no length.
 
     Raises:
-        TypeError: for a ReduceLROnPlateau, which follows a metric. ValueError: for a number that is not > 0.
-        RuntimeError: within the loop over the batches, or if a checkpoint that has the scheduler's state is loaded already.
+        TypeError: for a ReduceLROnPlateau, which follows a metric. ValueError: for a number that is not > 0 and finite.
+        RuntimeError: if the session is closed, within the loop over the batches, or if a checkpoint that has the scheduler's
+            state is loaded already.
     """
+    self._handed_out.check_not_closed()
     if self._schedules.in_round:
         raise RuntimeError("session.schedule was called within the loop over the batches: call it once, before the loop")
     if not isinstance(scheduler, LRScheduler):
@@ -183,8 +178,8 @@ def schedule(self: Session, scheduler: LRScheduler, *, steps_per_epoch: float) -
             "schedule: a ReduceLROnPlateau follows a metric, not steps: call its step(metric), with the same metric on every "
             "rank, from a function in session.records"
         )
-    if not steps_per_epoch > 0:
-        raise ValueError(f"schedule: steps_per_epoch must be > 0, got {steps_per_epoch}")
+    if not (isinstance(steps_per_epoch, Real) and 0 < steps_per_epoch < math.inf):
+        raise ValueError(f"schedule: steps_per_epoch must be a number > 0, got {steps_per_epoch!r}")
     followed = Followed(scheduler, steps_per_epoch)
     # First, as a state that cannot be saved is refused.
     self.register_state(f"schedule {self._schedules.num_followed + 1}", followed)

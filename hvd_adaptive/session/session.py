@@ -308,6 +308,7 @@ class Session:
             ValueError: if the name is taken. TypeError: for a state, as it is now, that cannot be saved. RuntimeError: if a
                 checkpoint that has a state of this name is loaded already.
         """
+        self._handed_out.check_not_closed()
         self._state.register(name, value, shared=shared)
 
     def state_dict(self) -> dict[str, Any]:
@@ -355,9 +356,9 @@ class Session:
         stats.num_updates, stats.lr = stats.num_samples / stats.batch_size, self._lr.applied_lr
         stats.train_s = self.train_s + time.perf_counter() - self._round_start
         self._strategy.take_foreign_seconds()
-        gathered, weight, stats.payload_bytes = self._strategy.end_round(stats)
+        _, weight, stats.payload_bytes = self._strategy.end_round(stats)
         self.ledger = self.ledger.advance(num_samples, dataset_size)
-        self._schedules.end_round(gathered["num_steps"], min(end, self._progress(dataset_size)))
+        stats.base_lr = self._schedules.end_round(min(end, self._progress(dataset_size)))
         self.num_samples += num_samples
         every, number = self.config.hash_interval, self.round + 1
         # Also after rounds 1, 2, 4, ...: the loop's mistakes show early. Merges of ``local`` find them by themselves.
@@ -371,6 +372,7 @@ class Session:
         final = stats.gather(self.transport.allgather_stats)
         self.train_s, self._round_start = float(final["train_s"].max()), 0.0
         self.preempted = int(final["preempted"].max())
+        self._schedules.compare(final["base_lr"])
         self._stop = bool(final["stop"].any()) or self.preempted > 0
         stats.stop -= float(final["stop"][self.rank])  # A wish that came since then is for the next round.
         record = RoundRecord.of(

@@ -325,7 +325,8 @@ class SyncOptimizer(Optimizer):
         if self._is_closed:
             self._inner.step(closure)
             return
-        refuse_closure((self, closure), {}, "strategy 'sync'", "as no other rank waits for gradients that it computes")
+        why = "as no other rank waits for gradients that it computes. LBFGS and SAM need strategy 'local'"
+        refuse_closure((self, closure), {}, "strategy 'sync'", why)
         self._is_untouched = False
         if not self.step_due:
             return

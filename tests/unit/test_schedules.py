@@ -27,6 +27,7 @@ SCHEDULERS: dict[str, Any] = {
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, EPOCHS * STEPS_PER_EPOCH),
     "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=EPOCHS * STEPS_PER_EPOCH),
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "step": lambda o: lr_scheduler.StepLR(o, 5, 0.8),
     "sequence": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, total_iters=10), lr_scheduler.CosineAnnealingLR(o, 80)], milestones=[10]
     ),
@@ -218,18 +219,24 @@ def test_what_cannot_be_followed_is_refused() -> None:
             session.schedule(lr_scheduler.ReduceLROnPlateau(session.optimizer), steps_per_epoch=1)
         with pytest.raises(TypeError, match=r"must be one of torch\.optim\.lr_scheduler, got function"):
             session.schedule(lambda: None, steps_per_epoch=1)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="steps_per_epoch must be > 0, got 0"):
-            session.schedule(SCHEDULERS["cosine"](session.optimizer), steps_per_epoch=0)
+        for number in (0, math.inf, math.nan, "5"):
+            with pytest.raises(ValueError, match=f"steps_per_epoch must be a number > 0, got {number!r}"):
+                session.schedule(SCHEDULERS["cosine"](session.optimizer), steps_per_epoch=number)  # type: ignore[arg-type]
         scheduler = SCHEDULERS["cosine"](session.optimizer)
         scheduler.of_its_own = object()
         with pytest.raises(TypeError, match="register_state: "):
             session.schedule(scheduler, steps_per_epoch=1)
         assert session._schedules.num_followed == 0
+        session.close()
+        with pytest.raises(RuntimeError, match="this Session is closed"):
+            session.schedule(SCHEDULERS["cosine"](session.optimizer), steps_per_epoch=1)
 
     LocalWorld(1).run(run)
 
 
-@pytest.mark.parametrize(("name", "slowdown", "warns"), [("cosine", "1,3", True), ("cosine", None, False)])
+@pytest.mark.parametrize(
+    ("name", "slowdown", "warns"), [("cosine", "1,3", True), ("step", "1,3", True), ("cosine", None, False)]
+)
 def test_steps_by_hand_on_unequal_ranks_are_told_of(
     name: str, slowdown: str | None, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -237,4 +244,4 @@ def test_steps_by_hand_on_unequal_ranks_are_told_of(
     config = Config(batch_size=8, mega_batch=100, slowdown=slowdown, dispatch=dispatch)
     with caplog.at_level(logging.WARNING):
         LocalWorld(2).run(lambda t: train(t, config, name=name, schedule=False))
-    assert ("a scheduler is stepped after each batch" in caplog.text) == warns
+    assert ("the ranks' learning rates differ" in caplog.text) == warns
