@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Between rounds the ranks' learning rates may differ by this part, and by more in fewer rounds than this: ranks that are alike may
-# be a step apart.
+# Between rounds the ranks' learning rates may differ by this part, and by more in fewer rounds than this, as ranks that are alike
+# may be a step apart.
 _UNEQUAL, _MOST_ROUNDS = 0.1, 2
 
 
