@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 # Between rounds the ranks' learning rates may differ by this part, and by more in fewer rounds than this, as ranks that are alike
 # may be a step apart.
-_UNEQUAL, _MOST_ROUNDS = 0.1, 2
+_UNEQUAL, _MOST_ROUNDS = 0.1, 3
 
 
 class Followed:

@@ -3,7 +3,7 @@
 It may mix samples, take negatives from the batch, or scale it by its own statistics. Then a batch of another size is another one.
 One that may change something when it is called, as a generator of random numbers or a list of its own, is not tried.
 It is tried where the batches are made, as in a worker: on two samples, on those with one of them twice, and on each alone; and on
-the first batch backwards. Samples of one length show no order by length, so the names that it uses count as well.
+some samples backwards. Samples of one length show no order by length: then the names that it uses decide.
 """
 
 from __future__ import annotations
@@ -36,20 +36,35 @@ _COUNTS = (3, 3, 2, 2, 2)
 
 
 # What puts samples into another order.
-_ORDERING = {"sort", "sorted", "argsort", "lexsort", "reverse", "reversed", "shuffle", "randperm", "permutation"}
+_ORDERING = {
+    "sort", "sorted", "argsort", "lexsort", "nlargest", "nsmallest", "reverse", "reversed", "shuffle", "sample", "randperm",
+    "permutation",
+}  # fmt: skip
+# Samples that are tried backwards, and their bytes.
+_MOST_TRIED, _MOST_BYTES = 8, 1 << 24
 
 
-class OddBatch(NamedTuple):
-    """A batch of a collate_fn that mixes samples, or puts them into another order, on its way from a worker."""
+class TriedBatch(NamedTuple):
+    """A batch of a collate_fn that was tried, on its way from a worker.
+
+    Attributes:
+        batch: as the script gets it.
+        is_mixed: samples are mixed.
+        is_reordered: they come in another order; None: that did not show.
+    """
 
     batch: Any
     is_mixed: bool
-    is_reordered: bool
+    is_reordered: bool | None
+
+
+def _is_plain(collate: Any) -> bool:
+    return collate is default_collate or collate is default_convert
 
 
 def watched(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a collate_fn that gives an :class:`OddBatch` the first time if it mixes samples or changes their order."""
-    if collate in (default_collate, default_convert):
+    """Returns a collate_fn that gives a :class:`TriedBatch` the first time if it can be tried."""
+    if _is_plain(collate):
         return collate
     try:
         is_changing = any(isinstance(value, _CHANGING) for value in _held_by(collate))
@@ -88,15 +103,22 @@ class _Watched:
             return self._collate(samples)
         self._is_known = True
         is_mixed = mixes_samples(self._collate, samples[0], samples[1])
-        is_reordered = reorders(self._collate, samples)
-        batch = self._collate(samples)
-        return OddBatch(batch, is_mixed, is_reordered) if is_mixed or is_reordered else batch
+        is_reordered = reorders(self._collate, samples[:_MOST_TRIED])
+        return TriedBatch(self._collate(samples), is_mixed, is_reordered)
 
 
 def may_reorder(collate: Any) -> bool:
-    """Whether a collate_fn, or a function of the script's that it calls, uses what sorts or shuffles."""
-    if collate in (default_collate, default_convert):
+    """Whether a collate_fn, or what it calls of the script's, uses what sorts or shuffles; also if that cannot be said."""
+    if _is_plain(collate):
         return False
+    try:
+        return _uses(collate, _ORDERING)
+    except Exception:
+        # A stranger's object may raise anything.
+        return True
+
+
+def _uses(collate: Any, wanted: set[str]) -> bool:
     to_do: list[tuple[Any, type | None]] = [(collate, None)]
     known = set[types.CodeType]()
     function: Any
@@ -104,6 +126,7 @@ def may_reorder(collate: Any) -> bool:
         function, owner = to_do.pop()
         while isinstance(function, functools.partial):
             function = function.func
+        called = list(getattr(getattr(function, "__self__", function), "__dict__", {}).values())
         if isinstance(function, types.MethodType):
             function, owner = function.__func__, type(function.__self__)
         elif isinstance(function, type):
@@ -116,16 +139,24 @@ def may_reorder(collate: Any) -> bool:
         known.add(function.__code__)
         names = _names_in(function.__code__)
         # Keys are sorted so that they come in one order.
-        if names & (_ORDERING - {"sorted"} if "keys" in names else _ORDERING):
+        if names & (wanted - {"sorted"} if "keys" in names else wanted):
             return True
-        called = [function.__globals__.get(name) for name in names]
+        called += [function.__globals__.get(name) for name in names]
+        modules = [module for module in called if isinstance(module, types.ModuleType)]
+        called += [vars(module).get(name) for module in modules for name in names]
         called += [inspect.getattr_static(owner, name, None) for name in names if owner is not None]
         with contextlib.suppress(ValueError):
             called += [cell.cell_contents for cell in function.__closure__ or ()]
         # A static method's function is within it.
         called = [getattr(other, "__func__", other) for other in called]
-        to_do += [(f, owner) for f in called if isinstance(f, types.FunctionType) and not is_installed(f.__code__.co_filename)]
+        to_do += [(other, owner) for other in called if _is_of_script(other)]
     return False
+
+
+def _is_of_script(value: Any) -> bool:
+    """Whether a value is a function of the script's, or an object of the script's that can be called."""
+    function = value if isinstance(value, types.FunctionType) else getattr(type(value), "__call__", None)  # noqa: B004
+    return isinstance(function, types.FunctionType) and not is_installed(function.__code__.co_filename)
 
 
 def _names_in(code: types.CodeType) -> set[str]:
@@ -134,30 +165,35 @@ def _names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*within)
 
 
-def reorders(collate: Callable[[Any], Any], samples: list[Any]) -> bool:
+def reorders(collate: Callable[[Any], Any], samples: list[Any]) -> bool | None:
     """Whether the rows of a batch are in another order than its samples: of the samples backwards it is not the batch backwards.
 
-    False as well for what draws random numbers, and for batches without a row for each sample.
+    None if that does not show: if random numbers are drawn, if there is no row for each sample, or if samples of one shape are in
+    order, which others need not be.
 
     Args:
         collate: makes a batch of a list of samples.
-        samples: of a batch.
+        samples: some.
     """
     try:
-        collate = _shallow(collate)
+        collate, copies = _shallow(collate), [_copied(sample) for sample in samples]
+        shapes = [_shapes(list(tensors_in([copy]))) for copy in copies]
+        if sum(tensor.nbytes for tensor in tensors_in([copies])) > _MOST_BYTES:
+            return None
         with warnings.catch_warnings(), random_numbers_kept() as are_drawn:
             warnings.simplefilter("ignore")
-            ahead, again, back = (
-                list(tensors_in([collate([_copied(sample) for sample in order])])) for order in (samples, samples, samples[::-1])
-            )
-            if are_drawn() or not _are_equal(ahead, again) or len(back) != len(ahead):
-                return False
-        is_long = [one.layout == torch.strided and one.shape[:1] == (len(samples),) and not _are_places(one) for one in ahead]
-        pairs = [(one, other) for one, other, is_row in zip(ahead, back, is_long, strict=True) if is_row]
-        return not all(_are_equal([one], [other.flip(0)]) for one, other in pairs)
+            # It may sort the list, or write into samples.
+            ahead, back = (list(tensors_in([collate([_copied(copy) for copy in order])])) for order in (copies, copies[::-1]))
+            if are_drawn() or len(back) != len(ahead):
+                return None
+        rows = [one.layout == torch.strided and one.shape[:1] == (len(samples),) and not _are_places(one) for one in ahead]
+        pairs = [(one, other) for one, other, is_row in zip(ahead, back, rows, strict=True) if is_row]
+        if not all(_are_equal([one], [other.flip(0)]) for one, other in pairs):
+            return True
+        return False if pairs and any(shape != shapes[0] for shape in shapes) else None
     except Exception:
         # Samples that cannot be copied, or no tensors.
-        return False
+        return None
 
 
 def _shallow(collate: Any) -> Any:

@@ -238,9 +238,6 @@ class Tracer(TorchFunctionMode):
                 kind = Kind.ROWS
             if kind is None or id(tensor) in ragged:
                 continue
-            if kind in (Kind.MEAN, Kind.SUM) and not tensor.dim():
-                # A loss, as for weights of tasks that are learnt.
-                found = self._made.needs_proof = True
             self.findings |= batch_statistics.findings_of_argument(tensor, kind)
             if new := places_of(tensor, number, self._num_samples):
                 found = True
@@ -280,6 +277,8 @@ class Tracer(TorchFunctionMode):
             self._look_at_pick(func, args, frame)
             if func is Tensor.__len__ and decides_by_length(frame, args[0]):
                 self.findings.add(Reason.SIZE_DECIDES)
+
+    # -- all else
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         given, results = list(tensors_in([args, kwargs])), list(tensors_in([result]))
@@ -379,6 +378,8 @@ class Tracer(TorchFunctionMode):
         is_long = tensor.dim() > 0 and tensor.shape[0] == self._num_samples
         is_inside = self.root is not None and (is_long or self._tape.is_made(tensor))
         return self._watching and (is_inside or self._made.kind(tensor) in (Kind.ROWS, Kind.CUT, Kind.SOME))
+
+    # -- being there
 
     def _go_on(self) -> None:
         if not self._hooks:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.tensors import tensors_in
@@ -20,8 +20,6 @@ _LOOKED_AT, _IN_USE, _LEAST_OLD = 16, 2, 2
 _NO_CHANCE = 16
 # A longer list has a part for each sample.
 _MOST_PARTS = 16
-# Values in a data set's lists that are looked through, in a few tenths of a second.
-_MOST_HELD = 1_000_000
 
 
 class FirstBatches:
@@ -36,7 +34,6 @@ class FirstBatches:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.has_other_shapes = False
-        self._loader = weakref.ref(loader)
         self._only_stacks = loader.collate_fn is default_collate
         self._has_own_batches = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
         # Of each part of a batch that had one value in every batch so far: these values.
@@ -85,26 +82,7 @@ class FirstBatches:
             return False
         # What refers to itself goes when Python looks for it.
         gc.collect()
-        kept = [tensor() for tensor in old]
-        loader = self._loader()
-        # A data set in memory may give out what it holds: that stays in any case.
-        return all(tensor is not None for tensor in kept) and (loader is None or not _holds(loader.dataset, kept))
-
-
-def _holds(dataset: Any, tensors: list[Any]) -> bool:
-    """Whether a data set holds one of some tensors, in lists and the like; False where it holds too much to look through."""
-    wanted = {id(tensor) for tensor in tensors}
-    todo, seen, num_parts = [dataset], {id(dataset)}, 0
-    while todo and num_parts < _MOST_HELD:
-        parts = gc.get_referents(todo.pop())
-        num_parts += len(parts)
-        for part in parts:
-            if id(part) in wanted:
-                return True
-            if id(part) not in seen and isinstance(part, (dict, list, tuple, set, Dataset)):
-                seen.add(id(part))
-                todo.append(part)
-    return False
+        return all(tensor() is not None for tensor in old)
 
 
 def _kinds_in(part: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:

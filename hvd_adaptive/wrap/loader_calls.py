@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from hvd_adaptive.wrap.collating import OddBatch, watched
+from hvd_adaptive.wrap.collating import TriedBatch, watched
 from hvd_adaptive.wrap.loaders import IndexStream
 from hvd_adaptive.wrap.reasons import Reason
 
@@ -68,10 +68,11 @@ def intercept_loaders(listener: Engine) -> None:
         except StopIteration:
             listener.exhausted(stream)
             raise
-        if isinstance(batch, OddBatch):
+        if isinstance(batch, TriedBatch):
             if batch.is_mixed:
                 stream.loader.reasons.add(Reason.COLLATED)
-            stream.loader.may_reorder |= batch.is_reordered
+            if batch.is_reordered is not None:
+                stream.loader.may_reorder = batch.is_reordered
             batch = batch.batch
         listener.delivered(stream, batch)
         return batch

@@ -18,6 +18,7 @@ from hvd_adaptive.wrap.decisions import assignments, functions_of, parse, scope_
 _NUMERIC = {"min", "max", "float", "int", "round", "abs", "sum", "pow"}
 # Of a tensor's methods.
 _CONVERTING = {"item", "tolist", "float", "double", "long", "int", "cpu", "detach"}
+_EXCHANGING = {"allreduce_", "allreduce_async_", "all_reduce", "broadcast_", "broadcast_async_", "broadcast"}
 _MOST_CALLS = 3
 
 
@@ -49,12 +50,13 @@ def _sets_rate(tree: ast.Module, scope: Any, asked: set[int]) -> bool:
         shared: set[str] = set()
         for function, names in level.items():
             values = list(assignments(function))
+            of_all = set(_exchanged(function))
             while True:
                 found = {
                     ast.unparse(target)
                     for target, value in values
                     if _is_made_of(value, names, asked) and not _is_rate(target)
-                }
+                } - of_all
                 if found <= names:
                     break
                 names = names | found
@@ -67,6 +69,13 @@ def _sets_rate(tree: ast.Module, scope: Any, asked: set[int]) -> bool:
             if not names <= known[function]:
                 level[function] = known[function] = known[function] | names
     return False
+
+
+def _exchanged(scope: Any) -> Iterator[str]:
+    """Yields what a function has the ranks add up in place, or tell each other: that is the same on all of them."""
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Call) and node.args and _name_of(node.func) in _EXCHANGING:
+            yield ast.unparse(node.args[0])
 
 
 def _called(functions: list[Any], scope: Any, names: set[str], asked: set[int]) -> Iterator[tuple[Any, set[str]]]:

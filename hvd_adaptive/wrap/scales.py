@@ -7,7 +7,6 @@ that stand in the script.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import deque
 from collections.abc import Callable
@@ -33,8 +32,8 @@ _SCALING = {
     *(f"{form}{name}" for form in ("", "r", "i") for name in ("mul", "div", "truediv", "pow")),
     "multiply", "divide", "true_divide", "float_power", "lerp", "addcmul", "addcdiv", "scale",
 }  # fmt: skip
-_OUT = {Tensor.item, Tensor.__float__}
-_MOST_FIGURES = 32
+_OUT = {Tensor.item, Tensor.__float__, Tensor.tolist}
+_MOST_FIGURES, _CLOSE = 32, 1e-6
 # Not torchvision, which may stand beside it.
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _AMP = f"{_TORCH}amp{os.sep}"
@@ -65,8 +64,9 @@ class Scales:
 
     def look(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Looks at a function that was called outside of any forward."""
-        if func in _OUT and type(result) is float and self._is_made(args[0]):
-            self._figures.append(result)
+        if func in _OUT and self._is_made(args[0]):
+            # A whole number is a count, of targets: see target_means.py.
+            self._figures.extend(abs(value) for value in _leaves(result) if type(value) is float and not value.is_integer())
             return
         given = list(_leaves([args, kwargs]))
         tensors = [value for value in given if isinstance(value, Tensor)]
@@ -80,7 +80,8 @@ class Scales:
                 self._new.update((tensor, True) for tensor in _leaves(result) if isinstance(tensor, Tensor))
             return
         self.may_count |= is_new
-        self.are_figures |= plain_name(func) in _SCALING and any(map(self._is_figure, given))
+        if plain_name(func) in _SCALING:
+            self.are_figures |= any(self._is_figure(value) and not _is_fixed(value) for value in given)
         # Torch's own code, as of distributions, has numbers of its own.
         if func not in LOSSES and not path.startswith(_TORCH):
             # Other whole numbers are places and dimensions.
@@ -88,14 +89,13 @@ class Scales:
             self.may_count |= any(isinstance(value, kinds) and not _is_fixed(value) for value in given)
 
     def _is_figure(self, value: Any) -> bool:
-        """Whether a number is one that was taken out of the batch's tensors, or a product or a quotient of two."""
-        # A whole number is a count, of targets: see target_means.py.
-        if type(value) is not float or value.is_integer() or not self._figures:
+        """Whether a number was taken out of the batch's tensors, or is a product or a quotient of two, nearly: a tiny number may
+        have been added."""
+        if type(value) is not float or value.is_integer():
             return False
-        of_two = (one * other for one in self._figures for other in self._figures)
-        ratios = (one / other for one in self._figures for other in self._figures if other)
-        inverse = (1 / one for one in self._figures if one)
-        return value in self._figures or value in itertools.chain(inverse, of_two, ratios)
+        own = np.array(self._figures)
+        made = np.concatenate([own, 1 / own, np.outer(own, own).ravel(), np.outer(own, 1 / own).ravel()])
+        return bool((np.abs(made - abs(value)) <= _CLOSE * abs(value)).any())
 
 
 def may_be_size(value: Any, num_samples: int) -> bool:

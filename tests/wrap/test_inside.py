@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from hvd_adaptive.wrap.forwards import Tracer
 from hvd_adaptive.wrap.kept_batches import FirstBatches
@@ -179,30 +179,6 @@ def test_batches_that_are_kept_and_shapes_that_vary(kind: Any) -> None:
     assert looks.are_kept()
     del kept[0], batch
     assert not looks.are_kept()
-
-
-class InMemory(Dataset):  # type: ignore[type-arg]
-    def __init__(self) -> None:
-        self.samples = [{"x": torch.zeros(3)} for _ in range(16)]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, row: int) -> Any:
-        return self.samples[row]
-
-
-def test_what_a_data_set_in_memory_gives_out_is_not_kept_by_the_script() -> None:
-    loader = DataLoader(InMemory(), batch_size=4, collate_fn=lambda samples: samples)
-    looks = FirstBatches(loader)
-    for batch in loader:
-        looks.delivered(batch)
-    assert not looks.are_kept()
-    looks, kept = FirstBatches(loader), []
-    for batch in loader:
-        kept.append([{"x": sample["x"].clone()} for sample in batch])
-        looks.delivered(kept[-1])
-    assert looks.are_kept()
 
 
 def test_a_tensor_for_each_sample_is_no_other_shape() -> None:
