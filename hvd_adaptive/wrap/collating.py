@@ -176,10 +176,10 @@ def reorders(collate: Callable[[Any], Any], samples: list[Any]) -> bool | None:
         samples: some.
     """
     try:
+        if sum(tensor.nbytes for tensor in tensors_in([samples])) > _MOST_BYTES:
+            return None
         collate, copies = _shallow(collate), [_copied(sample) for sample in samples]
         shapes = [_shapes(list(tensors_in([copy]))) for copy in copies]
-        if sum(tensor.nbytes for tensor in tensors_in([copies])) > _MOST_BYTES:
-            return None
         with warnings.catch_warnings(), random_numbers_kept() as are_drawn:
             warnings.simplefilter("ignore")
             # It may sort the list, or write into samples.
