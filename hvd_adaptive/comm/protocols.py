@@ -341,7 +341,7 @@ def attempt(world: Collectives, action: Callable[[], Result]) -> Result:
 
 
 def from_rank_0(world: Collectives, action: Callable[[], Result]) -> Result:
-    """Returns what a small question is answered on rank 0, which alone asks it; all ranks raise if that fails. COLLECTIVE.
+    """Has rank 0 alone do something, and returns its result, a small one, on all ranks; if it fails, all raise. COLLECTIVE.
 
     Raises:
         AgreedError: on all ranks, with the message.

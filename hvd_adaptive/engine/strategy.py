@@ -35,7 +35,8 @@ def refuse_closure(args: Sequence[Any], kwargs: dict[str, Any], option: str, why
         option: with which it does not go.
         why: what becomes of the gradients then.
     """
-    if (*args, kwargs.get("closure"))[1] is not None:
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is not None:
         raise ValueError(f"step() takes no closure with {option}, got one: call backward() before step(), {why}")
 
 

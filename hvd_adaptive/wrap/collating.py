@@ -112,13 +112,13 @@ def may_reorder(collate: Any) -> bool:
     if _is_plain(collate):
         return False
     try:
-        return _uses(collate, _ORDERING)
+        return _uses_ordering(collate)
     except Exception:
         # A stranger's object may raise anything.
         return True
 
 
-def _uses(collate: Any, wanted: set[str]) -> bool:
+def _uses_ordering(collate: Any) -> bool:
     to_do: list[tuple[Any, type | None]] = [(collate, None)]
     known = set[types.CodeType]()
     function: Any
@@ -139,7 +139,7 @@ def _uses(collate: Any, wanted: set[str]) -> bool:
         known.add(function.__code__)
         names = _names_in(function.__code__)
         # Keys are sorted so that they come in one order.
-        if names & (wanted - {"sorted"} if "keys" in names else wanted):
+        if names & (_ORDERING - {"sorted"} if "keys" in names else _ORDERING):
             return True
         called += [function.__globals__.get(name) for name in names]
         modules = [module for module in called if isinstance(module, types.ModuleType)]
@@ -178,12 +178,13 @@ def reorders(collate: Callable[[Any], Any], samples: list[Any]) -> bool | None:
     try:
         if sum(tensor.nbytes for tensor in tensors_in([samples])) > _MOST_BYTES:
             return None
-        collate, copies = _shallow(collate), [_copied(sample) for sample in samples]
-        shapes = [_shapes(list(tensors_in([copy]))) for copy in copies]
+        collate, shapes = _shallow(collate), [_shapes(list(tensors_in([sample]))) for sample in samples]
         with warnings.catch_warnings(), random_numbers_kept() as are_drawn:
             warnings.simplefilter("ignore")
             # It may sort the list, or write into samples.
-            ahead, back = (list(tensors_in([collate([_copied(copy) for copy in order])])) for order in (copies, copies[::-1]))
+            ahead, back = (
+                list(tensors_in([collate([_copied(sample) for sample in order])])) for order in (samples, samples[::-1])
+            )
             if are_drawn() or len(back) != len(ahead):
                 return None
         rows = [one.layout == torch.strided and one.shape[:1] == (len(samples),) and not _are_places(one) for one in ahead]

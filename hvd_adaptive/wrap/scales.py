@@ -7,6 +7,7 @@ that stand in the script.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable
@@ -23,15 +24,17 @@ from hvd_adaptive.wrap.losses import LOSSES, plain_name
 from hvd_adaptive.wrap.sizes import Ratio, Size, caller_frame, calling_frame, is_size
 from hvd_adaptive.wrap.tape import RANDOM
 
-_ARITHMETIC = {
-    *(f"{form}{name}" for form in ("", "r", "i") for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "pow", "mod")),
-    "subtract", "multiply", "divide", "true_divide", "floor_divide", "float_power", "remainder", "lerp", "addcmul", "addcdiv",
-    "clamp", "clip", "clamp_min", "clamp_max", "where", "maximum", "minimum", "fill", "masked_fill", "xlogy", "scale",
-}  # fmt: skip
 _SCALING = {
     *(f"{form}{name}" for form in ("", "r", "i") for name in ("mul", "div", "truediv", "pow")),
     "multiply", "divide", "true_divide", "float_power", "lerp", "addcmul", "addcdiv", "scale",
 }  # fmt: skip
+_ARITHMETIC = {
+    *_SCALING,
+    *(f"{form}{name}" for form in ("", "r", "i") for name in ("add", "sub", "floordiv", "mod")),
+    "subtract", "floor_divide", "remainder", "clamp", "clip", "clamp_min", "clamp_max", "where", "maximum", "minimum", "fill",
+    "masked_fill", "xlogy",
+}  # fmt: skip
+# What takes numbers out of a tensor; how many of them are remembered, and how near to one a number is that one.
 _OUT = {Tensor.item, Tensor.__float__, Tensor.tolist}
 _MOST_FIGURES, _CLOSE = 32, 1e-6
 # Not torchvision, which may stand beside it.
@@ -66,7 +69,8 @@ class Scales:
         """Looks at a function that was called outside of any forward."""
         if func in _OUT and self._is_made(args[0]):
             # A whole number is a count, of targets: see target_means.py.
-            self._figures.extend(abs(value) for value in _leaves(result) if type(value) is float and not value.is_integer())
+            numbers = (abs(value) for value in _leaves(result) if type(value) is float and math.isfinite(value))
+            self._figures.extend(number for number in numbers if not number.is_integer())
             return
         given = list(_leaves([args, kwargs]))
         tensors = [value for value in given if isinstance(value, Tensor)]
@@ -94,8 +98,10 @@ class Scales:
         if type(value) is not float or value.is_integer():
             return False
         own = np.array(self._figures)
-        made = np.concatenate([own, 1 / own, np.outer(own, own).ravel(), np.outer(own, 1 / own).ravel()])
-        return bool((np.abs(made - abs(value)) <= _CLOSE * abs(value)).any())
+        # A product may be too large. The script need not hear of it.
+        with np.errstate(all="ignore"):
+            made = np.concatenate([own, 1 / own, np.outer(own, own).ravel(), np.outer(own, 1 / own).ravel()])
+            return bool((np.abs(made - abs(value)) <= _CLOSE * abs(value)).any())
 
 
 def may_be_size(value: Any, num_samples: int) -> bool:

@@ -83,6 +83,16 @@ def test_steps_that_only_look_odd(step: Any) -> None:
     assert not tracer.findings and tracer.num_forwards == 1
 
 
+@pytest.mark.filterwarnings("error")
+def test_numbers_that_cannot_be_multiplied_are_looked_at_in_silence() -> None:
+    def step(model: Model, x: Tensor, y: Tensor) -> None:
+        for scale in (1e300, 1e-300, float("nan"), float("inf")):
+            (x.double().sum() * scale).item()
+        (F.cross_entropy(model(x), y) * 1.5).backward()
+
+    assert not trace(step).findings
+
+
 @pytest.mark.parametrize(
     ("step", "reason"),
     [
