@@ -5,9 +5,9 @@
     mpirun -np 2 --bind-to none python examples/existing_script.py
     hvd-adaptive run -np 2 examples/existing_script.py
 
-Compare them on ranks of unequal speed, which `--slowdown` emulates. `--shares 1,1` leaves the script as it is:
+Compare them on ranks of unequal speed, which `--slowdown` emulates. `--shares equal` leaves the script as it is:
 
-    hvd-adaptive run -np 2 --slowdown 1,3 --shares 1,1 examples/existing_script.py
+    hvd-adaptive run -np 2 --slowdown 1,3 --shares equal examples/existing_script.py
     hvd-adaptive run -np 2 --slowdown 1,3 examples/existing_script.py
 """
 

@@ -9,7 +9,7 @@ Horovod is image_classification_horovod.py:
 Compare them on ranks of unequal speed, which `--slowdown` emulates, by the time to the same held-out accuracy:
 
     mpirun -np 2 --bind-to none python examples/image_classification.py --slowdown 1,3 --target 0.95
-    hvd-adaptive run -np 2 --slowdown 1,3 --shares 1,1 examples/image_classification_horovod.py --target 0.95
+    hvd-adaptive run -np 2 --slowdown 1,3 --shares equal examples/image_classification_horovod.py --target 0.95
 """
 
 import argparse

@@ -6,7 +6,7 @@
 Compare them on ranks of unequal speed, which `--slowdown` emulates, by the time to the same held-out bits a byte:
 
     mpirun -np 2 --bind-to none python examples/language_model.py --slowdown 1,3 --target 3.7
-    hvd-adaptive run -np 2 --slowdown 1,3 --shares 1,1 examples/language_model_horovod.py --target 3.7
+    hvd-adaptive run -np 2 --slowdown 1,3 --shares equal examples/language_model_horovod.py --target 3.7
 """
 
 import argparse

@@ -6,7 +6,7 @@
 Compare them on ranks of unequal speed, which `--slowdown` emulates, by the time to the same held-out accuracy:
 
     mpirun -np 2 --bind-to none python examples/own_loop.py --slowdown 1,3 --target 0.7
-    hvd-adaptive run -np 2 --slowdown 1,3 --shares 1,1 examples/own_loop_horovod.py --target 0.7
+    hvd-adaptive run -np 2 --slowdown 1,3 --shares equal examples/own_loop_horovod.py --target 0.7
 """
 
 import argparse
