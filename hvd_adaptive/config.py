@@ -227,8 +227,8 @@ class Config:
     )
     merges_per_round: int | None = option(
         None,
-        "merge the whole model so often in a round, all but the last time beside the next steps (default: 1; in Session 8 for "
-        "torch's Adam and its kin on ranks of like speeds, where merges take long and nothing sets the length of rounds)",
+        "merge the whole model so often in a round, all but the last time beside the next steps (default: 1; in Session up to 8 "
+        "for torch's Adam and its kin on ranks of like speeds, where merges take long and nothing sets the length of rounds)",
         strategy=_LOCAL,
     )
     merge_fragments: int = option(
