@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs all tests, after the set-up where it is needed. --quick leaves out those marked slow, and those that start ranks.
 # Other arguments go to pytest, which then takes one test after the other:
-#   scripts/test.sh -k dispatch        scripts/test.sh tests/core
+#   scripts/test.sh -k dispatch        scripts/test.sh tests/unit
 # --store-durations writes tests/durations.json anew, by which the workers take first what takes longest.
 set -euo pipefail
 
