@@ -41,7 +41,7 @@ from hvd_adaptive.cli.streams import (
 )
 from hvd_adaptive.cluster.binding import read_launcher
 from hvd_adaptive.cluster.last_checkpoint import describe_newest
-from hvd_adaptive.cluster.output import refuse
+from hvd_adaptive.cluster.output import refuse, say
 from hvd_adaptive.cluster.relaunch import relaunch
 from hvd_adaptive.config import Config
 from hvd_adaptive.exit_codes import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PREEMPTED
@@ -212,7 +212,7 @@ def _start_ranks(
         after = f" after {why} (ranks name the signal by which their launcher passed it on)" if why else ""
         # The terminal may be closed, or the disk full.
         with contextlib.suppress(OSError):
-            print(f"hvd-adaptive: the job ended with exit code {code}{after}; {saved}", file=sys.stderr, flush=True)
+            say(f"the job ended with exit code {code}{after}; {saved}")
     return code
 
 
@@ -235,7 +235,7 @@ def _submit(arguments: list[str]) -> int:
                 check_files_early(train)
             except ValueError as error:
                 # It may change until the job starts, and nodes may have what this host has not.
-                print(f"hvd-adaptive: warning: if the job started now on this host, it would end with: {error}", file=sys.stderr)
+                say(f"warning: if the job started now on this host, it would end with: {error}")
             if config.backend == "torch":
                 raise ValueError("submit: what it writes starts ranks for Horovod: leave backend 'torch' out")
         else:

@@ -22,6 +22,7 @@ from hvd_adaptive.cli.option_sources import (
     with_config_file,
 )
 from hvd_adaptive.cluster.binding import read_launcher
+from hvd_adaptive.cluster.output import say
 from hvd_adaptive.config import Config
 from hvd_adaptive.exit_codes import EXIT_BAD_INPUT
 from hvd_adaptive.validation import parse_slowdown
@@ -146,10 +147,7 @@ def run(options: argparse.Namespace, config: RunConfig) -> int:
     misplaced = [text for text in options.arguments if text.partition("=")[0] in own]
     # As argparse ends a script.
     if code == EXIT_BAD_INPUT and misplaced and not read_launcher(os.environ).rank:
-        print(
-            f"hvd-adaptive: {', '.join(misplaced)}: options of run go before the script: run [options] {options.script}",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        say(f"{', '.join(misplaced)}: options of run go before the script: run [options] {options.script}")
     return code
 
 

@@ -11,6 +11,7 @@ import select
 import sys
 from typing import Any
 
+from hvd_adaptive.cluster.output import say
 from hvd_adaptive.exit_codes import EXIT_NO_READER
 
 
@@ -89,7 +90,7 @@ def tell_of_output(error: OutputError) -> int:
     """Says that the output is cut off; returns the exit code. A reader that has enough, as `head`, is no error to speak of."""
     if error.errno == errno.EPIPE:
         return EXIT_NO_READER
-    print(f"hvd-adaptive: error: {error.strerror}: it is cut off; make room, or write elsewhere", file=sys.stderr, flush=True)
+    say(f"error: {error.strerror}: it is cut off; make room, or write elsewhere")
     return 1
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from hvd_adaptive.cli.arguments import Parser
 from hvd_adaptive.cluster.batch_script import BatchScript, Component, render
+from hvd_adaptive.cluster.output import say
 
 USAGE = "hvd-adaptive submit [options] [: options of a second component ...] -- train|run ..."
 _EXAMPLES = """examples:
@@ -72,10 +73,9 @@ def submit(arguments: Sequence[str], check_command: Callable[[Sequence[str], int
     text = render(script)
     environment = script.venv or os.environ.get("VENV") or ".venv"
     if not os.path.exists(os.path.join(environment, "bin", "activate")):
-        print(
-            f"hvd-adaptive: warning: {environment}/bin/activate, which the script reads, is not there: name the environment with "
-            f"--venv or VENV; this one is {sys.prefix}",
-            file=sys.stderr,
+        say(
+            f"warning: {environment}/bin/activate, which the script reads, is not there: name the environment with --venv or "
+            f"VENV; this one is {sys.prefix}"
         )
     print(text, end="", flush=True)
     if options.output:

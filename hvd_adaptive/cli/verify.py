@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvd_adaptive.cli.arguments import NUM_RANKS, without_options
+from hvd_adaptive.cluster.output import say
 from hvd_adaptive.cluster.relaunch import relaunch
 from hvd_adaptive.exit_codes import EXIT_PROBLEMS
 from hvd_adaptive.wrap.run_options import RunConfig
@@ -68,11 +69,11 @@ def verify(options: argparse.Namespace, arguments: Sequence[str], config: RunCon
     with tempfile.TemporaryDirectory() as folder:
         found = []
         for number, (name, part) in enumerate((("equal batches", "equal"), (f"shares {shares}", shares)), 1):
-            _say(f"verify: run {number} of 2, with {name}")
+            _say(f"run {number} of 2, with {name}")
             file = Path(folder) / f"{number}.npz"
             code = relaunch(num_ranks, ["run", "--shares", part, _FILE, str(file), *rest])
             if code:
-                _say(f"verify: run {number}, with {name}, ended with exit code {code}")
+                _say(f"run {number}, with {name}, ended with exit code {code}")
                 return code
             if not file.exists():
                 raise RuntimeError(
@@ -82,7 +83,7 @@ def verify(options: argparse.Namespace, arguments: Sequence[str], config: RunCon
                 found.append(dict(values))
     is_same, lines = judge(*found)
     for line in lines:
-        _say(f"verify: {line}")
+        _say(line)
     return 0 if is_same else EXIT_PROBLEMS
 
 
@@ -167,4 +168,4 @@ def _differences(one: Any, other: Any) -> tuple[Any, Any]:
 
 def _say(text: str) -> None:
     sys.stdout.flush()
-    print(f"hvd-adaptive: {text}", file=sys.stderr, flush=True)
+    say(f"verify: {text}")

@@ -1,4 +1,4 @@
-"""What a job's ranks write: shown at once, and read line by line; and what one of them says for all."""
+"""What this package tells people; and what a job's ranks write: shown at once, and read line by line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from collections.abc import Callable, Iterator
 from hvd_adaptive.exit_codes import EXIT_BAD_INPUT
 
 _OTHERS_LATER_S = 5.0
+
+
+def say(text: object) -> None:
+    """Tells people something, in a line on standard error that says whose word it is."""
+    # In one piece: other ranks write there as well.
+    sys.stderr.write(f"hvd-adaptive: {text}\n")
+    sys.stderr.flush()
 
 
 def refuse(reason: object, *, speaks: bool) -> int:
@@ -24,7 +31,7 @@ def refuse(reason: object, *, speaks: bool) -> int:
         The exit code.
     """
     if speaks:
-        print(f"hvd-adaptive: error: {reason}", file=sys.stderr, flush=True)
+        say(f"error: {reason}")
     else:
         time.sleep(_OTHERS_LATER_S)
     return EXIT_BAD_INPUT

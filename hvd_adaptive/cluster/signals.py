@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from hvd_adaptive.cluster.output import say
 from hvd_adaptive.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def pass_on(launcher: subprocess.Popen[bytes], number: int, in_order: bool, *, s
         time.sleep(_LONG_S)
         if launcher.poll() is None and _passed_on[launcher] == count:
             said = f"the launcher still runs {_LONG_S:.0f} s after the signal. A second signal ends the job at once"
-            print(f"hvd-adaptive: {said}; what is being saved is lost", file=sys.stderr, flush=True)
+            say(f"{said}; what is being saved is lost")
 
     # Not by a timer of the process, whose signal may come when it ends, and would be its end.
     threading.Thread(target=again, name="hvd_adaptive-stop-again", daemon=True).start()

@@ -12,7 +12,6 @@ import functools
 import logging
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hvd_adaptive.cluster.last_checkpoint import COMMIT, find_checkpoints, number_of
-from hvd_adaptive.cluster.output import refuse
+from hvd_adaptive.cluster.output import refuse, say
 from hvd_adaptive.comm.job_end import end_job
 from hvd_adaptive.comm.protocols import AgreedError, agree
 from hvd_adaptive.comm.script_world import ScriptWorld
@@ -156,7 +155,7 @@ class Commits:
         if path is not None:
             self._number = self._launched.commit = number_of(path)
             if rank == 0 and self._launched.launch == 1:
-                _say(f"goes on from commit {self._number} in {path.parent}")
+                say(f"goes on from commit {self._number} in {path.parent}")
             # What sync() sends is what was saved last; the callbacks follow a restore in Horovod, too.
             state.save()
             state.on_reset()
@@ -173,7 +172,7 @@ class Commits:
         except AgreedError as error:
             raise SystemExit(refuse(error, speaks=launched.rank == 0)) from error
         if launched.rank == 0:
-            _say(f"commits go to {launched.folder}")
+            say(f"commits go to {launched.folder}")
 
     def _take_folder(self) -> None:
         """Makes the folder this job's, on rank 0. Not before: a job that is refused leaves it as it was."""
@@ -265,10 +264,6 @@ def _abort() -> None:
     from mpi4py import MPI
 
     MPI.COMM_WORLD.Abort(EXIT_BAD_INPUT)
-
-
-def _say(text: str) -> None:
-    print(f"hvd-adaptive: {text}", file=sys.stderr, flush=True)
 
 
 def intercept_elastic(launched: Launched, note: Callable[[str], None]) -> None:

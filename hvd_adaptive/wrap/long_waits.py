@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hvd_adaptive.cluster.host import may_hang_at_fork
+from hvd_adaptive.cluster.output import say
 from hvd_adaptive.comm.protocols import Store
 
 # With unequal shares, which may be why.
@@ -23,11 +23,6 @@ _UNEQUAL_LIMIT_S = 60.0
 _SEEN = "long-wait"
 _NOWHERE = "no collective that is seen here"
 _MOST_NAMED = 8
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"hvd-adaptive: {text}\n")
-    sys.stderr.flush()
 
 
 class LongWaits:
@@ -38,7 +33,7 @@ class LongWaits:
         say: tells it.
     """
 
-    def __init__(self, limit_s: float, say: Callable[[str], None] = _say) -> None:
+    def __init__(self, limit_s: float, say: Callable[[str], None] = say) -> None:
         self._limit_s = limit_s
         self._say = say
         self._rank = 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvd_adaptive.cluster.output import say
 from hvd_adaptive.engine.device_copies import host_bytes, memory_of
 
 # Of the file; and the part of the folder's free space that it takes at most.
@@ -62,7 +62,7 @@ class RecordedGradients:
             # No space is left, or a rank has joined.
             done = False
             if self._file is not None:
-                print(f"hvd-adaptive: verify: later steps are compared less closely: {self._name}: {error}", file=sys.stderr)
+                say(f"verify: later steps are compared less closely: {self._name}: {error}")
         self._is_over = not done
         return done and all(p.grad is None or _is_dense(p.grad) for group in optimizer.param_groups for p in group["params"])
 

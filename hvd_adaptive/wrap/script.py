@@ -20,7 +20,7 @@ from torch import nn
 
 from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.cluster.binding import read_launcher, starts_alone
-from hvd_adaptive.cluster.output import refuse
+from hvd_adaptive.cluster.output import refuse, say
 from hvd_adaptive.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from hvd_adaptive.wrap.compilers import intercept_compile, intercept_graphs
 from hvd_adaptive.wrap.gradient_hooks import intercept_gradient_hooks
@@ -199,14 +199,13 @@ def run_script(
                 # The other ranks lose Horovod then, and each says that it has failed.
                 frames = [f for f in traceback.extract_tb(leave.__traceback__) if not is_installed(f.filename)]
                 where = f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-                sys.stderr.write(f"hvd-adaptive: rank {engine.rank} left the script with exit code {int(code)}{where}\n")
-                sys.stderr.flush()
+                say(f"rank {engine.rank} left the script with exit code {int(code)}{where}")
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
         for action in engine.on_failure:
             action()
         so_far = "; what was done so far:" if engine.rank == 0 and not engine.report.is_silent else ""
-        print(f"hvd-adaptive: rank {engine.rank} was interrupted by SIGINT (Ctrl-C){so_far}", file=sys.stderr, flush=True)
+        say(f"rank {engine.rank} was interrupted by SIGINT (Ctrl-C){so_far}")
     except BaseException as error:
         # Else it is another rank's fault, whom the launcher or the heartbeats name.
         if launched is not None and type(error).__name__ != "HorovodInternalError":
@@ -215,8 +214,7 @@ def run_script(
         is_scripts = type(error).__name__ != "HorovodInternalError" and not _is_own(error)
         if is_scripts and any(loader.fractions for loader in engine.report.loaders):
             tried = ", which the dry run tried" if engine.config.dry_run else ""
-            sys.stderr.write(f"hvd-adaptive: the error below came while ranks had unequal shares{tried}. {_EQUAL}\n")
-            sys.stderr.flush()
+            say(f"the error below came while ranks had unequal shares{tried}. {_EQUAL}")
         try:
             _tell_failure(engine)
         except RuntimeError as later:
@@ -268,8 +266,7 @@ def _tell_failure(engine: Engine) -> None:
 def _say_last(engine: Engine) -> None:
     store = engine.find_store()
     if not engine.report.is_silent and (store is None or not store.add(_FAILED, 0)):
-        said = "rank 0 was asked to end (SIGTERM from its launcher, as at Ctrl-C or for a lost rank); what was done so far:"
-        print(f"hvd-adaptive: {said}", file=sys.stderr, flush=True)
+        say("rank 0 was asked to end (SIGTERM from its launcher, as at Ctrl-C or for a lost rank); what was done so far:")
         print_report(engine)
 
 
