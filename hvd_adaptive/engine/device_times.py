@@ -39,11 +39,10 @@ class DeviceTimes:
         self.mark = self._clock.mark
         self.last_step: Moment | None = None
         self._unread: deque[_Entry] = deque()
-        self._last: Moment | None = None
         self._loss: Tensor | None = None
 
-    def add(self, target: Any, name: str, start: Moment) -> None:
-        """Adds the seconds from ``start`` until now to an attribute, now or once the device is through.
+    def add(self, target: Any, name: str, start: Moment) -> Moment:
+        """Adds the seconds from ``start`` until now to an attribute, now or once the device is through; returns the end.
 
         Args:
             target: has the attribute.
@@ -51,16 +50,16 @@ class DeviceTimes:
             start: from :attr:`mark`.
         """
         stop = self.mark()
-        if self._is_immediate:
-            setattr(target, name, getattr(target, name) + stop - start)
-            return
-        self._last = stop
 
         def count(seconds: float) -> None:
             setattr(target, name, getattr(target, name) + seconds)
 
-        self._unread.append((start, stop, count))
-        self.collect()
+        if self._is_immediate:
+            count(stop - start)
+        else:
+            self._unread.append((start, stop, count))
+            self.collect()
+        return stop
 
     def then(self, action: Callable[[], None]) -> None:
         """Calls ``action`` when all seconds added so far are known."""
@@ -103,11 +102,8 @@ class DeviceTimes:
             else:
                 loss = float(loss)
         stats.add_step(num_samples, work, loss, loss_weight)
-        if self._is_immediate:
-            stats.busy_s += self.mark() - start
-            return
-        self.add(stats, "busy_s", start)
-        self.last_step = self._last
+        stop = self.add(stats, "busy_s", start)
+        self.last_step = None if self._is_immediate else stop
 
     @torch.no_grad()
     def _add_loss(self, loss: Tensor, weight: float) -> None:
