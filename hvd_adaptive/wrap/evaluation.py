@@ -27,20 +27,20 @@ def evaluate(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if name in _RECURRENT:
         # The part that is dropped between layers.
         return func(*(0.0 if type(value) is float else value for value in args), **kwargs)
+    if name == "scaled_dot_product_attention":
+        return func(*args[:4], **(kwargs | {"dropout_p": 0.0}))
     try:
-        names = inspect.signature(func).parameters
+        signature = inspect.signature(func)
     except (TypeError, ValueError):
-        names = {}  # type: ignore[assignment]
-    if "training" in names or name == "scaled_dot_product_attention":
-        if name == "scaled_dot_product_attention":
-            return func(*args[:4], **(kwargs | {"dropout_p": 0.0}))
-        bound = inspect.signature(func).bind(*args, **kwargs)
-        bound.apply_defaults()
-        bound.arguments["training"] = False
-        if func is F.batch_norm and bound.arguments["running_mean"] is None:
-            return args[0]
-        return func(*bound.args, **bound.kwargs)
-    return func(*args, **kwargs)
+        return func(*args, **kwargs)
+    if "training" not in signature.parameters:
+        return func(*args, **kwargs)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    bound.arguments["training"] = False
+    if func is F.batch_norm and bound.arguments["running_mean"] is None:
+        return args[0]
+    return func(*bound.args, **bound.kwargs)
 
 
 def fits(whole: float, first: float, rest: float, part: float, *, adds_up: bool, weighs: bool) -> bool:
