@@ -63,12 +63,11 @@ def _value(value: Any, checksum: int, depth: int) -> int:
         return checksum
     if isinstance(value, (bool, int, float, str, bytes, range, type(None))):
         return zlib.crc32(repr(value).encode(), checksum)
-    if isinstance(value, Tensor):
-        flat = value.detach().reshape(-1) if value.layout == torch.strided else torch.empty(0)
-        probes = flat[:: max(1, flat.numel() // _NUM_PROBES)].tolist()
+    if isinstance(value, (Tensor, np.ndarray)):
+        is_dense = not isinstance(value, Tensor) or value.layout == torch.strided
+        flat = value.reshape(-1) if is_dense else torch.empty(0)
+        probes = flat[:: max(1, len(flat) // _NUM_PROBES)].tolist()
         return zlib.crc32(repr((tuple(value.shape), probes)).encode(), checksum)
-    if isinstance(value, np.ndarray):
-        return zlib.crc32(repr((value.shape, _spread(value.reshape(-1)))).encode(), checksum)
     if hasattr(value, "iloc") and hasattr(value, "shape"):
         # A table of pandas, or one of its columns.
         rows = [np.asarray(value.iloc[index]).tolist() for index in _places(len(value))]
@@ -90,7 +89,3 @@ def _value(value: Any, checksum: int, depth: int) -> int:
 
 def _places(length: int) -> range:
     return range(0, length, max(1, length // _NUM_PROBES))
-
-
-def _spread(values: Any) -> list[Any]:
-    return [values[index].item() if hasattr(values[index], "item") else values[index] for index in _places(len(values))]
