@@ -14,7 +14,6 @@ import copy
 import dis
 import functools
 import inspect
-import random
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,12 +24,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate, default_convert
 
-from hvd_adaptive.wrap.random_numbers import random_numbers_kept
+from hvd_adaptive.wrap.random_numbers import GENERATORS, random_numbers_kept
 from hvd_adaptive.wrap.sizes import is_installed
 from hvd_adaptive.wrap.tensors import tensors_in
 
-_RANDOM = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
-_CHANGING = (*_RANDOM, list, dict, set, collections.deque, np.ndarray, Tensor, Iterator)
+_CHANGING = (*GENERATORS, list, dict, set, collections.deque, np.ndarray, Tensor, Iterator)
 # Samples in each of the batches that are made.
 _COUNTS = (3, 3, 2, 2, 2)
 
@@ -83,7 +81,7 @@ def _held_by(collate: Any) -> Iterator[Any]:
         yield from (cell.cell_contents for cell in collate.__closure__ or ())
         # A table that all calls read is no reason.
         named = (collate.__globals__.get(name) for name in collate.__code__.co_names)
-        yield from (value for value in named if isinstance(value, _RANDOM))
+        yield from (value for value in named if isinstance(value, GENERATORS))
         if "STORE_GLOBAL" in {instruction.opname for instruction in dis.get_instructions(collate)}:
             yield []
     elif isinstance(collate, types.MethodType):

@@ -1,4 +1,4 @@
-"""The global generators of random numbers, as the script has them."""
+"""The global generators of random numbers, as the script has them, and the kinds of its own ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dis
-import random
 import zlib
 from array import array
 from collections import deque
@@ -16,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
 from hvd_adaptive.wrap.index_lists import as_list
-from hvd_adaptive.wrap.random_numbers import random_numbers_kept
+from hvd_adaptive.wrap.random_numbers import GENERATORS, random_numbers_kept
 from hvd_adaptive.wrap.reasons import Reason
 
 _MAX_DEPTH = 4
@@ -210,5 +209,4 @@ def _is_own_state(value: Any) -> bool:
     if isinstance(value, (np.ndarray, torch.Tensor)) and value.nbytes > _MOST_COPIED:
         raise ValueError("a large array")
     simple = (int, float, str, bool, type(None), list, dict, set, deque, array, bytearray, np.ndarray, torch.Tensor)
-    generators = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-    return isinstance(value, (*simple, *generators, Sampler)) or hasattr(value, "num_replicas")
+    return isinstance(value, (*simple, *GENERATORS, Sampler)) or hasattr(value, "num_replicas")

@@ -16,7 +16,7 @@ from torch.utils.data import Subset, get_worker_info
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from hvd_adaptive.wrap.noise_by_sample import NoiseBySample
-from hvd_adaptive.wrap.random_numbers import are_same_states, random_numbers_kept, random_states
+from hvd_adaptive.wrap.random_numbers import GENERATORS, are_same_states, random_numbers_kept, random_states
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 # How deep a data set's own objects are searched for generators.
@@ -136,7 +136,7 @@ class _Seeded:
 
 
 def _generators_of(value: Any, depth: int) -> Iterator[Any]:
-    if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)):
+    if isinstance(value, GENERATORS):
         yield value
     elif depth and isinstance(value, (list, tuple)) and len(value) < 100:
         for item in value:
