@@ -105,6 +105,7 @@ class ShareBalance:
 
     Attributes:
         is_sure: more than one look speaks for what :meth:`next` has returned.
+        is_trial: it has returned equal shares to try them for a look.
     """
 
     DEAD_BAND = 0.03
@@ -135,16 +136,11 @@ class ShareBalance:
         self._num_agreed, self._slowest, self._targets = 0, -1, np.zeros(world_size)
         self._num_steps = self._agreed_steps = 0.0
         self._looks_to_trial = self._trial_interval = self.FIRST_TRIAL
-        self._is_trial = self.is_sure = False
-
-    @property
-    def is_trial(self) -> bool:
-        """Whether :meth:`next` has returned equal shares to try them for a look."""
-        return self._is_trial
+        self.is_trial = self.is_sure = False
 
     def end_trial(self) -> None:
         """Gives a trial up, as equal shares are kept for another reason."""
-        self._is_trial = False
+        self.is_trial = False
 
     def learn(self, window: StepWindow) -> None:
         """Takes in the steps of a window, whose fields are of shape (world_size,)."""
@@ -190,12 +186,12 @@ class ShareBalance:
         """
         total, self.is_sure = float(sizes.sum()), False
         if ((sizes < lower * (1 - 1e-9)) | (sizes > upper * (1 + 1e-9))).any():
-            self._in_a_row, self._num_agreed, self._is_trial = 0, 0, False
+            self._in_a_row, self._num_agreed, self.is_trial = 0, 0, False
             return self.target(total, lower, upper)
         target = self.target(total, lower, np.minimum(upper, self.GROWTH * sizes))
-        if self._is_trial:
+        if self.is_trial:
             # It was tried against these, which many looks had found.
-            self._in_a_row, self._num_agreed, self._is_trial, self.is_sure = 0, 0, False, True
+            self._in_a_row, self._num_agreed, self.is_trial, self.is_sure = 0, 0, False, True
             return target
         gain = 1.0 - self._cost(target) / self._cost(sizes)
         slowest = int(self._model.seconds(sizes).argmax())
@@ -232,7 +228,7 @@ class ShareBalance:
         if self._looks_to_trial:
             return sizes.copy()
         self._trial_interval *= 2
-        self._looks_to_trial, self._is_trial = self._trial_interval, True
+        self._looks_to_trial, self.is_trial = self._trial_interval, True
         return equal
 
     def _cost(self, sizes: Array) -> float:
@@ -248,7 +244,7 @@ class ShareBalance:
             "in_a_row": self._in_a_row,
             "agreed": [self._num_agreed, self._slowest],
             "targets": self._targets.copy(),
-            "trial": [self._looks_to_trial, self._trial_interval, int(self._is_trial)],
+            "trial": [self._looks_to_trial, self._trial_interval, int(self.is_trial)],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -259,4 +255,4 @@ class ShareBalance:
         self._num_agreed, self._slowest = map(int, state["agreed"])
         self._targets = np.array(state["targets"], dtype=np.float64)
         self._looks_to_trial, self._trial_interval, is_trial = map(int, state["trial"])
-        self._is_trial = bool(is_trial)
+        self.is_trial = bool(is_trial)

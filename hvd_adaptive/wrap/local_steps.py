@@ -59,6 +59,7 @@ class LocalSteps:
 
     Attributes:
         copies: modules that are copies of others, as a moving average of the weights.
+        is_merging: a collective that is under way is a merge's own.
     """
 
     def __init__(
@@ -80,17 +81,12 @@ class LocalSteps:
         self._finder: Any = None
         # What the report tells, also of optimizers that are gone.
         self._logs: list[MergeLog] = []
-        self._merging = False
+        self.is_merging = False
         self._meetings: Meetings | None = None
         self._num_steps = 0
         self._num_merges = 0
         # Steps so far at the last eval() and state_dict().
         self._last_look: dict[str, int] = {}
-
-    @property
-    def is_merging(self) -> bool:
-        """Whether a collective that is under way is a merge's own."""
-        return self._merging
 
     def registered(self, optimizer: Any) -> None:
         """Takes over an optimizer that the script has wrapped."""
@@ -202,13 +198,13 @@ class LocalSteps:
 
     def goes_on(self) -> None:
         """The script goes on to a step, or to a wait for other ranks."""
-        if self._meetings is not None and not self._merging:
+        if self._meetings is not None and not self.is_merging:
             self._meetings.advance()
 
     def looked_at(self, kind: str, module: nn.Module) -> list[Merger]:
         """Returns what could be merged before the script validates or saves a model: optimizers with steps, all of whose
         parameters it has. Nothing where it does so at every step, as for a moving average of the weights."""
-        held = [] if self._merging else self._held_by(module)
+        held = [] if self.is_merging else self._held_by(module)
         if not held:
             return []
         before, self._last_look[kind] = self._last_look.get(kind), self._num_steps
@@ -341,11 +337,11 @@ class LocalSteps:
         return list(beside.values())
 
     def _run(self, action: Callable[[], None]) -> None:
-        self._merging = True
+        self.is_merging = True
         try:
             action()
         finally:
-            self._merging = False
+            self.is_merging = False
 
     def _find_root(self, module: nn.Module, args: Any) -> None:
         if module in self._modules:

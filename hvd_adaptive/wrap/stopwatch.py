@@ -41,12 +41,13 @@ class Stopwatch:
 
     Attributes:
         waiting_s: wall seconds that this rank has waited for other ranks so far.
+        is_waiting: this rank is within :meth:`waiting`.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.waiting_s = 0.0
         self._clock = clock
-        self._is_waiting = False
+        self.is_waiting = False
         self._waiting_clock_s = 0.0
         # Where the present stretch began, by the clock, and what had been waited until then.
         self._begin: tuple[float, float, Any] | None = None
@@ -54,11 +55,6 @@ class Stopwatch:
         self._rank = 0
         self._first_s: float | None = None
         self._device: torch.device | None = None
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether this rank is within :meth:`waiting`."""
-        return self._is_waiting
 
     def emulate(self, emulation: Slowdown, rank: int) -> None:
         """Stretches all that is measured from now on by this rank's factor, whose schedule begins with the first step."""
@@ -103,15 +99,15 @@ class Stopwatch:
     @contextmanager
     def waiting(self, what: str = "") -> Iterator[None]:
         """Marks a wait for other ranks, which does not count as computing; may be nested."""
-        if self._is_waiting:
+        if self.is_waiting:
             yield
             return
-        self._is_waiting = True
+        self.is_waiting = True
         begin_s, begin = time.perf_counter(), self._clock()
         try:
             yield
         finally:
-            self._is_waiting = False
+            self.is_waiting = False
             self.waiting_s += time.perf_counter() - begin_s
             self._waiting_clock_s += self._clock() - begin
 
