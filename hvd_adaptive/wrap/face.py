@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ def initialize(
     """
     if not script.is_intercepted():
         config = make_config()
-        script.print_report_at_exit(make_engine(config, script.start_world(config.stall_limit_s)))
+        atexit.register(script.print_report, make_engine(config, script.start_world(config.stall_limit_s)))
     import horovod.torch
 
     horovod.torch.init(*args, **options)

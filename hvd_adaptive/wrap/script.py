@@ -278,11 +278,6 @@ def print_report(engine: Engine) -> None:
         sys.stderr.flush()
 
 
-def print_report_at_exit(engine: Engine) -> None:
-    """As :func:`print_report`, when the process ends."""
-    atexit.register(print_report, engine)
-
-
 def _is_own(error: BaseException) -> bool:
     """Whether this package has raised an error itself, rather than a function that it has called for the script."""
     trace = error.__traceback__
