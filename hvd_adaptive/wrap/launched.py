@@ -16,7 +16,7 @@ from hvd_adaptive.session.supervised import Supervised
 STEADY_S = 60.0
 
 
-class Launched:
+class Launched(Supervised):
     """One launch of a supervised script, on this rank. Construct it when all is loaded and the script is to begin.
 
     Args:
@@ -31,20 +31,14 @@ class Launched:
     """
 
     def __init__(self, launch: int, memory: Path | None, folder: Path, job: str | None = None) -> None:
-        self.launch = launch
-        self.memory = memory
+        super().__init__(launch, memory)
         self.folder = folder
         self.job = job
         self.rank = 0
         self.commit = 0
-        self._supervised = Supervised(launch, memory)
-        self._supervised.mark("imports")
+        self.mark("imports")
         self._first_step_s: float | None = None
         self._is_steady = False
-
-    def mark(self, part: str) -> None:
-        """Ends a part of the start."""
-        self._supervised.mark(part)
 
     def stepped(self) -> None:
         """Takes note of an optimizer step or of a commit."""
@@ -52,7 +46,7 @@ class Launched:
         if self._first_step_s is None:
             self._first_step_s = now_s
             self.mark("first step")
-            self.say("step", commit=self.commit, seconds=self._supervised.parts_s)
+            self.say("step", commit=self.commit, seconds=self.parts_s)
         elif not self._is_steady and now_s - self._first_step_s >= STEADY_S:
             self._is_steady = True
             self.say("steady")
