@@ -194,12 +194,12 @@ class Report:
             trained = [other.kind for other in self.loaders if other.num_steps]
             is_validation = bool(trained) and loader.kind not in trained
             why = f"no optimizer step followed its batches{' (validation)' if is_validation else ''}"
-            if loader.reasons & {Reason.INTERLEAVED} or (loader.num_losses and any(other.num_steps for other in self.loaders)):
+            if Reason.INTERLEAVED in loader.reasons or (loader.num_losses and any(other.num_steps for other in self.loaders)):
                 why = "its batches go into steps together with those of another loader"
             elif loader.num_losses:
                 why = "no optimizer that is intercepted steps on its batches"
             return [f"  left alone: {loader.label}: {why}"]
-        if loader.num_steps and not loader.is_traced and not loader.reasons:
+        if not loader.is_traced and not loader.reasons:
             return [f"  not adaptive: {loader.label}, {loader.num_steps} steps, too few to see how it is used"]
         if loader.reasons:
             # What was seen too late: the script's updates were others for a while.
