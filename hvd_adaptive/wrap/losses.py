@@ -223,7 +223,7 @@ def _kind_of_rows(
     source = given[0][0]
     along = rows_dim(source, num_samples)
     if name in ("sum", "mean"):
-        dims = _dims(_argument(args, kwargs, 1, None), source)
+        dims = dims_of(name, args, kwargs, source)
         return Kind.ROWS if along not in dims else (Kind.SUM if name == "sum" else Kind.MEAN)
     if selects(func, args, num_samples):
         return Kind.CUT
@@ -232,11 +232,9 @@ def _kind_of_rows(
         is_product = len(given) == 1 and source.dim() > 1 and args[0] is source
         return Kind.ROWS if is_product or (batched and name in ("bmm", "matmul", "baddbmm")) else Kind.OTHER
     if name in _ALONG:
-        position, default = _ALONG[name]
         if name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
             return Kind.ROWS
-        dims = _dims(_argument(args, kwargs, position, default), source)
-        return Kind.ROWS if along not in dims else Kind.OTHER
+        return Kind.ROWS if along not in dims_of(name, args, kwargs, source) else Kind.OTHER
     if name == "cat":
         return Kind.ROWS if len(given) == len(list(args[0])) or _argument(args, kwargs, 1, 0) not in (0, along) else Kind.OTHER
     return Kind.ROWS if name in _ROWWISE else Kind.OTHER
@@ -252,7 +250,7 @@ def kind_of_some(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given
         return kinds.get(reduction(func, args, kwargs), Kind.CUT)
     name, source = plain_name(func), given[0][0]
     if name in ("sum", "mean"):
-        dims = _dims(_argument(args, kwargs, 1, None), source)
+        dims = dims_of(name, args, kwargs, source)
         if 0 not in dims:
             return Kind.SOME
         return Kind.CUT if len(dims) < source.dim() else Kind.SUM if name == "sum" else Kind.MEAN
@@ -290,10 +288,7 @@ def dims_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Te
 
 def dims_along(args: tuple[Any, ...], kwargs: dict[str, Any], place: tuple[int, Any], tensor: Tensor) -> set[int]:
     """Returns the dimensions that a function works along, given where the argument stands that says so, and its default."""
-    return _dims(_argument(args, kwargs, *place), tensor)
-
-
-def _dims(value: Any, tensor: Tensor) -> set[int]:
+    value = _argument(args, kwargs, *place)
     if value is None:
         return set(range(max(tensor.dim(), 1)))
     values = [value] if isinstance(value, int) else list(value)
