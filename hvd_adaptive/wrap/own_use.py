@@ -7,6 +7,7 @@ own gradients before it computes those that Horovod averages, as sharpness-aware
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_adaptive.wrap.compilers import is_reading
+from hvd_adaptive.wrap.graphs import walk
+from hvd_adaptive.wrap.inside import is_weight
 from hvd_adaptive.wrap.reasons import Reason
 
 
@@ -149,16 +152,8 @@ def intercept_own_use(own_use: OwnUse) -> None:
 
 def _leaves(losses: Sequence[Tensor]) -> list[Tensor]:
     """The leaves of autograd's graph."""
-    nodes, known, leaves = [loss.grad_fn for loss in losses], set(), []
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in known:
-            continue
-        known.add(node)
-        if node.name().endswith("AccumulateGrad"):
-            leaves.append(node.variable)  # type: ignore[attr-defined]
-        nodes.extend(following for following, _ in node.next_functions)
-    return leaves
+    nodes = walk([loss.grad_fn for loss in losses], sys.maxsize, lambda node: True)
+    return [node.variable for node in nodes if is_weight(node)]
 
 
 def _norm(tensor: Tensor) -> Tensor:
