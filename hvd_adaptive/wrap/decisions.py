@@ -40,7 +40,7 @@ def decides_by_length(frame: FrameType, value: Any) -> bool:
         for node in ast.walk(scope)
         if isinstance(node, ast.Call)
         and _is_length(node)
-        and node.lineno <= line <= (node.end_lineno or line)
+        and is_at(node, line)
         and _may_be(node.args[0], value, frame)
     }
     names = _names_of(scope, lengths)
@@ -97,7 +97,7 @@ def scales_by_length(frame: FrameType, number: float, is_batch: Callable[[Any], 
     for node in ast.walk(scope) if lengths else ():
         is_scaled = isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, (ast.Mult, ast.Div))
         is_scaled |= isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.strip("_") in _SCALING
-        if is_scaled and node.lineno <= line <= (node.end_lineno or 0):  # type: ignore[attr-defined]
+        if is_scaled and is_at(node, line):
             factors += [value for value in ast.iter_child_nodes(node) if isinstance(value, ast.expr)]
     values = [value_of(node, known) for node in factors if _comes_from(node, names, lengths, quotients=True)]
     return any(isinstance(value, (int, float)) and value == number for value in values)
@@ -135,8 +135,7 @@ def is_constant(frame: FrameType, number: float) -> bool:
 def _innermost(path: str, line: int) -> ast.AST:
     """The innermost statement or lambda around a line."""
     nodes = (node for node in ast.walk(parse(path) or ast.Module([], [])) if isinstance(node, (ast.stmt, ast.Lambda)))
-    around = [node for node in nodes if node.lineno <= line <= (node.end_lineno or 0)]
-    return max(around, key=lambda node: node.lineno, default=ast.Pass())
+    return max((node for node in nodes if is_at(node, line)), key=lambda node: node.lineno, default=ast.Pass())
 
 
 @functools.lru_cache(maxsize=64)
@@ -184,7 +183,7 @@ def value_of(node: ast.expr, known: dict[str, Any]) -> Any:
 
 
 def _divisor(node: ast.AST, line: int) -> ast.expr | None:
-    if not getattr(node, "lineno", line + 1) <= line <= (getattr(node, "end_lineno", None) or 0):
+    if not is_at(node, line):
         return None
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
         return node.right
@@ -226,9 +225,14 @@ def parse(path: str) -> ast.Module | None:
         return None
 
 
+def is_at(node: ast.AST, line: int) -> bool:
+    """Whether a line is one of a piece of source; none is of what has no place of its own, as a whole file."""
+    return bool(getattr(node, "lineno", line + 1) <= line <= getattr(node, "end_lineno", line))
+
+
 def scope_of(tree: ast.Module, line: int) -> _Scope:
     """The innermost function around a line."""
-    around = [function for function in functions_of(tree) if function.lineno <= line <= (function.end_lineno or 0)]
+    around = [function for function in functions_of(tree) if is_at(function, line)]
     # Of two that begin in one line, the later one is within the other.
     return max(enumerate(around), key=lambda item: (item[1].lineno, item[0]))[1] if around else tree
 

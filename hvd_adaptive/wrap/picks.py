@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hvd_adaptive.wrap.decisions import assignments, parse, scope_of, value_of
+from hvd_adaptive.wrap.decisions import assignments, is_at, parse, scope_of, value_of
 
 
 def number_of_pick(func: Any, args: tuple[Any, ...]) -> int:
@@ -81,7 +81,7 @@ def _is_in_long_loop(path: str, line: int) -> bool:
 
 def _loops_around(scope: ast.AST, line: int) -> Iterator[ast.expr]:
     for node in ast.walk(scope):
-        if line not in range(getattr(node, "lineno", 0), (getattr(node, "end_lineno", 0) or 0) + 1):
+        if not is_at(node, line):
             continue
         if isinstance(node, (ast.For, ast.AsyncFor)):
             yield node.iter

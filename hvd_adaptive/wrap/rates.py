@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from hvd_adaptive.wrap.decisions import assignments, functions_of, parse, scope_of
+from hvd_adaptive.wrap.decisions import assignments, functions_of, is_at, parse, scope_of
 
 _NUMERIC = {"min", "max", "float", "int", "round", "abs", "sum", "pow"}
 # Of a tensor's methods.
@@ -35,7 +35,7 @@ def sets_rate_by_size(path: str, line: int, *, is_count: bool = False) -> bool:
     if tree is None:
         return False
     scope = scope_of(tree, line)
-    asked = {id(node) for node in ast.walk(scope) if (_counts if is_count else _asks_size)(node) and line in _lines(node)}
+    asked = {id(node) for node in ast.walk(scope) if (_counts if is_count else _asks_size)(node) and is_at(node, line)}
     return bool(asked) and _sets_rate(tree, scope, asked)
 
 
@@ -141,7 +141,3 @@ def _counts(node: ast.AST) -> bool:
 
 def _name_of(func: ast.AST) -> str:
     return func.id if isinstance(func, ast.Name) else func.attr if isinstance(func, ast.Attribute) else ""
-
-
-def _lines(node: Any) -> range:
-    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
