@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hvd_adaptive.wrap.reasons import Reason
-from hvd_adaptive.wrap.sizes import is_size
+from hvd_adaptive.wrap.sizes import first_of, is_size
 
 
 class Kind(enum.Enum):
@@ -111,7 +111,7 @@ def cuts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequ
         return False
     name = getattr(func, "__name__", "")
     if name == "__getitem__":
-        first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+        first = first_of(args[1])
         if isinstance(first, (Tensor, list, range)):
             # A permutation, as of mixup, or a choice.
             return any(tensor.dim() == 0 or tensor.shape[0] != num_samples for tensor in results)
@@ -150,8 +150,7 @@ def mixes_inside(func: Any, args: tuple[Any, ...], results: Sequence[Tensor], nu
     if name == "masked_select":
         return True
     if name == "getitem" and len(args) > 1:
-        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return bool(parts) and _takes_some(parts[0], given[0], num_samples)
+        return _takes_some(first_of(args[1]), given[0], num_samples)
     if name == "index_select" and len(args) > 2 and args[1] == 0:
         return _takes_some(args[2], given[0], num_samples)
     if name in ("topk", "sort", "kthvalue") and given[0].dim() == 1 and given[0].numel() % num_samples == 0:

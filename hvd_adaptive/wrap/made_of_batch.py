@@ -94,8 +94,8 @@ class MadeOfBatch:
 
     def follow_row(self, func: Any, args: tuple[Any, ...], results: Iterable[Tensor]) -> None:
         """Takes note of a function that takes one sample's row, or makes something of such."""
-        if func is Tensor.__getitem__ and isinstance(_first(args[1]), int) and self.holds_samples(args[0]):
-            row = int(_first(args[1]))
+        if func is Tensor.__getitem__ and isinstance(sizes.first_of(args[1]), int) and self.holds_samples(args[0]):
+            row = int(sizes.first_of(args[1]))
         else:
             rows = {self._rows[id(tensor)] for tensor in tensors_in(args) if id(tensor) in self._rows}
             if not rows:
@@ -106,7 +106,7 @@ class MadeOfBatch:
     def mixes_rows(self, places: Any, value: Any) -> bool:
         """Whether what is written to a place of a tensor is made of other samples' rows than that one."""
         row = self._rows.get(id(value))
-        return row is not None and row != _first(places)
+        return row is not None and row != sizes.first_of(places)
 
     def fills_fixed_length(self, tensor: Tensor, places: Any, *, length_asked: bool) -> bool:
         """Whether places of a tensor are written that is not made of the batch, as many as that has samples."""
@@ -138,8 +138,3 @@ class MadeOfBatch:
             else:
                 found = True
         return found
-
-
-def _first(places: Any) -> Any:
-    """Returns the place along the first dimension."""
-    return places[0] if isinstance(places, tuple) and places else places

@@ -15,12 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from hvd_adaptive.wrap.decisions import assignments, is_at, parse, scope_of, value_of
+from hvd_adaptive.wrap.sizes import first_of
 
 
 def number_of_pick(func: Any, args: tuple[Any, ...]) -> int:
     """Returns how many samples a batch must have for a function that takes one of them by its number; 0: it takes none so."""
     if func is Tensor.__getitem__:
-        index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+        index = first_of(args[1])
     elif func is Tensor.select and len(args) > 2 and args[1] == 0:
         index = args[2]
     else:

@@ -218,9 +218,14 @@ def is_size(value: Any) -> bool:
     return isinstance(value, (Size, Ratio))
 
 
+def first_of(places: Any) -> Any:
+    """Returns what ``x[places]`` has for the first dimension."""
+    return places[0] if isinstance(places, tuple) and places else places
+
+
 def fills_by_length(places: Any, num_samples: int, *, length_asked: bool) -> bool:
     """Whether places are a stretch as long as the batch: a tensor of a fixed length that is filled so has no room for more."""
-    first = places[0] if isinstance(places, tuple) and places else places
+    first = first_of(places)
     if not isinstance(first, slice) or not isinstance(first.stop, int) or first.step is not None:
         return False
     start = 0 if first.start is None else first.start
