@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hvd_adaptive.cluster.host import is_crowded
 from hvd_adaptive.comm.horovod_wait import sleeping_wait
 from hvd_adaptive.wrap.collective_calls import intercept_collectives, of_optimizer, take_name
+from hvd_adaptive.wrap.process_sets import is_over_set
 from hvd_adaptive.wrap.reasons import Reason
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def intercept_horovod(listener: Engine, *, count_other_steps: bool = False) -> N
         listener.started(hvd.size(), hvd.rank())
 
     basics.init = init
-    _intercept_optimizer(listener, optimizer._DistributedOptimizer, hvd.global_process_set)
+    _intercept_optimizer(listener, optimizer._DistributedOptimizer)
     adasum = optimizer._DistributedAdasumOptimizer.__init__
 
     def adasum_init(self: Any, *args: Any, **options: Any) -> None:
@@ -111,14 +112,14 @@ def _count_other_steps(listener: Engine, adasum: Any) -> None:
     register_optimizer_step_post_hook(stepped)
 
 
-def _intercept_optimizer(listener: Engine, cls: Any, all_ranks: Any) -> None:
+def _intercept_optimizer(listener: Engine, cls: Any) -> None:
     construct, make_hook, synchronize, step = cls.__init__, cls._make_hook, cls.synchronize, cls.step
     set_passes = cls.set_backward_passes_per_step
 
     @functools.wraps(construct)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         construct(self, *args, **options)
-        if self.process_set is not all_ranks:
+        if is_over_set(self):
             listener.refuse(Reason.PROCESS_SET)
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         listener.registered(self, parameters)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hvd_adaptive.cluster.output import say
 from hvd_adaptive.engine.device_copies import host_bytes, memory_of
+from hvd_adaptive.wrap.process_sets import is_over_set
 
 # Of the file; and the part of the folder's free space that it takes at most.
 _MOST_BYTES, _PART = 4 << 30, 0.25
@@ -53,7 +54,7 @@ class RecordedGradients:
         from horovod.common.exceptions import HorovodInternalError
 
         # Only some ranks step with others.
-        self._is_over |= optimizer.process_set.process_set_id != 0
+        self._is_over |= is_over_set(optimizer)
         if self._is_over:
             return False
         try:

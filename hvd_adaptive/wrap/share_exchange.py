@@ -97,6 +97,33 @@ class Shares:
         for loader in self._report.loaders:
             loader.fractions = None
 
+    def refuse(self, reason: Reason) -> None:
+        """Takes note of something for which all shares must be equal."""
+        self.reasons.add(reason)
+        self._report.note(reason.value)
+
+    @property
+    def are_refused(self) -> bool:
+        """Whether every rank knows by itself of a reason for which optimizers run as in plain Horovod."""
+        # A process set's optimizer may be on some ranks only.
+        return bool(self._of_optimizers - {Reason.PROCESS_SET})
+
+    def agree_on_refusal(self) -> bool:
+        """Returns whether any rank knows of such a reason. COLLECTIVE."""
+        if self._world_size > 1 and not self.are_refused:
+            import horovod.torch as hvd
+
+            found = torch.tensor([float(Reason.PROCESS_SET in self.reasons)])
+            # A sum, as it works beside ranks that have joined.
+            if float(hvd.allreduce(found, name="hvd_adaptive.refused", op=hvd.Sum)):
+                self.refuse(Reason.PROCESS_SET)
+        return bool(self._of_optimizers)
+
+    @property
+    def _of_optimizers(self) -> set[Reason]:
+        # A join keeps shares equal, which only ranks with steps beside it know of; later optimizers go on after it.
+        return self.reasons - {Reason.JOIN}
+
     def tell_unencoded(self, optimizer: str) -> None:
         """Says in the report that an optimizer stays Horovod's own, if the options ask for encoded exchanges.
 

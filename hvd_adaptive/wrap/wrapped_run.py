@@ -26,7 +26,7 @@ from hvd_adaptive.wrap.local_steps import LocalSteps
 from hvd_adaptive.wrap.long_waits import LongWaits
 from hvd_adaptive.wrap.meter import Meter
 from hvd_adaptive.wrap.own_use import OwnUse
-from hvd_adaptive.wrap.process_sets import Refusal, is_over_set
+from hvd_adaptive.wrap.process_sets import is_over_set
 from hvd_adaptive.wrap.reasons import Reason
 from hvd_adaptive.wrap.run_options import BadOptions, RunConfig
 from hvd_adaptive.wrap.share_exchange import Shares
@@ -50,6 +50,7 @@ class Engine:
         own_use: watches what the script does with gradients by itself.
         micro_batches: calls the script's compiled modules; None: they are called as the script does.
         copied: is told of modules that are copies of others.
+        refuse: takes note of something for which all shares must be equal.
         on_start: called when Horovod has been initialized, on every rank.
         on_step: called after each step of a wrapped optimizer.
         on_failure: called on a rank whose script ends with an exit code other than 0.
@@ -75,7 +76,7 @@ class Engine:
         self.find_store: Callable[[], Store | None] = lambda: None
         self._make_emulation = make_emulation
         self._shares = Shares(config, self.report)
-        self._refusal = Refusal(self._shares.reasons, self.refuse, lambda: self.world_size)
+        self.refuse = self._shares.refuse
         self._loaders = KnownLoaders(self.report.loaders)
         self._weights, self._meter = GradientWeights(self._weigh), Meter()
         self._watch = Stopwatch(clock)
@@ -118,11 +119,6 @@ class Engine:
         self._waits.start(rank, world_size, self.find_store())
         if self.config.strategy == "local" and world_size > 1:
             self._local.meet_through(self.find_store(), world_size)
-
-    def refuse(self, reason: Reason) -> None:
-        """Takes note of something for which all shares must be equal."""
-        self._shares.reasons.add(reason)
-        self.report.note(reason.value)
 
     def joining(self) -> None:
         """Takes note of the script's hvd.join(); the ranks that go on see it in the next exchange.
@@ -181,7 +177,7 @@ class Engine:
         self._watch.trains(parameters)
         self.follower.trains(parameters)
         self.own_use.trains(parameters)
-        if self._refusal.is_known or is_over_set(optimizer):
+        if self._shares.are_refused or is_over_set(optimizer):
             self._shares.tell_unencoded(describe_optimizer(optimizer))
         elif self.config.strategy == "local":
             if self.world_size > 1 or self.config.merges_alone:
@@ -226,7 +222,7 @@ class Engine:
         stretches = [] if untimed or stretch is None else [part for part in (self._tail, stretch) if part is not None]
         tell_unencoded = lambda: self._shares.tell_unencoded(describe_optimizer(optimizer))  # noqa: E731
         if local:
-            local = self._local.begin_step(optimizer, stream, batches, refused=self._refusal.agree)
+            local = self._local.begin_step(optimizer, stream, batches, refused=self._shares.agree_on_refusal)
             if not local:
                 tell_unencoded()
                 self._weights.averages(optimizer)
@@ -242,7 +238,9 @@ class Engine:
         elif exchange:
             finish = self._shares.begin(self._fed_by, self._meter.take(), self.follower.rates)
         before_s = self._watch.waiting_s
-        by_horovod = not local and not self._encoded.synchronize(optimizer, refused=self._refusal.agree, tell=tell_unencoded)
+        by_horovod = not local and not self._encoded.synchronize(
+            optimizer, refused=self._shares.agree_on_refusal, tell=tell_unencoded
+        )
         if by_horovod:
             # One wait around those for each gradient, of which there may be hundreds.
             with self._watch.waiting():

@@ -58,7 +58,7 @@ def test_zero_grad_is_the_wrapped_optimizers_own(own: Any, options: dict[str, bo
 
     # As Horovod does, which makes a class of the optimizer's and its own methods.
     wrapped: Any = type("Wrapped", (own,), dict(vars(_DistributedOptimizer)))
-    _intercept_optimizer(None, wrapped, None)  # type: ignore[arg-type]
+    _intercept_optimizer(None, wrapped)  # type: ignore[arg-type]
     optimizer = object.__new__(wrapped)
     parameter = torch.nn.Parameter(torch.ones(2))
     own.__init__(optimizer, [parameter], lr=0.1)
@@ -77,7 +77,7 @@ def test_gradients_that_horovod_does_not_exchange_are_checked_as_its_own() -> No
 
     listener: Any = SimpleNamespace(accumulated=lambda optimizer: True, synchronize=lambda optimizer, action: True)
     wrapped: Any = type("Wrapped", (torch.optim.SGD,), dict(vars(_DistributedOptimizer)))
-    _intercept_optimizer(listener, wrapped, None)
+    _intercept_optimizer(listener, wrapped)
     optimizer = object.__new__(wrapped)
     parameter = torch.nn.Parameter(torch.ones(2))
     torch.optim.SGD.__init__(optimizer, [parameter], lr=0.1)
