@@ -93,14 +93,13 @@ def _main(arguments: list[str]) -> int:
             return 0
         if options.command == "doctor":
             return doctor(options, without_options(arguments, NUM_RANKS))
-        if options.command == "train":
-            configs = _train_configs(options)
+        if options.command == "run":
+            return _run_script(options, arguments)
         if options.command == "calibrate":
             configs = _train_configs(options)
             check_calibrate(configs[0], options.calibration_file, options.seconds)
-        if options.command == "run":
-            return _run_script(options, arguments)
-        if options.command == "train" and configs is not None:
+        if options.command == "train":
+            configs = _train_configs(options)
             if options.elastic:
                 return supervise_training(options, [*arguments, *_terminal_flag()], configs)
             check_only_elastic(options)

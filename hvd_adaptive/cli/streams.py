@@ -68,22 +68,25 @@ def set_up_streams() -> None:
 
 def flush_output() -> None:
     """Writes what is left, where standard output is ours; a script's may be closed or be anything."""
-    if isinstance(getattr(getattr(sys.stdout, "buffer", None), "raw", None), _Output):
+    if _own_output() is not None:
         sys.stdout.flush()
 
 
 def go_on_without_output() -> None:
     """Has the command go on where its output cannot be written, for a run whose results are elsewhere."""
-    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    if isinstance(raw, _Output):
-        raw.goes_on = True
+    if (output := _own_output()) is not None:
+        output.goes_on = True
 
 
 def leave_output_to_script() -> None:
     """Gives standard output back as Python made it."""
-    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    if isinstance(raw, _Output) and sys.__stdout__ is not None:
+    if _own_output() is not None and sys.__stdout__ is not None:
         sys.stdout = sys.__stdout__
+
+
+def _own_output() -> _Output | None:
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    return raw if isinstance(raw, _Output) else None
 
 
 def tell_of_output(error: OutputError) -> int:
