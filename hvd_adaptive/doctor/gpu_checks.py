@@ -6,6 +6,7 @@ nothing: :mod:`hvd_adaptive.doctor.gpu_verdict` does.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import statistics
@@ -141,10 +142,7 @@ def codec_speeds(device: torch.device, num_values: int = 1 << 26) -> dict[str, A
     for spec in _SPEEDS:
         codec = parse_codec(spec)
         assert isinstance(codec, ValueCodec), spec
-        speed = measure_speed(codec, values, repeat=_REPEATS)
-        found[spec] = {
-            "encode_gb_s": speed.encode_gb_s, "decode_add_gb_s": speed.decode_add_gb_s, "copy_gb_s": speed.copy_gb_s
-        }  # fmt: skip
+        found[spec] = dataclasses.asdict(measure_speed(codec, values, repeat=_REPEATS))
     return {"num_values": num_values, "codecs": found}
 
 

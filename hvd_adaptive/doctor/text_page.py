@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -25,9 +26,7 @@ def document(head: str, findings: Sequence[Finding], ranks: Sequence[Facts]) -> 
         "head": head,
         "problems": sum(finding.status == "problem" for finding in findings),
         "warnings": sum(finding.status == "warning" for finding in findings),
-        "findings": [
-            {"subject": one.subject, "status": one.status, "text": one.text, "remedy": one.remedy} for one in findings
-        ],
+        "findings": [dataclasses.asdict(finding) for finding in findings],
         "ranks": list(ranks),
     }
 
