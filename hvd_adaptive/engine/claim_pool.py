@@ -100,7 +100,6 @@ class PooledCursor:
         rank: this rank.
         rule: how much the ranks of the pool claim together.
         num_ahead: the most batches for each of them at once.
-        sleep: called with the seconds between two looks at a pool that another rank fills.
 
     Attributes:
         end: as in :class:`Claims`.
@@ -115,7 +114,6 @@ class PooledCursor:
         rank: int,
         rule: ClaimRule,
         num_ahead: int = 1,
-        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._cursor = cursor
         self._store = store
@@ -123,7 +121,6 @@ class PooledCursor:
         self._rank = rank
         self._rule = rule
         self._num_ahead = num_ahead
-        self._sleep = sleep
         self._seen = ""
         self._num_moves = 0
         self.end: int | None = None
@@ -133,7 +130,7 @@ class PooledCursor:
         while True:
             state, _, numbers = self._seen.partition(" ")
             if state == "filling":
-                self._sleep(_FILLING_S)
+                time.sleep(_FILLING_S)
                 self._seen = self._store.compare_set(self._key, self._seen, self._seen)
             elif state == "over":
                 end = numbers.split()[0]

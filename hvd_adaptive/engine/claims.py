@@ -307,20 +307,16 @@ class IslandClaims:
         store: of all ranks.
         key: names the island's round there; never used twice.
         leads: whether this rank is the island's first.
-        sleep: called with the seconds between two looks for the first rank's claim.
 
     Attributes:
         end: as in :class:`Claims`.
     """
 
-    def __init__(
-        self, claims: Claims, store: Store, key: str, *, leads: bool, sleep: Callable[[float], object] = time.sleep
-    ) -> None:
+    def __init__(self, claims: Claims, store: Store, key: str, *, leads: bool) -> None:
         self._claims = claims
         self._store = store
         self._key = key
         self._leads = leads
-        self._sleep = sleep
         self._num_claims = 0
         self.end: int | None = None
 
@@ -353,6 +349,6 @@ class IslandClaims:
         pause = _HEARING_S
         # A value that is never set: the store answers with what there is, or with one of these.
         while (told := self._store.compare_set(key, "-", "-")) in ("", "-"):
-            self._sleep(pause)
+            time.sleep(pause)
             pause = min(2 * pause, _MOST_HEARING_S)
         return told

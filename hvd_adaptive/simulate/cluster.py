@@ -12,7 +12,7 @@ from hvd_adaptive.algorithm.statistics import Array
 from hvd_adaptive.compress.codec import ValueCodec
 from hvd_adaptive.simulate.links import Links
 from hvd_adaptive.simulate.scenario_options import ClusterConfig
-from hvd_adaptive.simulate.units import parse_factors, parse_rate, parse_seconds
+from hvd_adaptive.simulate.units import parse_rate, parse_seconds, parse_speeds
 
 # Operations on a store's one thread: a claim reads the cursor and moves it; at a meeting each rank is counted, is told, and asks
 # whether all meet at the same place.
@@ -211,7 +211,7 @@ class Cluster:
 
 def described_cluster(config: ClusterConfig, world_size: int) -> Cluster:
     """Returns the cluster of so many ranks that a configuration describes."""
-    speeds = np.array(parse_factors("speeds", config.speeds))
+    speeds = np.array(parse_speeds(config.speeds))
     places = np.arange(world_size)
     if world_size < len(speeds):
         # A part of the list that is like the whole.

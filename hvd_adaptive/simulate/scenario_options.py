@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_adaptive.simulate.units import parse_factors, parse_ranks, parse_rate, parse_seconds
+from hvd_adaptive.simulate.units import parse_ranks, parse_rate, parse_seconds, parse_speeds
 from hvd_adaptive.validation import check_not_negative, check_positive, check_types_and_choices, option
 
 # What each is called here, and the options that make it.
@@ -70,7 +70,7 @@ class ClusterConfig:
         if self.overlap > 1:
             raise ValueError(f"overlap must be in [0, 1], got {self.overlap}")
         parse_ranks(self.ranks)
-        parse_factors("speeds", self.speeds)
+        parse_speeds(self.speeds)
         for name in ("step_overhead", "latency", "host_latency", "exchange_overhead", "store_operation", "first_batch"):
             parse_seconds(name, getattr(self, name))
         for name in ("link", "host_link"):

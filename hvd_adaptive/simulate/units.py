@@ -57,18 +57,18 @@ def parse_ranks(text: str) -> list[int]:
     return doubled + [numbers[1]] * (numbers[1] > doubled[-1])
 
 
-def parse_factors(name: str, text: str) -> list[float]:
-    """Returns numbers > 0 separated by commas.
+def parse_speeds(text: str) -> list[float]:
+    """Returns the numbers > 0, separated by commas, behind ``speeds``.
 
     Raises:
-        ValueError: naming the option, if they are no such numbers.
+        ValueError: if they are no such numbers.
     """
     try:
         values = [float(word) for word in text.split(",")]
     except ValueError:
         values = []
     if not values or not all(0 < value < float("inf") for value in values):
-        raise ValueError(f"{name} must be numbers > 0 separated by commas, as in 1,1,2,4, got {text!r}")
+        raise ValueError(f"speeds must be numbers > 0 separated by commas, as in 1,1,2,4, got {text!r}")
     return values
 
 

@@ -8,7 +8,6 @@ for other ranks. A rank that stands at a point waits until all others stand ther
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from hvd_adaptive.comm.protocols import Store
 
@@ -30,21 +29,12 @@ class Meetings:
         world_size: number of ranks.
         patience_s: seconds after which a rank gives up a point, for all ranks: another one may wait for it in a way that is not
             seen here (MPI's own calls).
-        clock: seconds.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        world_size: int,
-        patience_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, store: Store, *, world_size: int, patience_s: float) -> None:
         self._store = store
         self._world_size = world_size
         self._patience_s = patience_s
-        self._clock = clock
         self._position = 0
         self._num_joins = 0
         self._asked_at = -1
@@ -82,7 +72,7 @@ class Meetings:
         self._asked_at = self._position
         here, verdict = f"meet.{self._position}", f"meet.{self._position}.verdict"
         self._store.add(here, 1)
-        end = self._clock() + self._patience_s
+        end = time.monotonic() + self._patience_s
         while True:
             # In this order: who has gone further after it stood here has seen that all stood here.
             gone = self._look() > self._position
@@ -90,7 +80,7 @@ class Meetings:
                 return self._store.compare_set(verdict, "", "all") == "all"
             if gone:
                 return False
-            if self._clock() > end:
+            if time.monotonic() > end:
                 return self._store.compare_set(verdict, "", "late") == "all"
             time.sleep(_POLL_S)
 
