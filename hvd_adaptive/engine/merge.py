@@ -137,7 +137,7 @@ class Merge:
         if config.merge_fragments > len(parameters):
             # Refuses them before anything is made for each.
             cut_model(flat, config.merge_fragments)
-        self.rows = RowMerge.of(flat.row_ranges, transport, config, payload_bytes=flat.payload_bytes) if flat.row_ranges else None
+        self.rows = RowMerge(flat.row_ranges, transport, config, payload_bytes=flat.payload_bytes) if flat.row_ranges else None
         sparse = {id(p) for module in modules for p in sparse_parameters(module).values()}
         by_rows = [place for place, p in enumerate(parameters) if id(p) in sparse]
         self.rule = flat.rule = make_merge_rule(config.weight_rule, optimizer, parameters, row_parameters=by_rows)

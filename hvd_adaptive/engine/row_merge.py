@@ -196,8 +196,8 @@ class RowMerge:
     Args:
         ranges: the sparse parameters, in the same order on every rank; at least one.
         transport: the world.
-        mode: as for :class:`RowChoice`.
-        rest_bytes: bytes of the other parameters' deltas.
+        config: the rules.
+        payload_bytes: of a merge of all rows, and of all else.
 
     Attributes:
         sparse: whether this round's merge takes only the union's rows.
@@ -205,25 +205,18 @@ class RowMerge:
         message_bytes: bytes of the marks that a rank sends.
     """
 
-    def __init__(
-        self, ranges: Sequence[RowRange], transport: Collectives, *, mode: str, rest_bytes: int
-    ) -> None:
+    def __init__(self, ranges: Sequence[RowRange], transport: Collectives, config: Config, *, payload_bytes: int) -> None:
         self._ranges = ranges
         self._transport = transport
-        self._choice = RowChoice(mode)
-        self._rest_bytes = rest_bytes
+        # Seconds, by which 'auto' chooses, do not repeat.
+        self._choice = RowChoice("always" if config.repeatable and config.sparse_merge == "auto" else config.sparse_merge)
+        self._dense_bytes = payload_bytes
+        self._rest_bytes = payload_bytes - sum(r.num_rows * r.row_bytes for r in ranges)
         self._told: bool | None = None
         self._named: set[str] = set()
         self.sparse = False
         self.num_rows = 0
         self.message_bytes = 0
-
-    @classmethod
-    def of(cls, ranges: Sequence[RowRange], transport: Collectives, config: Config, *, payload_bytes: int) -> RowMerge:
-        """Returns what decides by a configuration; ``payload_bytes`` are those of a merge of all rows."""
-        # Seconds, by which 'auto' chooses, do not repeat.
-        mode = "always" if config.repeatable and config.sparse_merge == "auto" else config.sparse_merge
-        return cls(ranges, transport, mode=mode, rest_bytes=payload_bytes - sum(r.num_rows * r.row_bytes for r in ranges))
 
     def exchange(self) -> None:
         """Learns which rows some rank touched, and chooses. COLLECTIVE."""
@@ -254,10 +247,8 @@ class RowMerge:
         num_rows = sum(len(r.union) for r in self._ranges)
         sparse_bytes = self._rest_bytes + sum(len(r.union) * r.row_bytes for r in self._ranges)
         all_rows = sum(r.num_rows for r in self._ranges)
-        dense_bytes = self._rest_bytes + sum(r.num_rows * r.row_bytes for r in self._ranges)
-        self.sparse = self._choice.choose(
-            sparse_bytes=sparse_bytes, dense_bytes=max(1, dense_bytes), measured=measured
-        )
+        dense_bytes = max(1, self._dense_bytes)
+        self.sparse = self._choice.choose(sparse_bytes=sparse_bytes, dense_bytes=dense_bytes, measured=measured)
         self.num_rows = num_rows if self.sparse else all_rows
         if self.sparse != self._told and self._transport.rank == 0:
             log.info(
