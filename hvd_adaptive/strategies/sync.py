@@ -167,7 +167,6 @@ class SyncStrategy(FixedWorkStrategy):
         self._shares.begin_round(num_prefetched=source.num_prefetched)
         per_step = self._config.accumulation_steps
         num_steps = -(-len(rows) // self.round_unit)
-        frontier = self._open_round(round_id, source, num_steps=num_steps, step_samples=self.round_unit)
         loads: Iterator[tuple[int, Callable[[], Batch]]] = (
             (index // per_step, functools.partial(self._load, part, rows, source))
             for index, part in enumerate(self._parts(len(rows)))
@@ -176,7 +175,7 @@ class SyncStrategy(FixedWorkStrategy):
         self._own_s = 0.0
         # The round may be closed before the last part. The thread that loads batches has an iterator of its own.
         for batch, part in zip(
-            self._in_order(loads, frontier, source, stats), self._parts(len(rows)), strict=False
+            self._in_order(loads, round_id, num_steps, source, stats), self._parts(len(rows)), strict=False
         ):
             if self._targets is not None and opens_window:
                 self._targets.begin()

@@ -150,21 +150,6 @@ class FixedWorkStrategy:
         """Returns False: the others wait for this step."""
         return False
 
-    def _open_round(self, round_id: int, source: BatchSource, *, num_steps: int, step_samples: int) -> StepFrontier:
-        """Returns the round's frontier, which every rank's batches must ask.
-
-        Args:
-            round_id: names the round.
-            source: of its batches.
-            num_steps: of each rank.
-            step_samples: samples of a step over all ranks.
-        """
-        self._frontier = StepFrontier(
-            self._transport, f"steps.{round_id}", num_steps=num_steps, num_prefetched=source.num_prefetched
-        )
-        self._step_samples = step_samples
-        return self._frontier
-
     def close_round(self) -> None:
         """Ends the round after the last step that some rank has promised."""
         self._frontier.close()
@@ -172,7 +157,7 @@ class FixedWorkStrategy:
     def round_samples(self, num_rows: int) -> int:
         """Returns the samples of the steps that were made."""
         end = self._frontier.end
-        return num_rows if end is None else min(num_rows, (end + 1) * self._step_samples)
+        return num_rows if end is None else min(num_rows, (end + 1) * self.round_unit)
 
     def _forget_round(self) -> None:
         """Removes the frontier; when every rank has made its last step."""
@@ -196,17 +181,17 @@ class FixedWorkStrategy:
             stats: gets the seconds spent waiting for batches.
         """
         batch_size, world_size = self._config.batch_size, self._transport.world_size
-        num_steps = -(-len(rows) // (batch_size * world_size))
-        padded = np.resize(rows, num_steps * batch_size * world_size)
+        num_steps = -(-len(rows) // self.round_unit)
+        padded = np.resize(rows, num_steps * self.round_unit)
         shares = padded.reshape(num_steps, world_size, batch_size)[:, self._transport.rank]
-        frontier = self._open_round(round_id, source, num_steps=num_steps, step_samples=batch_size * world_size)
         loads = ((step, functools.partial(source.request, share, len(share))) for step, share in enumerate(shares))
-        yield from self._in_order(loads, frontier, source, stats)
+        yield from self._in_order(loads, round_id, num_steps, source, stats)
 
     def _in_order(
         self,
         loads: Iterator[tuple[int, Callable[[], Batch]]],
-        frontier: StepFrontier,
+        round_id: int,
+        num_steps: int,
         source: BatchSource,
         stats: RoundStats,
     ) -> Iterator[Batch]:
@@ -214,10 +199,15 @@ class FixedWorkStrategy:
 
         Args:
             loads: the step of each batch, and what makes it.
-            frontier: of the round.
+            round_id: names the round.
+            num_steps: of each rank.
             source: of the batches.
             stats: gets the seconds spent waiting for them.
         """
+        # Every rank's batches ask it.
+        frontier = self._frontier = StepFrontier(
+            self._transport, f"steps.{round_id}", num_steps=num_steps, num_prefetched=source.num_prefetched
+        )
         self._clock.times = source.times
 
         def fetch(_: int) -> Batch | None:
@@ -225,7 +215,7 @@ class FixedWorkStrategy:
             if load is None or not frontier.begin(step):
                 return None
             batch = load()
-            batch._place = step * self._step_samples
+            batch._place = step * self.round_unit
             return batch
 
         yield from source.prefetched(fetch, stats)
