@@ -105,7 +105,7 @@ def intercept(
     if comm is not None:
         pulse = Pulse(comm, config.stall_limit_s)
         engine.on_start.append(pulse.start)
-        engine.on_failure.append(pulse.abandon)
+        engine.on_failure = pulse.abandon
         engine.find_store = lambda: pulse.store
         # Before Horovod's own: then it runs after Horovod's shutdown, which frees ranks that still wait for this one.
         atexit.register(pulse.stop)
@@ -193,8 +193,7 @@ def run_script(
             # Rank 0 may have left, and its store with it.
             with contextlib.suppress(RuntimeError):
                 _tell_failure(engine)
-            for action in engine.on_failure:
-                action()
+            engine.on_failure()
             if engine.report.is_started and not (launched is not None and code == EXIT_PREEMPTED):
                 # The other ranks lose Horovod then, and each says that it has failed.
                 frames = [f for f in traceback.extract_tb(leave.__traceback__) if not is_installed(f.filename)]
@@ -202,8 +201,7 @@ def run_script(
                 say(f"rank {engine.rank} left the script with exit code {int(code)}{where}")
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-        for action in engine.on_failure:
-            action()
+        engine.on_failure()
         so_far = "; what was done so far:" if engine.rank == 0 and not engine.report.is_silent else ""
         say(f"rank {engine.rank} was interrupted by SIGINT (Ctrl-C){so_far}")
     except BaseException as error:

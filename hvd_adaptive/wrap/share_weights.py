@@ -51,10 +51,9 @@ class GradientWeights:
 
     def need(self) -> None:
         """Takes note that weights other than 1 are about to come."""
-        if not self.are_needed:
-            self.are_needed = True
-            for parameter, trainer in self._trainers.items():
-                self._hook(parameter, trainer)
+        self.are_needed = True
+        for parameter, trainer in self._trainers.items():
+            self._hook(parameter, trainer)
 
     def averages(self, optimizer: Any) -> None:
         """Takes the weight for local steps off gradients that an optimizer has so far: they are about to be averaged."""

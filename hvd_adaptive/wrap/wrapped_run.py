@@ -72,7 +72,7 @@ class Engine:
         self.report = Report(is_dry_run=config.dry_run, pinned=config.shares, is_plain=is_plain)
         self.on_start: list[Callable[[], None]] = []
         self.on_step: Callable[[], None] = lambda: None
-        self.on_failure: list[Callable[[], None]] = []
+        self.on_failure: Callable[[], None] = lambda: None
         self.find_store: Callable[[], Store | None] = lambda: None
         self._make_emulation = make_emulation
         self._shares = Shares(config, self.report)
