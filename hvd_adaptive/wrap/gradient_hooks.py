@@ -25,25 +25,23 @@ def intercept_gradient_hooks(tell: Callable[[], None], looks_closely: Callable[[
         tell: called when a hook of the script has changed a gradient.
         looks_closely: whether it is to be seen by the values, too, as a change of ``gradient.data`` does not show otherwise.
     """
-    _around(Tensor, "register_hook", lambda args: args, tell, looks_closely)
-    _around(Tensor, "register_post_accumulate_grad_hook", lambda args: [args[0].grad], tell, looks_closely)
+
+    def around(owner: Any, name: str, gradients: Callable[[Any], Any]) -> None:
+        register = getattr(owner, name)
+
+        @functools.wraps(register)
+        def registers(self: Any, hook: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            # A mode of torch's functions calls this again, with what it was given.
+            if not (isinstance(hook, _Watched) or _is_own(hook)):
+                hook = _Watched(hook, gradients, tell, looks_closely)
+            return register(self, hook, *args, **options)
+
+        setattr(owner, name, registers)
+
+    around(Tensor, "register_hook", lambda args: args)
+    around(Tensor, "register_post_accumulate_grad_hook", lambda args: [args[0].grad])
     for name in ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"):
-        _around(nn.Module, name, lambda args: args[1:], tell, looks_closely)
-
-
-def _around(
-    owner: Any, name: str, gradients: Callable[[Any], Any], tell: Callable[[], None], looks_closely: Callable[[], bool]
-) -> None:
-    register = getattr(owner, name)
-
-    @functools.wraps(register)
-    def registers(self: Any, hook: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        # A mode of torch's functions calls this again, with what it was given.
-        if not (isinstance(hook, _Watched) or _is_own(hook)):
-            hook = _Watched(hook, gradients, tell, looks_closely)
-        return register(self, hook, *args, **options)
-
-    setattr(owner, name, registers)
+        around(nn.Module, name, lambda args: args[1:])
 
 
 def _is_own(hook: Any) -> bool:
