@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -28,6 +29,18 @@ if TYPE_CHECKING:
     from hvd_adaptive.session.session import Batch, Session
     from hvd_adaptive.state.preemption import catch_signals
 
+_MODULES = {
+    "Batch": "session.session",
+    "Checkpointer": "session.checkpointer",
+    "Compression": "compress.compressor",
+    "Config": "config",
+    "EXIT_PREEMPTED": "exit_codes",
+    "Session": "session.session",
+    "bind_device": "cluster.device",
+    "catch_signals": "state.preemption",
+    "island_mesh": "session.island_mesh",
+}
+
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
@@ -35,36 +48,6 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: `hvd-adaptive --help` and a bad option must not wait for torch.
-    if name == "Config":
-        from hvd_adaptive.config import Config
-
-        return Config
-    if name in ("Session", "Batch"):
-        from hvd_adaptive.session import session
-
-        return getattr(session, name)
-    if name == "Compression":
-        from hvd_adaptive.compress.compressor import Compression
-
-        return Compression
-    if name == "Checkpointer":
-        from hvd_adaptive.session.checkpointer import Checkpointer
-
-        return Checkpointer
-    if name == "EXIT_PREEMPTED":
-        from hvd_adaptive.exit_codes import EXIT_PREEMPTED
-
-        return EXIT_PREEMPTED
-    if name == "catch_signals":
-        from hvd_adaptive.state.preemption import catch_signals
-
-        return catch_signals
-    if name == "island_mesh":
-        from hvd_adaptive.session.island_mesh import island_mesh
-
-        return island_mesh
-    if name == "bind_device":
-        from hvd_adaptive.cluster.device import bind_device
-
-        return bind_device
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
