@@ -157,23 +157,12 @@ def make_engine(config: RunConfig, comm: Any) -> Any:
     Raises:
         ValueError: for a compression that cannot be read.
     """
-    import time
-
-    import torch
-
-    from hvd_adaptive.algorithm.slowdown import Slowdown
-    from hvd_adaptive.engine.emulation import compute_seconds
     from hvd_adaptive.exchange.compressed import check_compression
     from hvd_adaptive.strategies.exactness import what_breaks_equality
 
     check_compression(config.merging())
-    slowdown = config.slowdown
     return _script_module().intercept(
-        config,
-        comm=comm,
-        make_emulation=None if slowdown is None else lambda size: Slowdown(slowdown, world_size=size),
-        clock=time.perf_counter if slowdown is None else lambda: compute_seconds(torch.device("cpu")),
-        describe=lambda module: what_breaks_equality(module, loss_reduction="mean", in_step=True),
+        config, comm=comm, describe=lambda module: what_breaks_equality(module, loss_reduction="mean", in_step=True)
     )
 
 

@@ -8,7 +8,6 @@ import dis
 import os
 import runpy
 import sys
-import time
 import traceback
 import types
 from collections.abc import Callable, Sequence
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.cluster.binding import read_launcher, starts_alone
 from hvd_adaptive.cluster.output import refuse, say
 from hvd_adaptive.exit_codes import EXIT_INTERRUPTED, EXIT_PREEMPTED
@@ -87,8 +85,6 @@ def intercept(
     config: RunConfig,
     *,
     comm: Any = None,
-    make_emulation: Callable[[int], Slowdown] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
     describe: Callable[[nn.Module], list[str]] = lambda module: [],
 ) -> Engine:
     """Intercepts torch's loaders and Horovod's optimizers in this process, for good.
@@ -96,12 +92,10 @@ def intercept(
     Args:
         config: the options.
         comm: what :func:`start_world` returned, for heartbeats; None: there are none.
-        make_emulation: makes the emulated slowness for a number of ranks; None: ranks are as fast as they are.
-        clock: seconds of this process, see :class:`Engine`.
         describe: see :class:`Engine`.
     """
     global _engine
-    engine = _engine = Engine(config, make_emulation=make_emulation, clock=clock, describe=describe)
+    engine = _engine = Engine(config, describe=describe)
     if comm is not None:
         pulse = Pulse(comm, config.stall_limit_s)
         engine.on_start.append(pulse.start)

@@ -6,16 +6,19 @@ All that ranks tell each other goes within synchronize, where Horovod needs ever
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.comm.protocols import Store
 from hvd_adaptive.comm.script_world import ScriptWorld
+from hvd_adaptive.engine.emulation import compute_seconds
 from hvd_adaptive.wrap.closing_report import Report, describe_optimizer
 from hvd_adaptive.wrap.compiled_modules import MicroBatches
 from hvd_adaptive.wrap.encoded import EncodedGradients
@@ -40,8 +43,6 @@ class Engine:
 
     Args:
         config: the options.
-        make_emulation: makes the emulation for a number of ranks; None: ranks are as fast as they are.
-        clock: seconds of this process, wall clock or, where ranks share cores and slowness is emulated, computing time.
         describe: says what in a model makes unequal shares differ from equal ones.
 
     Attributes:
@@ -57,14 +58,7 @@ class Engine:
         find_store: returns what ranks share beside Horovod, once it runs; None: nothing.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        make_emulation: Callable[[int], Slowdown] | None,
-        clock: Callable[[], float],
-        describe: Callable[[nn.Module], list[str]] = lambda module: [],
-    ) -> None:
+    def __init__(self, config: RunConfig, *, describe: Callable[[nn.Module], list[str]] = lambda module: []) -> None:
         self.config = config
         self.world_size, self.rank = 1, 0
         is_sync = config.strategy == "sync"
@@ -74,12 +68,13 @@ class Engine:
         self.on_step: Callable[[], None] = lambda: None
         self.on_failure: Callable[[], None] = lambda: None
         self.find_store: Callable[[], Store | None] = lambda: None
-        self._make_emulation = make_emulation
         self._shares = Shares(config, self.report)
         self.refuse = self._shares.refuse
         self._loaders = KnownLoaders(self.report.loaders)
         self._weights, self._meter = GradientWeights(self._weigh), Meter()
-        self._watch = Stopwatch(clock)
+        # Ranks whose slowness is emulated may share cores: then only what a rank computes itself counts.
+        own_clock = lambda: compute_seconds(torch.device("cpu"))  # noqa: E731
+        self._watch = Stopwatch(time.perf_counter if config.slowdown is None else own_clock)
         self.follower = Follower(describe if is_sync else lambda module: [], self.report.condition, weighs=is_sync)
         self.own_use = OwnUse(self.refuse_batch if is_sync else lambda reason: None)
         size = config.micro_batch_size
@@ -108,8 +103,8 @@ class Engine:
         self.world_size, self.rank = world_size, rank
         try:
             self._shares.started(world_size, rank)
-            if self._make_emulation is not None:
-                self._watch.emulate(self._make_emulation(world_size), rank)
+            if self.config.slowdown is not None:
+                self._watch.emulate(Slowdown(self.config.slowdown, world_size=world_size), rank)
         except ValueError as error:
             raise BadOptions(str(error)) from None
         self.report.started(world_size)

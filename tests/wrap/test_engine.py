@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -37,7 +36,7 @@ class Wrapped(torch.optim.SGD):
 
 
 def make_engine(**options: Any) -> Engine:
-    engine = Engine(RunConfig(**options), make_emulation=None, clock=time.perf_counter)
+    engine = Engine(RunConfig(**options))
     engine.world_size = 2
     return engine
 
