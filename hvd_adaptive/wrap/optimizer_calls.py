@@ -21,12 +21,11 @@ if TYPE_CHECKING:
 _PASSES = "_hvd_adaptive_passes"
 
 
-def intercept_horovod(listener: Engine, *, count_other_steps: bool = False) -> None:
+def intercept_horovod(listener: Engine) -> None:
     """Replaces methods of Horovod's optimizer classes, and what waits for a collective, in place.
 
     Args:
         listener: is told of what happens.
-        count_other_steps: tell of the steps of optimizers that are not intercepted, too.
     """
     import horovod.torch as hvd
     from horovod.torch import elastic, mpi_ops, optimizer
@@ -59,7 +58,7 @@ def intercept_horovod(listener: Engine, *, count_other_steps: bool = False) -> N
         listener.wrapped(f"DistributedOptimizer ({type(self).__name__}, op=Adasum)")
 
     optimizer._DistributedAdasumOptimizer.__init__ = adasum_init
-    if count_other_steps:
+    if listener.config.dry_run:
         _count_other_steps(listener, optimizer._DistributedAdasumOptimizer)
     elastic_run = elastic.run
 
@@ -94,7 +93,7 @@ def intercept_horovod(listener: Engine, *, count_other_steps: bool = False) -> N
 
 
 def _count_other_steps(listener: Engine, adasum: Any) -> None:
-    """Has the steps of optimizers counted that exchange nothing by themselves, or by Adasum."""
+    """Has the steps of optimizers counted, for the end of a dry run, that exchange nothing by themselves, or by Adasum."""
     step = adasum.step
 
     @functools.wraps(step)

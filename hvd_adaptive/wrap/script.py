@@ -123,7 +123,7 @@ def intercept(
         intercept_modules(engine)
     # Before the collectives are watched: who watches shall see the script's own tensors.
     prepare_for_shared_gpus()
-    intercept_horovod(engine, count_other_steps=config.dry_run)
+    intercept_horovod(engine)
     return engine
 
 
