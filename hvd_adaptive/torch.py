@@ -6,10 +6,12 @@ All names are Horovod's own. ``init`` also starts MPI in the right order and int
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 from hvd_adaptive.cli.run import make_engine, run_config
-from hvd_adaptive.wrap import face
+from hvd_adaptive.wrap import script
+from hvd_adaptive.wrap.face import horovod_torch
 
 __all__ = ["init"]
 
@@ -23,12 +25,15 @@ def init(*args: Any, **options: Any) -> None:
         ValueError: for a bad HVD_ADAPTIVE_* variable.
         RuntimeError: if the launcher's world and MPI's are not one.
     """
-    face.initialize(run_config, make_engine, *args, **options)
+    if not script.is_intercepted():
+        config = run_config()
+        atexit.register(script.print_report, make_engine(config, script.start_world(config.stall_limit_s)))
+    horovod_torch().init(*args, **options)
 
 
 def __getattr__(name: str) -> Any:
-    return face.horovod_name(name)
+    return getattr(horovod_torch(), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *face.horovod_names()})
+    return sorted({*globals(), *dir(horovod_torch())})
