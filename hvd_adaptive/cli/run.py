@@ -116,30 +116,22 @@ def run(options: argparse.Namespace, config: RunConfig) -> int:
     Raises:
         RuntimeError: if the world cannot be joined.
     """
-
-    def launched() -> Any:
-        from hvd_adaptive.wrap.launched import Launched
-
-        memory = options.memory_dir and Path(options.memory_dir)
-        return Launched(options.launch, memory, Path(options.commit_dir), options.job)
-
-    make_launched = None if options.launch is None else launched
     verification: Any = None
     if options.verify_file is not None:
         from hvd_adaptive.wrap.verification import Verification
 
         verification = Verification(Path(options.verify_file), options.verify)
+    script = _script_module()
+    engine = make_engine(config, script.start_world(config.stall_limit_s))
+    if verification is not None:
+        verification.intercept(engine)
+    launched: Any = None
+    if options.launch is not None:
+        from hvd_adaptive.wrap.launched import Launched
 
-    def intercepted(comm: Any) -> Any:
-        engine = make_engine(config, comm)
-        if verification is not None:
-            verification.intercept(engine)
-        return engine
-
-    code = _script_module().run_script(
-        options.script, options.arguments, intercepted, make_launched,
-        is_module=options.module, stall_limit_s=config.stall_limit_s,
-    )  # fmt: skip
+        memory = options.memory_dir and Path(options.memory_dir)
+        launched = Launched(options.launch, memory, Path(options.commit_dir), options.job)
+    code = script.run_script(options.script, options.arguments, engine, launched, is_module=options.module)
     if verification is not None and code == 0:
         verification.save()
     # Not -n: many scripts have one of their own.

@@ -127,33 +127,19 @@ def intercept(
     return engine
 
 
-def run_script(
-    path: str,
-    arguments: Sequence[str],
-    make_engine: Callable[[Any], Engine],
-    make_launched: Callable[[], Launched] | None = None,
-    *,
-    is_module: bool = False,
-    stall_limit_s: float = 60.0,
-) -> int:
+def run_script(path: str, arguments: Sequence[str], engine: Engine, launched: Launched | None, *, is_module: bool) -> int:
     """Runs a script as ``python path arguments`` would, as this rank. COLLECTIVE as far as the script is.
 
     Args:
         path: the script, or a module's name.
         arguments: its arguments.
-        make_engine: intercepts, see :func:`intercept`; called with what :func:`start_world` returned.
-        make_launched: under a supervisor, says which launch this is.
+        engine: what :func:`intercept` returned.
+        launched: under a supervisor, says which launch this is.
         is_module: run it as ``python -m path arguments`` would.
-        stall_limit_s: for :func:`start_world`.
 
     Returns:
         The exit code.
-
-    Raises:
-        RuntimeError: if the world cannot be joined.
     """
-    engine = make_engine(start_world(stall_limit_s))
-    launched = None if make_launched is None else make_launched()
     if launched is not None:
         _tell_supervisor(engine, launched)
     # Python names a script's file so, which may change its folder; sys.argv[0] becomes the same.
