@@ -22,10 +22,11 @@ from hvd_adaptive.algorithm.outer_step import OuterStep
 from hvd_adaptive.compress.codec import of_values
 from hvd_adaptive.compress.parse import parse_codec
 
-BETAS = (0.9, 0.95)
+BETA1 = 0.9
+AVERAGED = {"average": ("exp_avg",), "second": ("exp_avg_sq",), "all": ("exp_avg", "exp_avg_sq")}
 MOMENTS_HELP = (
-    "all: second ones, too; follow: the first ones move by what the merged change says of the others' gradients, without an "
-    "exchange"
+    "average: the ranks' first ones, second: their second ones, all: both; follow: the first ones move by what the merged change "
+    "says of the others' gradients, without an exchange"
 )
 
 
@@ -40,7 +41,8 @@ def main() -> None:
     parser.add_argument("--delay", type=int, default=0, help="batches of all ranks from a merge to taking it in")
     parser.add_argument("--fragments", type=int, default=1, help="parts of the model, merged one after the other in each period")
     parser.add_argument("--delay-from", type=int, default=0, help="samples of all ranks before which merges are taken in at once")
-    parser.add_argument("--moments", default="keep", choices=("keep", "average", "all", "zero", "follow"), help=MOMENTS_HELP)
+    parser.add_argument("--moments", default="keep", choices=("keep", *AVERAGED, "zero", "follow"), help=MOMENTS_HELP)
+    parser.add_argument("--moments-every", type=int, default=1, help="merges from one to the next average of moments")
     parser.add_argument("--outer-step", default="none", choices=("none", "momentum", "nesterov", "cautious"))
     parser.add_argument("--outer-lr", type=float, help="(default: by the momentum)")
     parser.add_argument("--outer-momentum", type=float, help="(default: it looks back over the last fifth of the run)")
@@ -48,6 +50,7 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=1.0, help="Adam's denominator is as of so many batches")
     parser.add_argument("--compression", default="none", help="of changes and moments on the way; as hvd-adaptive's option")
     parser.add_argument("--lr", type=float, default=0.0018)
+    parser.add_argument("--beta2", type=float, default=0.95)
     parser.add_argument("--clip", type=float, default=1.0, help="norm of a step's gradient")
     parser.add_argument("--samples", type=int, default=4800)
     parser.add_argument("--warmup", type=int, default=800)
@@ -78,8 +81,9 @@ class Simulation:
         num_replicas = 1 if options.synchronous else len(speeds)
         self._batch = BATCH * (len(speeds) // num_replicas)
         self._models = [copy.deepcopy(first) for _ in range(num_replicas)]
+        betas = BETA1, options.beta2
         self._optimizers = [
-            torch.optim.AdamW(model.parameters(), lr=options.lr, betas=BETAS, weight_decay=0.1) for model in self._models
+            torch.optim.AdamW(model.parameters(), lr=options.lr, betas=betas, weight_decay=0.1) for model in self._models
         ]
         parts = [1.0] if options.synchronous else [speed / sum(speeds) for speed in speeds]
         self._steps = [max(1, round(options.period * part)) for part in parts]
@@ -101,7 +105,7 @@ class Simulation:
         # Of merges that are still to be taken in, by fragment: after how many batches, and each replica's parameters as they went
         # into it.
         self._sent: dict[int, tuple[int, list[list[Tensor]]]] = {}
-        self._num_batches = 0
+        self._num_batches = self._num_merges = 0
 
     def run(self) -> tuple[list[tuple[int, float]], float]:
         """Returns samples and loss on the way, and the last loss."""
@@ -149,7 +153,7 @@ class Simulation:
         """Makes up for the noise of a small batch in the denominator, which a larger batch has less of."""
         ratio = self._options.ratio
         for p, state in optimizer.state.items():
-            first, second = _moments(state)
+            first, second = self._moments(state)
             larger = second / ratio + (1 - 1 / ratio) * first**2
             p.sub_(rate * first * (1 / (larger.sqrt() + 1e-8) - 1 / (second.sqrt() + 1e-8)))
 
@@ -165,6 +169,7 @@ class Simulation:
     def _merge(self, fragment: int) -> None:
         self._outer.count(self._batch * sum(self._steps), fragment)
         self._outer.begin(fragment)
+        self._num_merges += 1
         moves = self._outer.begun and self._outer.kind != "none"
         parameters = [list(model.parameters()) for model in self._models]
         is_late = self._options.delay > 0 and self._num_samples >= self._options.delay_from
@@ -179,16 +184,16 @@ class Simulation:
             if self._options.moments == "follow":
                 for optimizer, replica, its, rates in zip(self._optimizers, replicas, own, self._rates, strict=True):
                     state = optimizer.state[replica]
-                    bias = 1 - BETAS[0] ** float(state["step"])
-                    state["exp_avg"].sub_((change - its) * _moments(state)[1].sqrt() * (bias / rates))
+                    bias = 1 - BETA1 ** float(state["step"])
+                    state["exp_avg"].sub_((change - its) * self._moments(state)[1].sqrt() * (bias / rates))
             self._outer.move_(base, change, self._velocity[place] if moves else None)
             if is_late:
                 continue
             for replica in replicas:
                 replica.copy_(base)
             states = [o.state[p] for o, p in zip(self._optimizers, replicas, strict=True)]
-            names = {"average": ("exp_avg",), "all": ("exp_avg", "exp_avg_sq")}.get(self._options.moments, ())
-            for name in names:
+            is_due = self._num_merges % self._options.moments_every == 0
+            for name in AVERAGED.get(self._options.moments, ()) if is_due else ():
                 mean = self._mean(name, place, [state[name] for state in states])
                 for state in states:
                     state[name].copy_(mean)
@@ -221,6 +226,11 @@ class Simulation:
         self._codec.decode_(payload, coded)
         return coded
 
+    def _moments(self, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns Adam's moments without their bias."""
+        step = float(state["step"])
+        return state["exp_avg"] / (1 - BETA1**step), state["exp_avg_sq"] / (1 - self._options.beta2**step)
+
     @torch.no_grad()
     def _score(self, most: int) -> float:
         x, y = (part[:: max(1, len(part) // most)] for part in self._test)
@@ -230,12 +240,6 @@ class Simulation:
             p.copy_(base)
         losses = [self._task.loss(model, a, b).item() * len(a) for a, b in zip(x.split(256), y.split(256), strict=True)]
         return sum(losses) / len(x)
-
-
-def _moments(state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Returns Adam's moments without their bias."""
-    step = float(state["step"])
-    return state["exp_avg"] / (1 - BETAS[0] ** step), state["exp_avg_sq"] / (1 - BETAS[1] ** step)
 
 
 if __name__ == "__main__":

@@ -127,8 +127,8 @@ class Config:
     )
     optimizer_state: str | None = option(
         None,
-        "a rank's optimizer state after a merge (default: average for Adagrad's accumulators, torch's Adagrad's only without "
-        "compression; reset for LBFGS; else keep)",
+        "a rank's optimizer state after a merge (default: average for rowwise Adagrad, and for torch's Adagrad, Adam and its kin "
+        "without compression; reset for LBFGS; else keep)",
         *("keep", "reset", "average"),
         strategy=_LOCAL,
     )

@@ -68,6 +68,7 @@ class MergeStats(Statistics):
         delta_norm: L2 norm of the rank's progress; 0 where nothing needs it.
         outlier: 1 if that is much larger than usual, so that it is left out.
         base: checksum of the parameters that the loop changed between the last round and this one; 0: none.
+        state_due: 1 if the rank may spend time on an average of optimizer states.
     """
 
     batch_size: float = 0.0
@@ -79,6 +80,7 @@ class MergeStats(Statistics):
     delta_norm: float = 0.0
     outlier: float = 0.0
     base: float = 0.0
+    state_due: float = 0.0
 
 
 class Merge:
@@ -102,6 +104,7 @@ class Merge:
         rows: tells rows of sparse parameters apart; None: it does not.
         overlap: lets sums arrive beside later steps; None: they do not.
         state_rule: what becomes of the optimizer's state.
+        state_s: seconds of the last merge for it, which the length of rounds does not follow, as they have their own limit.
         merges_from: updates of the fastest rank before rounds should have several merges.
         num_rows: rows of sparse parameters that the last merge exchanged; 0 where none are told apart.
         who: what its warnings call the ranks; None: this rank gives none.
@@ -153,6 +156,7 @@ class Merge:
                 config, transport, infos, devices=[flat.device], auto_bits=config.auto_bits, residuals_on_host=on_host
             )
         self.state_rule = optimizer_state.rule(config, optimizer)
+        self.state_s, self._state_limit = 0.0, optimizer_state.AverageLimit.of(config, optimizer)
         # Averaged copies of the parameters are the merged ones, unless an outer step moves these farther.
         averages = self.state_rule == "average" and self.outer.kind == "none"
         merges = transport.world_size > 1 and config.logical_ranks is None
@@ -244,6 +248,7 @@ class Merge:
             if self.who is not None:
                 self._others.warn()
             self._others = None
+        self.state_s = 0.0
         stats.base = 0.0 if self._base is None else float(self._base.checksum)
         # What is sent beside steps is measured and weighed by its own rank, before others' statistics are there.
         if finite and self.config.measures_deltas and self.overlap is None:
@@ -252,7 +257,8 @@ class Merge:
             stats.outlier = float(self._history.is_outlier(stats.delta_norm, stats.num_updates))
         if self.config.perturbation:
             stats.norm_per_parameter = self.flat_model.norm_per_parameter()
-        stats.state_checksum = optimizer_state.checksum(self._optimizer) if self.state_rule == "average" else 0.0
+        stats.state_due = float(self.state_rule == "average" and (self._state_limit is None or self._state_limit.is_due()))
+        stats.state_checksum = optimizer_state.checksum(self._optimizer) if stats.state_due else 0.0
 
     def weights(self, gathered: Gathered) -> Array:
         """Returns the weight of each rank's delta, shape (world_size,), the same on every rank.
@@ -322,12 +328,13 @@ class Merge:
             warn_of_outliers((gathered["outlier"] > 0) & (weights == 0), who=self.who)
 
     def _merge_state(self, gathered: Gathered, weight: float, *, everyone: bool) -> None:
-        averages = self.state_rule == "average" and everyone
+        averages, start = everyone and bool(gathered["state_due"].all()), time.perf_counter()
         if averages:
             checksums = gathered["state_checksum"]
             unions = {} if self.rows is None else self.rows.unions()
             agreed = bool((checksums == checksums[0]).all())
             optimizer_state.average_(self._optimizer, self._transport, weight, agreed=agreed, unions=unions)
+        self.state_s = 0.0 if self._state_limit is None or not averages else self._state_limit.took(time.perf_counter() - start)
         lost = not gathered["finite"][self._transport.rank] and not averages and self.state_rule != "sum"
         if self.state_rule == "reset" or lost:
             self._forget()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +24,18 @@ from hvd_adaptive.engine.shards import local, zeros
 
 # State that is no farther from the parameters than this part of their norm is a copy of them.
 _NEAR = 0.3
+# Of the time, averages of Adam's moments take so much at most.
+_PART_OF_TIME = 0.05
+# Of a state that is averaged: what is copied and summed at a time, so that large models need no second copy of theirs.
+_ELEMENTS_AT_ONCE = 1 << 24
 
 
 def rule(config: Config, optimizer: Optimizer) -> str:
     """Returns what becomes of the state after a merge: ``config.optimizer_state``, or its default.
 
-    Accumulators that only grow (Adagrad) are averaged: kept, a row's first step on each rank would be a full one. The moments of
-    other optimizers are kept, as in DiLoCo, and so is what is as large as the model beside a compressed exchange. Dual averaging
+    Accumulators that only grow (Adagrad) are averaged: kept, a row's first step on each rank would be a full one. So are the
+    moments of Adam and its kin, which have less noise together: benchmarks/records/2026-11-30-moments.md. What is as large as the
+    model is kept beside a compressed exchange or fragments, and so is the state of other optimizers, as in DiLoCo. Dual averaging
     sums the accumulators itself. LBFGS begins again: its state is differences to a model that the merge has moved.
     """
     if config.weight_rule == "dual-averaging":
@@ -37,7 +44,31 @@ def rule(config: Config, optimizer: Optimizer) -> str:
         return config.optimizer_state
     if isinstance(optimizer, LBFGS):
         return "reset"
-    return "average" if config.logical_ranks is None and _exchanges_accumulators(config, optimizer) else "keep"
+    averages = _exchanges_accumulators(config, optimizer) or (learns_from_short_rounds(config, optimizer) and not config.encodes)
+    return "average" if config.logical_ranks is None and averages else "keep"
+
+
+class AverageLimit:
+    """Lets averages of Adam's moments take a part of the time, beside rounds whose length follows what merges take: rounds that
+    are longer for these averages lose more than they gain."""
+
+    def __init__(self) -> None:
+        self._seconds, self._last = 0.0, -math.inf
+
+    @classmethod
+    def of(cls, config: Config, optimizer: Optimizer) -> AverageLimit | None:
+        """Returns the limit of a configuration; None: each merge averages, as where runs repeat and where it was set."""
+        is_set = config.optimizer_state is not None or config.merge_period != "auto" or config.repeatable
+        return None if is_set or not is_adam(optimizer) else cls()
+
+    def is_due(self) -> bool:
+        """Whether this rank may spend the time again."""
+        return time.perf_counter() - self._last >= self._seconds / _PART_OF_TIME
+
+    def took(self, seconds: float) -> float:
+        """Takes note of an average that has just ended, and of its seconds, which it returns."""
+        self._seconds, self._last = seconds, time.perf_counter()
+        return seconds
 
 
 def learns_from_short_rounds(config: Config, optimizer: Optimizer) -> bool:
@@ -174,9 +205,9 @@ def average_(
     everyone = [(1.0, own)] if agreed else transport.allgather_object((weight, own))
     specification = {key: spec for w, entries in everyone if w for key, spec in entries.items()}
     shares = {key: sum(w for w, entries in everyone if key in entries) for key in specification}
-    flats: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-    factors: dict[tuple[torch.dtype, torch.device], list[float]] = defaultdict(list)
-    places = []
+    groups: dict[tuple[torch.dtype, torch.device], list[_Entry]] = defaultdict(list)
+    num_elements: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
+    num_sums = 0
     for key in sorted(specification):
         shape, dtype = specification[key]
         parameter = parameters[key[0]]
@@ -191,31 +222,57 @@ def average_(
         part = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=dtype)
         part = part if rows is None else part.index_select(0, rows)
         part = part.reshape(-1).to(torch.float64 if dtype == torch.float64 else torch.float32)
-        group = flats[part.dtype, part.device]
-        places.append((state, key[1], value, rows, group, len(group)))
-        group.append(part)
-        factors[part.dtype, part.device].append(weight / shares[key] if key in own else 0.0)
-    for (dtype, device), parts in flats.items():
-        flat = torch.cat(parts)
-        _scale_(flat, parts, factors[dtype, device])
-        name = f"optimizer.{device.type}.{str(dtype).removeprefix('torch.')}"
-        transport.allreduce_sum_(flat, name=name)
-        parts[:] = flat.split([part.numel() for part in parts])
-    whole: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-    for state, name, value, rows, group, place in places:
+        kind = part.dtype, part.device
+        groups[kind].append(_Entry(state, key[1], value, rows, part, weight / shares[key] if key in own else 0.0))
+        num_elements[kind] += part.numel()
+        if num_elements[kind] >= _ELEMENTS_AT_ONCE:
+            _average_entries_(groups.pop(kind), transport, name=f"optimizer.{num_sums}")
+            num_elements[kind], num_sums = 0, num_sums + 1
+    for number, entries in enumerate(groups.values(), num_sums):
+        _average_entries_(entries, transport, name=f"optimizer.{number}")
+
+
+class _Entry(NamedTuple):
+    """A tensor or number of the state.
+
+    Attributes:
+        state: the parameter's, which holds it.
+        name: its name there.
+        value: itself; of a shard, what this rank has.
+        rows: those to average; None: all.
+        part: its values to average, flat.
+        factor: of this rank's values in the mean.
+    """
+
+    state: dict[str, Any]
+    name: str
+    value: Any
+    rows: Tensor | None
+    part: Tensor
+    factor: float
+
+
+def _average_entries_(entries: list[_Entry], transport: Collectives, *, name: str) -> None:
+    """Averages entries of one dtype and device by one sum. COLLECTIVE."""
+    sizes = [entry.part.numel() for entry in entries]
+    flat = torch.cat([entry.part for entry in entries])
+    _scale_(flat, sizes, [entry.factor for entry in entries])
+    transport.allreduce_sum_(flat, name=name)
+    targets, sources = [], []
+    for entry, mean in zip(entries, flat.split(sizes), strict=True):
+        value, rows = entry.value, entry.rows
         if _is_whole(value):
             # Weights may sum to a little less than 1, and 4.9999995 is no 4.
-            group[place] = group[place].round()
+            mean = mean.round()
         if not isinstance(value, Tensor):
-            state[name] = type(value)(group[place].item())
+            entry.state[entry.name] = type(value)(mean.item())
         elif rows is None:
-            targets, sources = whole[value.device]
             targets.append(value)
-            sources.append(group[place].view(value.shape))
+            sources.append(mean.view(value.shape))
         else:
-            value[rows] = group[place].view(len(rows), *value.shape[1:]).to(value.dtype)
+            value[rows] = mean.view(len(rows), *value.shape[1:]).to(value.dtype)
     # A few launches on a GPU, not one a tensor.
-    for targets, sources in whole.values():
+    if targets:
         torch._foreach_copy_(targets, sources)
 
 
@@ -225,12 +282,12 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int)
 
 
-def _scale_(flat: Tensor, parts: list[Tensor], factors: list[float]) -> None:
-    """Multiplies each part of a flat tensor by its factor."""
+def _scale_(flat: Tensor, sizes: list[int], factors: list[float]) -> None:
+    """Multiplies each part of a flat tensor, of such a size, by its factor."""
     if len(set(factors)) == 1 and factors[0]:
         flat.mul_(factors[0])
         return
-    for part, factor in zip(flat.split([part.numel() for part in parts]), factors, strict=True):
+    for part, factor in zip(flat.split(sizes), factors, strict=True):
         # Not part * 0: NaN times 0 is NaN.
         part.mul_(factor) if factor else part.zero_()
 

@@ -14,7 +14,8 @@ from hvd_adaptive.engine.merge import MergeStats
 
 # Statistics that are of no use in a file.
 _NOT_RECORDED = (
-    "loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy", "preempted", "state_checksum", "base", "base_lr",
+    "loss_sum", "loss_samples", "train_s", "stop", "checkpoint_busy", "preempted", "state_checksum", "state_due", "base",
+    "base_lr",
 )  # fmt: skip
 
 

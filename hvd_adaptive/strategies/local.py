@@ -355,7 +355,7 @@ class LocalStrategy:
         self.merge.apply_(gathered, weight)
         stats.merge_rows = self.merge.num_rows
         self._forget_claims()
-        stats.merge_s += delta_s + time.perf_counter() - start
+        stats.merge_s += delta_s + time.perf_counter() - start - self.merge.state_s
         return gathered, weight, self.flat_model.payload_bytes
 
     def _gather(self, stats: RoundStats) -> Gathered:

@@ -285,7 +285,7 @@ class Merger:
             self._flat.buffers.undo_()
             self._flat.buffers.start_(None)
             self._flat.buffers.finish_()
-        self._last_merge_s = delta_s + time.perf_counter() - begin
+        self._last_merge_s = delta_s + time.perf_counter() - begin - self._engine.state_s
         self.log.merge_s += self._last_merge_s
         self.log.num_merges += 1
         self._generation = int(gathered["generation"][root]) + 1

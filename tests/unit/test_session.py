@@ -21,6 +21,7 @@ from hvd_adaptive.algorithm.ledger import epoch_order
 from hvd_adaptive.comm.protocols import AgreedError
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
+from hvd_adaptive.engine import optimizer_state
 from hvd_adaptive.engine.flat_model import model_hash
 from hvd_adaptive.engine.optimizer_state import average_, reset_
 from hvd_adaptive.engine.optimizers import LazyAdam, LazyMomentum, RowwiseAdagrad
@@ -1086,6 +1087,56 @@ def test_averaged_optimizer_state_is_the_weighted_mean_of_the_ranks_that_have_it
         assert torch.allclose(state, torch.full((3,), 0.25 * 1 + 0.75 * 2))
 
 
+def test_a_large_state_is_averaged_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [3, 5, 2, 7, 1]
+    monkeypatch.setattr(optimizer_state, "_ELEMENTS_AT_ONCE", 8)
+
+    def run(transport: LocalTransport) -> tuple[list[torch.Tensor], list[int]]:
+        parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+        optimizer = torch.optim.Adagrad(parameters, lr=0.1)
+        for number, parameter in enumerate(parameters):
+            optimizer.state[parameter] = {"sum": torch.full_like(parameter, float(number + transport.rank)), "step": 3 + number}
+        sums: list[int] = []
+        plain = transport.allreduce_sum_
+        monkeypatch.setattr(transport, "allreduce_sum_", lambda flat, **o: (sums.append(flat.numel()), plain(flat, **o)))
+        average_(optimizer, transport, (0.25, 0.75)[transport.rank])
+        return [optimizer.state[p]["sum"] for p in parameters], sums
+
+    for sums, numbers in LocalWorld(2).run(run):
+        assert all(torch.equal(mean, torch.full((sizes[number],), number + 0.75)) for number, mean in enumerate(sums))
+        # Numbers of Python are of their own precision.
+        assert sum(numbers) == sum(sizes) + len(sizes) and len(numbers) > 2 and max(numbers) < 8 + max(sizes)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "averages"),
+    [
+        (torch.optim.Adam, {}, True),
+        (torch.optim.NAdam, {}, True),
+        (torch.optim.AdamW, {"compression": "maxmin:8"}, False),
+        (torch.optim.AdamW, {"merge_fragments": 2}, False),
+        (torch.optim.RMSprop, {}, False),
+    ],
+)
+def test_moments_of_adam_are_averaged_unless_merges_are_compressed(make: Any, options: dict[str, Any], averages: bool) -> None:
+    def run(transport: LocalTransport) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        config = Config(batch_size=4, mega_batch=24, dispatch="equal", **options)
+        session = Session(model, make(model.parameters(), lr=0.01), config, transport=transport)
+        data = TensorDataset(torch.randn(48, 6, generator=torch.Generator().manual_seed(1)))
+        for batch in session.batches(data):
+            with session.step(batch):
+                session.optimizer.zero_grad()
+                session.model(batch.x[0]).square().mean().backward()
+                session.optimizer.step()
+        name = "square_avg" if make is torch.optim.RMSprop else "exp_avg_sq"
+        return session.optimizer.state[model[0].weight][name]
+
+    one, other = LocalWorld(2).run(run)
+    assert torch.equal(one, other) == averages
+
+
 def test_averaged_whole_numbers_are_rounded() -> None:
     """Equal ones stay what they are, though weights of 10:5:4 in floating point sum to a little less than 1."""
     weights = [10 / 19, 5 / 19, 4 / 19]
@@ -1190,3 +1241,25 @@ def test_a_data_set_that_changes_within_a_loop_is_refused(length: int) -> None:
 
     with pytest.raises(RuntimeError, match=rf"the data set has {length} samples now and had 117 when"):
         train_on()
+
+
+def test_averages_of_moments_take_a_twentieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(optimizer_state.time, "perf_counter", lambda: now)
+    adam = torch.optim.Adam([nn.Parameter(torch.zeros(2))])
+    limit = optimizer_state.AverageLimit.of(Config(merge_period="auto"), adam)
+    assert limit is not None and limit.is_due()
+    assert limit.took(2.0) == 2.0 and not limit.is_due()
+    now += 39.9
+    assert not limit.is_due()
+    now += 0.2
+    assert limit.is_due()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"merge_period": "auto", "optimizer_state": "average"}, {"merge_period": "auto", "record": True}],
+)
+def test_averages_have_no_limit_where_runs_repeat_or_they_are_set(options: dict[str, Any]) -> None:
+    adam = torch.optim.Adam([nn.Parameter(torch.zeros(2))])
+    assert optimizer_state.AverageLimit.of(Config(**options), adam) is None
