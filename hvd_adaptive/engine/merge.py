@@ -257,7 +257,8 @@ class Merge:
             stats.outlier = float(self._history.is_outlier(stats.delta_norm, stats.num_updates))
         if self.config.perturbation:
             stats.norm_per_parameter = self.flat_model.norm_per_parameter()
-        stats.state_due = float(self.state_rule == "average" and (self._state_limit is None or self._state_limit.is_due()))
+        averages = self.state_rule == "average" and self._transport.world_size > 1
+        stats.state_due = float(averages and (self._state_limit is None or self._state_limit.is_due()))
         stats.state_checksum = optimizer_state.checksum(self._optimizer) if stats.state_due else 0.0
 
     def weights(self, gathered: Gathered) -> Array:

@@ -162,11 +162,13 @@ def reset_(optimizer: Optimizer, initial: dict[str, Any]) -> None:
     optimizer.load_state_dict({"state": copy.deepcopy(initial), "param_groups": current["param_groups"]})
 
 
-def structure(optimizer: Optimizer) -> dict[tuple[int, str], tuple[tuple[int, ...], torch.dtype]]:
-    """Returns shape and dtype of each tensor or number of the state, by the parameter's place among all and the entry's name. Of
-    what is in shards, the shape of all of it: the same on every rank."""
+def structure(optimizer: Optimizer) -> dict[tuple[int, str], tuple[tuple[int, ...], torch.dtype, str]]:
+    """Returns shape, dtype and type of device of each tensor or number of the state, by the parameter's place among all and the
+    entry's name. Of what is in shards, the shape of all of it: the same on every rank."""
     return {
-        (index, name): (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else ((), torch.float64)
+        (index, name): (
+            (tuple(value.shape), value.dtype, value.device.type) if isinstance(value, Tensor) else ((), torch.float64, "cpu")
+        )
         for index, parameter in enumerate(_parameters(optimizer))
         for name, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, (Tensor, int, float))
@@ -209,12 +211,13 @@ def average_(
     num_elements: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
     num_sums = 0
     for key in sorted(specification):
-        shape, dtype = specification[key]
+        shape, dtype, device = specification[key]
         parameter = parameters[key[0]]
         state = optimizer.state[parameter]
         value = state.get(key[1])
         if value is None:
-            value = state[key[1]] = zeros(parameter, shape, dtype)
+            # Fused and capturable steps count on the GPU.
+            value = state[key[1]] = zeros(parameter, shape, dtype, on_host=device == "cpu")
         value = local(value) if isinstance(value, Tensor) else value
         rows = (unions or {}).get(id(parameter))
         if not isinstance(value, Tensor) or value.dim() != parameter.dim() or shape[:1] != parameter.shape[:1]:

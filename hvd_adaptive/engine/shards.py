@@ -105,12 +105,19 @@ def sharded_state(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]
     return {**state, "state": entries}
 
 
-def zeros(parameter: Tensor, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-    """Returns an entry of an optimizer's state, cut up as its parameter is where it has the shape of all shards together."""
+def zeros(parameter: Tensor, shape: Iterable[int], dtype: torch.dtype, *, on_host: bool) -> Tensor:
+    """Returns an entry of an optimizer's state, cut up as its parameter is where it has the shape of all shards together.
+
+    Args:
+        parameter: the state's.
+        shape: of the entry, all of it.
+        dtype: the entry's.
+        on_host: it is in host memory, as the number of steps is; else where the parameter is.
+    """
     shape = tuple(shape)
     if is_sharded(parameter) and shape == tuple(parameter.shape) and shape:
         return torch.zeros_like(parameter.detach(), dtype=dtype)
-    return torch.zeros(shape, dtype=dtype, device=parameter.device if shape else torch.device("cpu"))
+    return torch.zeros(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
 
 
 def _like(value: Any, parameter: Tensor) -> Any:

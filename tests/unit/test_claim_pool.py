@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 
 from hvd_adaptive.algorithm.ledger import ClaimRule, batches_ahead
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
+from hvd_adaptive.engine import claim_pool
 from hvd_adaptive.engine.claim_pool import PooledCursor, open_pool
 from hvd_adaptive.engine.claims import Claim, SharedCursor
 
@@ -97,7 +99,7 @@ def test_the_cursor_is_asked_seldom() -> None:
     assert len(asked) < 0.4 * num_claims  # 2 a claim without pools
 
 
-def test_a_rank_waits_while_another_fills() -> None:
+def test_a_rank_waits_while_another_fills(monkeypatch: pytest.MonkeyPatch) -> None:
     world = LocalWorld(2, num_hosts=1, host_stores=True)
     first, second = LocalTransport(world, 0), LocalTransport(world, 1)
     rule_of = rules([8, 8], [1, 1])
@@ -121,7 +123,7 @@ def test_a_rank_waits_while_another_fills() -> None:
         go_on.set()
         time.sleep(seconds)
 
-    pools[1]._sleep = nap  # type: ignore[union-attr]
+    monkeypatch.setattr(claim_pool, "time", SimpleNamespace(sleep=nap))
     claims: list[Claim | None] = []
     thread = threading.Thread(target=lambda: claims.append(pools[0].claim(size)))  # type: ignore[union-attr]
     thread.start()

@@ -166,7 +166,7 @@ def test_the_report_names_the_optimizers_that_local_steps_rules_are_of() -> None
         merges = [line.split(":")[0] for line in lines if " merges, " in line]
         assert merges == ["  local steps of Adam", *["  local steps of Wrapped"] * 2]
         assert [line for line in lines if "outer step" in line] == [
-            "    Adam: optimizer state after a merge: keep; outer step: cautious; compression: none",
+            "    Adam: optimizer state after a merge: average; outer step: cautious; compression: none",
             "    Wrapped: optimizer state after a merge: keep; outer step: none; compression: none",
         ]
 
