@@ -158,7 +158,7 @@ class Merge:
         self.state_rule = optimizer_state.rule(config, optimizer)
         self.state_s, self._state_limit = 0.0, optimizer_state.AverageLimit.of(config, optimizer)
         # Averaged copies of the parameters are the merged ones, unless an outer step moves these farther.
-        averages = self.state_rule == "average" and self.outer.kind == "none"
+        averages = self.state_rule == "average" and self._state_limit is None and self.outer.kind == "none"
         merges = transport.world_size > 1 and config.logical_ranks is None
         self._seeks_copies = merges and not averages and self.state_rule != "reset"
         # In the first round. A wrapped script may have several optimizers, and says which parameters are merged.
@@ -330,14 +330,15 @@ class Merge:
 
     def _merge_state(self, gathered: Gathered, weight: float, *, everyone: bool) -> None:
         averages, start = everyone and bool(gathered["state_due"].all()), time.perf_counter()
+        is_lost = not gathered["finite"][self._transport.rank]
         if averages:
             checksums = gathered["state_checksum"]
             unions = {} if self.rows is None else self.rows.unions()
             agreed = bool((checksums == checksums[0]).all())
-            optimizer_state.average_(self._optimizer, self._transport, weight, agreed=agreed, unions=unions)
+            optimizer, transport = self._optimizer, self._transport
+            optimizer_state.average_(optimizer, transport, weight, agreed=agreed, is_lost=is_lost, unions=unions)
         self.state_s = 0.0 if self._state_limit is None or not averages else self._state_limit.took(time.perf_counter() - start)
-        lost = not gathered["finite"][self._transport.rank] and not averages and self.state_rule != "sum"
-        if self.state_rule == "reset" or lost:
+        if self.state_rule == "reset" or (is_lost and not averages and self.state_rule != "sum"):
             self._forget()
 
     def _forget(self) -> None:

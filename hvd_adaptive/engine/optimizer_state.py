@@ -188,17 +188,20 @@ def average_(
     weight: float,
     *,
     agreed: bool = False,
+    is_lost: bool = False,
     unions: Mapping[int, Tensor] | None = None,
 ) -> None:
     """Replaces the tensors and numbers of the state by their weighted mean over the ranks that have them. COLLECTIVE.
 
-    A rank without state for a parameter (it made no step) receives the others' mean. Means of whole numbers are rounded.
+    A rank without state for a parameter (it made no step) receives the others' mean. Means of whole numbers are rounded. Means
+    that are not finite are left out, so that one rank's infinite moments stay its own.
 
     Args:
         optimizer: state of any structure that holds tensors or numbers by name, as torch's optimizers do.
         transport: the world.
         weight: this rank's weight, >= 0; the weights sum to 1, and one > 0 is of a rank that has state.
         agreed: all ranks' states have one :func:`structure`, the same on every rank: they need not tell each other.
+        is_lost: this rank's state is worth nothing: what gets no mean is removed.
         unions: by ``id`` of a parameter the rows in which ranks' states may differ, ascending, the same on every rank. Entries
             with a row for each of the parameter's exchange only those.
     """
@@ -209,7 +212,7 @@ def average_(
     shares = {key: sum(w for w, entries in everyone if key in entries) for key in specification}
     groups: dict[tuple[torch.dtype, torch.device], list[_Entry]] = defaultdict(list)
     num_elements: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
-    num_sums = 0
+    num_sums, averaged = 0, set[tuple[int, str]]()
     for key in sorted(specification):
         shape, dtype, device = specification[key]
         parameter = parameters[key[0]]
@@ -226,41 +229,46 @@ def average_(
         part = part if rows is None else part.index_select(0, rows)
         part = part.reshape(-1).to(torch.float64 if dtype == torch.float64 else torch.float32)
         kind = part.dtype, part.device
-        groups[kind].append(_Entry(state, key[1], value, rows, part, weight / shares[key] if key in own else 0.0))
+        groups[kind].append(_Entry(key, state, value, rows, part, weight / shares[key] if key in own else 0.0))
         num_elements[kind] += part.numel()
         if num_elements[kind] >= _ELEMENTS_AT_ONCE:
-            _average_entries_(groups.pop(kind), transport, name=f"optimizer.{num_sums}")
+            averaged |= _average_entries_(groups.pop(kind), transport, name=f"optimizer.{num_sums}")
             num_elements[kind], num_sums = 0, num_sums + 1
     for number, entries in enumerate(groups.values(), num_sums):
-        _average_entries_(entries, transport, name=f"optimizer.{number}")
+        averaged |= _average_entries_(entries, transport, name=f"optimizer.{number}")
+    for index, name in own.keys() - averaged if is_lost else ():
+        del optimizer.state[parameters[index]][name]
 
 
 class _Entry(NamedTuple):
     """A tensor or number of the state.
 
     Attributes:
+        key: the parameter's place and its own name.
         state: the parameter's, which holds it.
-        name: its name there.
         value: itself; of a shard, what this rank has.
         rows: those to average; None: all.
         part: its values to average, flat.
         factor: of this rank's values in the mean.
     """
 
+    key: tuple[int, str]
     state: dict[str, Any]
-    name: str
     value: Any
     rows: Tensor | None
     part: Tensor
     factor: float
 
 
-def _average_entries_(entries: list[_Entry], transport: Collectives, *, name: str) -> None:
-    """Averages entries of one dtype and device by one sum. COLLECTIVE."""
+def _average_entries_(entries: list[_Entry], transport: Collectives, *, name: str) -> set[tuple[int, str]]:
+    """Averages entries of one dtype and device by one sum, and returns their keys; none if it is not finite. COLLECTIVE."""
     sizes = [entry.part.numel() for entry in entries]
     flat = torch.cat([entry.part for entry in entries])
     _scale_(flat, sizes, [entry.factor for entry in entries])
     transport.allreduce_sum_(flat, name=name)
+    # The same sum on every rank.
+    if not torch.isfinite(flat).all():
+        return set()
     targets, sources = [], []
     for entry, mean in zip(entries, flat.split(sizes), strict=True):
         value, rows = entry.value, entry.rows
@@ -268,7 +276,7 @@ def _average_entries_(entries: list[_Entry], transport: Collectives, *, name: st
             # Weights may sum to a little less than 1, and 4.9999995 is no 4.
             mean = mean.round()
         if not isinstance(value, Tensor):
-            entry.state[entry.name] = type(value)(mean.item())
+            entry.state[entry.key[1]] = type(value)(mean.item())
         elif rows is None:
             targets.append(value)
             sources.append(mean.view(value.shape))
@@ -277,6 +285,7 @@ def _average_entries_(entries: list[_Entry], transport: Collectives, *, name: st
     # A few launches on a GPU, not one a tensor.
     if targets:
         torch._foreach_copy_(targets, sources)
+    return {entry.key for entry in entries}
 
 
 def _is_whole(value: Any) -> bool:

@@ -32,7 +32,7 @@ class RoundStats(MergeStats):
         claim_s: seconds waiting for a claim and its batch.
         first_batch_s: those of them before the round's first batch, which only workers read ahead; of ``local``.
         wait_s: seconds waiting for other ranks.
-        merge_s: seconds of the merge, waiting excluded.
+        merge_s: seconds of the merge, waiting excluded, and averages of Adam's moments that have a limit of their own.
         control_s: seconds of statistics, weights and rebalancing.
         lr: learning rate of the last step.
         base_lr: the one that the optimizer has between rounds; 0 where that is a tensor.

@@ -1087,6 +1087,23 @@ def test_averaged_optimizer_state_is_the_weighted_mean_of_the_ranks_that_have_it
         assert torch.allclose(state, torch.full((3,), 0.25 * 1 + 0.75 * 2))
 
 
+def test_infinite_moments_of_one_rank_stay_its_own_and_lost_ones_go() -> None:
+    def run(transport: LocalTransport) -> tuple[Any, Any, Any]:
+        shared, own = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.Adam([shared, own], lr=0.1)
+        optimizer.state[shared]["exp_avg_sq"] = torch.tensor([1.0, 1.0 if transport.rank else torch.inf])
+        average_(optimizer, transport, 0.5)
+        infinite = optimizer.state[shared]["exp_avg_sq"].tolist()
+        # Rank 1 has lost its steps, and state of a parameter that no other rank has.
+        optimizer.state[shared]["exp_avg_sq"] = torch.full((2,), torch.nan if transport.rank else 3.0)
+        if transport.rank:
+            optimizer.state[own]["exp_avg_sq"] = torch.full((2,), torch.nan)
+        average_(optimizer, transport, 1.0 - transport.rank, is_lost=transport.rank == 1)
+        return infinite, optimizer.state[shared]["exp_avg_sq"].tolist(), dict(optimizer.state[own])
+
+    assert LocalWorld(2).run(run) == [([1.0, torch.inf], [3.0, 3.0], {}), ([1.0, 1.0], [3.0, 3.0], {})]
+
+
 def test_a_large_state_is_averaged_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [3, 5, 2, 7, 1]
     monkeypatch.setattr(optimizer_state, "_ELEMENTS_AT_ONCE", 8)
