@@ -335,9 +335,9 @@ class Merge:
             checksums = gathered["state_checksum"]
             unions = {} if self.rows is None else self.rows.unions()
             agreed = bool((checksums == checksums[0]).all())
-            optimizer, transport = self._optimizer, self._transport
-            optimizer_state.average_(optimizer, transport, weight, agreed=agreed, is_lost=is_lost, unions=unions)
-        self.state_s = 0.0 if self._state_limit is None or not averages else self._state_limit.took(time.perf_counter() - start)
+            optimizer_state.average_(self._optimizer, self._transport, weight, agreed=agreed, is_lost=is_lost, unions=unions)
+            if self._state_limit is not None:
+                self.state_s = self._state_limit.took(time.perf_counter() - start)
         if self.state_rule == "reset" or (is_lost and not averages and self.state_rule != "sum"):
             self._forget()
 
