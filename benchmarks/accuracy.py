@@ -39,11 +39,11 @@ from hvd_adaptive.engine.batches import BatchSource
 from hvd_adaptive.session.session import Session
 
 CODECS = (
-    *("none", "fp16", "maxmin:8", "maxmin:4", "maxmin:2", "maxmin:2,nearest", "maxmin:1", "sign"),
+    *("none", "fp16", "maxmin:8", "maxmin:4", "maxmin:2", "maxmin:2,nearest", "maxmin:1", "normal:2"),
     *("topk:0.01", "powersgd:4"),
 )
 # Without error feedback as well. 8 bits and fp16 lose too little to show a difference.
-BARE = ("maxmin:4", "maxmin:2", "sign", "topk:0.01", "powersgd:4")
+BARE = ("maxmin:4", "maxmin:2", "normal:2", "topk:0.01", "powersgd:4")
 PEERS = ("horovod-fp32", "horovod-fp16", "ddp-fp32", "ddp-powersgd:4")
 ONE_HOST = "one host"
 COLUMNS = ("method", "lr factor", "seeds", "accuracy", "range", "against none, seed by seed", "MB encoded a rank")

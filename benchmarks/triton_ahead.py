@@ -39,7 +39,8 @@ from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
 from hvd_adaptive.compress.kernels import cuda, cuda_codes, cuda_select
-from hvd_adaptive.compress.kernels.reference import cast_bytes, maxmin_bytes, sign_bytes
+from hvd_adaptive.compress.kernels.reference import cast_bytes, levels_bytes
+from hvd_adaptive.compress.quantize import SPREADS
 
 BUCKETS = (8, 24, 512, 4096, 65536)
 # Elements; the last is beyond 32 bits, on torch's device that holds no values.
@@ -94,20 +95,18 @@ class Case:
 
 def cases() -> Iterator[Case]:
     """Yields every kernel with every choice that makes another variant of it."""
-    for bucket, bits, random, feedback in itertools.product(BUCKETS, range(1, 9), (True, False), (False, True)):
-        text = f"bucket={bucket} bits={bits} {'stochastic' if random else 'nearest'}{' feedback' if feedback else ''}"
-        quick = (bits == 4 and bucket == 512) or (bits == 7 and random and feedback)
-        call = functools.partial(maxmin_encode, bucket=bucket, bits=bits, random=random, feedback=feedback)
-        yield Case(text, quick, call)
+    kinds = ("stochastic", "nearest", "normal")
+    for bucket, bits, kind, feedback in itertools.product(BUCKETS, range(1, 9), kinds, (False, True)):
+        if kind == "normal" and bits not in SPREADS:
+            continue
+        text = f"bucket={bucket} bits={bits} {kind}{' feedback' if feedback else ''}"
+        quick = (bits == 4 and bucket == 512) or (bits == 7 and kind == "stochastic" and feedback)
+        call = functools.partial(levels_encode, bucket=bucket, bits=bits, kind=kind, feedback=feedback)
+        yield Case(text, quick or (bits == 2 and kind == "normal" and feedback), call)
     for bucket, bits, add in itertools.product(BUCKETS, range(1, 9), (0, 1, -1)):
         quick = (bits == 4 and bucket == 512) or (bits == 7 and add == 1)
-        call = functools.partial(maxmin_decode, bucket=bucket, bits=bits, add=add)
+        call = functools.partial(levels_decode, bucket=bucket, bits=bits, add=add)
         yield Case(f"bucket={bucket} bits={bits} add={add}", quick, call)
-    for bucket, feedback in itertools.product(BUCKETS, (False, True)):
-        call = functools.partial(sign_encode, bucket=bucket, feedback=feedback)
-        yield Case(f"bucket={bucket}{' feedback' if feedback else ''}", bucket == 65536, call)
-    for bucket, add in itertools.product(BUCKETS, (0, 1, -1)):
-        yield Case(f"bucket={bucket} sign add={add}", bucket == 512, functools.partial(sign_decode, bucket=bucket, add=add))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         text = str(dtype).removeprefix("torch.")
         for feedback in (False, True):
@@ -129,28 +128,18 @@ def void(_: Tensor) -> None:
     """Takes a result."""
 
 
-def maxmin_encode(a: Arguments, *, bucket: int, bits: int, random: bool, feedback: bool) -> None:
-    payload = a.tensor(maxmin_bytes(a.num, bits, bucket), torch.uint8)
+def levels_encode(a: Arguments, *, bucket: int, bits: int, kind: str, feedback: bool) -> None:
+    payload = a.tensor(levels_bytes(a.num, bits, bucket), torch.uint8)
     residual = a.tensor(a.num) if feedback else None
-    key, piece = a.key if random else None, 8 * bucket if a.num_peers > 1 else None
-    cuda.maxmin_encode(a.tensor(a.num), payload, bits, bucket, key, residual, 1.0 / a.num_peers, piece)
+    key, piece = a.key if kind == "stochastic" else None, 8 * bucket if a.num_peers > 1 else None
+    spread = SPREADS[bits] if kind == "normal" else None
+    cuda.levels_encode(a.tensor(a.num), payload, bits, bucket, key, spread, residual, 1.0 / a.num_peers, piece)
 
 
-def maxmin_decode(a: Arguments, *, bucket: int, bits: int, add: int) -> None:
-    payload = a.tensor(a.num_peers * maxmin_bytes(a.num, bits, bucket), torch.uint8)
+def levels_decode(a: Arguments, *, bucket: int, bits: int, add: int) -> None:
+    payload = a.tensor(a.num_peers * levels_bytes(a.num, bits, bucket), torch.uint8)
     piece = None if a.num_peers > 1 else 8 * bucket
-    cuda.maxmin_decode(payload, a.tensor(a.num), bits, bucket, add, a.num_peers, piece)
-
-
-def sign_encode(a: Arguments, *, bucket: int, feedback: bool) -> None:
-    payload = a.tensor(sign_bytes(a.num, bucket), torch.uint8)
-    residual = a.tensor(a.num) if feedback else None
-    cuda.sign_encode(a.tensor(a.num), payload, bucket, residual, 1.0 / a.num_peers, 8 * bucket if a.num_peers > 1 else None)
-
-
-def sign_decode(a: Arguments, *, bucket: int, add: int) -> None:
-    payload = a.tensor(a.num_peers * sign_bytes(a.num, bucket), torch.uint8)
-    cuda.sign_decode(payload, a.tensor(a.num), bucket, add, a.num_peers)
+    cuda.levels_decode(payload, a.tensor(a.num), bits, bucket, add, a.num_peers, piece)
 
 
 def cast_encode(a: Arguments, *, dtype: torch.dtype, feedback: bool) -> None:
@@ -294,7 +283,7 @@ def examine(name: str, function: str, kernel: Any, seconds: float, num_compiled:
     if re.search(r"\bfma\.\w+\.f\d+", ptx):
         faults.append("fused multiply-add")
     # Divisions are made of fused ones, so that only a decoder's machine code has none.
-    if function in ("decode", "cast_decode", "decode_large"):
+    if function in ("levels_decode", "cast_decode", "decode_large"):
         machine_code = disassemble(kernel, function)
         if "EXIT" not in machine_code:
             faults.append("has no machine code that can be read")

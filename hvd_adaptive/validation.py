@@ -12,7 +12,9 @@ from typing import Any
 # Finding them out takes a millisecond a class, and there are fifty fields.
 _HINTS: dict[type, dict[str, Any]] = {}
 # The codecs know which texts they can read, but load torch, which would hold up each start for seconds. These they can read.
-_READABLE = re.compile(r"auto|none|fp16|bf16|sign|maxmin:[1-8](,(nearest|stochastic))?|topk:0?\.\d*[1-9]\d*|powersgd:[1-9]\d*")
+_READABLE = re.compile(
+    r"auto|none|fp16|bf16|normal:[1-4]|maxmin:[1-8](,(nearest|stochastic))?|topk:0?\.\d*[1-9]\d*|powersgd:[1-9]\d*"
+)
 
 
 def field_type(cls: type, name: str) -> type:

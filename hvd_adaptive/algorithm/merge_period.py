@@ -17,8 +17,6 @@ _NUM_MEASURED = 3
 _MAX_FACTOR = 2.0
 # Rounds of a measured merge period leave room for this many merges an epoch.
 LEAST_MERGES_AN_EPOCH = 4
-# What merges are encoded with on a slow link, where it is to be chosen: it lost nothing in training that was measured.
-SLOW_LINK_CODEC = "maxmin:4"
 # Where no mega-batch was set.
 DEFAULT_MERGES_AN_EPOCH = 8
 # What the fastest rank computes between two merges while these take at most a tenth of the time, where short rounds learn better
@@ -133,6 +131,8 @@ class MergePeriod:
         mega_batch: samples of the next round over all ranks.
         communication_share: the part that communication took, by the median of the last three rounds; 0 before any.
         sample_s: seconds of everything else for a sample over all ranks, by the same rounds; 0 before any.
+        stretch: how many times as long as the shortest rounds those are in which communication takes its share; 0 before two
+            were measured.
     """
 
     def __init__(self, rule: str, *, start: int, share: float) -> None:
@@ -140,7 +140,7 @@ class MergePeriod:
         self._start = start
         self._share = share
         self.mega_batch = start
-        self.communication_share = self.sample_s = 0.0
+        self.communication_share = self.sample_s = self.stretch = 0.0
         self._has_begun = False
         # Rows of (communication seconds, other seconds a sample, part of the start), the latest last.
         self._measured = np.zeros((0, 3))
@@ -168,7 +168,9 @@ class MergePeriod:
         self.sample_s = float(rest_s)
         wanted = self._start * part
         if self._rule == "auto":
-            wanted = max(wanted, least_mega_batch(communication_s, rest_s, share=self._share))
+            least = least_mega_batch(communication_s, rest_s, share=self._share)
+            self.stretch = least / wanted if len(self._measured) > 1 else 0.0
+            wanted = max(wanted, least)
         wanted = min(wanted, max(largest, self._start))
         low, high = self.mega_batch / _MAX_FACTOR, self.mega_batch * _MAX_FACTOR
         self.mega_batch = round(min(max(wanted, low), high))

@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 _REMEMBERED_ROUNDS = 4
 # Merges go beside steps where rounds with one merge would be so many times as long as short ones, so that it takes its share.
 _LONG_ROUNDS = 1.5
+# Merges get fewer bits where such rounds would be so many times as long: benchmarks/records/2026-11-30-two-bits.md. They then
+# take about so much of the time.
+_NARROW_LINK, _FEWER_BITS = 4.0, 0.6
 # So much of a round the sums of its merges may take beside steps. There are half as many merges where in so many such rounds
 # every rank waited so much of the time for sums: a link may carry one quickly, and not many after each other.
 _SUMS_PART, _CROWDED_ROUNDS, _CROWDED_PART = 2 / 3, 2, 0.25
@@ -86,19 +89,29 @@ class RoundControl:
         short_rounds: whether rounds are as short as ranks that differ let them be: `part_of_short_rounds`.
         merges_from: updates of the fastest rank from which on they have several merges, where that is known to help; None: they
             have them anyway.
+        can_narrow: whether merges can have fewer bits.
 
     Attributes:
         ceilings: largest batch size of each rank that memory allows, as far as is known, samples, shape (world_size,);
             infinite where no batch has failed.
         merges: of the whole model in the next round, if that is as long as planned.
+        is_narrow: merges have fewer bits from now on, as they take so long.
     """
 
     def __init__(
-        self, config: Config, world_size: int, *, speaks: bool, short_rounds: bool = False, merges_from: float | None = None
+        self,
+        config: Config,
+        world_size: int,
+        *,
+        speaks: bool,
+        short_rounds: bool = False,
+        merges_from: float | None = None,
+        can_narrow: bool = False,
     ) -> None:
         self._config = config
         self._short_rounds = short_rounds
         self._merges_from = merges_from
+        self._can_narrow = can_narrow
         self.speaks = speaks
         self.ceilings = np.full(world_size, np.inf)
         self._speed_model = SpeedModel(world_size)
@@ -110,7 +123,7 @@ class RoundControl:
             self.merges = 1
             self._period.mega_batch = STEPS_OF_SHORT_ROUNDS * world_size * config.batch_size
         self._num_updates = 0.0
-        self._merges_take_long = False
+        self._merges_take_long = self.is_narrow = False
         # Seconds of the last rounds' merges, where they had one.
         self._merge_s: deque[float] = deque(maxlen=3)
         self._most_made, self._made, self._num_crowded = config.merges_per_round or 1, 1, 0
@@ -246,6 +259,9 @@ class RoundControl:
         if self._made == 1:
             # Rounds with several hide what merges take.
             self._merge_s.append(float(stats["merge_s"].max()))
+            if self._can_narrow and not self.is_narrow and self._period.stretch > _NARROW_LINK:
+                self.is_narrow = True
+                self._merge_s = deque((_FEWER_BITS * seconds for seconds in self._merge_s), maxlen=3)
         if self.merges == 1:
             self._merges_take_long = self.mega_batch > _LONG_ROUNDS * part * self._planned
         self._num_samples, self._train_s = record.num_samples, record.train_s

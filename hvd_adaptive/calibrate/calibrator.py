@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hvd_adaptive.algorithm.ledger import round_size
-from hvd_adaptive.algorithm.merge_period import SLOW_LINK_CODEC, capped_mega_batch
+from hvd_adaptive.algorithm.merge_period import capped_mega_batch
 from hvd_adaptive.algorithm.micro_batches import multiple
 from hvd_adaptive.algorithm.slowdown import Slowdown
 from hvd_adaptive.algorithm.speed_model import fit_line
@@ -41,6 +41,7 @@ from hvd_adaptive.comm.protocols import Transport, attempt, take_turns
 from hvd_adaptive.comm.threads import LocalTransport
 from hvd_adaptive.config import Config
 from hvd_adaptive.engine.batches import BatchSource
+from hvd_adaptive.engine.merge_codec import SLOW_LINK_CODEC
 from hvd_adaptive.engine.start_speeds import StepProbe, Steps
 from hvd_adaptive.xmc.data import SparseDataset
 from hvd_adaptive.xmc.train_config import TrainConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvd_adaptive.compress.codec import Cast, Codec
 from hvd_adaptive.compress.low_rank import PowerSgd
-from hvd_adaptive.compress.quantize import MaxMin, Sign
+from hvd_adaptive.compress.quantize import MaxMin, Normal
 from hvd_adaptive.compress.sparsify import TopK
 
 KNOWN = {
@@ -16,7 +16,7 @@ KNOWN = {
     "fp16": "fp16",
     "bf16": "bf16",
     "maxmin": "maxmin:BITS[,bucket=N][,nearest|stochastic]",
-    "sign": "sign[:bucket=N]",
+    "normal": "normal:BITS[,bucket=N]",
     "topk": "topk:FRACTION[,exact|sampled]",
     "powersgd": "powersgd:RANK",
 }
@@ -56,10 +56,12 @@ def _maxmin(words: list[str]) -> Codec:
     return MaxMin(**options)
 
 
-def _sign(words: list[str]) -> Codec:
-    if len(words) > 1:
-        raise ValueError(f"unknown option {words[1]!r}")
-    return Sign(_bucket(words[0])) if words else Sign()
+def _normal(words: list[str]) -> Codec:
+    if not words:
+        raise ValueError("the number of bits is missing")
+    if len(words) > 2:
+        raise ValueError(f"unknown option {words[2]!r}")
+    return Normal(_integer("bits", words[0]), *map(_bucket, words[1:]))
 
 
 def _topk(words: list[str]) -> Codec:
@@ -84,7 +86,7 @@ def _powersgd(words: list[str]) -> Codec:
 
 
 _BUILDERS: dict[str, Callable[[list[str]], Codec]] = {
-    "maxmin": _maxmin, "sign": _sign, "topk": _topk, "powersgd": _powersgd
+    "maxmin": _maxmin, "normal": _normal, "topk": _topk, "powersgd": _powersgd
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from hvd_adaptive.exchange.reducers import Job, scatter_reduce_allgather
 
 SPECS = (
     *("fp16", "bf16", "maxmin:8", "maxmin:4", "maxmin:4,nearest", "maxmin:3", "maxmin:2", "maxmin:1"),
-    *("sign", "topk:0.01", "topk:0.01,sampled"),
+    *("normal:2", "topk:0.01", "topk:0.01,sampled"),
 )
 # Errors are of as many values; more would tell nothing new.
 _ERROR_VALUES = 1 << 20

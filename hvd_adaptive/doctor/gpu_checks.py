@@ -27,7 +27,7 @@ from hvd_adaptive.comm.protocols import Transport
 from hvd_adaptive.comm.shared_gpus import gpu_of, settle_shared_gpus, sharing_notice
 from hvd_adaptive.compress.codec import ValueCodec
 from hvd_adaptive.compress.kernels import reference
-from hvd_adaptive.compress.kernels.reference import cast_bytes, maxmin_bytes, mix_key, sign_bytes
+from hvd_adaptive.compress.kernels.reference import cast_bytes, levels_bytes, mix_key
 from hvd_adaptive.compress.parse import parse_codec
 from hvd_adaptive.config import Config
 from hvd_adaptive.doctor.codec_speed import measure_speed, normal_values
@@ -39,7 +39,7 @@ from hvd_adaptive.session.session import Session
 # (bits, bucket, values): whole and cut buckets, each width that is packed in its own way.
 _CODES = ((1, 512, 2000), (2, 512, 4096), (3, 24, 60), (4, 512, 100_003), (4, 4096, 9000), (8, 8, 20), (8, 512, 5000))
 _NUMBERS = (torch.float16, torch.bfloat16)
-_SPEEDS = ("maxmin:4", "maxmin:8", "sign", "topk:0.01")
+_SPEEDS = ("maxmin:4", "maxmin:8", "normal:2", "topk:0.01")
 _REPEATS = 7
 _STALL_LIMIT_S = 30.0
 _DATA_SEED, _MODEL_SEED = 1, 0
@@ -85,29 +85,22 @@ def kernel_bits(device: torch.device, kernels: ModuleType | None = None) -> dict
     start = time.perf_counter()
     compile_s = 0.0
     for bits, bucket, num in _CODES:
-        for key in (None, mix_key(bits, num)):
+        for kind, key, spread in (("nearest", None, None), ("stochastic", mix_key(bits, num), None), ("normal", None, 0.75)):
             values = normal_values(num, bits)
-            expected = torch.full((maxmin_bytes(num, bits, bucket),), 170, dtype=torch.uint8)
-            reference.maxmin_encode(values, expected, bits, bucket, key)
+            expected = torch.full((levels_bytes(num, bits, bucket),), 170, dtype=torch.uint8)
+            reference.levels_encode(values, expected, bits, bucket, key, spread)
             payload = torch.full_like(expected, 85, device=device)
-            kernels.maxmin_encode(values.to(device), payload, bits, bucket, key)
+            kernels.levels_encode(values.to(device), payload, bits, bucket, key, spread)
             out, own = torch.ones(num), torch.ones(num, device=device)
-            reference.maxmin_decode(expected, out, bits, bucket, 1)
-            kernels.maxmin_decode(expected.to(device), own, bits, bucket, 1)
+            reference.levels_decode(expected, out, bits, bucket, 1)
+            kernels.levels_decode(expected.to(device), own, bits, bucket, 1)
             compile_s = compile_s or time.perf_counter() - start
-            kind = "nearest" if key is None else "stochastic"
             if not torch.equal(payload.cpu(), expected):
                 differing.append(f"encoding {bits} bits, bucket {bucket}, {kind}")
             if not torch.equal(own.cpu(), out):
                 differing.append(f"decoding {bits} bits, bucket {bucket}, {kind}")
     values = normal_values(3000, 0)
-    signs = torch.empty(sign_bytes(3000, 512), dtype=torch.uint8)
-    reference.sign_encode(values, signs, 512)
     out, own = torch.zeros(3000), torch.zeros(3000, device=device)
-    reference.sign_decode(signs, out, 512, 0)
-    kernels.sign_decode(signs.to(device), own, 512, 0)
-    if not torch.equal(own.cpu(), out):
-        differing.append("decoding signs")
     for dtype in _NUMBERS:
         numbers = torch.empty(cast_bytes(3000, dtype), dtype=torch.uint8)
         reference.cast_encode(values, numbers, dtype)
@@ -119,7 +112,7 @@ def kernel_bits(device: torch.device, kernels: ModuleType | None = None) -> dict
             differing.append(str(dtype).removeprefix("torch."))
     if not _adds_largest(device, kernels):
         differing.append("largest values")
-    return {"compile_s": compile_s, "codes": 4 * len(_CODES) + 2 + len(_NUMBERS), "differing": differing}
+    return {"compile_s": compile_s, "codes": 6 * len(_CODES) + 1 + len(_NUMBERS), "differing": differing}
 
 
 def _adds_largest(device: torch.device, kernels: ModuleType) -> bool:

@@ -7,7 +7,6 @@ from them (:meth:`Merge.weights`), and the deltas, the outer step and the optimi
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import logging
 import time
@@ -20,12 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvd_adaptive.algorithm.merge_period import (
-    ADAM_START,
-    FRAGMENTS_START,
-    SLOW_LINK_CODEC,
-    with_short_rounds,
-)
+from hvd_adaptive.algorithm.merge_period import ADAM_START, FRAGMENTS_START, with_short_rounds
 from hvd_adaptive.algorithm.outer_step import OuterStep
 from hvd_adaptive.algorithm.outliers import NormHistory, clip_factor
 from hvd_adaptive.algorithm.round_control import round_weights
@@ -35,6 +29,7 @@ from hvd_adaptive.config import Config
 from hvd_adaptive.engine import optimizer_state
 from hvd_adaptive.engine.base_watch import BaseWatch
 from hvd_adaptive.engine.flat_model import FlatModel, has_batch_norm
+from hvd_adaptive.engine.merge_codec import MergeCodec
 from hvd_adaptive.engine.merge_rule import make_merge_rule
 from hvd_adaptive.engine.model_fragments import cut_model, fragments_beside_steps
 from hvd_adaptive.engine.overlap import OverlappedMerge
@@ -46,9 +41,8 @@ from hvd_adaptive.engine.rank_warnings import (
     warn_of_outliers,
 )
 from hvd_adaptive.engine.row_merge import RowMerge
-from hvd_adaptive.engine.shards import local, local_state, sharded_state
+from hvd_adaptive.engine.shards import local_state, sharded_state
 from hvd_adaptive.engine.touched_rows import mark_rows, sparse_parameters
-from hvd_adaptive.exchange.codec_choice import chosen_codec
 from hvd_adaptive.exchange.compressed import CompressedSum
 
 log = logging.getLogger(__name__)
@@ -98,6 +92,7 @@ class Merge:
 
     Attributes:
         config: the rules, completed.
+        codec: what merges are encoded with.
         flat_model: the global model and the deltas.
         outer: the outer step.
         rule: weighs rows or coordinates and must hear of every step; None: a rank has one weight.
@@ -131,8 +126,8 @@ class Merge:
             norms = any(map(has_batch_norm, modules))
             helps = beside_steps and not norms and not is_one_host(transport)
             config = with_short_rounds(config, transport.world_size, beside_steps=helps)
-        config = self._with_codec(config, optimizer, parameters, transport)
-        self.config = config
+        self.codec = MergeCodec(config, optimizer, parameters, transport)
+        self.config = config = self.codec.config
         self._optimizer = optimizer
         self._transport = transport
         touched, on_host = mark_rows(model, optimizer, config, transport), config.outer_state == "host"
@@ -185,21 +180,16 @@ class Merge:
         self._broken = BrokenRounds("ranks" if config.island is None else "islands")
         self.who = "ranks" if transport.rank == 0 else None
 
-    @staticmethod
-    def _with_codec(config: Config, optimizer: Optimizer, parameters: Sequence[Tensor], transport: Collectives) -> Config:
-        if config.compression != "auto":
-            return config
-        codec = "none"
-        # Rows of sparse parameters, and what must repeat, are sent as they are.
-        adapts = optimizer_state.learns_from_short_rounds(config, optimizer) and config.sparse_merge != "always"
-        if adapts and parameters and transport.world_size > 1 and not config.repeatable:
-            num_elements = sum(local(p).numel() for p in parameters)
-            codec = chosen_codec(SLOW_LINK_CODEC, config, transport, device=parameters[0].device, num_elements=num_elements)
-        return dataclasses.replace(config, compression=codec)
-
-    def begin_round(self, merges: int) -> None:
+    def begin_round(self, merges: int, *, narrow: bool = False) -> None:
         """Sets how often the whole model is merged in the round that begins, the same on every rank. What the loop has changed in
-        the parameters since the last round becomes the global model, if all ranks have made the same change."""
+        the parameters since the last round becomes the global model, if all ranks have made the same change.
+
+        Args:
+            merges: of the whole model.
+            narrow: merges shall have fewer bits from now on, where nobody has chosen their codec; COLLECTIVE then.
+        """
+        if narrow:
+            self.codec.narrow(self.flat_model.compressed)
         if self._beside_steps is not None:
             self.overlap = self._beside_steps if merges > 1 else None
             kept_for = 1 if self.overlap is None else self.overlap.num_fragments

@@ -14,6 +14,7 @@ from hvd_adaptive.comm.protocols import AgreedError, Collectives
 from hvd_adaptive.compress.codec import Codec, compile_kernels
 from hvd_adaptive.compress.low_rank import PowerSgd
 from hvd_adaptive.compress.policy import Policy, TensorInfo, parse_policy
+from hvd_adaptive.compress.quantize import Normal
 from hvd_adaptive.compress.sparsify import TopK
 from hvd_adaptive.config import Config
 from hvd_adaptive.exchange.auto_bits import BitChooser
@@ -79,7 +80,7 @@ class CompressedSum:
         )
         self._num_rounds = 0
         self._error_feedback = options.error_feedback
-        needy = next((c for c in map(policy.codec, self._names) if isinstance(c, (TopK, PowerSgd))), None)
+        needy = next((c for c in map(policy.codec, self._names) if isinstance(c, (Normal, TopK, PowerSgd))), None)
         if needy is not None and not options.error_feedback and transport.speaks:
             log.warning("compression: %s loses accuracy without error feedback; leave error_feedback on", needy.spec)
         self._devices = set(devices)
@@ -101,9 +102,16 @@ class CompressedSum:
         policy = None if self._chooser is None else self._chooser.choose(self._transport)
         if policy is None or policy.spec == self.policy.spec:
             return False
+        self._set_policy(policy)
+        return True
+
+    def set_codec(self, codec: str) -> None:
+        """Encodes all tensors otherwise from now on, and forgets residuals. COLLECTIVE, while nothing is on the way."""
+        self._set_policy(parse_policy(codec))
+
+    def _set_policy(self, policy: Policy) -> None:
         self._exchange.set_policy(policy)
         self._compile()
-        return True
 
     def sum_(self, flat: Tensor, name: str, tensors: Sequence[TensorInfo], *, weight: float = 1.0) -> int:
         """Replaces values times this rank's weight by their sum over ranks, the same bits everywhere. COLLECTIVE.

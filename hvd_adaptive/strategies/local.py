@@ -76,8 +76,9 @@ class LocalStrategy:
         self._warming_up = False
         self._forget_claims: Callable[[], None] = lambda: None
         self._control = RoundControl(
-            config, transport.world_size, speaks=transport.rank == 0, short_rounds=short_rounds, merges_from=merges_from
-        )
+            config, transport.world_size, speaks=transport.rank == 0, short_rounds=short_rounds, merges_from=merges_from,
+            can_narrow=self.merge.codec.can_narrow,
+        )  # fmt: skip
         # This rank's own, which the others know after the round.
         self._memory = MemoryCeiling(next(model.parameters()).device)
         self._dataset_size = 0
@@ -181,7 +182,7 @@ class LocalStrategy:
         """
         self._dataset_size = len(source)
         merges = self._control.merges_of(len(rows), self._sizes)
-        self.merge.begin_round(merges)
+        self.merge.begin_round(merges, narrow=self._control.is_narrow)
         overlap = self.merge.overlap
         if overlap is not None:
             start = time.perf_counter()

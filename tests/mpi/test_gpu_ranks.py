@@ -77,7 +77,7 @@ def train(transport: Any, optimizer: type[torch.optim.Optimizer] = torch.optim.S
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"compression": "maxmin:4"}, {"compression": "topk:0.1"}, {"compression": "sign"}, {"compression": "bf16"},
+        {}, {"compression": "maxmin:4"}, {"compression": "topk:0.1"}, {"compression": "normal:2"}, {"compression": "bf16"},
         {"compression": "powersgd:2"}, {"merge_fragments": 2}, {"merge_fragments": 2, "compression": "maxmin:4"},
         {"outer_state": "host", "outer_step": "nesterov"}, {"optimizer": torch.optim.AdamW}, {"amp": True},
         {"optimizer": torch.optim.AdamW, "compression": "maxmin:4", "outer_step": "cautious"},

@@ -437,7 +437,6 @@ def _one_kernel_each(reference: Any) -> Any:
         return call
 
     names = (
-        "maxmin_encode", "maxmin_decode", "sign_encode", "sign_decode", "cast_encode", "cast_decode", "sum_of_squares",
-        "select_large", "decode_large",
+        "levels_encode", "levels_decode", "cast_encode", "cast_decode", "sum_of_squares", "select_large", "decode_large",
     )  # fmt: skip
     return types.SimpleNamespace(**{name: launched(name) for name in names})

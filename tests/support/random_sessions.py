@@ -52,7 +52,7 @@ _OPTIONS: dict[str, tuple[float, tuple[Any, ...]]] = {
     "sparse_merge": (0.1, ("always", "never")), "merges_per_round": (0.2, (2, 4)), "merge_fragments": (0.25, (2, 3)),
     "fragment_delay": (0.1, (0.0, 0.3, 1.0)), "fragment_alpha": (0.1, (0.0, 0.7)), "outlier_limit": (0.15, (3.0,)),
     "clip_delta": (0.15, (10.0,)),
-    "compression": (0.4, ("none", "fp16", "maxmin:4", "maxmin:8", "topk:0.2", "sign", "powersgd:2")),
+    "compression": (0.4, ("none", "fp16", "maxmin:4", "maxmin:8", "topk:0.2", "normal:2", "powersgd:2")),
     "reducer": (0.2, ("sra", "hierarchical", "allreduce")), "error_feedback": (0.1, (False,)), "auto_bits": (0.08, (3,)),
 }  # fmt: skip
 _OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {

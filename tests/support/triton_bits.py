@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hvd_adaptive.compress.kernels import cuda, reference
-from hvd_adaptive.compress.kernels.reference import cast_bytes, maxmin_bytes, mix_key, sign_bytes
+from hvd_adaptive.compress.kernels.reference import cast_bytes, levels_bytes, mix_key
 from hvd_adaptive.compress.sparsify import TopK
 from hvd_adaptive.doctor import gpu_checks
 
@@ -51,19 +51,22 @@ def assert_same(a: torch.Tensor, b: torch.Tensor, *what: object) -> None:
     assert torch.equal(a, b), (*what, a, b)
 
 
-def maxmin() -> None:
+def levels() -> None:
     """Each width with each bucket, and with counts that fill it and do not."""
     for bucket, nums in SIZES:
         for place, bits in enumerate((1, 2, 3, 4, 7, 8)):
             for num in nums if bucket == 512 else nums[place % len(nums) :: 2]:
                 x = awkward(num, 10.0 ** (bits * 8 - 40))
                 meta = 8 * -(-num // bucket)
-                for key, weight, feedback in ((None, 1.0, False), (mix_key(bits, num), 0.3, True)):
+                random = mix_key(bits, num)
+                for key, spread, weight, feedback in (
+                    (None, None, 1.0, False), (random, None, 0.3, True), (None, 0.6875, 0.3, True), (None, 1.5, 1.0, False)
+                ):  # fmt: skip
                     lost = [normal(num, 5) * x.nan_to_num(0, 0, 0).abs().mean() for _ in range(2)] if feedback else [None] * 2
-                    expected = torch.full((maxmin_bytes(num, bits, bucket),), 170, dtype=torch.uint8)
+                    expected = torch.full((levels_bytes(num, bits, bucket),), 170, dtype=torch.uint8)
                     payload, before = expected.clone(), x.clone()
-                    reference.maxmin_encode(x, expected, bits, bucket, key, lost[0], weight)
-                    on_device("maxmin_encode", x, payload, bits, bucket, key, lost[1], weight)
+                    reference.levels_encode(x, expected, bits, bucket, key, spread, lost[0], weight)
+                    on_device("levels_encode", x, payload, bits, bucket, key, spread, lost[1], weight)
                     assert_same(x, before)
                     assert_same(payload[:meta].view(torch.float32), expected[:meta].view(torch.float32), bucket, num, bits)
                     assert torch.equal(payload[meta:], expected[meta:]), (bucket, num, bits, key)
@@ -72,93 +75,50 @@ def maxmin() -> None:
                 # However they were rounded, decoding takes them alike.
                 for add in (0, 1, -1):
                     a, b = normal(num, 1), normal(num, 1)
-                    reference.maxmin_decode(payload, a, bits, bucket, add)
-                    on_device("maxmin_decode", payload, b, bits, bucket, add)
+                    reference.levels_decode(payload, a, bits, bucket, add)
+                    on_device("levels_decode", payload, b, bits, bucket, add)
                     assert_same(a, b, "decode", bucket, num, bits, add)
-
-
-def sign() -> None:
-    for bucket, nums in SIZES:
-        for num in nums:
-            for weight, feedback in ((1.0, False), (0.3, True)):
-                x = awkward(num, 1.0)
-                meta = 4 * -(-num // bucket)
-                lost = [normal(num, 5), normal(num, 5)] if feedback else [None, None]
-                expected = torch.full((sign_bytes(num, bucket),), 170, dtype=torch.uint8)
-                payload = expected.clone()
-                reference.sign_encode(x, expected, bucket, lost[0], weight)
-                on_device("sign_encode", x, payload, bucket, lost[1], weight)
-                assert torch.equal(payload[meta:], expected[meta:]), (bucket, num)
-                # The order of the sum behind a mean is nobody's promise; the owner's bytes are what counts.
-                means = [p[:meta].view(torch.float32).nan_to_num(7e33, 8e33) for p in (payload, expected)]
-                assert torch.allclose(*means, rtol=2e-7, atol=0), (bucket, num, means)
-                if feedback:
-                    # What was lost is told by this payload, whatever the last bit of its means.
-                    own = normal(num, 5).add_(x * weight)
-                    reference.sign_decode(payload, own, bucket, -1)
-                    assert_same(lost[1], own, "residual", bucket, num)
-                for add in (0, 1, -1):
-                    a, b = normal(num, 1), normal(num, 1)
-                    reference.sign_decode(payload, a, bucket, add)
-                    on_device("sign_decode", payload, b, bucket, add)
-                    assert_same(a, b, "decode", bucket, num, add)
-    constant = torch.full((1000,), 0.1)
-    payload = torch.empty(sign_bytes(1000, 512), dtype=torch.uint8)
-    on_device("sign_encode", constant, payload, 512)
-    out = torch.empty(1000)
-    on_device("sign_decode", payload, out, 512, 0)
-    assert torch.equal(out, constant)
 
 
 def pieces() -> None:
     """All pieces of a tensor by one call, the last one shorter."""
     for bucket, piece, num in ((8, 16, 37), (24, 48, 96), (512, 1024, 1600), (512, 512, 2000)):
         x = awkward(num, 1.0)
-        for bits in (0, 1, 3, 4, 8):
-            for key, weight, feedback in ((None, 1.0, False), (mix_key(bits, num), 0.3, True)):
+        for bits in (1, 2, 3, 4, 8):
+            for key, spread, weight, feedback in (
+                (None, None, 1.0, False), (mix_key(bits, num), None, 0.3, True), (None, 0.6875, 0.3, True)
+            ):  # fmt: skip
                 lost = [normal(num, 5), normal(num, 5)] if feedback else [None, None]
-                sizes = [maxmin_bytes(len(p), bits, bucket) if bits else sign_bytes(len(p), bucket) for p in x.split(piece)]
+                sizes = [levels_bytes(len(p), bits, bucket) for p in x.split(piece)]
                 payloads = [torch.full((sum(sizes),), 170, dtype=torch.uint8) for _ in range(2)]
-                if bits:
-                    reference.maxmin_encode(x, payloads[0], bits, bucket, key, lost[0], weight, piece)
-                    on_device("maxmin_encode", x, payloads[1], bits, bucket, key, lost[1], weight, piece)
-                else:
-                    reference.sign_encode(x, payloads[0], bucket, lost[0], weight, piece)
-                    on_device("sign_encode", x, payloads[1], bucket, lost[1], weight, piece)
+                reference.levels_encode(x, payloads[0], bits, bucket, key, spread, lost[0], weight, piece)
+                on_device("levels_encode", x, payloads[1], bits, bucket, key, spread, lost[1], weight, piece)
                 for part, *own in zip(x.split(piece), *(p.split(sizes) for p in payloads), strict=True):
-                    meta = (8 if bits else 4) * -(-len(part) // bucket)
+                    meta = 8 * -(-len(part) // bucket)
                     scales = [p[:meta].view(torch.float32).nan_to_num(7e33, 8e33) for p in own]
                     assert torch.equal(own[0][meta:], own[1][meta:]), (bucket, piece, num, bits)
-                    assert torch.equal(*scales) if bits else torch.allclose(*scales, rtol=2e-7, atol=0), scales
-                if feedback and bits:
+                    assert torch.equal(*scales), scales
+                if feedback:
                     assert_same(*lost, "residual", bucket, piece, num, bits)
 
 
 def peers() -> None:
     """Peers in rank order, and pieces of which those at the end are shorter or empty."""
     for bucket, piece, num in ((8, 16, 37), (24, 48, 48), (512, 1024, 1600), (512, 512, 512)):
-        for bits in (0, 1, 3, 4, 8):
+        for bits in (1, 3, 4, 8):
             parts = normal(num, 2).split(piece)
             payloads = []
             for peer in range(3):
                 for part in parts:
                     x = part * (peer + 0.1)
-                    size = maxmin_bytes(len(x), bits, bucket) if bits else sign_bytes(len(x), bucket)
-                    payload = torch.empty(size, dtype=torch.uint8)
-                    if bits:
-                        reference.maxmin_encode(x, payload, bits, bucket, mix_key(peer))
-                    else:
-                        reference.sign_encode(x, payload, bucket)
+                    payload = torch.empty(levels_bytes(len(x), bits, bucket), dtype=torch.uint8)
+                    reference.levels_encode(x, payload, bits, bucket, mix_key(peer))
                     payloads.append(payload)
             for num_peers in (1, 3):
                 sent = torch.cat(payloads[: num_peers * len(parts)])
                 outs = torch.empty(num), torch.empty(num)
-                if bits:
-                    reference.maxmin_decode(sent, outs[0], bits, bucket, 0, num_peers, piece)
-                    on_device("maxmin_decode", sent, outs[1], bits, bucket, 0, num_peers, piece)
-                else:
-                    reference.sign_decode(sent, outs[0], bucket, 0, num_peers, piece)
-                    on_device("sign_decode", sent, outs[1], bucket, 0, num_peers, piece)
+                reference.levels_decode(sent, outs[0], bits, bucket, 0, num_peers, piece)
+                on_device("levels_decode", sent, outs[1], bits, bucket, 0, num_peers, piece)
                 assert_same(*outs, bucket, piece, num, bits, num_peers)
 
 
@@ -260,7 +220,7 @@ def doctor() -> None:
 
 
 if __name__ == "__main__":
-    known = {part.__name__: part for part in (maxmin, sign, pieces, peers, cast, squares, large, large_decoded, doctor)}
+    known = {part.__name__: part for part in (levels, pieces, peers, cast, squares, large, large_decoded, doctor)}
     for part in PARTS.split(","):
         try:
             known[part]()

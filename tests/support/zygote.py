@@ -285,7 +285,7 @@ def _warm_up() -> None:
     from hvd_adaptive.compress import parse_codec
     from hvd_adaptive.compress.codec import of_values
 
-    for spec in ("maxmin:4", "sign"):
+    for spec in ("maxmin:4", "normal:2"):
         codec, values = of_values(parse_codec(spec)), torch.ones(64)
         payload = torch.empty(codec.payload_bytes(len(values)), dtype=torch.uint8)
         codec.encode_(values, payload, key=1)

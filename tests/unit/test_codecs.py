@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from hvd_adaptive.compress import decode, encode, parse_codec
+from hvd_adaptive.compress.codec import of_values
 from hvd_adaptive.compress.feedback import ErrorFeedback
-from hvd_adaptive.compress.kernels.reference import mix_key
+from hvd_adaptive.compress.kernels import dispatch
+from hvd_adaptive.compress.kernels.reference import levels_bytes, mix_key
+from hvd_adaptive.compress.quantize import SPREADS
 
 SPECS = [
     "none", "fp16", "bf16", *(f"maxmin:{bits}" for bits in range(1, 9)), "maxmin:4,bucket=1024,nearest",
-    "maxmin:3,bucket=8", "sign", "sign:bucket=64", "topk:0.01", "topk:0.3,sampled", "topk:1",
+    "maxmin:3,bucket=8", "normal:2", "normal:1,bucket=64", "topk:0.01", "topk:0.3,sampled", "topk:1",
 ]  # fmt: skip
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
@@ -54,7 +57,7 @@ def test_strided_tensors_and_slices_of_results(spec: str) -> None:
         decode(codec, encode(codec, matrix), 700)
 
 
-@pytest.mark.parametrize("spec", [s for s in SPECS if not s.startswith("topk:0")])
+@pytest.mark.parametrize("spec", [s for s in SPECS if not s.startswith(("topk:0", "normal"))])
 def test_constants_and_zeros_are_exact(spec: str) -> None:
     codec = parse_codec(spec)
     for value in (0.0, 1.0, -0.375, 0.1 if spec not in ("fp16", "bf16") else 0.5, -2.0**-20):
@@ -112,12 +115,50 @@ def test_stochastic_rounding_is_unbiased_and_no_better_than_it_can_be() -> None:
     assert float((total / trials - x).square().mean()) == pytest.approx(variance / trials, rel=0.1)
 
 
-def test_sign_is_the_sign_times_the_mean() -> None:
+def test_normal_has_levels_about_zero_as_far_apart_as_loses_least() -> None:
     x = normal(1000)
-    y = decode(parse_codec("sign"), encode(parse_codec("sign"), x), 1000)
-    for start in (0, 512):
-        part = x[start : start + 512]
-        assert torch.allclose(y[start : start + 512], part.sign() * part.abs().mean(), rtol=1e-6)
+    one, two = (decode(parse_codec(spec), encode(parse_codec(spec), x), 1000) for spec in ("normal:1", "normal:2"))
+    for part, a, b in zip(x.split(512), one.split(512), two.split(512), strict=True):
+        # EF-signSGD's.
+        assert torch.allclose(a, part.sign() * part.abs().mean(), rtol=1e-6)
+        levels = torch.tensor([-1.5, -0.5, 0.5, 1.5])
+        nearest = levels[(part[:, None] - part.square().mean().sqrt() * SPREADS[2] * levels).abs().argmin(1)]
+        assert torch.allclose(b, nearest * (part @ nearest / (nearest @ nearest)), rtol=1e-5)
+    zeros = torch.zeros(600)
+    assert torch.equal(decode(parse_codec("normal:2"), encode(parse_codec("normal:2"), zeros), 600), zeros)
+
+
+@pytest.mark.parametrize(("bits", "part"), [(1, 0.3634), (2, 0.1188), (3, 0.03744), (4, 0.01154)])
+def test_normal_loses_of_normal_values_what_max_computed(bits: int, part: float) -> None:
+    x = normal(1 << 20)
+
+    def lost(spread: float) -> float:
+        payload, y = torch.empty(levels_bytes(len(x), bits, 512), dtype=torch.uint8), torch.empty_like(x)
+        dispatch.levels_encode(x, payload, bits=bits, bucket=512, key=None, spread=spread)
+        dispatch.levels_decode(payload, y, bits=bits, bucket=512, add=0)
+        return float((y - x).square().sum() / x.square().sum())
+
+    assert lost(SPREADS[bits]) == pytest.approx(part, rel=0.01)
+    # With one bit the codes are signs.
+    assert bits == 1 or all(lost(SPREADS[bits] * factor) > lost(SPREADS[bits]) for factor in (0.8, 1.2))
+
+
+@pytest.mark.parametrize("bits", SPREADS)
+@pytest.mark.parametrize("power", [0, 1, 3, 9])
+def test_normal_never_loses_more_than_all(bits: int, power: int) -> None:
+    """However heavy the tails: else what is lost would grow from exchange to exchange."""
+    codec, x, residual = of_values(parse_codec(f"normal:{bits}")), normal(2048) ** power, torch.zeros(2048)
+    x[512:1024] = 0.0
+    x[600] = 1.0
+    payload, received, out = torch.empty(codec.payload_bytes(2048), dtype=torch.uint8), torch.zeros(2048), torch.empty(2048)
+    before = float(x.norm())
+    for number in range(60):
+        codec.encode_(x if number == 0 else torch.zeros(2048), payload, key=number, residual=residual)
+        codec.decode_(payload, out)
+        received += out
+        assert float(residual.norm()) < before
+        before = float(residual.norm())
+    assert torch.allclose(received + residual, x, rtol=1e-4, atol=1e-5 * float(x.abs().max()))
 
 
 def test_topk_sends_the_largest_in_the_order_of_their_places() -> None:
@@ -186,7 +227,10 @@ def test_residuals_are_kept_by_name_and_forgotten_on_reset() -> None:
         ("maxmin:4,bucket=0", r"bucket must be a multiple of 8 in \[8, 65536\], got 0"),
         ("maxmin:4,bucket=12", "got 12"),
         ("maxmin:4,buckets=8", "unknown option 'buckets=8'"),
-        ("sign:bucket=7", "got 7"),
+        ("normal", "number of bits is missing; the form is normal:BITS"),
+        ("normal:5", r"bits must be in \[1, 4\], got 5"),
+        ("normal:1,bucket=7", "got 7"),
+        ("normal:2,bucket=64,nearest", "unknown option 'nearest'"),
         ("topk:0", r"fraction must be in \(0, 1\], got 0"),
         ("topk:nan", r"fraction must be in"),
         ("topk:0.1,fast", "unknown option 'fast'"),

@@ -15,7 +15,9 @@ from torch.utils.data import TensorDataset
 from hvd_adaptive.comm.protocols import AgreedError
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
 from hvd_adaptive.config import Config
+from hvd_adaptive.engine import merge_codec
 from hvd_adaptive.engine.flat_model import model_hash
+from hvd_adaptive.engine.merge import Merge, MergeStats
 from hvd_adaptive.exchange.exchange import Exchange
 from hvd_adaptive.session.session import Session
 
@@ -75,7 +77,7 @@ def plain_run(world_size: int, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("codec", "largest_share", "world_size"),
     [
-        ("fp16", 0.54, 3), ("maxmin:8", 0.33, 2), ("maxmin:4", 0.21, 3), ("maxmin:4", 0.21, 2), ("sign", 0.11, 3),
+        ("fp16", 0.54, 3), ("maxmin:8", 0.33, 2), ("maxmin:4", 0.21, 3), ("maxmin:4", 0.21, 2), ("normal:2", 0.15, 3),
         ("topk:0.05", 0.2, 2), ("topk:0.05", 0.2, 3), ("powersgd:2", 0.2, 2), ("powersgd:2", 0.2, 3),
     ],
 )  # fmt: skip
@@ -130,6 +132,40 @@ def test_what_a_codec_loses_comes_later(caplog: pytest.LogCaptureFixture) -> Non
     assert distance(fed) < distance(unfed)
     assert [r.message for r in caplog.records if "error feedback" in r.message] == [
         "compression: topk:0.02 loses accuracy without error feedback; leave error_feedback on"
+    ]
+
+
+@pytest.mark.parametrize(("options", "specs"), [({}, ["maxmin:4", "normal:2"]), ({"compression": "maxmin:4"}, ["maxmin:4"] * 2)])
+def test_a_codec_that_nobody_chose_has_fewer_bits_on_a_narrow_link(
+    options: dict[str, Any], specs: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(merge_codec, "chosen_codec", lambda codec, *_, **__: codec)
+
+    def body(transport: LocalTransport) -> tuple[list[str], list[bool], str]:
+        model = make_model()
+        merge = Merge(model, torch.optim.AdamW(model.parameters()), Config(batch_size=15, **options), transport)
+        compressed, found, can = merge.flat_model.compressed, [], []
+        assert compressed is not None
+        for narrow in (False, True, True):
+            merge.begin_round(1, narrow=narrow)
+            found.append(compressed.policy.spec.split(",")[0])
+            can.append(merge.codec.can_narrow)
+            for parameter in model.parameters():
+                parameter.data += 0.01 * (transport.rank + 1)
+            stats = MergeStats(batch_size=15.0, num_updates=1.0, num_samples=15.0)
+            merge.measure_(stats)
+            gathered = stats.gather(transport.allgather_stats)
+            merge.apply_(gathered, merge.weights(gathered))
+        return found, can, model_hash(model)
+
+    results = LocalWorld(2).run(body)
+    assert len({digest for _, _, digest in results}) == 1
+    changes = specs[0] != specs[1]
+    assert all((found, can) == ([specs[0], specs[1], specs[1]], [changes, False, False]) for found, can, _ in results)
+    told = [r.message for r in caplog.records if "from here on" in r.message]
+    assert told == changes * [
+        "compression: merges are encoded as normal:2 from here on, as they take long as maxmin:4. Set compression 'maxmin:4' to "
+        "keep that"
     ]
 
 

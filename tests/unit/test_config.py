@@ -57,7 +57,7 @@ from hvd_adaptive.xmc.train_config import TrainConfig
         ),
         ({"batch_size_rule": "static"}, "heterogpu, proportional for strategy 'local', got 'static'"),
         ({"compression": "fp16", "strategy": "sma"}, "compression 'fp16' needs strategy local or sync, got 'sma'"),
-        ({"compression": "sign", "auto_bits": 9}, "auto_bits chooses bits of maxmin codes: it needs compression 'maxmin:BITS'"),
+        ({"compression": "fp16", "auto_bits": 9}, "auto_bits chooses bits of maxmin codes: it needs compression 'maxmin:BITS'"),
         ({"compression": "maxmin:4", "auto_bits": -1}, "auto_bits must be >= 0"),
         ({"compression": "maxmin:1", "auto_bits": 9}, "auto_bits needs a compression whose first codec is maxmin of 2 to 8 bits"),
         ({"compression": "fp8"}, "compression: unknown codec 'fp8': known are none, fp16, bf16, maxmin"),

@@ -44,11 +44,11 @@ def test_kernels_are_compared_code_by_code() -> None:
     assert judge_check("kernels", found).status == "ok"
 
     def spoilt(values: Any, payload: torch.Tensor, bits: int, *rest: Any) -> None:
-        reference.maxmin_encode(values, payload, bits, *rest)
+        reference.levels_encode(values, payload, bits, *rest)
         if bits == 3:
             payload[-1] ^= 1
 
-    broken: Any = types.SimpleNamespace(**{**vars(reference), "maxmin_encode": spoilt})
+    broken: Any = types.SimpleNamespace(**{**vars(reference), "levels_encode": spoilt})
     found = gpu_checks.kernel_bits(CPU, broken)
     assert {text.split(",")[0] for text in found["differing"]} == {"encoding 3 bits"}
     finding = judge_check("kernels", found)
@@ -57,12 +57,12 @@ def test_kernels_are_compared_code_by_code() -> None:
 
 def test_codecs_are_timed_beside_a_copy() -> None:
     found = gpu_checks.codec_speeds(CPU, 1 << 14)
-    assert set(found["codecs"]) == {"maxmin:4", "maxmin:8", "sign", "topk:0.01"}
+    assert set(found["codecs"]) == {"maxmin:4", "maxmin:8", "normal:2", "topk:0.01"}
     assert all(speed > 0 for one in found["codecs"].values() for speed in one.values())
     slow = {"maxmin:4": {"encode_gb_s": 900, "decode_add_gb_s": 1200, "copy_gb_s": 1300},
-            "sign": {"encode_gb_s": 5, "decode_add_gb_s": 900, "copy_gb_s": 1300}}  # fmt: skip
+            "normal:2": {"encode_gb_s": 5, "decode_add_gb_s": 900, "copy_gb_s": 1300}}  # fmt: skip
     finding = judge_check("codecs", {"num_values": 1, "codecs": slow})
-    assert finding.status == "warning" and "Too slow to be of use: sign" in finding.text
+    assert finding.status == "warning" and "Too slow to be of use: normal:2" in finding.text
 
 
 def test_events_add_up_to_the_wall_clock() -> None:

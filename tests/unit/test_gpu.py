@@ -32,7 +32,7 @@ def gpu() -> torch.device:
     return torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("spec", ["maxmin:4", "maxmin:8", "sign", "fp16", "topk:0.1"])
+@pytest.mark.parametrize("spec", ["maxmin:4", "maxmin:8", "normal:2", "fp16", "topk:0.1"])
 def test_a_codec_gives_the_processors_bytes(spec: str, gpu: torch.device) -> None:
     codec = parse_codec(spec)
     values = torch.randn(5000, generator=torch.Generator().manual_seed(0))
@@ -48,7 +48,7 @@ def test_a_codec_gives_the_processors_bytes(spec: str, gpu: torch.device) -> Non
     assert torch.equal(payloads[0], payloads[1])
 
 
-@pytest.mark.parametrize("part", ["maxmin", "sign", "peers", "squares", "large", "large_decoded"])
+@pytest.mark.parametrize("part", ["levels", "peers", "squares", "large", "large_decoded"])
 def test_the_kernels_give_the_references_bits(part: str) -> None:
     """The same assertions as in Triton's interpreter (tests/unit/test_triton.py)."""
     script = Path(__file__).parents[1] / "support" / "triton_bits.py"
@@ -56,7 +56,7 @@ def test_the_kernels_give_the_references_bits(part: str) -> None:
     assert done.stdout.strip() == f"{part}: same bits", done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("spec", ["maxmin:4", "sign", "topk:0.1", "topk:0.1,sampled"])
+@pytest.mark.parametrize("spec", ["maxmin:4", "normal:2", "topk:0.1", "topk:0.1,sampled"])
 def test_no_codec_waits_for_the_gpu(spec: str, gpu: torch.device) -> None:
     codec = parse_codec(spec)
     values = torch.randn(200_000, device=gpu)

@@ -29,7 +29,7 @@ Y = (X < 25).sum(dim=1).clamp(1, 3) - 1
 # All machinery, and nothing lost.
 EXACT = "maxmin:4; *=none"
 # Of the fp64 gradients' bytes, at most; biases and the last layer are exempt.
-CODECS = {"fp16": 0.3, "maxmin:8": 0.17, "maxmin:4": 0.11, "sign": 0.08, "topk:0.05": 0.11, "powersgd:2": 0.13}
+CODECS = {"fp16": 0.3, "maxmin:8": 0.17, "maxmin:4": 0.11, "normal:2": 0.08, "topk:0.05": 0.11, "powersgd:2": 0.13}
 
 
 class Bag(nn.Module):
@@ -553,7 +553,7 @@ def test_bits_are_chosen_while_training(strategy: str, caplog: pytest.LogCapture
     assert "bits for each layer: " in caplog.text and "fewer than 5 on all" in caplog.text
 
 
-@pytest.mark.parametrize("compression", ["none", "sign", "topk:0.1; *=maxmin:4", "maxmin:1"])
+@pytest.mark.parametrize("compression", ["none", "normal:2", "topk:0.1; *=maxmin:4", "maxmin:1"])
 def test_auto_bits_needs_widths_to_choose_from(compression: str) -> None:
     def body(transport: LocalTransport) -> None:
         with pytest.raises((ValueError, AgreedError), match="auto_bits"):
@@ -564,7 +564,7 @@ def test_auto_bits_needs_widths_to_choose_from(compression: str) -> None:
 
 @pytest.mark.parametrize(
     ("compression", "reducer", "message"),
-    [("maxmin:9", "sra", "compression: .*bits"), ("sign", "allreduce", r"0\.weight: codec sign.* is not linear"),
+    [("maxmin:9", "sra", "compression: .*bits"), ("normal:2", "allreduce", r"0\.weight: codec normal.* is not linear"),
      ("maxmin:4; x*=none", "sra", "no tensor's name matches")],
 )  # fmt: skip
 def test_bad_options_are_refused_on_all_ranks(compression: str, reducer: str, message: str) -> None:

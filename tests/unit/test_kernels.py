@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hvd_adaptive.compress.kernels import dispatch, reference
-from hvd_adaptive.compress.kernels.reference import maxmin_bytes, mix_key, sign_bytes, uniform
+from hvd_adaptive.compress.kernels.reference import levels_bytes, mix_key, uniform
 
 UNWRITABLE = """
 import numba.core.caching as caching
@@ -43,12 +43,14 @@ def awkward(num: int, seed: int) -> torch.Tensor:
     return x
 
 
-def assert_the_same_with_a_residual(x: torch.Tensor, residual: torch.Tensor, bits: int, key: int | None) -> None:
-    expected = torch.empty(maxmin_bytes(len(x), bits, 512), dtype=torch.uint8)
+def assert_the_same_with_a_residual(
+    x: torch.Tensor, residual: torch.Tensor, bits: int, key: int | None, spread: float | None
+) -> None:
+    expected = torch.empty(levels_bytes(len(x), bits, 512), dtype=torch.uint8)
     payload, lost, before = expected.clone(), x + residual, x.clone()
-    reference.maxmin_encode(lost, expected, bits, 512, key)
-    reference.maxmin_decode(expected, lost, bits, 512, -1)
-    dispatch.maxmin_encode(x, payload, bits=bits, bucket=512, key=key, residual=residual)
+    reference.levels_encode(lost, expected, bits, 512, key, spread)
+    reference.levels_decode(expected, lost, bits, 512, -1)
+    dispatch.levels_encode(x, payload, bits=bits, bucket=512, key=key, spread=spread, residual=residual)
     assert torch.equal(payload, expected)
     assert torch.equal(residual.view(torch.int32), lost.view(torch.int32)) or torch.equal(
         residual.nan_to_num(7.0), lost.nan_to_num(7.0)
@@ -61,18 +63,18 @@ def test_numba_gives_the_references_bits(bits: int) -> None:
     for num in SIZES:
         for seed in range(6):
             x = awkward(num, seed)
-            key = None if seed % 2 else mix_key(seed, num)
-            expected = torch.full((maxmin_bytes(num, bits, 512),), 170, dtype=torch.uint8)
+            key, spread = [(None, None), (mix_key(seed, num), None), (None, 1.5 / bits)][seed % 3]
+            expected = torch.full((levels_bytes(num, bits, 512),), 170, dtype=torch.uint8)
             payload = expected.clone()
-            reference.maxmin_encode(x, expected, bits, 512, key)
-            dispatch.maxmin_encode(x, payload, bits=bits, bucket=512, key=key)
+            reference.levels_encode(x, expected, bits, 512, key, spread)
+            dispatch.levels_encode(x, payload, bits=bits, bucket=512, key=key, spread=spread)
             assert torch.equal(payload, expected)
-            assert_the_same_with_a_residual(x, awkward(num, seed + 6), bits, key)
+            assert_the_same_with_a_residual(x, awkward(num, seed + 6), bits, key, spread)
             for add in (0, 1, -1):
                 a = torch.randn(num, generator=torch.Generator().manual_seed(9))
                 b = a.clone()
-                reference.maxmin_decode(expected, a, bits, 512, add)
-                dispatch.maxmin_decode(payload, b, bits=bits, bucket=512, add=add)
+                reference.levels_decode(expected, a, bits, 512, add)
+                dispatch.levels_decode(payload, b, bits=bits, bucket=512, add=add)
                 # Two NaN may differ in bits that mean nothing.
                 a, b = a.nan_to_num(nan=7e33), b.nan_to_num(nan=7e33)
                 assert torch.equal(a.view(torch.int32), b.view(torch.int32))
@@ -82,12 +84,13 @@ def test_numba_gives_the_references_bits(bits: int) -> None:
 def test_numba_encodes_pieces_to_the_references_bits(bits: int) -> None:
     for num, piece in ((5000, 1024), (5000, 512), (5000, 5120), (1024, 512)):
         x = awkward(num, bits)
-        size = sum(maxmin_bytes(len(part), bits, 512) for part in x.split(piece))
+        size = sum(levels_bytes(len(part), bits, 512) for part in x.split(piece))
         payloads = [torch.full((size,), fill, dtype=torch.uint8) for fill in (170, 85)]
         lost = [awkward(num, 3), awkward(num, 3)]
-        reference.maxmin_encode(x, payloads[0], bits, 512, mix_key(num), lost[0], 0.3, piece)
-        dispatch.maxmin_encode(
-            x, payloads[1], bits=bits, bucket=512, key=mix_key(num), residual=lost[1], weight=0.3, piece=piece
+        key, spread = (mix_key(num), None) if bits == 4 else (None, 0.7)
+        reference.levels_encode(x, payloads[0], bits, 512, key, spread, lost[0], 0.3, piece)
+        dispatch.levels_encode(
+            x, payloads[1], bits=bits, bucket=512, key=key, spread=spread, residual=lost[1], weight=0.3, piece=piece
         )
         assert torch.equal(*payloads)
         assert torch.equal(*(own.nan_to_num(7e33).view(torch.int32) for own in lost))
@@ -96,10 +99,10 @@ def test_numba_encodes_pieces_to_the_references_bits(bits: int) -> None:
 def test_decoding_is_not_fused() -> None:
     """With units and minima of full precision a fused multiply-add would differ on about a third of the values."""
     x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
-    payload = torch.empty(maxmin_bytes(len(x), 8, 512), dtype=torch.uint8)
-    dispatch.maxmin_encode(x, payload, bits=8, bucket=512, key=None)
+    payload = torch.empty(levels_bytes(len(x), 8, 512), dtype=torch.uint8)
+    dispatch.levels_encode(x, payload, bits=8, bucket=512, key=None)
     out = torch.empty_like(x)
-    dispatch.maxmin_decode(payload, out, bits=8, bucket=512, add=0)
+    dispatch.levels_decode(payload, out, bits=8, bucket=512, add=0)
     num_buckets = -(-len(x) // 512)
     unit, low = payload[: 8 * num_buckets].view(torch.float32).view(-1, 2).double().unbind(1)
     product = payload[8 * num_buckets :][: len(x)].double() * unit.repeat_interleave(512)[: len(x)]
@@ -108,29 +111,10 @@ def test_decoding_is_not_fused() -> None:
     assert float(((product + low).float() != out).double().mean()) > 0.2
 
 
-def test_sign_matches_the_reference() -> None:
-    for num in SIZES:
-        x = awkward(num, 1).nan_to_num(0.5, 0.5, 0.5).clamp(-1e37, 1e37)
-        expected = torch.full((sign_bytes(num, 512),), 170, dtype=torch.uint8)
-        payload = expected.clone()
-        reference.sign_encode(x, expected, 512)
-        dispatch.sign_encode(x, payload, bucket=512)
-        meta = 4 * -(-num // 512)
-        assert torch.equal(payload[meta:], expected[meta:])
-        # The order of the sum behind a mean is nobody's promise; the owner's bytes are what counts.
-        assert torch.allclose(payload[:meta].view(torch.float32), expected[:meta].view(torch.float32), rtol=2e-7)
-        for add in (0, 1, -1):
-            a = torch.randn(num, generator=torch.Generator().manual_seed(9))
-            b = a.clone()
-            reference.sign_decode(payload, a, 512, add)
-            dispatch.sign_decode(payload, b, bucket=512, add=add)
-            assert torch.equal(a, b)
-
-
 def test_the_code_is_cgxs_formula() -> None:
     x = torch.tensor([-1.0, 0.0, 0.24, 0.26, 2.0, 0.5, 0.51, 1.0])
-    payload = torch.empty(maxmin_bytes(8, 2, 8), dtype=torch.uint8)
-    reference.maxmin_encode(x, payload, 2, 8, None)
+    payload = torch.empty(levels_bytes(8, 2, 8), dtype=torch.uint8)
+    reference.levels_encode(x, payload, 2, 8, None)
     assert payload[:8].view(torch.float32).tolist() == [1.0, -1.0]
     codes = [0, 1, 1, 1, 3, 2, 2, 2]
     packed = sum(code << 2 * place for place, code in enumerate(codes))

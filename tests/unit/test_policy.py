@@ -29,8 +29,8 @@ def test_vectors_and_small_tensors_are_exempt_unless_a_rule_says_otherwise() -> 
 
 
 def test_the_first_rule_that_matches_decides() -> None:
-    text = "maxmin:4; layers.0.*=fp16; layers.?.weight=sign:bucket=64; size>=100000=topk:0.1"
-    assert codecs(text) == ["topk:0.1", "fp16", "fp16", "sign:bucket=64", "none"]
+    text = "maxmin:4; layers.0.*=fp16; layers.?.weight=normal:1,bucket=64; size>=100000=topk:0.1"
+    assert codecs(text) == ["topk:0.1", "fp16", "fp16", "normal:1", "none"]
     assert parse_policy(parse_policy(text).spec) == parse_policy(text)
 
 

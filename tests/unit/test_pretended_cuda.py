@@ -148,12 +148,12 @@ def run(kind: Callable[[], Dense], *, world_size: int = 2, options: dict[str, An
     return logs[0]
 
 
-CODECS = ["none", "fp16", "maxmin:4", "maxmin:4,nearest", "sign", "topk:0.1", "topk:0.1,sampled", "powersgd:2"]
+CODECS = ["none", "fp16", "maxmin:4", "maxmin:4,nearest", "normal:2", "topk:0.1", "topk:0.1,sampled", "powersgd:2"]
 
 
 # One of each kind also in the other way.
 @pytest.mark.parametrize(
-    ("codec", "fragments"), [*((codec, 2) for codec in CODECS), *((codec, 1) for codec in ("none", "sign", "powersgd:2"))]
+    ("codec", "fragments"), [*((codec, 2) for codec in CODECS), *((codec, 1) for codec in ("none", "normal:2", "powersgd:2"))]
 )
 def test_a_step_of_local_never_waits(codec: str, fragments: int) -> None:
     """But when it sends a fragment, once a round and at the end: whether that is finite decides what is sent."""
@@ -189,7 +189,7 @@ def test_a_step_of_local_with_sparse_gradients_never_waits(options: dict[str, An
 
 @pytest.mark.parametrize(
     ("codec", "feedback"),
-    [*((codec, True) for codec in CODECS[1:]), *((codec, False) for codec in ("fp16", "sign", "powersgd:2"))],
+    [*((codec, True) for codec in CODECS[1:]), *((codec, False) for codec in ("fp16", "normal:2", "powersgd:2"))],
 )
 def test_a_step_of_sync_waits_once(codec: str, feedback: bool) -> None:
     options = {"strategy": "sync", "compression": codec, "error_feedback": feedback}
@@ -199,7 +199,7 @@ def test_a_step_of_sync_waits_once(codec: str, feedback: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "feedback"), [("maxmin:4", True), ("sign", False), ("bf16", False), ("bf16", True), ("topk:0.1", True)]
+    ("codec", "feedback"), [("maxmin:4", True), ("normal:2", False), ("bf16", False), ("bf16", True), ("topk:0.1", True)]
 )
 def test_a_step_of_sync_launches_no_more_with_more_ranks(codec: str, feedback: bool) -> None:
     options = {"strategy": "sync", "compression": codec, "error_feedback": feedback, "reducer": "sra"}

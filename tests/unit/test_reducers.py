@@ -65,6 +65,9 @@ def test_all_ranks_get_the_same_bits_near_the_sum(spec: str, reducer: str, world
             results = LocalWorld(world_size).run(run)
             assert all(torch.equal(result, results[0]) for result in results)
             exact = sum(values(rank, num).to(dtype).double() for rank in range(world_size))
+            if spec.startswith("normal") and num == 1:
+                # A bucket of one value has no distribution.
+                continue
             error = assert_near(results[0], exact, spec)
             if reducer == "sra" and spec.startswith("maxmin") and world_size > 1 and num > 1:
                 assert error > 1e-4
@@ -99,7 +102,7 @@ def test_constants_are_exact(reducer: str) -> None:
 
 
 # What is missing after 30 steps, over the inputs' sum: one step's loss, not the sum of 30 losses.
-MISSING = {"maxmin:4": 0.08, "sign": 0.45, "topk:0.1": 0.6, "fp16": 1e-4}
+MISSING = {"maxmin:4": 0.08, "normal:2": 0.45, "topk:0.1": 0.6, "fp16": 1e-4}
 
 
 @pytest.mark.parametrize("reducer", ["sra", "hierarchical"])

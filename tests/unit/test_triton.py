@@ -34,7 +34,7 @@ real = ahead.JITFunction.run
 ahead.JITFunction.run = lambda self, *a, **o: real(self, *a, **{**o, "enable_fp_fusion": True})
 print(faults())
 ahead.JITFunction.run = real
-cuda_codes.decode = triton.jit(cuda_codes.decode.fn)
+cuda_codes.levels_decode = triton.jit(cuda_codes.levels_decode.fn)
 print(faults())
 ahead.JITFunction.run = lambda self, *a, **o: real(self, *a, **{**o, "BITS": None})
 print(faults()[0].split(":")[0])
@@ -55,7 +55,7 @@ def run(*command: str, timeout_s: float = 900, **environment: str) -> subprocess
     )
 
 
-PARTS = ("maxmin", "sign", "pieces", "peers", "cast", "squares", "large", "large_decoded", "doctor")
+PARTS = ("levels", "pieces", "peers", "cast", "squares", "large", "large_decoded", "doctor")
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,7 @@ def test_every_kernel_compiles_for_gpus_once_without_spills_and_fused_additions(
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     found = re.findall(r"^sm_(\d+) (\w+) .* registers, 0 bytes spilled, .*: ok$", done.stdout, re.M)
     names = {
-        "maxmin_encode", "sign_encode", "decode", "cast_encode", "cast_decode", "squares", "count_large", "store_large",
-        "decode_large",
+        "levels_encode", "levels_decode", "cast_encode", "cast_decode", "squares", "count_large", "store_large", "decode_large",
     }  # fmt: skip
     assert set(found) == {(target, name) for target in TARGETS for name in names}
     assert len(found) == done.stdout.count("\n") - 2

@@ -1,4 +1,4 @@
-"""The max-min and sign codes for CPU tensors, compiled by numba: the same bits as the torch reference.
+"""Codes of equally spaced levels for CPU tensors, compiled by numba: the same bits as the torch reference.
 
 One thread; the interpreter's lock is free meanwhile. Each bucket goes through a block of bytes that stays in the first cache, so
 that both loops over it, rounding and packing, become vector instructions. LLVM may not reorder or fuse floating-point
@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from hvd_adaptive.compress.kernels.reference import SMALLEST_UNIT
+from hvd_adaptive.compress.kernels.reference import MOST_SPAN, SMALLEST_UNIT
 
 _options: Any = {"nogil": True, "cache": True, "error_model": "numpy", "fastmath": False, "boundscheck": False}
 _SMALLEST_UNIT = np.float32(SMALLEST_UNIT)
+_MOST_SPAN, _INFINITY = np.float32(MOST_SPAN), np.float32(np.inf)
 _INT_MAX = np.int32(0x7FFFFFFF)
+_NONE = np.int32(0)
 _HALF = np.float32(0.5)
 _STEP = np.float32(2.0**-24)
 _NAN = np.float32(np.nan)
@@ -24,7 +26,7 @@ _ZERO = np.float32(0)
 _ONE = np.float32(1)
 _U16, _U15, _U8 = np.uint32(16), np.uint32(15), np.uint32(8)
 _M1, _M2 = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
-LANES = 16  # partial sums of sign's means
+LANES = 16  # partial sums of squares
 
 
 @njit(**_options)
@@ -41,10 +43,45 @@ def _span(words: Any) -> Any:
 
 
 @njit(**_options)
+def _root_mean_square(values: Any, sums: Any) -> Any:
+    sums[:] = 0
+    whole = len(values) // LANES * LANES
+    for j in range(0, whole, LANES):
+        for k in range(LANES):
+            sums[k] += np.float64(values[j + k]) * np.float64(values[j + k])
+    for j in range(whole, len(values)):
+        sums[j - whole] += np.float64(values[j]) * np.float64(values[j])
+    total = 0.0
+    for k in range(LANES):
+        total += sums[k]
+    return np.sqrt(total / len(values))
+
+
+@njit(**_options)
+def _fitted_unit(values: Any, codes: Any, top: Any, sums: Any) -> Any:
+    # Of the levels with these codes, the distance with which least is lost.
+    sums[:] = 0
+    squares, whole = np.int64(0), len(values) // LANES * LANES
+    for j in range(0, whole, LANES):
+        for k in range(LANES):
+            place = np.int32(2) * np.int32(codes[j + k]) - top
+            sums[k] += np.float64(values[j + k]) * np.float64(place)
+            squares += np.int64(place * place)
+    for j in range(whole, len(values)):
+        place = np.int32(2) * np.int32(codes[j]) - top
+        sums[j - whole] += np.float64(values[j]) * np.float64(place)
+        squares += np.int64(place * place)
+    total = 0.0
+    for k in range(LANES):
+        total += sums[k]
+    return np.float32(2.0 * total / np.float64(squares))
+
+
+@njit(**_options)
 def _round_nearest(values: Any, codes: Any, low: Any, inverse: Any, top: Any) -> None:
     for j in range(len(values)):
         scaled = (values[j] - low) * inverse
-        codes[j] = np.uint8(min(np.int32(scaled + _HALF), top))
+        codes[j] = np.uint8(max(min(np.int32(scaled + _HALF), top), _NONE))
 
 
 @njit(**_options)
@@ -56,7 +93,7 @@ def _round_random(values: Any, codes: Any, low: Any, inverse: Any, top: Any, fir
         h = np.uint32(h ^ np.uint32(h >> _U16))
         noise = np.float32(np.int32(h >> _U8)) * _STEP
         scaled = (values[j] - low) * inverse
-        codes[j] = np.uint8(min(np.int32(scaled + noise), top))
+        codes[j] = np.uint8(max(min(np.int32(scaled + noise), top), _NONE))
 
 
 @njit(**_options)
@@ -164,12 +201,14 @@ def _unpack(packed: Any, codes: Any, bits: Any) -> None:
 
 
 @njit(**_options)
-def maxmin_encode(
-    values: Any, residual: Any, meta: Any, packed: Any, bits: Any, bucket: Any, random: Any, key0: Any, key1: Any, first: Any
+def levels_encode(
+    values: Any, residual: Any, meta: Any, packed: Any, bits: Any, bucket: Any, spread: Any,
+    random: Any, key0: Any, key1: Any, first: Any,
 ) -> None:
-    """Writes (unit, min) into ``meta``, fp32, shape (num_buckets, 2), and codes into ``packed``; see the reference.
+    """Writes (unit, low) into ``meta``, fp32, shape (num_buckets, 2), and codes into ``packed``; see the reference.
 
-    ``first`` is the place of the first value among those that share the key.
+    ``spread`` is 0 for levels from the minimum to the maximum. ``first`` is the place of the first value among those that share
+    the key.
 
     A residual that is not empty is added to the values, and then holds what the code has lost: all while a bucket is in the
     first cache.
@@ -181,6 +220,7 @@ def maxmin_encode(
     codes = np.zeros(bucket, np.uint8)
     ends = np.empty(2, np.int32)
     floats = ends.view(np.float32)
+    sums = np.empty(LANES)
     for b in range(len(meta)):
         start, stop = b * bucket, min((b + 1) * bucket, num)
         part = source[start:stop]
@@ -188,17 +228,22 @@ def maxmin_encode(
             own = values[start:stop]
             for j in range(len(part)):
                 part[j] += own[j]
-        least, most = _span(words[start:stop])
-        ends[0] = least ^ ((least >> np.int32(31)) & _INT_MAX)
-        ends[1] = most ^ ((most >> np.int32(31)) & _INT_MAX)
-        low, unit, inverse = floats[0] + _ZERO, _ZERO, _ZERO  # -0.0 becomes 0.0
-        span = floats[1] - low
-        if not span < np.inf:
+        unit, inverse = _ZERO, _ZERO
+        if spread:
+            low, span = _ZERO, np.float32(_root_mean_square(part, sums) * (spread * np.float64(top)))
+        else:
+            least, most = _span(words[start:stop])
+            ends[0] = least ^ ((least >> np.int32(31)) & _INT_MAX)
+            ends[1] = most ^ ((most >> np.int32(31)) & _INT_MAX)
+            low = floats[0] + _ZERO  # -0.0 becomes 0.0
+            span = floats[1] - low
+        if not span < (_MOST_SPAN if spread else _INFINITY):
             low, unit = _NAN, _NAN
         elif span > 0:
             unit = max(span / np.float32(top), _SMALLEST_UNIT)
             inverse = _ONE / unit
-        meta[b, 0], meta[b, 1] = unit, low
+            if spread:
+                low = unit * np.float32(np.float32(top) * -_HALF)
         block = codes[: stop - start]
         if np.isnan(low):
             block[:] = 0
@@ -206,6 +251,10 @@ def maxmin_encode(
             _round_random(part, block, low, inverse, top, np.uint32(first + np.uint32(start)), key0, key1)
         else:
             _round_nearest(part, block, low, inverse, top)
+        if spread and unit > 0:
+            unit = max(_fitted_unit(part, block, top, sums), _SMALLEST_UNIT)
+            low = unit * np.float32(np.float32(top) * -_HALF)
+        meta[b, 0], meta[b, 1] = unit, low
         if feedback:
             for j in range(len(part)):
                 part[j] -= np.float32(block[j]) * unit + low
@@ -215,7 +264,7 @@ def maxmin_encode(
 
 
 @njit(**_options)
-def maxmin_decode(meta: Any, packed: Any, out: Any, bits: Any, bucket: Any, add: Any) -> None:
+def levels_decode(meta: Any, packed: Any, out: Any, bits: Any, bucket: Any, add: Any) -> None:
     """Replaces, raises or lowers ``out`` by the decoded values; see the reference."""
     num = len(out)
     codes = np.zeros(bucket, np.uint8)
@@ -234,52 +283,3 @@ def maxmin_decode(meta: Any, packed: Any, out: Any, bits: Any, bucket: Any, add:
         else:
             for j in range(len(part)):
                 part[j] -= np.float32(codes[j]) * unit + low
-
-
-@njit(**_options)
-def sign_encode(values: Any, means: Any, packed: Any, bucket: Any) -> None:
-    """Writes the mean of |x| of each bucket into ``means``, and one bit a value into ``packed``; see the reference."""
-    num = len(values)
-    sums = np.empty(LANES)
-    codes = np.zeros(bucket, np.uint8)
-    for b in range(len(means)):
-        start, stop = b * bucket, min((b + 1) * bucket, num)
-        part = values[start:stop]
-        sums[:] = 0
-        whole = len(part) // LANES * LANES
-        for j in range(0, whole, LANES):
-            for k in range(LANES):
-                sums[k] += np.float64(abs(part[j + k]))
-        for j in range(whole, len(part)):
-            sums[j - whole] += np.float64(abs(part[j]))
-        total = 0.0
-        for k in range(LANES):
-            total += sums[k]
-        means[b] = np.float32(total / len(part))
-        for j in range(len(part)):
-            codes[j] = np.uint8(part[j] >= 0)
-        eights = (len(part) + 7) // 8
-        codes[len(part) : 8 * eights] = 0
-        _pack(codes[: 8 * eights], packed[start // 8 : start // 8 + eights], 1)
-
-
-@njit(**_options)
-def sign_decode(means: Any, packed: Any, out: Any, bucket: Any, add: Any) -> None:
-    """Replaces, raises or lowers ``out`` by the decoded values; see the reference."""
-    num = len(out)
-    codes = np.zeros(bucket, np.uint8)
-    for b in range(len(means)):
-        start, stop = b * bucket, min((b + 1) * bucket, num)
-        eights = (stop - start + 7) // 8
-        _unpack(packed[start // 8 : start // 8 + eights], codes[: 8 * eights], 1)
-        mean = means[b]
-        part = out[start:stop]
-        if add == 0:
-            for j in range(len(part)):
-                part[j] = mean if codes[j] else -mean
-        elif add > 0:
-            for j in range(len(part)):
-                part[j] += mean if codes[j] else -mean
-        else:
-            for j in range(len(part)):
-                part[j] -= mean if codes[j] else -mean

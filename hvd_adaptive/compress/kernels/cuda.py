@@ -24,55 +24,39 @@ _MOST_PROGRAMS = 1024
 _SPAN = 4 * _TILE
 
 
-def maxmin_encode(
-    values: Tensor, payload: Tensor, bits: int, bucket: int, key: int | None,
+def levels_encode(
+    values: Tensor, payload: Tensor, bits: int, bucket: int, key: int | None, spread: float | None = None,
     residual: Tensor | None = None, weight: float = 1.0, piece: int | None = None,
 ) -> None:  # fmt: skip
-    """Writes the max-min code of ``values``; see :func:`hvd_adaptive.compress.kernels.reference.maxmin_encode`."""
+    """Writes the code of ``values``; see :func:`hvd_adaptive.compress.kernels.reference.levels_encode`."""
     num = values.numel()
     if not num:
         return
-    num_buckets, size, piece_bytes = _layout(num, bits, bucket, 8, piece)
+    num_buckets, size, piece_bytes = _layout(num, bits, bucket, piece)
     first, second = (key or 0) & 0xFFFFFFFF, (key or 0) >> 32
     rows = _rows(bucket)
     with _device_of(values):
-        cuda_codes.maxmin_encode[(num_buckets,)](
+        cuda_codes.levels_encode[(num_buckets,)](
             values, values if residual is None else residual, payload.view(torch.float32), payload, num, size, piece_bytes,
             float(weight), _signed(first), _signed(second), BUCKET=bucket, BITS=bits, ROWS=rows, RANDOM=key is not None,
-            FEEDBACK=residual is not None, num_warps=_warps(rows), enable_fp_fusion=False,
+            SPREAD=spread or 0.0, FEEDBACK=residual is not None, num_warps=_warps(rows), enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def sign_encode(
-    values: Tensor, payload: Tensor, bucket: int,
-    residual: Tensor | None = None, weight: float = 1.0, piece: int | None = None,
-) -> None:  # fmt: skip
-    """Writes the sign code of ``values``; see :func:`hvd_adaptive.compress.kernels.reference.sign_encode`."""
-    num = values.numel()
-    if not num:
-        return
-    num_buckets, size, piece_bytes = _layout(num, 1, bucket, 4, piece)
-    rows = _rows(bucket)
-    with _device_of(values):
-        cuda_codes.sign_encode[(num_buckets,)](
-            values, values if residual is None else residual, payload.view(torch.float32), payload, num, size, piece_bytes,
-            float(weight), BUCKET=bucket, ROWS=rows, FEEDBACK=residual is not None, num_warps=_warps(rows),
-            enable_fp_fusion=False,
-        )  # fmt: skip
-
-
-def maxmin_decode(
+def levels_decode(
     payload: Tensor, out: Tensor, bits: int, bucket: int, add: int, num_peers: int = 1, piece: int | None = None
 ) -> None:
-    """Decodes max-min payloads; see :func:`hvd_adaptive.compress.kernels.reference.maxmin_decode`."""
-    _decode(payload, out, bits, bucket, add, num_peers, piece, is_sign=False)
-
-
-def sign_decode(
-    payload: Tensor, out: Tensor, bucket: int, add: int, num_peers: int = 1, piece: int | None = None
-) -> None:
-    """Decodes sign payloads; see :func:`hvd_adaptive.compress.kernels.reference.sign_decode`."""
-    _decode(payload, out, 1, bucket, add, num_peers, piece, is_sign=True)
+    """Decodes payloads; see :func:`hvd_adaptive.compress.kernels.reference.levels_decode`."""
+    num = out.numel()
+    if not num:
+        return
+    num_buckets, size, piece_bytes = _layout(num, bits, bucket, piece)
+    rows = _rows(bucket)
+    with _device_of(out):
+        cuda_codes.levels_decode[(num_buckets, -(-bucket // (8 * rows)))](
+            payload.view(torch.float32), payload, out, num, size, piece_bytes, num_peers, payload.numel() // num_peers,
+            BUCKET=bucket, BITS=bits, ROWS=rows, ADD=add, num_warps=_warps(rows), enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def cast_encode(
@@ -105,21 +89,6 @@ def cast_decode(
         cuda_codes.cast_decode[(-(-size // _TILE), -(-num // size))](
             numbers, out, num, size, cast_bytes(size, dtype) // dtype.itemsize, num_peers, numbers.numel() // num_peers,
             TILE=_TILE, ADD=add, num_warps=8, enable_fp_fusion=False,
-        )  # fmt: skip
-
-
-def _decode(
-    payload: Tensor, out: Tensor, bits: int, bucket: int, add: int, num_peers: int, piece: int | None, *, is_sign: bool
-) -> None:
-    num = out.numel()
-    if not num:
-        return
-    num_buckets, size, piece_bytes = _layout(num, bits, bucket, 4 if is_sign else 8, piece)
-    rows = _rows(bucket)
-    with _device_of(out):
-        cuda_codes.decode[(num_buckets, -(-bucket // (8 * rows)))](
-            payload.view(torch.float32), payload, out, num, size, piece_bytes, num_peers, payload.numel() // num_peers,
-            BUCKET=bucket, BITS=bits, ROWS=rows, ADD=add, SIGN=is_sign, num_warps=_warps(rows), enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -170,11 +139,11 @@ def decode_large(
         )  # fmt: skip
 
 
-def _layout(num: int, bits: int, bucket: int, meta_bytes: int, piece: int | None) -> tuple[int, int, int]:
+def _layout(num: int, bits: int, bucket: int, piece: int | None) -> tuple[int, int, int]:
     """Returns the number of buckets, and how many values and bytes each payload of a peer holds, but for the last one."""
     num_buckets = -(-num // bucket)
     size = num_buckets * bucket if piece is None else piece
-    return num_buckets, size, -(-(meta_bytes * (size // bucket) + bits * (size // 8)) // 4) * 4
+    return num_buckets, size, -(-(8 * (size // bucket) + bits * (size // 8)) // 4) * 4
 
 
 def _rows(bucket: int) -> int:

@@ -1,4 +1,4 @@
-"""The max-min and sign codes and plain number formats in Triton: the same bits as the torch reference.
+"""Codes of equally spaced levels and plain number formats in Triton: the same bits as the torch reference.
 
 Imported only where CUDA tensors are met.
 
@@ -15,9 +15,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hvd_adaptive.compress.kernels.reference import SMALLEST_UNIT
+from hvd_adaptive.compress.kernels.reference import MOST_SPAN, SMALLEST_UNIT
 
 _SMALLEST_UNIT = tl.constexpr(SMALLEST_UNIT)
+_MOST_SPAN = tl.constexpr(MOST_SPAN)
 _INFINITY = tl.constexpr(float("inf"))
 
 
@@ -56,54 +57,66 @@ def _store_padding(packed, num, BITS: tl.constexpr):
 
 
 @triton.jit
-def _piece_of(meta, payload, bucket, num, piece, piece_bytes, BUCKET: tl.constexpr, META: tl.constexpr):
+def _piece_of(meta, payload, bucket, num, piece, piece_bytes, BUCKET: tl.constexpr):
     # Where a bucket's scale and its piece's codes are, how many values the piece holds, and the bucket's number in it.
     which = bucket * BUCKET // piece
     here = tl.minimum(piece, num - which * piece)
     local = bucket - which * piece // BUCKET
-    own_meta = meta + which * piece_bytes // 4 + META * local
-    return own_meta, payload + which * piece_bytes + 4 * META * ((here + BUCKET - 1) // BUCKET), here, local
+    own_meta = meta + which * piece_bytes // 4 + 2 * local
+    return own_meta, payload + which * piece_bytes + 8 * ((here + BUCKET - 1) // BUCKET), here, local
 
 
-_ENCODE = ["values", "residual", "meta", "payload", "num", "piece", "piece_bytes", "weight"]
-
-
-@triton.jit(do_not_specialize=[*_ENCODE, "key0", "key1"])
-def maxmin_encode(
+@triton.jit(
+    do_not_specialize=["values", "residual", "meta", "payload", "num", "piece", "piece_bytes", "weight", "key0", "key1"]
+)
+def levels_encode(
     values, residual, meta, payload, num: tl.int64, piece: tl.int64, piece_bytes: tl.int64, weight, key0, key1,
-    BUCKET: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, RANDOM: tl.constexpr, FEEDBACK: tl.constexpr,
+    BUCKET: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, RANDOM: tl.constexpr, SPREAD: tl.constexpr,
+    FEEDBACK: tl.constexpr,
 ):  # fmt: skip
-    """One bucket's unit, minimum and codes; with FEEDBACK of values plus residual, which then holds what the code loses.
+    """One bucket's unit, lowest level and codes, with a SPREAD of the normal code; with FEEDBACK of values plus residual, which
+    then holds what the code loses.
 
     meta and payload are the same bytes: one piece's payload after the other's.
     """
     bucket = tl.program_id(0).to(tl.int64)
-    own_meta, packed, here, local = _piece_of(meta, payload, bucket, num, piece, piece_bytes, BUCKET, 2)
+    own_meta, packed, here, local = _piece_of(meta, payload, bucket, num, piece, piece_bytes, BUCKET)
     row, column = tl.arange(0, ROWS), tl.arange(0, 8)
     tile = row[:, None] * 8 + column[None, :]
     lows = tl.full((ROWS, 8), _INFINITY, tl.float32)
     highs = tl.full((ROWS, 8), -_INFINITY, tl.float32)
+    squares = tl.zeros((ROWS, 8), tl.float64)
     broken_ones = tl.zeros((ROWS, 8), tl.int32)
     for start in range(0, BUCKET, ROWS * 8):
         inside = start + tile
         place = bucket * BUCKET + inside
         valid = (inside < BUCKET) & (place < num)
         x = _weighted(values, residual, place, valid, weight, FEEDBACK)
-        lows = tl.minimum(lows, tl.where(valid, x, _INFINITY))
-        highs = tl.maximum(highs, tl.where(valid, x, -_INFINITY))
+        if SPREAD > 0:
+            squares += tl.where(valid, x, 0.0).to(tl.float64) * x.to(tl.float64)
+        else:
+            lows = tl.minimum(lows, tl.where(valid, x, _INFINITY))
+            highs = tl.maximum(highs, tl.where(valid, x, -_INFINITY))
         broken_ones |= tl.where(tl.abs(x) < _INFINITY, 0, 1)
-    low = tl.min(tl.min(lows, axis=1), axis=0)
-    low = tl.where(low == 0.0, 0.0, low)  # -0.0 becomes 0.0
-    span = tl.max(tl.max(highs, axis=1), axis=0) - low
-    broken = (tl.max(tl.max(broken_ones, axis=1), axis=0) > 0) | (span == _INFINITY)
     top: tl.constexpr = 2**BITS - 1
+    if SPREAD > 0:
+        count = tl.minimum(here - local * BUCKET, BUCKET).to(tl.float64)
+        low, most = 0.0, _MOST_SPAN
+        span = (tl.sqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / count) * (SPREAD * top)).to(tl.float32)
+    else:
+        low = tl.min(tl.min(lows, axis=1), axis=0)
+        low, most = tl.where(low == 0.0, 0.0, low), _INFINITY  # -0.0 becomes 0.0
+        span = tl.max(tl.max(highs, axis=1), axis=0) - low
+    broken = (tl.max(tl.max(broken_ones, axis=1), axis=0) > 0) | (span >= most)
     spread = (span > 0.0) & (broken == 0)
     unit = tl.where(spread, tl.maximum(tl.div_rn(span, top * 1.0), _SMALLEST_UNIT), 0.0)
     inverse = tl.where(spread, tl.div_rn(1.0, tl.where(spread, unit, 1.0)), 0.0)
+    if SPREAD > 0:
+        low = unit * (-0.5 * top)
+        low = tl.where(low == 0.0, 0.0, low)
     missing = float("nan")
     kept_unit, kept_low = tl.where(broken, missing, unit), tl.where(broken, missing, low)
-    tl.store(own_meta, kept_unit)
-    tl.store(own_meta + 1, kept_low)
+    products, norms = tl.zeros((ROWS, 8), tl.float64), tl.zeros((ROWS, 8), tl.float64)
     if local == 0:
         _store_padding(packed, here, BITS)
     for start in range(0, BUCKET, ROWS * 8):
@@ -120,48 +133,33 @@ def maxmin_encode(
             rounded = scaled + (h >> 8).to(tl.float32) * 5.9604644775390625e-08
         else:
             rounded = scaled + 0.5
-        codes = tl.minimum(tl.where(valid & (broken == 0), rounded, 0.0).to(tl.int32), top)
+        codes = tl.maximum(tl.minimum(tl.where(valid & (broken == 0), rounded, 0.0).to(tl.int32), top), 0)
+        if SPREAD > 0:
+            steps = tl.where(valid, 2 * codes - top, 0)
+            products += tl.where(valid, x, 0.0).to(tl.float64) * steps.to(tl.float64)
+            norms += (steps * steps).to(tl.float64)
+        elif FEEDBACK:
+            tl.store(residual + place, x - (codes.to(tl.float32) * kept_unit + kept_low), mask=valid)
         inside_row = start + row * 8
         first = local * BUCKET + inside_row
         _store_codes(packed, codes, first, (inside_row < BUCKET) & (first < here), BITS)
-        if FEEDBACK:
-            tl.store(residual + place, x - (codes.to(tl.float32) * kept_unit + kept_low), mask=valid)
-
-
-@triton.jit(do_not_specialize=_ENCODE)
-def sign_encode(
-    values, residual, meta, payload, num: tl.int64, piece: tl.int64, piece_bytes: tl.int64, weight,
-    BUCKET: tl.constexpr, ROWS: tl.constexpr, FEEDBACK: tl.constexpr,
-):  # fmt: skip
-    """One bucket's mean and signs; arguments and FEEDBACK as for `maxmin_encode`."""
-    bucket = tl.program_id(0).to(tl.int64)
-    own_meta, packed, here, local = _piece_of(meta, payload, bucket, num, piece, piece_bytes, BUCKET, 1)
-    row, column = tl.arange(0, ROWS), tl.arange(0, 8)
-    tile = row[:, None] * 8 + column[None, :]
-    # The fp64 sum of equal fp32 values is exact, so that a constant bucket decodes exactly.
-    sums = tl.zeros((ROWS, 8), tl.float64)
-    for start in range(0, BUCKET, ROWS * 8):
-        inside = start + tile
-        place = bucket * BUCKET + inside
-        valid = (inside < BUCKET) & (place < num)
-        x = _weighted(values, residual, place, valid, weight, FEEDBACK)
-        sums += tl.abs(x).to(tl.float64)
-        inside_row = start + row * 8
-        first = local * BUCKET + inside_row
-        codes = tl.where(valid & (x >= 0.0), 1, 0)
-        _store_codes(packed, codes, first, (inside_row < BUCKET) & (first < here), 1)
-    count = tl.minimum(num - bucket * BUCKET, BUCKET)
-    mean = (tl.sum(tl.sum(sums, axis=1), axis=0) / count.to(tl.float64)).to(tl.float32)
-    tl.store(own_meta, mean)
-    if local == 0:
-        _store_padding(packed, here, 1)
-    if FEEDBACK:
+    if SPREAD > 0:
+        fitted = 2.0 * tl.sum(tl.sum(products, axis=1), axis=0) / tl.sum(tl.sum(norms, axis=1), axis=0)
+        fitted = tl.where(spread, tl.maximum(fitted.to(tl.float32), _SMALLEST_UNIT), 0.0)
+        kept_unit = tl.where(broken, missing, fitted)
+        kept_low = tl.where(broken, missing, tl.where(spread, fitted * (-0.5 * top), 0.0))
+    tl.store(own_meta, kept_unit)
+    tl.store(own_meta + 1, kept_low)
+    if SPREAD > 0 and FEEDBACK:
+        # Once more, now that the unit is known.
         for start in range(0, BUCKET, ROWS * 8):
             inside = start + tile
             place = bucket * BUCKET + inside
             valid = (inside < BUCKET) & (place < num)
             x = _weighted(values, residual, place, valid, weight, FEEDBACK)
-            tl.store(residual + place, x - tl.where(x >= 0.0, mean, -mean), mask=valid)
+            rounded = (x - low) * inverse + 0.5
+            codes = tl.maximum(tl.minimum(tl.where(valid & (broken == 0), rounded, 0.0).to(tl.int32), top), 0)
+            tl.store(residual + place, x - (codes.to(tl.float32) * kept_unit + kept_low), mask=valid)
 
 
 @triton.jit
@@ -174,30 +172,26 @@ def _add(value, out, place, valid, ADD: tl.constexpr):
 
 
 @triton.jit
-def _decoded(meta, packed, first, stored, BITS: tl.constexpr, SIGN: tl.constexpr):
+def _decoded(meta, packed, first, stored, BITS: tl.constexpr):
     codes = _load_codes(packed, first, stored, BITS)
-    if SIGN:
-        mean = tl.load(meta)
-        return tl.where(codes > 0, mean, -mean)
     return codes.to(tl.float32) * tl.load(meta) + tl.load(meta + 1)
 
 
 @triton.jit(do_not_specialize=["meta", "payload", "out", "num", "piece", "piece_bytes", "num_peers", "peer_bytes"])
-def decode(
+def levels_decode(
     meta, payload, out, num: tl.int64, piece: tl.int64, piece_bytes: tl.int64, num_peers: tl.int64, peer_bytes: tl.int64,
-    BUCKET: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, SIGN: tl.constexpr,
+    BUCKET: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """A part of a bucket, from all peers. meta and payload are the same bytes: one peer's pieces after the other's."""
-    META: tl.constexpr = 1 if SIGN else 2
     bucket = tl.program_id(0).to(tl.int64)
     row, column = tl.arange(0, ROWS), tl.arange(0, 8)
-    own_meta, packed, here, local = _piece_of(meta, payload, bucket, num, piece, piece_bytes, BUCKET, META)
+    own_meta, packed, here, local = _piece_of(meta, payload, bucket, num, piece, piece_bytes, BUCKET)
     inside_row = tl.program_id(1) * (ROWS * 8) + row * 8
     first = local * BUCKET + inside_row
     stored = (inside_row < BUCKET) & (first < here)
-    value = _decoded(own_meta, packed, first, stored, BITS, SIGN)
+    value = _decoded(own_meta, packed, first, stored, BITS)
     for peer in range(1, num_peers):
-        value += _decoded(own_meta + peer * peer_bytes // 4, packed + peer * peer_bytes, first, stored, BITS, SIGN)
+        value += _decoded(own_meta + peer * peer_bytes // 4, packed + peer * peer_bytes, first, stored, BITS)
     inside = inside_row[:, None] + column[None, :]
     place = bucket * BUCKET + inside
     valid = (inside < BUCKET) & (place < num)

@@ -25,86 +25,49 @@ _NONE = np.empty(0, np.float32)
 _MOST_IN_A_LIST = 2**31 - 1
 
 
-def maxmin_encode(
+def levels_encode(
     values: Tensor,
     payload: Tensor,
     *,
     bits: int,
     bucket: int,
     key: int | None,
+    spread: float | None = None,
     residual: Tensor | None = None,
     weight: float = 1.0,
     piece: int | None = None,
 ) -> None:
-    """Writes the max-min code of ``values``; see :func:`hvd_adaptive.compress.kernels.reference.maxmin_encode`."""
+    """Writes the code of ``values``; see :func:`hvd_adaptive.compress.kernels.reference.levels_encode`."""
     if values.is_cuda:
-        _cuda().maxmin_encode(values, payload, bits, bucket, key, residual, weight, piece)
+        _cuda().levels_encode(values, payload, bits, bucket, key, spread, residual, weight, piece)
         return
     values = reference.with_residual(values, None, weight)
     first, second = (np.uint32(word) for word in ((key or 0) & 0xFFFFFFFF, (key or 0) >> 32))
     each = reference.each_piece(
-        payload, values.numel(), piece, lambda num: reference.maxmin_bytes(num, bits, bucket)
+        payload, values.numel(), piece, lambda num: reference.levels_bytes(num, bits, bucket)
     )
     for own, span in each:
         part, lost = values[span].numpy(), _NONE if residual is None else residual[span].numpy()
-        meta, packed = _split(own, len(part), bucket, meta_size=2, num_bits=bits)
+        meta, packed = _split(own, len(part), bits, bucket)
         place = np.uint32(span.start & 0xFFFFFFFF)
-        _cpu().maxmin_encode(
-            part, lost, meta.reshape(-1, 2), packed, bits, bucket, key is not None, first, second, place
+        _cpu().levels_encode(
+            part, lost, meta, packed, bits, bucket, spread or 0.0, key is not None, first, second, place
         )
 
 
-def maxmin_decode(
+def levels_decode(
     payload: Tensor, out: Tensor, *, bits: int, bucket: int, add: int, num_peers: int = 1, piece: int | None = None
 ) -> None:
-    """Decodes max-min payloads; see :func:`hvd_adaptive.compress.kernels.reference.maxmin_decode`."""
+    """Decodes payloads; see :func:`hvd_adaptive.compress.kernels.reference.levels_decode`."""
     if out.is_cuda:
-        _cuda().maxmin_decode(payload, out, bits, bucket, add, num_peers, piece)
+        _cuda().levels_decode(payload, out, bits, bucket, add, num_peers, piece)
     elif out.numel():
         each = reference.each_payload(
-            payload, out, add, num_peers, piece, lambda num: reference.maxmin_bytes(num, bits, bucket)
+            payload, out, add, num_peers, piece, lambda num: reference.levels_bytes(num, bits, bucket)
         )
         for own, part, sign in each:
-            meta, packed = _split(own, part.numel(), bucket, meta_size=2, num_bits=bits)
-            _cpu().maxmin_decode(meta.reshape(-1, 2), packed, part.numpy(), bits, bucket, sign)
-
-
-def sign_encode(
-    values: Tensor,
-    payload: Tensor,
-    *,
-    bucket: int,
-    residual: Tensor | None = None,
-    weight: float = 1.0,
-    piece: int | None = None,
-) -> None:
-    """Writes the sign code of ``values``; see :func:`hvd_adaptive.compress.kernels.reference.sign_encode`."""
-    if values.is_cuda:
-        _cuda().sign_encode(values, payload, bucket, residual, weight, piece)
-        return
-    values = reference.with_residual(values, residual, weight)
-    each = reference.each_piece(payload, values.numel(), piece, lambda num: reference.sign_bytes(num, bucket))
-    for own, span in each:
-        part = values[span].numpy()
-        means, packed = _split(own, len(part), bucket, meta_size=1, num_bits=1)
-        _cpu().sign_encode(part, means, packed, bucket)
-        if residual is not None:
-            _cpu().sign_decode(means, packed, residual[span].numpy(), bucket, -1)
-
-
-def sign_decode(
-    payload: Tensor, out: Tensor, *, bucket: int, add: int, num_peers: int = 1, piece: int | None = None
-) -> None:
-    """Decodes sign payloads; see :func:`hvd_adaptive.compress.kernels.reference.sign_decode`."""
-    if out.is_cuda:
-        _cuda().sign_decode(payload, out, bucket, add, num_peers, piece)
-    elif out.numel():
-        each = reference.each_payload(
-            payload, out, add, num_peers, piece, lambda num: reference.sign_bytes(num, bucket)
-        )
-        for own, part, sign in each:
-            means, packed = _split(own, part.numel(), bucket, meta_size=1, num_bits=1)
-            _cpu().sign_decode(means, packed, part.numpy(), bucket, sign)
+            meta, packed = _split(own, part.numel(), bits, bucket)
+            _cpu().levels_decode(meta, packed, part.numpy(), bits, bucket, sign)
 
 
 def cast_encode(
@@ -173,12 +136,12 @@ def decode_large(
     (_cuda() if out.is_cuda else reference).decode_large(payload, out, num_entries, add, num_peers, piece)
 
 
-def _split(payload: Tensor, num_elements: int, bucket: int, *, meta_size: int, num_bits: int) -> tuple[Any, Any]:
+def _split(payload: Tensor, num_elements: int, bits: int, bucket: int) -> tuple[Any, Any]:
     data = payload.numpy()
-    meta_bytes = 4 * meta_size * -(-num_elements // bucket)
-    end = meta_bytes + num_bits * -(-num_elements // 8)
+    meta_bytes = 8 * -(-num_elements // bucket)
+    end = meta_bytes + bits * -(-num_elements // 8)
     data[end:] = 0
-    return data[:meta_bytes].view(np.float32), data[meta_bytes:end]
+    return data[:meta_bytes].view(np.float32).reshape(-1, 2), data[meta_bytes:end]
 
 
 @functools.cache

@@ -1,11 +1,14 @@
-"""The max-min and sign codes in plain torch operations: the definition that the fast kernels are tested against.
+"""Codes of equally spaced levels in plain torch operations: the definition that the fast kernels are tested against.
 
-A bucket of values x becomes unit = (max - min) / (2^bits - 1) and codes floor((x - min) * (1 / unit) + r), with r = 0.5 for
-nearest rounding, or uniform in [0, 1) for stochastic rounding, and decodes to code * unit + min (CGX, arXiv 2111.08617). Every
-operation is rounded to fp32 by itself: no fused multiply-add anywhere, so that all devices decode the same bits.
+A bucket of values x becomes codes floor((x - low) * (1 / unit) + r), of at least 0 and at most 2^bits - 1, with r = 0.5 for
+nearest rounding, or uniform in [0, 1) for stochastic rounding, and decodes to code * unit + low. Every operation is rounded to
+fp32 by itself: no fused multiply-add anywhere, so that all devices decode the same bits.
 
-    payload of max-min    (unit, min) of each bucket, fp32; then the codes: 8 fill ``bits`` bytes, little-endian
-    payload of sign       mean |x| of each bucket, fp32; then one bit a value, 1 for a value >= 0
+    max-min    low = min, unit = (max - min) / (2^bits - 1): CGX, arXiv 2111.08617
+    normal     the codes by unit = spread * root mean square, low = -unit * (2^bits - 1) / 2; then the unit with which they lose
+               least, so that no code loses more than all: 2 sum(x k) / sum(k^2) of k = 2 code - (2^bits - 1)
+
+    payload    (unit, low) of each bucket, fp32; then the codes: 8 fill ``bits`` bytes, little-endian
 
 The last bucket may be shorter. Payloads are padded with zeros to a multiple of 4 bytes.
 """
@@ -19,6 +22,8 @@ from torch import Tensor
 
 # Below the smallest normal number 1 / unit would overflow, and a unit would be rounded by a large part of itself.
 SMALLEST_UNIT = 2.0**-126
+# From here on the levels of a normal code may be too far from a value for fp32.
+MOST_SPAN = 2.0**118
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -45,15 +50,10 @@ def uniform(num: int, key: int, device: torch.device | str = "cpu", *, first: in
     return (bits >> 8).to(torch.float32) * 2.0**-24
 
 
-def maxmin_bytes(num_elements: int, bits: int, bucket: int) -> int:
-    """Returns the size of a max-min payload, a multiple of 4."""
+def levels_bytes(num_elements: int, bits: int, bucket: int) -> int:
+    """Returns the size of a payload, a multiple of 4."""
     num_buckets = -(-num_elements // bucket)
     return -(-(8 * num_buckets + bits * -(-num_elements // 8)) // 4) * 4
-
-
-def sign_bytes(num_elements: int, bucket: int) -> int:
-    """Returns the size of a sign payload, a multiple of 4."""
-    return 4 * -(-num_elements // bucket) + 4 * -(-num_elements // 32)
 
 
 def cast_bytes(num_elements: int, dtype: torch.dtype) -> int:
@@ -65,7 +65,7 @@ def cast_encode(
     values: Tensor, payload: Tensor, dtype: torch.dtype,
     residual: Tensor | None = None, weight: float = 1.0, piece: int | None = None,
 ) -> None:  # fmt: skip
-    """Writes ``values``, times a weight, into ``payload`` as numbers of a type; see `maxmin_encode` for the arguments."""
+    """Writes ``values``, times a weight, into ``payload`` as numbers of a type; see `levels_encode` for the arguments."""
     values = with_residual(values, residual, weight)
     for own, span in each_piece(payload, values.numel(), piece, lambda num: cast_bytes(num, dtype)):
         numbers, num = own.view(dtype), span.stop - span.start
@@ -78,51 +78,68 @@ def cast_encode(
 def cast_decode(
     payload: Tensor, out: Tensor, dtype: torch.dtype, add: int, num_peers: int = 1, piece: int | None = None
 ) -> None:
-    """Reads payloads of numbers into ``out``; see `maxmin_decode`."""
+    """Reads payloads of numbers into ``out``; see `levels_decode`."""
     for own, part, sign in each_payload(payload, out, add, num_peers, piece, lambda num: cast_bytes(num, dtype)):
         _store(own.view(dtype)[: part.numel()], part, sign)
 
 
-def maxmin_encode(
-    values: Tensor, payload: Tensor, bits: int, bucket: int, key: int | None,
+def levels_encode(
+    values: Tensor, payload: Tensor, bits: int, bucket: int, key: int | None, spread: float | None = None,
     residual: Tensor | None = None, weight: float = 1.0, piece: int | None = None,
 ) -> None:  # fmt: skip
-    """Writes the max-min code of ``values``, times a weight, into ``payload``.
+    """Writes the code of ``values``, times a weight, into ``payload``.
 
-    A bucket with a value that is not finite, or whose range overflows fp32, decodes to NaN as a whole.
+    A bucket with a value that is not finite, or whose levels overflow fp32, decodes to NaN as a whole.
 
     Args:
         values: fp32, contiguous, shape (num_elements,).
-        payload: uint8, contiguous: a payload of maxmin_bytes for each piece, one after the other.
+        payload: uint8, contiguous: a payload of levels_bytes for each piece, one after the other.
         bits: of a code, 1 to 8.
         bucket: values that share a unit; a multiple of 8.
         key: of the random numbers, which go by the place among all values; None rounds to the nearest.
+        spread: distance of two levels, in root mean squares of the bucket; None: the levels are from its minimum to its maximum.
         residual: fp32, of the values' shape: is added to the weighted values, and then holds what the code has lost.
         weight: rounded to fp32; the products are rounded to fp32 as well.
         piece: values that each payload holds, but for the last one; a multiple of the bucket. None: one payload.
     """
     values = with_residual(values, residual, weight)
-    for own, span in each_piece(payload, values.numel(), piece, lambda num: maxmin_bytes(num, bits, bucket)):
-        _maxmin_encode(values[span], own, bits, bucket, key, span.start)
+    for own, span in each_piece(payload, values.numel(), piece, lambda num: levels_bytes(num, bits, bucket)):
+        _levels_encode(values[span], own, bits, bucket, key, spread, span.start)
         if residual is not None:
-            _maxmin_decode(own, residual[span], bits, bucket, -1)
+            _levels_decode(own, residual[span], bits, bucket, -1)
 
 
-def _maxmin_encode(values: Tensor, payload: Tensor, bits: int, bucket: int, key: int | None, first: int) -> None:
-    num, num_buckets = values.numel(), -(-values.numel() // bucket)
+def _levels_encode(
+    values: Tensor, payload: Tensor, bits: int, bucket: int, key: int | None, spread: float | None, first: int
+) -> None:
+    num, num_buckets, top = values.numel(), -(-values.numel() // bucket), 2**bits - 1
     payload.zero_()
     # Repeating the last value changes neither minimum nor maximum of the last bucket.
     padded = torch.cat([values, values[-1:].expand(num_buckets * bucket - num)]).view(num_buckets, bucket)
     low = padded.amin(1) + 0.0  # -0.0 becomes 0.0, whichever of the two was found
     span = padded.amax(1) - low
-    unit = torch.where(span > 0, (span / (2**bits - 1)).clamp(min=SMALLEST_UNIT), torch.zeros_like(span))
+    if spread is not None:
+        squares = torch.cat([values, values.new_zeros(num_buckets * bucket - num)]).view(num_buckets, bucket).double().square()
+        counts = torch.full((num_buckets,), bucket, dtype=torch.float64, device=values.device)
+        counts[-1] = num - (num_buckets - 1) * bucket
+        span = (torch.sqrt(squares.sum(1) / counts) * (spread * top)).to(torch.float32)
+    unit = torch.where(span > 0, (span / top).clamp(min=SMALLEST_UNIT), torch.zeros_like(span))
+    if spread is not None:
+        low = unit * (-0.5 * top) + 0.0
     inverse = torch.where(span > 0, 1.0 / unit, torch.zeros_like(unit))
-    broken = ~torch.isfinite(span)
+    broken = ~torch.isfinite(span) if spread is None else ~(span < MOST_SPAN)
     unit[broken] = low[broken] = float("nan")
     inverse[broken] = 0.0
     scaled = (padded - low.nan_to_num(0.0)[:, None]) * inverse[:, None]
     noise = 0.5 if key is None else uniform(padded.numel(), key, values.device, first=first).view_as(padded)
-    codes = (scaled + noise).nan_to_num(0.0, 0.0, 0.0).floor().clamp(max=2**bits - 1)
+    codes = (scaled + noise).nan_to_num(0.0, 0.0, 0.0).floor().clamp(0, top)
+    if spread is not None:
+        inside = (torch.arange(padded.numel(), device=values.device) < num).view_as(padded)
+        places = (2 * codes.double() - top) * inside
+        fitted = 2 * (padded.double() * places).sum(1) / places.square().sum(1)
+        unit = torch.where(span > 0, fitted.to(torch.float32).clamp(min=SMALLEST_UNIT), unit)
+        low = unit * (-0.5 * top) + 0.0
+        unit[broken] = low[broken] = float("nan")
     meta = torch.stack([unit, low], dim=1).reshape(-1)
     payload[: 8 * num_buckets].view(torch.float32).copy_(meta)
     codes = codes.reshape(-1)[:num].to(torch.int64)
@@ -133,13 +150,13 @@ def _maxmin_encode(values: Tensor, payload: Tensor, bits: int, bucket: int, key:
     payload[8 * num_buckets : 8 * num_buckets + packed.numel()].copy_(packed)
 
 
-def maxmin_decode(
+def levels_decode(
     payload: Tensor, out: Tensor, bits: int, bucket: int, add: int, num_peers: int = 1, piece: int | None = None
 ) -> None:
-    """Decodes max-min payloads into ``out``: those of several peers are added up in their order.
+    """Decodes payloads into ``out``: those of several peers are added up in their order.
 
     Args:
-        payload: uint8, as `maxmin_encode` wrote it for as many values as ``out`` has; one peer's after the other's.
+        payload: uint8, as `levels_encode` wrote it for as many values as ``out`` has; one peer's after the other's.
         out: fp32, contiguous, shape (num_elements,).
         bits: as in the encoding.
         bucket: as in the encoding.
@@ -147,11 +164,11 @@ def maxmin_decode(
         num_peers: peers that have sent payloads of one size.
         piece: values that each payload of a peer holds, but for the last one; a multiple of the bucket. None: one payload.
     """
-    for own, part, sign in each_payload(payload, out, add, num_peers, piece, lambda num: maxmin_bytes(num, bits, bucket)):
-        _maxmin_decode(own, part, bits, bucket, sign)
+    for own, part, sign in each_payload(payload, out, add, num_peers, piece, lambda num: levels_bytes(num, bits, bucket)):
+        _levels_decode(own, part, bits, bucket, sign)
 
 
-def _maxmin_decode(payload: Tensor, out: Tensor, bits: int, bucket: int, add: int) -> None:
+def _levels_decode(payload: Tensor, out: Tensor, bits: int, bucket: int, add: int) -> None:
     num, num_buckets = out.numel(), -(-out.numel() // bucket)
     if not num:
         return
@@ -162,53 +179,6 @@ def _maxmin_decode(payload: Tensor, out: Tensor, bits: int, bucket: int, add: in
     codes = words[:, None] >> torch.arange(0, 8 * bits, bits, device=out.device) & (2**bits - 1)
     units, lows = (column.repeat_interleave(bucket)[:num] for column in meta.unbind(1))
     _store(codes.view(-1)[:num].to(torch.float32) * units + lows, out, add)
-
-
-def sign_encode(
-    values: Tensor, payload: Tensor, bucket: int,
-    residual: Tensor | None = None, weight: float = 1.0, piece: int | None = None,
-) -> None:  # fmt: skip
-    """Writes the sign code of ``values``, times a weight, into ``payload``; see `maxmin_encode` for the arguments.
-
-    A bucket with a value that is not finite decodes to values that are not finite.
-    """
-    values = with_residual(values, residual, weight)
-    for own, span in each_piece(payload, values.numel(), piece, lambda num: sign_bytes(num, bucket)):
-        _sign_encode(values[span], own, bucket)
-        if residual is not None:
-            _sign_decode(own, residual[span], bucket, -1)
-
-
-def _sign_encode(values: Tensor, payload: Tensor, bucket: int) -> None:
-    num, num_buckets = values.numel(), -(-values.numel() // bucket)
-    payload.zero_()
-    padded = torch.cat([values, values.new_zeros(num_buckets * bucket - num)]).view(num_buckets, bucket)
-    counts = torch.full((num_buckets,), bucket, dtype=torch.float64, device=values.device)
-    counts[-1] = num - (num_buckets - 1) * bucket
-    # The fp64 sum of equal fp32 values is exact, so that a constant bucket decodes exactly.
-    means = (padded.abs().sum(1, dtype=torch.float64) / counts).to(torch.float32)
-    payload[: 4 * num_buckets].view(torch.float32).copy_(means)
-    positive = torch.cat([(values >= 0).to(torch.int32), values.new_zeros(-num % 8, dtype=torch.int32)])
-    packed = (positive.view(-1, 8) << torch.arange(8, device=values.device, dtype=torch.int32)).sum(1)
-    payload[4 * num_buckets : 4 * num_buckets + packed.numel()].copy_(packed.to(torch.uint8))
-
-
-def sign_decode(
-    payload: Tensor, out: Tensor, bucket: int, add: int, num_peers: int = 1, piece: int | None = None
-) -> None:
-    """Decodes sign payloads into ``out``; see `maxmin_decode`."""
-    for own, part, sign in each_payload(payload, out, add, num_peers, piece, lambda num: sign_bytes(num, bucket)):
-        _sign_decode(own, part, bucket, sign)
-
-
-def _sign_decode(payload: Tensor, out: Tensor, bucket: int, add: int) -> None:
-    num, num_buckets = out.numel(), -(-out.numel() // bucket)
-    if not num:
-        return
-    means = payload[: 4 * num_buckets].view(torch.float32).repeat_interleave(bucket)[:num]
-    packed = payload[4 * num_buckets : 4 * num_buckets + -(-num // 8)]
-    positive = (packed[:, None] >> torch.arange(8, device=out.device, dtype=torch.uint8) & 1).view(-1)[:num]
-    _store(torch.where(positive.bool(), means, -means), out, add)
 
 
 def sum_of_squares(values: Tensor) -> Tensor:
@@ -262,7 +232,7 @@ def decode_large(
         payload: uint8, contiguous: one peer's payloads after the other's.
         out: fp32, contiguous, shape (num_elements,).
         num_entries: of a payload, from the number of values that it is for.
-        add: as for `maxmin_decode`, and so are ``num_peers`` and ``piece``.
+        add: as for `levels_decode`, and so are ``num_peers`` and ``piece``.
         num_peers: in order.
         piece: values of a payload.
     """
@@ -294,10 +264,10 @@ def with_residual(values: Tensor, residual: Tensor | None, weight: float) -> Ten
 def each_payload(
     payload: Tensor, out: Tensor, add: int, num_peers: int, piece: int | None, num_bytes: Callable[[int], int]
 ) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Returns every payload, the part of ``out`` that it is for, and how it is added there; see `maxmin_decode`.
+    """Returns every payload, the part of ``out`` that it is for, and how it is added there; see `levels_decode`.
 
     Args:
-        payload: as for `maxmin_decode`, and so are ``out``, ``add``, ``num_peers`` and ``piece``.
+        payload: as for `levels_decode`, and so are ``out``, ``add``, ``num_peers`` and ``piece``.
         out: the values.
         add: for the first peer.
         num_peers: in order.
