@@ -131,8 +131,8 @@ class MergePeriod:
         mega_batch: samples of the next round over all ranks.
         communication_share: the part that communication took, by the median of the last three rounds; 0 before any.
         sample_s: seconds of everything else for a sample over all ranks, by the same rounds; 0 before any.
-        stretch: how many times as long as the shortest rounds those are in which communication takes its share; 0 before two
-            were measured.
+        stretch: how many times as long as the shortest rounds those are in which communication takes its share; half of it while
+            one round was measured, and 0 before.
     """
 
     def __init__(self, rule: str, *, start: int, share: float) -> None:
@@ -169,7 +169,7 @@ class MergePeriod:
         wanted = self._start * part
         if self._rule == "auto":
             least = least_mega_batch(communication_s, rest_s, share=self._share)
-            self.stretch = least / wanted if len(self._measured) > 1 else 0.0
+            self.stretch = least / wanted / (2 if len(self._measured) == 1 else 1)
             wanted = max(wanted, least)
         wanted = min(wanted, max(largest, self._start))
         low, high = self.mega_batch / _MAX_FACTOR, self.mega_batch * _MAX_FACTOR

@@ -33,9 +33,10 @@ log = logging.getLogger(__name__)
 _REMEMBERED_ROUNDS = 4
 # Merges go beside steps where rounds with one merge would be so many times as long as short ones, so that it takes its share.
 _LONG_ROUNDS = 1.5
-# Merges get fewer bits where such rounds would be so many times as long: benchmarks/records/2026-11-30-two-bits.md. They then
-# take about so much of the time.
-_NARROW_LINK, _FEWER_BITS = 4.0, 0.6
+# Merges get fewer bits where such rounds would be so many times as long: benchmarks/records/2026-11-30-two-bits.md.
+_NARROW_LINK = 4.0
+# Rounds with one merge that tell what it takes, before there are several.
+_LEAST_MEASURED = 2
 # So much of a round the sums of its merges may take beside steps. There are half as many merges where in so many such rounds
 # every rank waited so much of the time for sums: a link may carry one quickly, and not many after each other.
 _SUMS_PART, _CROWDED_ROUNDS, _CROWDED_PART = 2 / 3, 2, 0.25
@@ -244,7 +245,8 @@ class RoundControl:
             if self._merges_from is not None:
                 may = self._num_updates >= self._merges_from and self.takes_whole_batches
                 planned = max(self.mega_batch, self._planned)
-                fits = self._most_merges(min(planned, max(1, dataset_size // LEAST_MERGES_AN_EPOCH))) > 1
+                is_known = len(self._merge_s) >= _LEAST_MEASURED
+                fits = is_known and self._most_merges(min(planned, max(1, dataset_size // LEAST_MERGES_AN_EPOCH))) > 1
                 self.merges = (config.merges_per_round or 1) if self._merges_take_long and may and fits else 1
             part = part_of_short_rounds(num_updates, config, merges=self.merges)
         costs_s = np.sum([stats[name] for name in _COSTS_OF_A_ROUND], axis=0)
@@ -261,7 +263,7 @@ class RoundControl:
             self._merge_s.append(float(stats["merge_s"].max()))
             if self._can_narrow and not self.is_narrow and self._period.stretch > _NARROW_LINK:
                 self.is_narrow = True
-                self._merge_s = deque((_FEWER_BITS * seconds for seconds in self._merge_s), maxlen=3)
+                self._merge_s.clear()
         if self.merges == 1:
             self._merges_take_long = self.mega_batch > _LONG_ROUNDS * part * self._planned
         self._num_samples, self._train_s = record.num_samples, record.train_s
