@@ -23,7 +23,7 @@ MODEL = [
     TensorInfo("d.weight", (200, 300)),
 ]
 NUM = sum(tensor.size for tensor in MODEL)
-POLICY = "maxmin:4; b.weight=powersgd:2; c*=sign"
+POLICY = "maxmin:4; b.weight=powersgd:2; c*=normal:1"
 
 
 def values(rank: int, step: int) -> torch.Tensor:

@@ -46,7 +46,7 @@ def summed(transport: LocalTransport, text: str, flat: torch.Tensor | None = Non
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("text", "reducer"), [
-    ("none", "sra"), ("fp16", "allreduce"), ("maxmin:4; b.weight=none", "sra"), ("maxmin:4; c*=sign", "hierarchical"),
+    ("none", "sra"), ("fp16", "allreduce"), ("maxmin:4; b.weight=none", "sra"), ("maxmin:4; c*=normal:1", "hierarchical"),
 ])  # fmt: skip
 def test_each_layer_is_summed_by_its_codec(text: str, reducer: str, world_size: int) -> None:
     world = LocalWorld(world_size, num_hosts=2 if world_size == 4 else 1)
@@ -127,7 +127,7 @@ def test_shapes_that_do_not_fill_the_tensor_are_refused() -> None:
 
 
 def train(transport: LocalTransport, *, restart: bool, steps: int = 6) -> torch.Tensor:
-    make = lambda: Exchange(transport, parse_policy("maxmin:2; c*=sign"), error_feedback=True)  # noqa: E731
+    make = lambda: Exchange(transport, parse_policy("maxmin:2; c*=normal:1"), error_feedback=True)  # noqa: E731
     exchange, received = make(), torch.zeros(NUM)
     for step in range(steps):
         if restart and step == 3:
@@ -146,7 +146,7 @@ def test_a_restart_changes_nothing_and_residuals_help() -> None:
     inputs = sum(values(rank, step) for rank in range(2) for step in range(6))
     without = torch.zeros(NUM)
     for step in range(6):
-        without += LocalWorld(2).run(lambda t: summed(t, "maxmin:2; c*=sign", values(t.rank, step)))[0]  # noqa: B023
+        without += LocalWorld(2).run(lambda t: summed(t, "maxmin:2; c*=normal:1", values(t.rank, step)))[0]  # noqa: B023
     assert float((through[0] - inputs).norm()) < 0.7 * float((without - inputs).norm())
 
 
@@ -270,7 +270,7 @@ def test_a_rank_that_has_moved_among_hosts_forgets_what_it_lost(caplog: pytest.L
 
 @pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize(("text", "reducer"), [
-    ("none", "sra"), ("fp16", "allreduce"), ("maxmin:4; c*=sign", "sra"), ("maxmin:4", "hierarchical"), ("powersgd:2", "sra"),
+    ("none", "sra"), ("fp16", "allreduce"), ("maxmin:4; c*=normal:1", "sra"), ("maxmin:4", "hierarchical"), ("powersgd:2", "sra"),
 ])  # fmt: skip
 def test_a_weight_on_the_way_is_a_weight_before(text: str, reducer: str, world_size: int) -> None:
     def both(transport: LocalTransport) -> list[torch.Tensor]:

@@ -210,7 +210,7 @@ def cast_encode(
     values, residual, numbers, num: tl.int64, piece: tl.int64, piece_numbers: tl.int64, weight,
     TILE: tl.constexpr, FEEDBACK: tl.constexpr,
 ):  # fmt: skip
-    """A part of a piece as numbers of another type, with zeros up to a multiple of 4 bytes; FEEDBACK as for `maxmin_encode`.
+    """A part of a piece as numbers of another type, with zeros up to a multiple of 4 bytes; FEEDBACK as for `levels_encode`.
 
     numbers: bf16 as int16.
     """
