@@ -169,7 +169,7 @@ def test_one_signal_delivered_twice_and_a_second_one(
 ) -> None:
     monkeypatch.setattr(signals, "_SAME_SIGNAL_S", 1.0)
     # The launcher passes SIGTERM on by killing its ranks, and says 1.
-    traps = f"trap 'sleep {1 if saves else 20} & wait $!; touch {tmp_path}/saved; exit 75' USR1; trap 'exit 1' TERM"
+    traps = f"trap 'sleep {1 if saves else 20} & wait $! && touch {tmp_path}/saved; exit 75' USR1; trap 'exit 1' TERM"
     tell = f"kill -TERM {os.getpid()}; sleep {gap_s}; kill -TERM {os.getpid()}"
     assert supervise(ShellJob(f"{traps}; ({tell}) & sleep 20 & wait $!")).run() == 75
     assert (tmp_path / "saved").exists() == saves
