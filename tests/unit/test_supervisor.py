@@ -163,7 +163,7 @@ def test_ranks_that_do_not_yet_catch_the_order_to_stop(
     assert (tmp_path / "begun").exists()
 
 
-@pytest.mark.parametrize(("gap_s", "saves"), [(0.1, True), (1.2, False)])
+@pytest.mark.parametrize(("gap_s", "saves"), [(0.1, True), (4.0, False)])
 def test_one_signal_delivered_twice_and_a_second_one(
     supervise: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gap_s: float, saves: bool
 ) -> None:
