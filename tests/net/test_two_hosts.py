@@ -104,6 +104,8 @@ def test_merges_of_adam_are_encoded_on_a_slow_link_with_a_warning(
     assert job.returncode == 0, job.describe()
     assert job.stdout.split("\n")[:2] == [f"{choice} 200"] * 2, job.describe()
     assert ("Set compression 'none'" in job.stderr) == (optimizer == "AdamW"), job.describe()
+    # Steps are short here, so that 4 bits take long as well.
+    assert ("encoded as normal:2 from here on" in job.stderr) == (optimizer == "AdamW"), job.describe()
 
 
 WRAPPED = """
