@@ -71,7 +71,8 @@ def main() -> None:
     parser.add_argument("--plain-samples", type=int, help=PLAIN_HELP)
     parser.add_argument("--most", type=float, default=1.5, help="times so many, to reach the target with")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: all ranks share the first GPU")
-    parser.add_argument("--period", type=int, default=PERIOD // BATCH, help="batches of all ranks between equal merges")
+    parser.add_argument("--batch", type=int, default=BATCH, help=f"samples of a rank's batch (default: {BATCH})")
+    parser.add_argument("--period", type=int, help=f"batches of all ranks between equal merges (default: {PERIOD} samples)")
     parser.add_argument("--limit-s", type=float, default=600.0, help="of a run")
     parser.add_argument("--minutes", type=float, help="start no run after so many")
     parser.add_argument("--retry", action="store_true", help="run again what failed")
@@ -209,7 +210,7 @@ class Bench:
         return Case(
             stage=stage, method=method, link=link, speeds=speeds, lr=lr, seed=seed, samples=samples, most_samples=samples,
             model=model, warmup=options.warmup, decay=options.decay, device=options.device,
-            period=PERIOD // BATCH if method == PLAIN else options.period,
+            period=options.period if options.period and method != PLAIN else PERIOD // options.batch, batch=options.batch,
         )  # fmt: skip
 
     def _target(self, case: Case) -> float | None:
@@ -219,7 +220,8 @@ class Bench:
         for result in results:
             plain = Case(**result["case"])
             same = (plain.method, plain.decay, len(plain.parts)) == (PLAIN, case.decay, len(case.parts))
-            alike = all(getattr(plain, name) == getattr(case, name) for name in ("seed", "samples", "model", "warmup", "device"))
+            names = ("seed", "samples", "model", "warmup", "device", "batch")
+            alike = all(getattr(plain, name) == getattr(case, name) for name in names)
             if same and alike and (plain.stage, plain.lr) == ("run", rate) and "curve" in result:
                 return float(result["curve"][-1][2])
         return None
@@ -276,7 +278,7 @@ def say(text: str) -> None:
 
 def best_rate(results: list[Result], method: str, like: Case) -> float | None:
     """Returns the learning rate of a method's lowest loss in tuning, of a case's model, schedule and length."""
-    names = ("model", "decay", "samples", "warmup", "device")
+    names = ("model", "decay", "samples", "warmup", "device", "batch")
     wanted = ("tune", tuned_as(method), *(getattr(like, name) for name in names))
     tuned = [
         (result["curve"][-1][2], case.lr)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from peers_task import BATCH, GPT, PERIOD, Case, Training
+from peers_task import GPT, PERIOD, Case, Training
 from torch import nn
 
 from hvd_adaptive.cluster.binding import read_launcher
@@ -76,7 +76,7 @@ def synchronous(
     training: Training, forward: nn.Module, optimizer: Any, *, horovod: bool = False, batches_a_step: int = 1
 ) -> None:
     """Trains with the mean gradient of all ranks in every step."""
-    every = PERIOD // BATCH // training.world_size // batches_a_step * batches_a_step
+    every = PERIOD // training.case.batch // training.world_size // batches_a_step * batches_a_step
     training.start()
     while True:
         optimizer.zero_grad()
@@ -285,8 +285,9 @@ def hivemind_local(training: Training) -> dict[str, Any]:
             )  # fmt: skip
         maddrs.append(training.gather([str(a) for a in dht.get_visible_maddrs()] if dht is not None and not turn else [])[0])
     optimizer = hivemind.Optimizer(
-        dht=dht, run_id="peers", target_batch_size=PERIOD, batch_size_per_step=BATCH, params=training.model.parameters(),
-        optimizer=training.optimizer, use_local_updates=True, delay_optimizer_step=False, delay_state_averaging=False,
+        dht=dht, run_id="peers", target_batch_size=PERIOD, batch_size_per_step=training.case.batch,
+        params=training.model.parameters(), optimizer=training.optimizer, use_local_updates=True,
+        delay_optimizer_step=False, delay_state_averaging=False,
         offload_optimizer=False, matchmaking_time=1.0, averaging_timeout=60, averager_opts={"request_timeout": 0.4},
         tracker_opts={"min_refresh_period": 0.1, "default_refresh_period": 0.5},
     )  # fmt: skip
@@ -341,7 +342,7 @@ def ours(training: Training, settings: dict[str, Any]) -> dict[str, Any]:
     import hvd_adaptive
 
     model = training.model
-    config = hvd_adaptive.Config(batch_size=BATCH, seed=training.case.seed, stall_limit_s=120, **settings)
+    config = hvd_adaptive.Config(batch_size=training.case.batch, seed=training.case.seed, stall_limit_s=120, **settings)
     session = hvd_adaptive.Session(model, training.optimizer(), config)
     weights, shares = [], []
 

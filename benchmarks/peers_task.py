@@ -119,6 +119,7 @@ class Case:
         warmup: samples of all ranks in which the learning rate rises, in a straight line.
         device: "cpu", or "cuda": all ranks share the first GPU.
         period: batches of all ranks between two merges, where a method has equal periods.
+        batch: samples of a rank's batch.
     """
 
     stage: str
@@ -135,6 +136,7 @@ class Case:
     warmup: int = 0
     device: str = "cpu"
     period: int = PERIOD // BATCH
+    batch: int = BATCH
 
     @property
     def parts(self) -> list[float]:
@@ -193,7 +195,8 @@ class Training:
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Returns this rank's next samples of its part of the data."""
-        rows = self._order[(np.arange(BATCH) + self.num_steps * BATCH) % len(self._order)]
+        size = self.case.batch
+        rows = self._order[(np.arange(size) + self.num_steps * size) % len(self._order)]
         return self.train_x[rows].to(self.device), self.train_y[rows].to(self.device)
 
     def backward(

@@ -19,14 +19,15 @@ from peers_task import BATCH, TASKS
 from torch import Tensor, nn
 
 from hvd_adaptive.algorithm.outer_step import OuterStep
-from hvd_adaptive.compress.codec import of_values
+from hvd_adaptive.compress.codec import ValueCodec, of_values
 from hvd_adaptive.compress.parse import parse_codec
 
-BETA1 = 0.9
+BETA1, EPS = 0.9, 1e-8
 AVERAGED = {"average": ("exp_avg",), "second": ("exp_avg_sq",), "all": ("exp_avg", "exp_avg_sq")}
+MOMENTS = ("keep", *AVERAGED, "zero", "follow", "direction")
 MOMENTS_HELP = (
     "average: the ranks' first ones, second: their second ones, all: both; follow: the first ones move by what the merged change "
-    "says of the others' gradients, without an exchange"
+    "says of the others' gradients, without an exchange; direction: what they are of an update, without the learning rate"
 )
 
 
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--delay", type=int, default=0, help="batches of all ranks from a merge to taking it in")
     parser.add_argument("--fragments", type=int, default=1, help="parts of the model, merged one after the other in each period")
     parser.add_argument("--delay-from", type=int, default=0, help="samples of all ranks before which merges are taken in at once")
-    parser.add_argument("--moments", default="keep", choices=("keep", *AVERAGED, "zero", "follow"), help=MOMENTS_HELP)
+    parser.add_argument("--moments", default="keep", choices=MOMENTS, help=MOMENTS_HELP)
     parser.add_argument("--moments-every", type=int, default=1, help="merges from one to the next average of moments")
     parser.add_argument("--outer-step", default="none", choices=("none", "momentum", "nesterov", "cautious"))
     parser.add_argument("--outer-lr", type=float, help="(default: by the momentum)")
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--outer-from", type=int, default=0, help="samples of all ranks before the outer step begins")
     parser.add_argument("--ratio", type=float, default=1.0, help="Adam's denominator is as of so many batches")
     parser.add_argument("--compression", default="none", help="of changes and moments on the way; as hvd-adaptive's option")
+    parser.add_argument("--moments-compression", help="of moments on the way (default: as --compression)")
     parser.add_argument("--lr", type=float, default=0.0018)
     parser.add_argument("--beta2", type=float, default=0.95)
     parser.add_argument("--clip", type=float, default=1.0, help="norm of a step's gradient")
@@ -65,6 +67,10 @@ def main() -> None:
     torch.set_num_threads(1)
     curve, final = Simulation(options).run()
     print(json.dumps(vars(options) | {"curve": curve, "final": round(final, 4)}), flush=True)
+
+
+def _codec(spec: str) -> ValueCodec | None:
+    return None if spec == "none" else of_values(parse_codec(spec))
 
 
 class Simulation:
@@ -89,7 +95,8 @@ class Simulation:
         self._steps = [max(1, round(options.period * part)) for part in parts]
         self._weights = [steps / sum(self._steps) for steps in self._steps]
         self._global = [p.detach().clone() for p in first.parameters()]
-        self._codec = of_values(parse_codec(options.compression)) if options.compression != "none" else None
+        self._codec = _codec(options.compression)
+        self._moments_codec = _codec(options.moments_compression or options.compression)
         lr = options.outer_lr if options.outer_step != "none" else 1.0
         # It counts samples where the product counts updates.
         self._outer = OuterStep(
@@ -180,7 +187,7 @@ class Simulation:
             if self._fragment_of[place] != fragment:
                 continue
             own = [replica - base for replica in replicas]
-            change = self._mean("change", place, own)
+            change = self._mean("change", place, own, self._codec)
             if self._options.moments == "follow":
                 for optimizer, replica, its, rates in zip(self._optimizers, replicas, own, self._rates, strict=True):
                     state = optimizer.state[replica]
@@ -194,9 +201,14 @@ class Simulation:
             states = [o.state[p] for o, p in zip(self._optimizers, replicas, strict=True)]
             is_due = self._num_merges % self._options.moments_every == 0
             for name in AVERAGED.get(self._options.moments, ()) if is_due else ():
-                mean = self._mean(name, place, [state[name] for state in states])
+                mean = self._mean(name, place, [state[name] for state in states], self._moments_codec)
                 for state in states:
                     state[name].copy_(mean)
+            if self._options.moments == "direction" and is_due:
+                moments = [self._moments(state) for state in states]
+                mean = self._mean("direction", place, [m / (v.sqrt() + EPS) for m, v in moments], self._moments_codec)
+                for state, (_, v) in zip(states, moments, strict=True):
+                    state["exp_avg"].copy_(mean * (v.sqrt() + EPS) * (1 - BETA1 ** float(state["step"])))
             if self._options.moments == "zero":
                 for state in states:
                     state["exp_avg"].zero_()
@@ -209,21 +221,21 @@ class Simulation:
                 for value in values:
                     value.copy_(mean)
 
-    def _mean(self, name: str, place: int, values: list[Tensor]) -> Tensor:
+    def _mean(self, name: str, place: int, values: list[Tensor], codec: ValueCodec | None) -> Tensor:
         """Returns the weighted mean, coded by each rank and again as their sum, what codes lose being sent in the next round."""
         weighted = (w * value for w, value in zip(self._weights, values, strict=True))
-        total = sum(self._coded(value, (name, place, rank)) for rank, value in enumerate(weighted))
-        return self._coded(total, (name, place, -1))
+        total = sum(self._coded(value, (name, place, rank), codec) for rank, value in enumerate(weighted))
+        return self._coded(total, (name, place, -1), codec)
 
-    def _coded(self, value: Tensor, key: tuple[str, int, int]) -> Tensor:
-        if self._codec is None or value.dim() < 2:
+    def _coded(self, value: Tensor, key: tuple[str, int, int], codec: ValueCodec | None) -> Tensor:
+        if codec is None or value.dim() < 2:
             return value
         if key not in self._lost:
             self._lost[key] = torch.zeros(value.numel())
-        payload, coded = torch.empty(self._codec.payload_bytes(value.numel()), dtype=torch.uint8), torch.empty_like(value)
+        payload, coded = torch.empty(codec.payload_bytes(value.numel()), dtype=torch.uint8), torch.empty_like(value)
         # What is lost stays in the residual.
-        self._codec.encode_(value, payload, key=self._num_samples * 1009 + key[1] * 7 + key[2], residual=self._lost[key])
-        self._codec.decode_(payload, coded)
+        codec.encode_(value, payload, key=self._num_samples * 1009 + key[1] * 7 + key[2], residual=self._lost[key])
+        codec.decode_(payload, coded)
         return coded
 
     def _moments(self, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
