@@ -99,7 +99,8 @@ class Exchange:
         if self._groups is None:
             return self.reducer
         host, cross = self._groups
-        return f"{self.reducer} {host.world_size} {host.rank} {cross.rank}"
+        how = "swapped by hosts" if cross.world_size == 2 else self.reducer
+        return f"{how} {host.world_size} {host.rank} {cross.rank}"
 
     @property
     def policy(self) -> Policy:

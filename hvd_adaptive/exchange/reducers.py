@@ -6,7 +6,7 @@ owner too, decodes the same bytes, so that all ranks end with the same bits. Ove
 precision inside a host, where each rank sums a part of the chunk, then SRA between hosts, one group for each such part.
 
 Two ranks of SRA send each other whole chunks instead, and both sum the same bytes in the same order: as many bytes, one
-collective in place of two, and values are encoded once. Between two hosts this was slower: all ranks then decode twice as much.
+collective in place of two, and values are encoded once. So do two hosts of several ranks each, with their sums.
 
 All return tasks (:mod:`hvd_adaptive.exchange.pipeline`), one a chunk, which every rank runs in the same order.
 """
@@ -125,19 +125,26 @@ def _most_elements(job: Job) -> int:
 
 
 def _swap_chunk(world: Group, job: Job, span: Span, name: str) -> Task:
-    codec, out = job.codec, job.flat[span.start : span.stop]
     received = yield world.allgather_bytes_async(
-        _encoded(world, job, span), receive_bytes=[codec.payload_bytes(span.size)] * 2, name=name
+        _encoded(world, job, span), receive_bytes=[job.codec.payload_bytes(span.size)] * 2, name=name
     )
+    _decode_both(job, received, span)
+
+
+def _decode_both(job: Job, received: Tensor, span: Span) -> None:
+    """Puts the sum of two payloads in a span's place."""
+    out = job.flat[span.start : span.stop]
     # Of the tensor's type only when both are in.
     total = out if out.dtype == torch.float32 else torch.empty(span.size, dtype=torch.float32, device=out.device)
-    codec.decode_(received, total, num_peers=2)
+    job.codec.decode_(received, total, num_peers=2)
     if total is not out:
         out.copy_(total)
 
 
 def hierarchical(host: Group, cross: Group, job: Job) -> list[Task]:
     """Sums in fp32 inside each host, and encoded between hosts, all local ranks in parallel.
+
+    Two hosts swap their sums, in one step and encoded once, as two ranks do.
 
     Args:
         host: the ranks of this host.
@@ -149,7 +156,8 @@ def hierarchical(host: Group, cross: Group, job: Job) -> list[Task]:
 
 @dataclass
 class _Sra:
-    """One run of SRA: a chunk has one piece for each rank, those of one host's place l next to each other."""
+    """One run of SRA: a chunk has one piece for each rank, those of one host's place l next to each other. Of two hosts that
+    swap their sums it has one piece for each place."""
 
     job: Job
     cross: Group
@@ -161,17 +169,19 @@ class _Sra:
         granularity, flat = self.job.codec.granularity, self.job.flat
         self.local_size = self.host.world_size if self.host else 1
         self.local_rank = self.host.rank if self.host else 0
-        num_pieces = self.local_size * self.cross.world_size
+        self.swaps = self.host is not None and self.cross.world_size == 2
+        self.num_owners, self.num_sums = (1, 2) if self.swaps else (self.cross.world_size, 1)
+        num_pieces = self.local_size * self.num_owners
         self.spans = chunks(flat.numel(), chunk_elements=_most_elements(self.job), granularity=granularity, num_pieces=num_pieces)
         self.pieces = [pieces(span, num_pieces=num_pieces, granularity=granularity) for span in self.spans]
         parts = [self.part(chunk, self.local_rank) for chunk in range(len(self.spans))]
         self.worker_offsets = [0, *accumulate(sum(p.size for p in part) for part in parts)]
-        self.owner_offsets = [0, *accumulate(part[self.cross.rank].size for part in parts)]
+        if not self.swaps:
+            self.owner_offsets = [0, *accumulate(part[self.cross.rank].size for part in parts)]
 
     def part(self, chunk: int, local_rank: int) -> list[Span]:
-        """The pieces that the ranks of this place on their hosts own, in order of hosts."""
-        size = self.cross.world_size
-        return self.pieces[chunk][local_rank * size : (local_rank + 1) * size]
+        """The pieces that the ranks of this place on their hosts own, in order of hosts; the one that they swap."""
+        return self.pieces[chunk][local_rank * self.num_owners : (local_rank + 1) * self.num_owners]
 
     def payload_bytes(self, chunk: int, local_rank: int) -> list[int]:
         return [self.job.codec.payload_bytes(piece.size) for piece in self.part(chunk, local_rank)]
@@ -189,8 +199,11 @@ class _Sra:
         else:
             received = yield self.gather_from_host(self.host, chunk, span)
             values, weight = _sum_rows(received.view(torch.float32).view(self.local_size, size)), 1.0
-        received = yield self.send_to_owners(chunk, values, weight) if size else None
-        sums = yield self.send_sums(chunk, received) if size else None
+        if self.swaps:
+            sums = yield self.swap(chunk, values) if size else None
+        else:
+            received = yield self.send_to_owners(chunk, values, weight) if size else None
+            sums = yield self.send_sums(chunk, received) if size else None
         if self.host is not None:
             sums = yield self.spread_in_host(self.host, chunk, sums)
         self.decode(chunk, sums)
@@ -207,11 +220,27 @@ class _Sra:
             name=f"{self.job.name}.{chunk}.host",
         )
 
+    def swap(self, chunk: int, values: Tensor) -> Pending:
+        """Encodes this rank's part of the host's sum, and gathers both hosts'."""
+        payload = self.encoded(chunk, values, 1.0)
+        return self.cross.allgather_bytes_async(
+            payload, receive_bytes=[payload.numel()] * 2, name=f"{self.job.name}.{chunk}.gather"
+        )
+
     def send_to_owners(self, chunk: int, values: Tensor, weight: float) -> Pending:
         """Encodes this rank's weighted values, or its part of the host's sum, and sends each owner its piece."""
-        codec, part = self.job.codec, self.part(chunk, self.local_rank)
         sizes = self.payload_bytes(chunk, self.local_rank)
-        payload = torch.empty(sum(sizes), dtype=torch.uint8, device=values.device)
+        return self.cross.alltoall_bytes_async(
+            self.encoded(chunk, values, weight),
+            send_bytes=sizes,
+            receive_bytes=[sizes[self.cross.rank]] * self.cross.world_size,
+            name=f"{self.job.name}.{chunk}.scatter",
+        )
+
+    def encoded(self, chunk: int, values: Tensor, weight: float) -> Tensor:
+        """Returns the payloads of this rank's weighted values, one after the other, for each piece of its part."""
+        codec, part = self.job.codec, self.part(chunk, self.local_rank)
+        payload = torch.empty(sum(self.payload_bytes(chunk, self.local_rank)), dtype=torch.uint8, device=values.device)
         with self.job.residual("worker", self.worker_offsets[-1], self.worker_offsets[chunk], values.numel()) as residual:
             codec.encode_(
                 values,
@@ -221,12 +250,7 @@ class _Sra:
                 weight=weight,
                 piece=self.pieces[chunk][0].size,
             )
-        return self.cross.alltoall_bytes_async(
-            payload,
-            send_bytes=sizes,
-            receive_bytes=[sizes[self.cross.rank]] * self.cross.world_size,
-            name=f"{self.job.name}.{chunk}.scatter",
-        )
+        return payload
 
     def send_sums(self, chunk: int, received: Tensor) -> Pending:
         """Decodes and sums the own piece in rank order, encodes the sum and sends it to the other owners."""
@@ -242,14 +266,20 @@ class _Sra:
         )
 
     def spread_in_host(self, host: Group, chunk: int, sums: Tensor | None) -> Pending:
-        """Hands the encoded sums of this place on to the other ranks of the host."""
-        sizes = [sum(self.payload_bytes(chunk, rank)) for rank in range(self.local_size)]
+        """Hands the encoded sums of this place, or both hosts', on to the other ranks of the host."""
+        sizes = [sum(self.payload_bytes(chunk, rank)) * self.num_sums for rank in range(self.local_size)]
         payloads = self.job.flat.new_empty(0, dtype=torch.uint8) if sums is None else sums
         return host.allgather_bytes_async(payloads, receive_bytes=sizes, name=f"{self.job.name}.{chunk}.spread")
 
     def decode(self, chunk: int, sums: Tensor) -> None:
         """Decodes the sums of all pieces: on every rank from the same bytes."""
         span = self.spans[chunk]
+        if self.swaps:
+            for piece in (piece for piece in self.pieces[chunk] if piece.size):
+                end = 2 * self.job.codec.payload_bytes(piece.size)
+                _decode_both(self.job, sums[:end], piece)
+                sums = sums[end:]
+            return
         self.job.codec.decode_(sums, self.job.flat[span.start : span.stop], piece=self.pieces[chunk][0].size)
 
 

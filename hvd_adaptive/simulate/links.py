@@ -94,8 +94,10 @@ class Links:
         inside = 4 * num_elements * (local - 1) / local / self.host_bandwidth
         payload = self.payload_bytes(codec, num_elements, self.world_size)
         between = 2 * payload * (1 - 1 / self.num_hosts) / self.bandwidth
-        spread = payload * (local - 1) / local / self.host_bandwidth
-        messages = 2 * (self.num_hosts - 1) * self.latency_s + 2 * (local - 1) * self.host_latency_s
+        # Two hosts swap their codes in one step, and both are spread.
+        num_steps, num_codes = (1, 2) if self.num_hosts == 2 else (2, 1)
+        spread = num_codes * payload * (local - 1) / local / self.host_bandwidth
+        messages = num_steps * (self.num_hosts - 1) * self.latency_s + 2 * (local - 1) * self.host_latency_s
         return inside + between + spread + messages
 
     def sent_bytes(self, codec: ValueCodec | None, num_elements: int, reducer: str) -> float:
@@ -104,9 +106,11 @@ class Links:
         total = 4 * num_elements if codec is None else self.payload_bytes(codec, num_elements, size)
         if codec is None or not self.sums_by_host(reducer):
             return 2 * (size - 1) / size * total
-        # In fp32 to its host's ranks, its part of the host's sum to the other hosts, and the whole sum of this part to its own.
+        # In fp32 to its host's ranks, its part of the host's sum to the other hosts, and the whole sum of this part to its own:
+        # of two hosts both codes.
         local, hosts = self.ranks_per_host, self.num_hosts
-        return (local - 1) / local * (4 * num_elements + total) + 2 * (hosts - 1) / hosts * total / local
+        num_codes = 2 if hosts == 2 else 1
+        return (local - 1) / local * (4 * num_elements + num_codes * total) + 2 * (hosts - 1) / hosts * total / local
 
     @staticmethod
     def payload_bytes(codec: ValueCodec, num_elements: int, num_pieces: int) -> int:

@@ -105,20 +105,22 @@ def test_constants_are_exact(reducer: str) -> None:
 MISSING = {"maxmin:4": 0.08, "normal:2": 0.45, "topk:0.1": 0.6, "fp16": 1e-4}
 
 
-@pytest.mark.parametrize("reducer", ["sra", "hierarchical"])
+@pytest.mark.parametrize(("reducer", "num_ranks", "num_hosts"), [("sra", 4, 2), ("hierarchical", 4, 2), ("hierarchical", 6, 3)])
 @pytest.mark.parametrize("spec", list(MISSING))
-def test_error_feedback_on_both_sides_telescopes_over_the_ranks(reducer: str, spec: str) -> None:
+def test_error_feedback_on_both_sides_telescopes_over_the_ranks(
+    reducer: str, num_ranks: int, num_hosts: int, spec: str
+) -> None:
     num, steps = 5001, 30
 
     def body(transport: LocalTransport) -> tuple[torch.Tensor, dict[str, Any]]:
         feedback, received = ErrorFeedback(), torch.zeros(num, dtype=torch.float64)
         for step in range(steps):
             job = make_job(values(transport.rank, num, step), spec, key=step, feedback=feedback)
-            received += total(transport, reducer, job)
+            received += total(transport, reducer, job, num_hosts)
         return received, feedback.state_dict()
 
-    results = LocalWorld(4).run(body)
-    inputs = sum(values(rank, num, step).double() for rank in range(4) for step in range(steps))
+    results = LocalWorld(num_ranks).run(body)
+    inputs = sum(values(rank, num, step).double() for rank in range(num_ranks) for step in range(steps))
     missing = inputs - results[0][0]
     assert float(missing.norm() / inputs.norm()) < MISSING[spec]
     if reducer == "sra":
@@ -131,6 +133,11 @@ def test_error_feedback_on_both_sides_telescopes_over_the_ranks(reducer: str, sp
             for piece, residual in zip(own, state["x.owner"].split([p.size for p in own]), strict=True):
                 expected[piece.start : piece.stop] += residual
         assert torch.allclose(missing, expected, atol=1e-3)
+    if (reducer, num_hosts) == ("hierarchical", 2):
+        # Two hosts swap their sums: nobody encodes the sum of both, and each host's loss is all that is missing.
+        assert all(list(state) == ["x.worker"] for _, state in results)
+        lost = sum(state["x.worker"].double().sum() for _, state in results)
+        assert float(missing.sum()) == pytest.approx(float(lost), abs=1e-2)
 
 
 def test_ranks_chunks_and_sides_round_independently(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,11 +234,11 @@ def test_encoded_values_go_by_host_where_they_would_in_a_run() -> None:
 
 
 def test_what_ranks_send_by_host_is_counted() -> None:
-    # 2 hosts of 2 ranks: half the values in fp32 to the neighbour, a quarter of the code to the other host and back, and the
-    # sum's half to the neighbour.
+    # 2 hosts of 2 ranks: half the values in fp32 to the neighbour, half of the code to the other host, and both hosts' codes of
+    # this half to the neighbour.
     codec, count = parse_codec("maxmin:4"), 1 << 20
     code = Links.payload_bytes(codec, count, 4)
-    assert links(4, 2).sent_bytes(codec, count, "by-host") == 4 * count / 2 + 2 * code / 4 + code / 2
+    assert links(4, 2).sent_bytes(codec, count, "by-host") == 4 * count / 2 + code / 2 + code
     assert links(4, 2).sent_bytes(codec, count, "sra") == links(4, 1).sent_bytes(codec, count, "by-host") == 2 * 3 / 4 * code
     assert links(4, 2).sent_bytes(None, count, "by-host") == 2 * 3 / 4 * 4 * count
     shared = ClusterConfig(ranks_per_host=8, link="1gbit", host_link="100GB/s")
