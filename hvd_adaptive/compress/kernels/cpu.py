@@ -59,8 +59,8 @@ def _squares(values: Any, sums: Any) -> Any:
 
 @njit(**_options)
 def _fitted_unit(values: Any, codes: Any, unit: Any, energy: Any, top: Any, sums: Any) -> Any:
-    # The unit, if there is more than one bit, and these codes lose no more than half of the values' squares, nor than twice what
-    # they lose with the best one; else that one.
+    # The unit, if there is more than one bit and these codes lose half of the values' squares at most; else the one with which
+    # they lose least.
     sums[:] = 0
     squares, whole = np.int64(0), len(values) // LANES * LANES
     for j in range(0, whole, LANES):
@@ -76,9 +76,7 @@ def _fitted_unit(values: Any, codes: Any, unit: Any, energy: Any, top: Any, sums
     for k in range(LANES):
         total += sums[k]
     kept = (total - np.float64(unit) * np.float64(squares) * 0.25) * np.float64(unit)
-    best = total * total / np.float64(squares)
-    keeps = top > 1 and kept >= energy * 0.5 and 2.0 * best - kept <= energy
-    return unit if keeps else np.float32(2.0 * total / np.float64(squares))
+    return unit if top > 1 and kept >= energy * 0.5 else np.float32(2.0 * total / np.float64(squares))
 
 
 @njit(**_options)

@@ -149,8 +149,7 @@ def levels_encode(
         wide = unit.to(tl.float64)
         kept = (product - wide * norm * 0.25) * wide
         fitted = tl.maximum((2.0 * product / norm).to(tl.float32), _SMALLEST_UNIT)
-        keeps = (kept >= energy * 0.5) & (2.0 * product * product / norm - kept <= energy) & (BITS > 1)
-        fitted = tl.where(spread, tl.where(keeps, unit, fitted), 0.0)
+        fitted = tl.where(spread, tl.where((kept >= energy * 0.5) & (BITS > 1), unit, fitted), 0.0)
         kept_unit = tl.where(broken, missing, fitted)
         kept_low = tl.where(broken, missing, tl.where(spread, fitted * (-0.5 * top), 0.0))
     tl.store(own_meta, kept_unit)

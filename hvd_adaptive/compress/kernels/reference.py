@@ -5,9 +5,9 @@ nearest rounding, or uniform in [0, 1) for stochastic rounding, and decodes to c
 fp32 by itself: no fused multiply-add anywhere, so that all devices decode the same bits.
 
     max-min    low = min, unit = (max - min) / (2^bits - 1): CGX, arXiv 2111.08617
-    normal     unit = spread * root mean square, low = -unit * (2^bits - 1) / 2. The unit becomes the one with which these codes
-               lose least, 2 sum(x k) / sum(k^2) of k = 2 code - (2^bits - 1), with one bit, and where they would lose more than
-               half of the squares' sum, or than twice what they must
+    normal     unit = spread * root mean square, low = -unit * (2^bits - 1) / 2; with one bit, and where these codes lose more
+               than half of the squares' sum, the unit with which they lose least: 2 sum(x k) / sum(k^2) of k = 2 code -
+               (2^bits - 1)
 
     payload    (unit, low) of each bucket, fp32; then the codes: 8 fill ``bits`` bytes, little-endian
 
@@ -141,8 +141,7 @@ def _levels_encode(
         products, norms = (padded.double() * places).sum(1), places.square().sum(1)
         kept = (products - unit.double() * norms * 0.25) * unit.double()
         fitted = (2 * products / norms).to(torch.float32).clamp(min=SMALLEST_UNIT)
-        keeps = (kept >= energy * 0.5) & (2 * products.square() / norms - kept <= energy) & (bits > 1)
-        unit = torch.where((span <= 0) | keeps, unit, fitted)
+        unit = torch.where((span <= 0) | ((kept >= energy * 0.5) & (bits > 1)), unit, fitted)
         low = unit * (-0.5 * top) + 0.0
         unit[broken] = low[broken] = float("nan")
     meta = torch.stack([unit, low], dim=1).reshape(-1)
