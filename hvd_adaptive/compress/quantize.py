@@ -73,10 +73,9 @@ class MaxMin(ValueCodec):
 class Normal(ValueCodec):
     """2^bits equally spaced levels around 0, where most values of a normal distribution with the bucket's mean square are.
 
-    Values beyond the last level are cut to it. A bucket of heavy tails, that so loses more than half of its squares' sum, gets
-    the distance of levels with which its codes lose least, and so never loses all. Biased: use it with error feedback, which
-    sends the rest in the next exchanges. With one bit every bucket gets that distance, which is EF-signSGD's: the sign times the
-    mean of |x| (arXiv 1901.09847).
+    Values beyond the last level are cut to it. Then the levels' distance becomes the one with which these codes lose least, so
+    that a bucket never loses more than its squares' sum. Biased: use it with error feedback, which sends the rest in the next
+    exchanges. With one bit it is EF-signSGD's sign times the mean of |x| (arXiv 1901.09847).
 
     Attributes:
         bits: of a code, 1 to 4.

@@ -116,18 +116,14 @@ def test_stochastic_rounding_is_unbiased_and_no_better_than_it_can_be() -> None:
 
 
 def test_normal_has_levels_about_zero_as_far_apart_as_loses_least() -> None:
-    x = normal(1512)
-    # The last bucket has heavy tails.
-    x[1024::64] *= 100
-    one, two = (decode(parse_codec(spec), encode(parse_codec(spec), x), len(x)) for spec in ("normal:1", "normal:2"))
+    x = normal(1000)
+    one, two = (decode(parse_codec(spec), encode(parse_codec(spec), x), 1000) for spec in ("normal:1", "normal:2"))
     for part, a, b in zip(x.split(512), one.split(512), two.split(512), strict=True):
         # EF-signSGD's.
         assert torch.allclose(a, part.sign() * part.abs().mean(), rtol=1e-6)
-        levels, unit = torch.tensor([-1.5, -0.5, 0.5, 1.5]), part.square().mean().sqrt() * SPREADS[2]
-        nearest = levels[(part[:, None] - unit * levels).abs().argmin(1)]
-        loses_much = (part - unit * nearest).square().sum() > part.square().sum() / 2
-        assert loses_much == (len(part) < 512)
-        assert torch.allclose(b, nearest * (part @ nearest / (nearest @ nearest) if loses_much else unit), rtol=1e-5)
+        levels = torch.tensor([-1.5, -0.5, 0.5, 1.5])
+        nearest = levels[(part[:, None] - part.square().mean().sqrt() * SPREADS[2] * levels).abs().argmin(1)]
+        assert torch.allclose(b, nearest * (part @ nearest / (nearest @ nearest)), rtol=1e-5)
     zeros = torch.zeros(600)
     assert torch.equal(decode(parse_codec("normal:2"), encode(parse_codec("normal:2"), zeros), 600), zeros)
 

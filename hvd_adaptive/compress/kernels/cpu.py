@@ -43,7 +43,7 @@ def _span(words: Any) -> Any:
 
 
 @njit(**_options)
-def _squares(values: Any, sums: Any) -> Any:
+def _root_mean_square(values: Any, sums: Any) -> Any:
     sums[:] = 0
     whole = len(values) // LANES * LANES
     for j in range(0, whole, LANES):
@@ -54,13 +54,12 @@ def _squares(values: Any, sums: Any) -> Any:
     total = 0.0
     for k in range(LANES):
         total += sums[k]
-    return total
+    return np.sqrt(total / len(values))
 
 
 @njit(**_options)
-def _fitted_unit(values: Any, codes: Any, unit: Any, energy: Any, top: Any, sums: Any) -> Any:
-    # The unit, if there is more than one bit and these codes lose half of the values' squares at most; else the one with which
-    # they lose least.
+def _fitted_unit(values: Any, codes: Any, top: Any, sums: Any) -> Any:
+    # Of the levels with these codes, the distance with which least is lost.
     sums[:] = 0
     squares, whole = np.int64(0), len(values) // LANES * LANES
     for j in range(0, whole, LANES):
@@ -75,8 +74,7 @@ def _fitted_unit(values: Any, codes: Any, unit: Any, energy: Any, top: Any, sums
     total = 0.0
     for k in range(LANES):
         total += sums[k]
-    kept = (total - np.float64(unit) * np.float64(squares) * 0.25) * np.float64(unit)
-    return unit if top > 1 and kept >= energy * 0.5 else np.float32(2.0 * total / np.float64(squares))
+    return np.float32(2.0 * total / np.float64(squares))
 
 
 @njit(**_options)
@@ -230,10 +228,9 @@ def levels_encode(
             own = values[start:stop]
             for j in range(len(part)):
                 part[j] += own[j]
-        unit, inverse, energy = _ZERO, _ZERO, 0.0
+        unit, inverse = _ZERO, _ZERO
         if spread:
-            energy = _squares(part, sums)
-            low, span = _ZERO, np.float32(np.sqrt(energy / len(part)) * (spread * np.float64(top)))
+            low, span = _ZERO, np.float32(_root_mean_square(part, sums) * (spread * np.float64(top)))
         else:
             least, most = _span(words[start:stop])
             ends[0] = least ^ ((least >> np.int32(31)) & _INT_MAX)
@@ -255,7 +252,7 @@ def levels_encode(
         else:
             _round_nearest(part, block, low, inverse, top)
         if spread and unit > 0:
-            unit = max(_fitted_unit(part, block, unit, energy, top, sums), _SMALLEST_UNIT)
+            unit = max(_fitted_unit(part, block, top, sums), _SMALLEST_UNIT)
             low = unit * np.float32(np.float32(top) * -_HALF)
         meta[b, 0], meta[b, 1] = unit, low
         if feedback:

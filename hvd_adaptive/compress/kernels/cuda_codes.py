@@ -102,8 +102,7 @@ def levels_encode(
     if SPREAD > 0:
         count = tl.minimum(here - local * BUCKET, BUCKET).to(tl.float64)
         low, most = 0.0, _MOST_SPAN
-        energy = tl.sum(tl.sum(squares, axis=1), axis=0)
-        span = (tl.sqrt(energy / count) * (SPREAD * top)).to(tl.float32)
+        span = (tl.sqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / count) * (SPREAD * top)).to(tl.float32)
     else:
         low = tl.min(tl.min(lows, axis=1), axis=0)
         low, most = tl.where(low == 0.0, 0.0, low), _INFINITY  # -0.0 becomes 0.0
@@ -145,11 +144,8 @@ def levels_encode(
         first = local * BUCKET + inside_row
         _store_codes(packed, codes, first, (inside_row < BUCKET) & (first < here), BITS)
     if SPREAD > 0:
-        product, norm = tl.sum(tl.sum(products, axis=1), axis=0), tl.sum(tl.sum(norms, axis=1), axis=0)
-        wide = unit.to(tl.float64)
-        kept = (product - wide * norm * 0.25) * wide
-        fitted = tl.maximum((2.0 * product / norm).to(tl.float32), _SMALLEST_UNIT)
-        fitted = tl.where(spread, tl.where((kept >= energy * 0.5) & (BITS > 1), unit, fitted), 0.0)
+        fitted = 2.0 * tl.sum(tl.sum(products, axis=1), axis=0) / tl.sum(tl.sum(norms, axis=1), axis=0)
+        fitted = tl.where(spread, tl.maximum(fitted.to(tl.float32), _SMALLEST_UNIT), 0.0)
         kept_unit = tl.where(broken, missing, fitted)
         kept_low = tl.where(broken, missing, tl.where(spread, fitted * (-0.5 * top), 0.0))
     tl.store(own_meta, kept_unit)

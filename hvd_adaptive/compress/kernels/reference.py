@@ -5,9 +5,8 @@ nearest rounding, or uniform in [0, 1) for stochastic rounding, and decodes to c
 fp32 by itself: no fused multiply-add anywhere, so that all devices decode the same bits.
 
     max-min    low = min, unit = (max - min) / (2^bits - 1): CGX, arXiv 2111.08617
-    normal     unit = spread * root mean square, low = -unit * (2^bits - 1) / 2; with one bit, and where these codes lose more
-               than half of the squares' sum, the unit with which they lose least: 2 sum(x k) / sum(k^2) of k = 2 code -
-               (2^bits - 1)
+    normal     the codes by unit = spread * root mean square, low = -unit * (2^bits - 1) / 2; then the unit with which they lose
+               least, so that no code loses more than all: 2 sum(x k) / sum(k^2) of k = 2 code - (2^bits - 1)
 
     payload    (unit, low) of each bucket, fp32; then the codes: 8 fill ``bits`` bytes, little-endian
 
@@ -123,8 +122,7 @@ def _levels_encode(
         squares = torch.cat([values, values.new_zeros(num_buckets * bucket - num)]).view(num_buckets, bucket).double().square()
         counts = torch.full((num_buckets,), bucket, dtype=torch.float64, device=values.device)
         counts[-1] = num - (num_buckets - 1) * bucket
-        energy = squares.sum(1)
-        span = (torch.sqrt(energy / counts) * (spread * top)).to(torch.float32)
+        span = (torch.sqrt(squares.sum(1) / counts) * (spread * top)).to(torch.float32)
     unit = torch.where(span > 0, (span / top).clamp(min=SMALLEST_UNIT), torch.zeros_like(span))
     if spread is not None:
         low = unit * (-0.5 * top) + 0.0
@@ -138,10 +136,8 @@ def _levels_encode(
     if spread is not None:
         inside = (torch.arange(padded.numel(), device=values.device) < num).view_as(padded)
         places = (2 * codes.double() - top) * inside
-        products, norms = (padded.double() * places).sum(1), places.square().sum(1)
-        kept = (products - unit.double() * norms * 0.25) * unit.double()
-        fitted = (2 * products / norms).to(torch.float32).clamp(min=SMALLEST_UNIT)
-        unit = torch.where((span <= 0) | ((kept >= energy * 0.5) & (bits > 1)), unit, fitted)
+        fitted = 2 * (padded.double() * places).sum(1) / places.square().sum(1)
+        unit = torch.where(span > 0, fitted.to(torch.float32).clamp(min=SMALLEST_UNIT), unit)
         low = unit * (-0.5 * top) + 0.0
         unit[broken] = low[broken] = float("nan")
     meta = torch.stack([unit, low], dim=1).reshape(-1)
