@@ -170,7 +170,7 @@ class _Sra:
         self.local_size = self.host.world_size if self.host else 1
         self.local_rank = self.host.rank if self.host else 0
         self.swaps = self.host is not None and self.cross.world_size == 2
-        self.num_owners, self.num_sums = (1, 2) if self.swaps else (self.cross.world_size, 1)
+        self.num_owners = 1 if self.swaps else self.cross.world_size
         num_pieces = self.local_size * self.num_owners
         self.spans = chunks(flat.numel(), chunk_elements=_most_elements(self.job), granularity=granularity, num_pieces=num_pieces)
         self.pieces = [pieces(span, num_pieces=num_pieces, granularity=granularity) for span in self.spans]
@@ -267,7 +267,8 @@ class _Sra:
 
     def spread_in_host(self, host: Group, chunk: int, sums: Tensor | None) -> Pending:
         """Hands the encoded sums of this place, or both hosts', on to the other ranks of the host."""
-        sizes = [sum(self.payload_bytes(chunk, rank)) * self.num_sums for rank in range(self.local_size)]
+        num_sums = 2 if self.swaps else 1
+        sizes = [num_sums * sum(self.payload_bytes(chunk, rank)) for rank in range(self.local_size)]
         payloads = self.job.flat.new_empty(0, dtype=torch.uint8) if sums is None else sums
         return host.allgather_bytes_async(payloads, receive_bytes=sizes, name=f"{self.job.name}.{chunk}.spread")
 
@@ -275,9 +276,10 @@ class _Sra:
         """Decodes the sums of all pieces: on every rank from the same bytes."""
         span = self.spans[chunk]
         if self.swaps:
-            for piece in (piece for piece in self.pieces[chunk] if piece.size):
+            for piece in self.pieces[chunk]:
                 end = 2 * self.job.codec.payload_bytes(piece.size)
-                _decode_both(self.job, sums[:end], piece)
+                if piece.size:
+                    _decode_both(self.job, sums[:end], piece)
                 sums = sums[end:]
             return
         self.job.codec.decode_(sums, self.job.flat[span.start : span.stop], piece=self.pieces[chunk][0].size)

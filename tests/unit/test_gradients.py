@@ -31,9 +31,6 @@ EXACT = "maxmin:4; *=none"
 # Of the fp64 gradients' bytes, at most; biases and the last layer are exempt.
 CODECS = {"fp16": 0.3, "maxmin:8": 0.17, "maxmin:4": 0.11, "normal:2": 0.08, "topk:0.05": 0.11, "powersgd:2": 0.13}
 
-# An order of the samples in which the loss does not jump, whatever is encoded: this rate is near the highest stable one.
-CALM = 3
-
 
 class Bag(nn.Module):
     """Sparse or dense embeddings, a frozen layer, a tied one, and one that no step uses."""
@@ -128,13 +125,13 @@ def test_exempt_gradients_make_one_ranks_step(options: dict[str, Any], world_siz
 
 @pytest.fixture(scope="module")
 def exact() -> list[dict[str, Any]]:
-    return LocalWorld(3).run(lambda t: train(t, num_epochs=6, seed=CALM))
+    return LocalWorld(3).run(lambda t: train(t, num_epochs=6))
 
 
 @pytest.mark.parametrize("codec", list(CODECS))
 def test_fewer_bytes_and_equal_models(codec: str, exact: list[dict[str, Any]]) -> None:
     reducer = "allreduce" if codec == "fp16" else "sra"
-    ours = LocalWorld(3).run(lambda t: train(t, num_epochs=6, compression=codec, reducer=reducer, seed=CALM))
+    ours = LocalWorld(3).run(lambda t: train(t, num_epochs=6, compression=codec, reducer=reducer))
     assert len({result["hash"] for result in ours}) == 1
     assert ours[0]["hash"] != exact[0]["hash"], "nothing was encoded"
     assert ours[0]["session"].inexact == [f"compression {codec!r} loses a part of the gradients"]
