@@ -38,6 +38,7 @@ from hvd_adaptive.engine.rank_warnings import (
     OtherOptimizers,
     warn_of_broken,
     warn_of_copies,
+    warn_of_infinite_state,
     warn_of_outliers,
 )
 from hvd_adaptive.engine.row_merge import RowMerge
@@ -152,6 +153,7 @@ class Merge:
             )
         self.state_rule = optimizer_state.rule(config, optimizer)
         self.state_s, self._state_limit = 0.0, optimizer_state.AverageLimit.of(config, optimizer)
+        self._modules, self._told_of_state = modules, False
         # Averaged copies of the parameters are the merged ones, unless an outer step moves these farther.
         averages = self.state_rule == "average" and self._state_limit is None and self.outer.kind == "none"
         merges = transport.world_size > 1 and config.logical_ranks is None
@@ -325,7 +327,12 @@ class Merge:
             checksums = gathered["state_checksum"]
             unions = {} if self.rows is None else self.rows.unions()
             agreed = bool((checksums == checksums[0]).all())
-            optimizer_state.average_(self._optimizer, self._transport, weight, agreed=agreed, is_lost=is_lost, unions=unions)
+            left_out = optimizer_state.average_(
+                self._optimizer, self._transport, weight, agreed=agreed, is_lost=is_lost, unions=unions
+            )
+            if left_out and self.who is not None and not self._told_of_state:
+                warn_of_infinite_state(left_out, self._modules)
+                self._told_of_state = True
             if self._state_limit is not None:
                 self.state_s = self._state_limit.took(time.perf_counter() - start)
         if self.state_rule == "reset" or (is_lost and not averages and self.state_rule != "sum"):

@@ -190,11 +190,11 @@ def average_(
     agreed: bool = False,
     is_lost: bool = False,
     unions: Mapping[int, Tensor] | None = None,
-) -> None:
+) -> list[Tensor]:
     """Replaces the tensors and numbers of the state by their weighted mean over the ranks that have them. COLLECTIVE.
 
-    A rank without state for a parameter (it made no step) receives the others' mean. Means of whole numbers are rounded. Means
-    that are not finite are left out, so that one rank's infinite moments stay its own.
+    A rank without state for a parameter (it made no step) receives the others' mean. Means of whole numbers are rounded. A
+    parameter with a mean that is not finite is left out, so that one rank's infinite moments stay its own.
 
     Args:
         optimizer: state of any structure that holds tensors or numbers by name, as torch's optimizers do.
@@ -204,6 +204,9 @@ def average_(
         is_lost: this rank's state is worth nothing: what gets no mean is removed.
         unions: by ``id`` of a parameter the rows in which ranks' states may differ, ascending, the same on every rank. Entries
             with a row for each of the parameter's exchange only those.
+
+    Returns:
+        The parameters that were left out, the same on every rank.
     """
     parameters = _parameters(optimizer)
     own = structure(optimizer)
@@ -238,6 +241,7 @@ def average_(
         averaged |= _average_entries_(entries, transport, name=f"optimizer.{number}")
     for index, name in own.keys() - averaged if is_lost else ():
         del optimizer.state[parameters[index]][name]
+    return [parameters[index] for index in sorted({index for index, _ in specification.keys() - averaged})]
 
 
 class _Entry(NamedTuple):
@@ -261,16 +265,20 @@ class _Entry(NamedTuple):
 
 
 def _average_entries_(entries: list[_Entry], transport: Collectives, *, name: str) -> set[tuple[int, str]]:
-    """Averages entries of one dtype and device by one sum, and returns their keys; none if it is not finite. COLLECTIVE."""
+    """Averages entries of one dtype and device by one sum, but for parameters whose sum is not finite; returns the keys of the
+    others. COLLECTIVE."""
     sizes = [entry.part.numel() for entry in entries]
     flat = torch.cat([entry.part for entry in entries])
     _scale_(flat, sizes, [entry.factor for entry in entries])
     transport.allreduce_sum_(flat, name=name)
-    # The same sum on every rank.
+    means, infinite = flat.split(sizes), set[int]()
     if not torch.isfinite(flat).all():
-        return set()
+        # The same sum on every rank.
+        infinite = {entry.key[0] for entry, mean in zip(entries, means, strict=True) if not torch.isfinite(mean).all()}
     targets, sources = [], []
-    for entry, mean in zip(entries, flat.split(sizes), strict=True):
+    for entry, mean in zip(entries, means, strict=True):
+        if entry.key[0] in infinite:
+            continue
         value, rows = entry.value, entry.rows
         if _is_whole(value):
             # Weights may sum to a little less than 1, and 4.9999995 is no 4.
@@ -285,7 +293,7 @@ def _average_entries_(entries: list[_Entry], transport: Collectives, *, name: st
     # A few launches on a GPU, not one a tensor.
     if targets:
         torch._foreach_copy_(targets, sources)
-    return {entry.key for entry in entries}
+    return {entry.key for entry in entries if entry.key[0] not in infinite}
 
 
 def _is_whole(value: Any) -> bool:

@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvd_adaptive.comm.protocols import AgreedError
@@ -78,6 +78,22 @@ def warn_of_copies(names: list[str]) -> None:
         )
 
 
+def warn_of_infinite_state(parameters: list[Tensor], modules: list[nn.Module]) -> None:
+    """Logs of which parameters ranks keep the optimizer's state, as its mean is not finite.
+
+    Args:
+        parameters: they.
+        modules: that hold them, and tell their names.
+    """
+    places = {id(p) for p in parameters}
+    names = [name for module in modules for name, p in module.named_parameters() if id(p) in places]
+    log.warning(
+        "the optimizer's state of %s has NaN or Inf on a rank, so each rank keeps its own for now. Said once. If the loss gets "
+        "worse, lower the learning rate or clip gradients.",
+        _few(names or [f"{len(places)} parameters"]),
+    )
+
+
 class OtherOptimizers:
     """Watches the trainable parameters that the session's optimizer does not have: another optimizer may change them.
 
@@ -101,5 +117,9 @@ class OtherOptimizers:
                 "something else than the optimizer that Session was given has changed %s. If that is a second optimizer: "
                 "learning rates that the session changes (lr_rule, warmup_epochs, lr_decay) do not reach it, merges leave its "
                 "state alone, and checkpoints lack it. Give Session one optimizer with a parameter group for each.",
-                ", ".join(names[:3]) + (f" and {len(names) - 3} more parameters" if len(names) > 3 else ""),
+                _few(names),
             )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more parameters" if len(names) > 3 else "")

@@ -33,6 +33,7 @@ class RoundStats(MergeStats):
         first_batch_s: those of them before the round's first batch, which only workers read ahead; of ``local``.
         wait_s: seconds waiting for other ranks.
         merge_s: seconds of the merge, waiting excluded, and averages of Adam's moments that have a limit of their own.
+        average_s: seconds of these averages.
         control_s: seconds of statistics, weights and rebalancing.
         lr: learning rate of the last step.
         base_lr: the one that the optimizer has between rounds; 0 where that is a tensor.
@@ -61,6 +62,7 @@ class RoundStats(MergeStats):
     first_batch_s: float = 0.0
     wait_s: float = 0.0
     merge_s: float = 0.0
+    average_s: float = 0.0
     control_s: float = 0.0
     lr: float = 0.0
     base_lr: float = 0.0

@@ -15,6 +15,7 @@ TIME_PARTS = {
     "claim_s": "claim",
     "wait_s": "wait",
     "merge_s": "merge",
+    "average_s": "merge",
     "control_s": "control",
     "checkpoint_s": "checkpoint",
 }
@@ -90,10 +91,11 @@ def rank_seconds(run: Run) -> dict[str, Array]:
     present = run.by_rank(next(iter(run.rounds[0]["ranks"])))
     assert present is not None
     durations = np.where(np.isnan(present), 0.0, round_seconds(run)[:, None])
-    parts = {}
+    parts = {part: np.zeros(present.shape[1]) for part in TIME_PARTS.values()}
     for name, part in TIME_PARTS.items():
         values = run.by_rank(name)
-        parts[part] = np.zeros(present.shape[1]) if values is None else np.nansum(values, axis=0)
+        if values is not None:
+            parts[part] += np.nansum(values, axis=0)
     rest = durations.sum(axis=0) - sum(parts.values())
     parts["other"] = np.maximum(rest, 0.0)
     return parts

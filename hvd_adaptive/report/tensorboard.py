@@ -18,6 +18,7 @@ _BY_RANK = {
     "claim_s": "claim (s)",
     "wait_s": "wait (s)",
     "merge_s": "merge (s)",
+    "average_s": "averages of moments (s)",
     "checkpoint_s": "checkpoint (s)",
 }
 _MAX_RANKS = 16

@@ -356,7 +356,8 @@ class LocalStrategy:
         self.merge.apply_(gathered, weight)
         stats.merge_rows = self.merge.num_rows
         self._forget_claims()
-        stats.merge_s += delta_s + time.perf_counter() - start - self.merge.state_s
+        stats.average_s = self.merge.state_s
+        stats.merge_s += delta_s + time.perf_counter() - start - stats.average_s
         return gathered, weight, self.flat_model.payload_bytes
 
     def _gather(self, stats: RoundStats) -> Gathered:

@@ -100,6 +100,7 @@ class Totals:
         """
         for name in _SUMMED:
             self._sums[name] += record.stats[name]
+        self._sums["merge_s"] += record.stats["average_s"]
         self._payload_bytes += record.payload_bytes
         self._rounds += 1
         self._epoch = record.epoch

@@ -1092,9 +1092,13 @@ def test_averaged_optimizer_state_is_the_weighted_mean_of_the_ranks_that_have_it
 def test_infinite_moments_of_one_rank_stay_its_own_and_lost_ones_go() -> None:
     def run(transport: LocalTransport) -> tuple[Any, Any, Any]:
         shared, own = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-        optimizer = torch.optim.Adam([shared, own], lr=0.1)
+        optimizer = torch.optim.Adam([shared, own, other := nn.Parameter(torch.zeros(1))], lr=0.1)
         optimizer.state[shared]["exp_avg_sq"] = torch.tensor([1.0, 1.0 if transport.rank else torch.inf])
-        average_(optimizer, transport, 0.5)
+        optimizer.state[shared]["exp_avg"] = torch.full((2,), float(transport.rank))
+        optimizer.state[other]["exp_avg"] = torch.full((1,), float(transport.rank))
+        assert [id(p) for p in average_(optimizer, transport, 0.5)] == [id(shared)]
+        assert optimizer.state[shared].pop("exp_avg").tolist() == [transport.rank] * 2
+        assert optimizer.state.pop(other)["exp_avg"].tolist() == [0.5]
         infinite = optimizer.state[shared]["exp_avg_sq"].tolist()
         # Rank 1 has lost its steps, and state of a parameter that no other rank has.
         optimizer.state[shared]["exp_avg_sq"] = torch.full((2,), torch.nan if transport.rank else 3.0)
@@ -1104,6 +1108,27 @@ def test_infinite_moments_of_one_rank_stay_its_own_and_lost_ones_go() -> None:
         return infinite, optimizer.state[shared]["exp_avg_sq"].tolist(), dict(optimizer.state[own])
 
     assert LocalWorld(2).run(run) == [([1.0, torch.inf], [3.0, 3.0], {}), ([1.0, 1.0], [3.0, 3.0], {})]
+
+
+def test_moments_that_are_infinite_on_one_rank_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    def run(transport: LocalTransport) -> tuple[list[float], list[float]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+        optimizer = torch.optim.Adam(model.parameters())
+        session = Session(model, optimizer, Config(batch_size=2, mega_batch=8, dispatch="equal"), transport=transport)
+        for batch in session.batches(TensorDataset(torch.ones(8, 2)), num_epochs=3):
+            with session.step(batch):
+                model(torch.full((len(batch.rows), 2), 1.0 + transport.rank)).sum().backward()
+                session.optimizer.step()
+                if transport.rank:
+                    optimizer.state[model[0].bias]["exp_avg_sq"].fill_(torch.inf)
+        session.close()
+        return [optimizer.state[p]["exp_avg_sq"].sum().item() for p in (model[0].bias, model[1].bias)]  # type: ignore[return-value]
+
+    (own, shared), (infinite, same) = LocalWorld(2).run(run)
+    assert own < torch.inf == infinite and shared == same
+    (message,) = [r.message for r in caplog.records if "NaN or Inf on a rank" in r.message]
+    assert message.startswith("the optimizer's state of 0.bias has NaN")
 
 
 def test_a_large_state_is_averaged_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,8 @@ def test_time_to_target_is_that_of_the_target_after_a_resume() -> None:
 
 def test_two_ranks_add_up_to_these_numbers() -> None:
     stats = {name: np.array([1.0, 3.0]) * (1 + place) for place, name in enumerate(_SUMMED)}
-    stats |= {"wait_s": np.array([1.0, 3.0]), "merge_s": np.array([0.5, 0.25]), "preempted": np.zeros(2)}
+    stats |= {"wait_s": np.array([1.0, 3.0]), "merge_s": np.array([0.4, 0.25]), "preempted": np.zeros(2)}
+    stats |= {"average_s": np.array([0.1, 0.0])}
     stats |= {"claim_s": np.array([0.0, 0.2]), "control_s": np.array([0.02, 0.04])}
 
     def run(transport: LocalTransport) -> dict[str, Any]:
@@ -126,7 +127,8 @@ def test_two_ranks_add_up_to_these_numbers() -> None:
         shares = {name: found[f"{name}_share"] for name in ("wait", "merge", "control", "claim")}
         assert shares == pytest.approx({"wait": 0.2, "merge": 0.0375, "control": 0.003, "claim": 0.01})
         assert found["samples"] == 100 and found["samples_per_s"] == 5.0
-        assert found["ranks"] == {name: (2 * values).tolist() for name, values in stats.items() if name in _SUMMED}
+        merges = stats | {"merge_s": np.array([0.5, 0.25])}
+        assert found["ranks"] == {name: (2 * values).tolist() for name, values in merges.items() if name in _SUMMED}
         most_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         assert all(least_bytes <= peak <= most_bytes for peak in found["peak_memory_bytes"])
         assert len(found["peak_memory_bytes"]) == found["world_size"] == 2
