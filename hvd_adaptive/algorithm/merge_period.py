@@ -31,6 +31,9 @@ ADAM_START = 100
 # The same for merges in fragments, whose sums are less late: when some rounds have told what merges take. Seldom merges do more
 # harm: benchmarks/records/2026-11-27-late-sums.md.
 FRAGMENTS_START = 20
+# Merges get fewer bits where rounds in which they take their share of the time would be so many times as long as short ones:
+# benchmarks/records/2026-11-30-two-bits.md.
+NARROW_LINK = 4.0
 # Ranks are alike where the slowest has so much of the fastest one's speed.
 _ALIKE = 0.75
 _SHORT_ROUNDS_SHARE = 0.1

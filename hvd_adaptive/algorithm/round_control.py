@@ -14,6 +14,7 @@ import numpy as np
 from hvd_adaptive.algorithm.batch_sizes import next_batch_sizes, speed_shares
 from hvd_adaptive.algorithm.merge_period import (
     LEAST_MERGES_AN_EPOCH,
+    NARROW_LINK,
     STEPS_BESIDE_MERGES,
     STEPS_OF_SHORT_ROUNDS,
     MergePeriod,
@@ -33,8 +34,6 @@ log = logging.getLogger(__name__)
 _REMEMBERED_ROUNDS = 4
 # Merges go beside steps where rounds with one merge would be so many times as long as short ones, so that it takes its share.
 _LONG_ROUNDS = 1.5
-# Merges get fewer bits where such rounds would be so many times as long: benchmarks/records/2026-11-30-two-bits.md.
-_NARROW_LINK = 4.0
 # Rounds with one merge that tell what it takes, before there are several.
 _LEAST_MEASURED = 2
 # So much of a round the sums of its merges may take beside steps. There are half as many merges where in so many such rounds
@@ -261,7 +260,7 @@ class RoundControl:
         if self._made == 1:
             # Rounds with several hide what merges take.
             self._merge_s.append(float(stats["merge_s"].max()))
-            if self._can_narrow and not self.is_narrow and self._period.stretch > _NARROW_LINK:
+            if self._can_narrow and not self.is_narrow and self._period.stretch > NARROW_LINK:
                 self.is_narrow = True
                 self._merge_s.clear()
         if self.merges == 1:

@@ -35,7 +35,7 @@ class MergeCodec:
         transport: the world.
 
     Attributes:
-        config: the rules, with the codec that merges begin with.
+        config: the rules, with the codec that merges have now.
         can_narrow: they can have fewer bits than now.
     """
 
@@ -59,6 +59,7 @@ class MergeCodec:
             return
         self.can_narrow = False
         compressed.set_codec(NARROW_LINK_CODEC)
+        self.config = dataclasses.replace(self.config, compression=NARROW_LINK_CODEC)
         if self._speaks:
             log.warning(
                 "compression: merges are encoded as %s from here on, as they take long as %s. Set compression %r to keep that",

@@ -15,7 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hvd_adaptive.algorithm.batch_sizes import lr_multiplier
-from hvd_adaptive.algorithm.merge_period import LEAST_MERGES_AN_EPOCH, STEPS_OF_SHORT_ROUNDS, MergePeriod
+from hvd_adaptive.algorithm.merge_period import (
+    LEAST_MERGES_AN_EPOCH,
+    NARROW_LINK,
+    STEPS_OF_SHORT_ROUNDS,
+    MergePeriod,
+)
 from hvd_adaptive.algorithm.statistics import Gathered
 from hvd_adaptive.comm.protocols import Collectives
 from hvd_adaptive.engine.learning_rate import LearningRateMultiplier
@@ -46,6 +51,7 @@ class Round(MergeStats):
         generation: merges that this rank's global model has seen; fewer after hvd.join().
         period: steps to the next merge but one, as this rank proposes; 0: nothing yet.
         steps_per_merge: steps to the next merge, as this rank knows.
+        is_narrow: 1 if merges have fewer bits, or shall have them from the next one on.
         is_loaded: 1 if the script has loaded weights into the model.
         is_fresh: 1 if no step has been counted since: ranks that have not loaded may not have got the weights yet.
         num_copies: tensors in copies of modules; 0: not looked at.
@@ -62,6 +68,7 @@ class Round(MergeStats):
     generation: float = 0.0
     period: float = 0.0
     steps_per_merge: float = 0.0
+    is_narrow: float = 0.0
     is_loaded: float = 0.0
     is_fresh: float = 0.0
     num_copies: float = 0.0
@@ -180,6 +187,7 @@ class Merger:
         self._checksum = 0
         self._generation = 0
         self._proposal = self._loaded_at = 0
+        self._is_narrow = False
         self.num_calls = 0
         self.is_due = False
         self.stream: Any = None
@@ -252,6 +260,7 @@ class Merger:
         self._engine.measure_(this)
         this.num_calls, this.merge_s, this.checksum = self.num_calls, self._last_merge_s, self._checksum
         this.generation, this.period, this.steps_per_merge = self._generation, self._proposal, self.log.steps_per_merge
+        this.is_narrow = float(self._is_narrow)
         this.step_s = self._timed[1] * self.num_calls / num_timed if num_timed else 0.0
         # Ever more seldom, until they differ.
         if self._generation & (self._generation - 1) == 0 and not self.log.copies_differ:
@@ -265,6 +274,11 @@ class Merger:
         begin = time.perf_counter()
         # Of the ranks that have seen most merges, the first one's word counts; one that has joined has an empty row.
         root = int(np.argmax(np.where(gathered["present"] > 0, gathered["generation"], -1.0)))
+        if gathered["is_narrow"][root]:
+            # Also for a rank that had joined when the others began with it.
+            self._is_narrow = True
+            self._engine.codec.narrow(self._flat.compressed)
+            self.log.compression = self._engine.codec.config.compression
         counted, stale = gathered, have_joined & (gathered["generation"] < gathered["generation"][root])
         if (gathered["is_fresh"] > 0).any():
             # Before the script broadcasts the weights, as its state_dict() for that: the others still have the old ones.
@@ -362,6 +376,7 @@ class Merger:
                 communication_s=merge_s,
                 largest=int(gathered["epoch_samples"][root]) // LEAST_MERGES_AN_EPOCH,
             )
+            self._is_narrow |= self._engine.codec.can_narrow and self._period.stretch > NARROW_LINK
         self._proposal = max(1, round(self._period.mega_batch * num_calls / samples))
         self.log.steps_per_merge = int(gathered["period"][root]) or self._proposal
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from hvd_adaptive.algorithm import round_control
 from hvd_adaptive.comm.protocols import AgreedError
 from hvd_adaptive.comm.threads import LocalTransport, LocalWorld
+from hvd_adaptive.engine import merge_codec
 from hvd_adaptive.wrap.merging import Merger, Trained
 from hvd_adaptive.wrap.run_options import RunConfig
 
@@ -307,6 +309,35 @@ def test_the_period_grows_where_merges_take_long_and_is_rank_0s_everywhere() -> 
     assert results[0] == results[1] == results[2]
     assert results[0][0] == 2 and results[0][-1] >= 16
     assert all(after <= 2 * before for before, after in zip(results[0], results[0][1:], strict=False))
+
+
+def test_fewer_bits_on_a_narrow_link_also_for_a_rank_that_had_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge_codec, "chosen_codec", lambda codec, *_, **__: codec)
+    meeting = threading.Barrier(SIZE)
+
+    def codec(rank: Rank) -> str:
+        compressed = rank.merger._flat.compressed
+        assert compressed is not None
+        return compressed.policy.spec.split(",")[0]
+
+    def body(rank: Rank) -> tuple[list[str], list[bool], str, Tensor]:
+        found = []
+        for number in range(8):
+            if number == 6 and rank.rank == 2:
+                # As of one that knows nothing of what the others found meanwhile.
+                rank.merger._is_narrow = False
+                rank.merger._period = None
+            rank.step(seconds=1e-3)
+            rank.merger._last_merge_s = 0.05 if number > 2 else 1e-5
+            rank.merger.merge()
+            found.append(codec(rank))
+            meeting.wait()
+        return found, rank.merger._engine.codec.can_narrow, rank.merger.log.compression, rank.weights()
+
+    results = on_ranks(body, make=lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr))
+    for found, can_narrow, told, weights in results:
+        assert found[:4] == ["maxmin:4"] * 4 and found[-1] == "normal:2" and found == results[0][0]
+        assert not can_narrow and told == "normal:2" and torch.equal(weights, results[0][3])
 
 
 def test_running_statistics_are_merged() -> None:
