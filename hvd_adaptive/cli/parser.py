@@ -23,7 +23,8 @@ _EXAMPLES = {
   hvd-adaptive train -np 4 --slowdown 8,8,4,2              the same with emulated unequal ranks
   mpirun -np 8 hvd-adaptive train --data PREFIX --out runs/a --resume auto
   hvd-adaptive train -np 4 --strategy horovod              the baseline to compare with
-docs/training.md explains the options. The command line beats a --config file, and that beats HVD_ADAPTIVE_* variables.""",
+docs/training.md and docs/rules.md explain the options. The command line beats a --config file, and that beats
+HVD_ADAPTIVE_* variables.""",
     "run": """
   hvd-adaptive run -np 4 train.py --its-own-options
   hvd-adaptive run -np 4 --dry-run train.py                only say what would be adaptive, and end
