@@ -97,7 +97,7 @@ session.close()
 def test_merges_of_adam_are_encoded_on_a_slow_link_with_a_warning(
     run_job: Any, hosts: TwoHosts, optimizer: str, choice: str
 ) -> None:
-    hosts.slow("50mbit")
+    hosts.slow("10mbit")
     job = run_job(
         hosts.mpirun(1, [sys.executable, "-c", TRAINED.format(optimizer=optimizer)]), env=ENVIRONMENT, timeout=300
     )
@@ -136,7 +136,7 @@ for (x,) in loader:
 def test_a_slow_link_has_a_wrapped_script_encoded_or_told_what_helps(
     run_job: Any, hosts: TwoHosts, tmp_path: Path, options: list[str], said: list[str]
 ) -> None:
-    hosts.slow("50mbit")
+    hosts.slow("10mbit")
     script = tmp_path / "script.py"
     script.write_text(WRAPPED)
     job = run_job(hosts.mpirun(1, [*COMMAND, "run", *options, str(script)]), env=ENVIRONMENT, timeout=300)

@@ -40,7 +40,7 @@ def add_rounds(totals: Totals, *scores: float | None) -> Totals:
             loss=None,
             weight=np.ones(1),
             payload_bytes=0,
-            stats={name: np.ones(1) for name in (*_SUMMED, "preempted")},
+            stats={name: np.ones(1) for name in (*_SUMMED, "average_s", "preempted")},
         )
         totals.add_round(record, None if p1 is None else {"p1": p1}, SESSION)
     return totals
