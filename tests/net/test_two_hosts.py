@@ -113,7 +113,7 @@ import torch, horovod.torch as hvd
 hvd.init()
 torch.manual_seed(0)
 model = torch.nn.Linear(512, 512)
-data = torch.utils.data.TensorDataset(torch.randn(240, 512))
+data = torch.utils.data.TensorDataset(torch.randn(1920, 512))
 sampler = torch.utils.data.distributed.DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())
 loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)
 optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters()), named_parameters=model.named_parameters())
