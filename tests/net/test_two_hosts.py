@@ -82,7 +82,7 @@ import os, torch, hvd_adaptive
 model = torch.nn.Linear(512, 512)
 optimizer = getattr(torch.optim, "{optimizer}")(model.parameters(), lr=0.01)
 session = hvd_adaptive.Session(model, optimizer, hvd_adaptive.Config(batch_size=4))
-for batch in session.batches(torch.randn(200, 512), num_epochs=1):
+for batch in session.batches(torch.randn(800, 512), num_epochs=1):
     with session.step(batch):
         model(batch.x).square().mean().backward()
         optimizer.step()
@@ -102,7 +102,7 @@ def test_merges_of_adam_are_encoded_on_a_slow_link_with_a_warning(
         hosts.mpirun(1, [sys.executable, "-c", TRAINED.format(optimizer=optimizer)]), env=ENVIRONMENT, timeout=300
     )
     assert job.returncode == 0, job.describe()
-    assert job.stdout.split("\n")[:2] == [f"{choice} 200"] * 2, job.describe()
+    assert job.stdout.split("\n")[:2] == [f"{choice} 800"] * 2, job.describe()
     assert ("Set compression 'none'" in job.stderr) == (optimizer == "AdamW"), job.describe()
     # Steps are short here, so that 4 bits take long as well.
     assert ("encoded as normal:2 from here on" in job.stderr) == (optimizer == "AdamW"), job.describe()
