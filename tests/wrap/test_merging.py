@@ -320,13 +320,12 @@ def test_fewer_bits_on_a_narrow_link_also_for_a_rank_that_had_joined(monkeypatch
         assert compressed is not None
         return compressed.policy.spec.split(",")[0]
 
-    def body(rank: Rank) -> tuple[list[str], list[bool], str, Tensor]:
+    def body(rank: Rank) -> tuple[list[str], bool, str, Tensor]:
         found = []
         for number in range(8):
-            if number == 6 and rank.rank == 2:
-                # As of one that knows nothing of what the others found meanwhile.
+            if rank.rank == 2:
+                # As of one that knows nothing of what the others have found: their word counts.
                 rank.merger._is_narrow = False
-                rank.merger._period = None
             rank.step(seconds=1e-3)
             rank.merger._last_merge_s = 0.05 if number > 2 else 1e-5
             rank.merger.merge()
