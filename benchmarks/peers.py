@@ -41,6 +41,8 @@ from recording import publish
 from hvd_adaptive.cluster.relaunch import ranks_command
 
 HERE = Path(__file__).resolve().parent
+# Methods that are a script of plain Horovod's under this command.
+WRAPPED = {"ours, run --strategy local": ["run", "--strategy", "local"]}
 RATES = (0.0015, 0.003, 0.006)
 PEERS_PYTHON = HERE.parent / ".venv-peers" / "bin" / "python"
 METHOD_HELP = f"of {'; '.join(METHODS)}; or ours with fields of Config: 'ours {{\"mega_batch\": 160}}' (default: those named)"
@@ -297,7 +299,8 @@ def run_case(case: Case, *, limit_s: float) -> Result:
         folder = Path(text)
         (folder / "case.json").write_text(json.dumps(dataclasses.asdict(case)))
         files = [str(folder / "case.json"), str(folder / "result.json")]
-        program = [python, str(HERE / "peers_methods.py"), *files, str(free_port())]
+        wrapper = ["-m", "hvd_adaptive", *WRAPPED[case.method]] if case.method in WRAPPED else []
+        program = [python, *wrapper, str(HERE / "peers_methods.py"), *files, str(free_port())]
         # Each has a core at most, as in the ranks' own thread.
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent), "PEERS_RUN": str(folder)}
         hosts = None

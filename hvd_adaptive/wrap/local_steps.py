@@ -143,6 +143,8 @@ class LocalSteps:
             # Else a synchronize without batches of its own, as of a GAN's critic: it is of the same pass.
             owner.merger.stream = stream
         samples = sum(handed.global_samples for handed in batches)
+        if not samples and self._config.mega_batch:
+            self._note("--mega-batch: a step of a rank counts as one sample, as no DataLoader gave its batch")
         owner.merger.begin_step(
             num_samples=sum(handed.num_samples for handed in batches),
             global_samples=samples,

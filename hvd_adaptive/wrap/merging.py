@@ -27,12 +27,15 @@ from hvd_adaptive.engine.learning_rate import LearningRateMultiplier
 from hvd_adaptive.engine.merge import Merge, MergeStats
 from hvd_adaptive.engine.optimizer_state import is_adam, with_outer_step
 from hvd_adaptive.research.heterogpu import add_rules
+from hvd_adaptive.wrap.meter import usual_seconds
 from hvd_adaptive.wrap.run_options import RunConfig
 
 log = logging.getLogger(__name__)
 
 # As ``train``: batches of one rank in a mega-batch.
 _BATCHES_A_ROUND = 50
+# Steps between two merges where the length of an epoch is not known: DiLoCo's H (arXiv 2311.08105).
+_MOST_STEPS = 500
 
 
 @dataclass(slots=True)
@@ -182,7 +185,8 @@ class Merger:
         self._multiplier = LearningRateMultiplier(optimizer)
         self._period: MergePeriod | None = None
         self._round = Round()
-        self._timed = [0, 0.0]
+        self._timed: list[float] = []
+        self._epoch_samples = 0
         self._last_merge_s = 0.0
         self._checksum = 0
         self._generation = 0
@@ -211,7 +215,8 @@ class Merger:
         self.num_calls += 1
         this.num_samples += num_samples or 1
         this.global_samples += global_samples or world_size
-        this.epoch_samples = epoch_samples
+        # Not every step tells: one of a GAN's may be on batches that another optimizer has had.
+        this.epoch_samples = self._epoch_samples = epoch_samples or self._epoch_samples
         if self._engine.rule is not None:
             self._engine.rule.before_step()
         self._multiplier.value = 1.0
@@ -223,7 +228,7 @@ class Merger:
 
     def timed(self, seconds: float) -> None:
         """Takes note of this rank's computing in a step."""
-        self._timed = [self._timed[0] + 1, self._timed[1] + seconds]
+        self._timed.append(seconds)
 
     def end_step(self) -> None:
         """Counts a step that the optimizer has taken."""
@@ -255,13 +260,14 @@ class Merger:
             RuntimeError: on all ranks, if no rank's parameters are finite, or the ranks' global models differ.
         """
         begin = time.perf_counter()
-        this, num_timed = self._round, self._timed[0]
+        this = self._round
         this.batch_size = max(this.num_samples / max(self.num_calls, 1), 1e-9)
         self._engine.measure_(this)
         this.num_calls, this.merge_s, this.checksum = self.num_calls, self._last_merge_s, self._checksum
         this.generation, this.period, this.steps_per_merge = self._generation, self._proposal, self.log.steps_per_merge
         this.is_narrow = float(self._is_narrow)
-        this.step_s = self._timed[1] * self.num_calls / num_timed if num_timed else 0.0
+        # Without a loader a validation between two steps looks like a part of the second.
+        this.step_s = usual_seconds(self._timed) * self.num_calls / len(self._timed) if self._timed else 0.0
         # Ever more seldom, until they differ.
         if self._generation & (self._generation - 1) == 0 and not self.log.copies_differ:
             copies = self._find_copies()
@@ -310,7 +316,7 @@ class Merger:
             self._set_period(gathered, root)
         interval = self._config.hash_interval
         self._checksum = self._global_checksum() if interval and self._generation % interval == 0 else 0
-        self._round, self._timed = Round(), [0, 0.0]
+        self._round, self._timed = Round(), []
         self.num_calls, self.is_due = 0, False
 
     def _gather(self, this: Round) -> Gathered:
@@ -369,12 +375,12 @@ class Merger:
             start = config.mega_batch or round(num_batches * batch_size)
             self._period = MergePeriod(rules.merge_period or "fixed", start=start, share=rules.merge_share)
         elif gathered["step_s"].any():
-            merge_s = float(gathered["merge_s"].max())
+            merge_s, epoch_samples = float(gathered["merge_s"].max()), int(gathered["epoch_samples"][root])
             self._period.observe(
                 num_samples=round(samples),
                 round_s=float(gathered["step_s"].max()) + merge_s,
                 communication_s=merge_s,
-                largest=int(gathered["epoch_samples"][root]) // LEAST_MERGES_AN_EPOCH,
+                largest=epoch_samples // LEAST_MERGES_AN_EPOCH or round(_MOST_STEPS * samples / num_calls),
             )
             self._is_narrow |= self._engine.codec.can_narrow and self._period.stretch > NARROW_LINK
         self._proposal = max(1, round(self._period.mega_batch * num_calls / samples))

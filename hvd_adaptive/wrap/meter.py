@@ -16,6 +16,12 @@ from hvd_adaptive.wrap.stopwatch import Stretch
 _MOST_USUAL = 4.0
 
 
+def usual_seconds(seconds: Sequence[float]) -> float:
+    """Returns the sum of steps' seconds, of which each counts as at most four usual ones."""
+    most_s = _MOST_USUAL * statistics.median(seconds)
+    return sum(min(step_s, most_s) for step_s in seconds)
+
+
 class _Step(NamedTuple):
     """A step whose seconds are not known yet; ``batches`` is None where no loader fed it."""
 
@@ -82,8 +88,7 @@ class Meter:
         window, self._window = self._window, Window()
         walls_s, self._walls_s = self._walls_s, []
         if walls_s:
-            most_s = _MOST_USUAL * statistics.median(walls_s)
-            window.wall_steps, window.wall_s = len(walls_s), sum(min(wall_s, most_s) for wall_s in walls_s)
+            window.wall_steps, window.wall_s = len(walls_s), usual_seconds(walls_s)
         return window
 
     def _collect(self) -> None:

@@ -81,6 +81,8 @@ class Engine:
         self.micro_batches = None if size is None else MicroBatches(size, self.follower, self.report)
         self._tail: Stretch | None = None
         self._tail_counts, self._untimed = False, True
+        # The last step was on batches of no loader, so that all since then is computing.
+        self._was_unfed = False
         self._training = TrainingThread()
         self._local = LocalSteps(config, make_world=self._make_world, note=self.report.note)
         self.copied = self._local.copies.add
@@ -210,6 +212,9 @@ class Engine:
         stretch = self._watch.stop()
         untimed = self._untimed or self.follower.was_traced
         stream, batches = self.follower.take_step(optimizer)
+        if stream is None:
+            untimed = not self._was_unfed
+        self._was_unfed = stream is None
         if stream is not None:
             stream.loader.num_steps += 1
             stream.loader.num_shared += any(handed.is_unequal for handed in batches)

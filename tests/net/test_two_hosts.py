@@ -117,7 +117,7 @@ data = torch.utils.data.TensorDataset(torch.randn(1920, 512))
 sampler = torch.utils.data.distributed.DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())
 loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler)
 optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters()), named_parameters=model.named_parameters())
-for (x,) in loader:
+for (x,) in {batches}:
     optimizer.zero_grad()
     model(x).square().mean().backward()
     optimizer.step()
@@ -126,19 +126,21 @@ for (x,) in loader:
 
 @pytest.mark.root
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "batches", "said"),
     [
         # Steps are short here, so that 4 bits take long as well.
-        (["--strategy", "local"], ["Set compression 'none'", "normal:2 from here on", "cautious; compression: normal:2"]),
-        (["--dry-run"], ["ms a step. If the link between the hosts is slow: --compression maxmin:4"]),
+        (["--strategy", "local"], "loader", ["Set compression 'none'", "normal:2 from here on", "cautious; compression: normal:2"]),
+        # Of no loader: nothing tells how long an epoch is.
+        (["--strategy", "local"], "[[x] for x in data.tensors[0].split(4)[: len(loader)]]", ["normal:2 from here on"]),
+        (["--dry-run"], "loader", ["ms a step. If the link between the hosts is slow: --compression maxmin:4"]),
     ],
 )
 def test_a_slow_link_has_a_wrapped_script_encoded_or_told_what_helps(
-    run_job: Any, hosts: TwoHosts, tmp_path: Path, options: list[str], said: list[str]
+    run_job: Any, hosts: TwoHosts, tmp_path: Path, options: list[str], batches: str, said: list[str]
 ) -> None:
     hosts.slow("10mbit")
     script = tmp_path / "script.py"
-    script.write_text(WRAPPED)
+    script.write_text(WRAPPED.replace("{batches}", batches))
     job = run_job(hosts.mpirun(1, [*COMMAND, "run", *options, str(script)]), env=ENVIRONMENT, timeout=300)
     assert job.returncode == 0, job.describe()
     assert all(text in job.stderr for text in said), job.describe()

@@ -311,6 +311,24 @@ def test_the_period_grows_where_merges_take_long_and_is_rank_0s_everywhere() -> 
     assert all(after <= 2 * before for before, after in zip(results[0], results[0][1:], strict=False))
 
 
+def test_without_a_loader_the_period_grows_and_a_validation_between_steps_does_not_count_as_one() -> None:
+    def body(rank: Rank) -> list[int]:
+        periods = []
+        for number in range(14):
+            for step in range(rank.merger.log.steps_per_merge):
+                rank.merger.begin_step(num_samples=0, global_samples=0, epoch_samples=0)
+                rank.merger.timed(10.0 if step == 3 else 1e-3)
+            rank.merger._last_merge_s = 0.01 if number < 8 else 100.0
+            rank.merger.merge()
+            periods.append(rank.merger.log.steps_per_merge)
+        return periods
+
+    periods = on_ranks(body, make=torch.optim.Adam)[0]
+    # Merges take a tenth of the time; then so long that only the limit of an epoch that nobody knows holds.
+    assert periods[0] == 5 and 70 < periods[7] < 110, periods
+    assert periods[-1] == 500, periods
+
+
 def test_fewer_bits_on_a_narrow_link_also_for_a_rank_that_had_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge_codec, "chosen_codec", lambda codec, *_, **__: codec)
     meeting = threading.Barrier(SIZE)
