@@ -129,7 +129,7 @@ for (x,) in {batches}:
     ("options", "batches", "said"),
     [
         # Steps are short here, so that 4 bits take long as well.
-        (["--strategy", "local"], "loader", ["Set compression 'none'", "normal:2 from here on", "cautious; compression: normal:2"]),
+        (["--strategy", "local"], "loader", ["Set compression 'none'", "normal:2 from here on", "; compression: normal:2"]),
         # Of no loader: nothing tells how long an epoch is.
         (["--strategy", "local"], "[[x] for x in data.tensors[0].split(4)[: len(loader)]]", ["normal:2 from here on"]),
         (["--dry-run"], "loader", ["ms a step. If the link between the hosts is slow: --compression maxmin:4"]),
