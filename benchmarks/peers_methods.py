@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,15 +73,21 @@ def periods(training: Training, *, by_hand: bool, multiple: int = 1) -> list[int
 
 
 def synchronous(
-    training: Training, forward: nn.Module, optimizer: Any, *, horovod: bool = False, batches_a_step: int = 1
+    training: Training,
+    forward: nn.Module,
+    optimizer: Any,
+    *,
+    horovod: bool = False,
+    batches_a_step: int = 1,
+    batches: Iterator[Any] | None = None,
 ) -> None:
-    """Trains with the mean gradient of all ranks in every step."""
+    """Trains with the mean gradient of all ranks in every step. ``batches``: None: those of every other method."""
     every = PERIOD // training.case.batch // training.world_size // batches_a_step * batches_a_step
     training.start()
     while True:
         optimizer.zero_grad()
         for _ in range(batches_a_step):
-            training.backward(forward, *training.batch())
+            training.backward(forward, *(training.batch() if batches is None else next(batches)))
         if horovod:
             optimizer.synchronize()
         if batches_a_step > 1:
@@ -100,7 +106,9 @@ def synchronous(
                 return
 
 
-def horovod(training: Training, *, fp16: bool, batches_a_step: int = 1) -> dict[str, Any]:
+def horovod(
+    training: Training, *, fp16: bool, batches_a_step: int = 1, batches: Callable[[], Iterator[Any]] | None = None
+) -> dict[str, Any]:
     import horovod.torch as hvd
 
     hvd.init()
@@ -109,7 +117,8 @@ def horovod(training: Training, *, fp16: bool, batches_a_step: int = 1) -> dict[
         training.optimizer(), named_parameters=training.model.named_parameters(),
         compression=hvd.Compression.fp16 if fp16 else hvd.Compression.none, backward_passes_per_step=batches_a_step,
     )  # fmt: skip
-    synchronous(training, training.model, optimizer, horovod=True, batches_a_step=batches_a_step)
+    own = None if batches is None else batches()
+    synchronous(training, training.model, optimizer, horovod=True, batches_a_step=batches_a_step, batches=own)
     return {}
 
 
@@ -120,8 +129,14 @@ def horovod_fp32(training: Training) -> dict[str, Any]:
 
 @method("ours, run --strategy local")
 def wrapped(training: Training) -> dict[str, Any]:
-    """Plain Horovod's loop, under `hvd-adaptive run`."""
-    return horovod(training, fp16=False)
+    """Plain Horovod's loop with a DataLoader, to be started by `hvd-adaptive run`, which shares out its batches."""
+
+    def batches() -> Iterator[Any]:
+        data = torch.utils.data.TensorDataset(training.train_x, training.train_y)
+        sampler = torch.utils.data.DistributedSampler(data, training.world_size, training.rank, seed=training.case.seed)
+        return iter(torch.utils.data.DataLoader(data, batch_size=training.case.batch, sampler=sampler))
+
+    return horovod(training, fp16=False, batches=batches)
 
 
 @method("Horovod fp16")
