@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
+
+from hvd_adaptive.cluster.output import Spokesman
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,6 +43,9 @@ _MODULES = {
     "catch_signals": "state.preemption",
     "island_mesh": "session.island_mesh",
 }
+
+
+logging.getLogger(__name__).addHandler(Spokesman())
 
 
 def __dir__() -> list[str]:

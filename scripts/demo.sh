@@ -25,3 +25,4 @@ echo "== plain Horovod (synchronous, equal batches) =="
 "${hvd_adaptive[@]}" train "${common[@]}" --strategy horovod --lr 0.05 --name "plain Horovod" --time-limit 80 --out "$out/horovod"
 echo
 "${hvd_adaptive[@]}" report "$out/horovod" "$out/adaptive" --out "$out/report.html" --png "$out/png"
+echo "The target is the best P@1 of this one run of Horovod, so the speed-up varies from demo to demo. README.md has measured ones."

@@ -20,8 +20,8 @@ ROW_RULES = ("dual-averaging", "fisher-rows")
 # Occurrences of the average label between two merges, over all ranks, under which averages dilute most labels.
 _RARE = 1.5
 DIVERGED = (
-    "the parameters of ALL ranks hold NaN or Inf: the run has diverged. Lower the learning rate, warm it up for longer, or merge "
-    "more often (a smaller mega_batch)."
+    "the parameters of ALL ranks hold NaN or Inf: the run has diverged, or its data hold such numbers. Look at the data, lower "
+    "the learning rate, warm it up for longer, or merge more often (a smaller mega_batch)."
 )
 
 

@@ -206,9 +206,11 @@ def _start_ranks(
     code = relaunch(options.num_ranks, [*argv, "--out", str(path)], backend=backend, ends_in_order=True)
     if code not in (0, EXIT_BAD_INPUT):
         saved = describe_newest(path / "checkpoints")
-        # Of a launcher: Ctrl-C, for one, comes to its ranks as SIGUSR1.
-        why = {EXIT_INTERRUPTED: "Ctrl-C", EXIT_PREEMPTED: "a signal"}.get(code)
-        after = f" after {why} (ranks name the signal by which their launcher passed it on)" if why else ""
+        after = {
+            EXIT_INTERRUPTED: " after Ctrl-C (which their launcher passes on to ranks as another signal)",
+            EXIT_PREEMPTED: " after a signal (which their launcher may pass on to ranks as another one)",
+            128 + signal.SIGKILL: ": a rank was killed (kill -9, or for want of memory)",
+        }.get(code, "")
         # The terminal may be closed, or the disk full.
         with contextlib.suppress(OSError):
             say(f"the job ended with exit code {code}{after}; {saved}")

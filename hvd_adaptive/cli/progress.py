@@ -118,5 +118,5 @@ class Progress:
             at = "" if self._last_p1_epoch == record.epoch else f" (epoch {self._last_p1_epoch:.2f})"
             parts.append(f"P@1 {self._last_p1:.4f}{at}")
         if left_s is not None:
-            parts.append(f"left {int(left_s) // 60}:{int(left_s) % 60:02d}")
+            parts.append(f"at most {int(left_s) // 60}:{int(left_s) % 60:02d} left")
         return "  ".join(parts)

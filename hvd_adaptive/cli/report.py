@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_adaptive.cli.arguments import write_output
+from hvd_adaptive.cluster.output import say
 from hvd_adaptive.report.figures import write_pngs
 from hvd_adaptive.report.page import render_page
 from hvd_adaptive.report.runs import read_runs
@@ -31,7 +32,7 @@ def report(runs: Sequence[str], *, out: str | None, png: str | None, target_p1: 
         raise ValueError(f"--out names the page's file, such as {Path(out) / 'report.html'}, got the folder {out}")
     if png and (Path(png).suffix.lower() == ".png" or Path(png).is_file()):
         raise ValueError(f"--png names a folder, which gets one picture a chart, got the file {png}")
-    found = read_runs([Path(run) for run in runs])
+    found = read_runs([Path(run) for run in runs], leave_out=lambda why: say(f"left out: {why}"))
     print(summary_table(found, target_p1=target_p1))
     if out:
         write_output("--out", out, render_page(found, target_p1=target_p1))

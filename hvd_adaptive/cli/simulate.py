@@ -95,6 +95,11 @@ def run_simulation(options: argparse.Namespace) -> None:
                     what = f"{name} {values[name]} would have no effect"
                     raise ValueError(f"{what} with --calibration {options.calibration}, {why}: leave one out")
         shared = {name: value for name, value in values.items() if name in SHARED_OPTIONS}
+        described = f"{cluster_config.model_mb:g} MB, {cluster_config.ranks_per_host} ranks a host, {cluster_config.link}"
+        title = f"Simulated: speeds {cluster_config.speeds}, {described}"
+        title = title if calibration is None else f"Simulated from {options.calibration}"
+        if not options.json:
+            print(title)
         outcomes = []
         # The measured one is for the measured ranks.
         mega_batch_ranks = len(calibration.ranks) if calibration is not None and "mega_batch" not in chosen else None
@@ -108,8 +113,7 @@ def run_simulation(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=1))
     if options.png:
-        title = f"Simulated: speeds {cluster_config.speeds}, {cluster_config.model_mb:g} MB, {cluster_config.link}"
-        _draw(outcomes, options.png, title if calibration is None else f"Simulated from {options.calibration}")
+        _draw(outcomes, options.png, title)
 
 
 def add_simulate_options(parser: Parser) -> None:
@@ -139,9 +143,9 @@ def _print_row(outcome: Outcome, *, header: bool, gap: bool) -> None:
         print("  ".join(f"{text:>{_width(text)}}" for _, text, _ in _COLUMNS))
     if gap:
         print()
-    print(
-        "  ".join(f"{getattr(outcome, name):>{_width(text)}{form}}" for name, text, form in _COLUMNS), flush=True
-    )
+    found = [(getattr(outcome, name), _width(text), form) for name, text, form in _COLUMNS]
+    texts = (f"{v:>{width}{',.0f' if form == '.3g' and v >= 1000 else form}}" for v, width, form in found)
+    print("  ".join(texts), flush=True)
 
 
 def _width(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,19 @@ def say(text: object) -> None:
     # In one piece: other ranks write there as well.
     sys.stderr.write(f"hvd-adaptive: {text}\n")
     sys.stderr.flush()
+
+
+class Spokesman(logging.Handler):
+    """Says whose word a warning of this package is, in a program that has set up no logging: Python's own handler for those gives
+    the text alone."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Says a record."""
+        if not logging.getLogger().handlers and logging.getLogger("hvd_adaptive").handlers == [self]:
+            say(f"{record.levelname.lower()}: {self.format(record)}")
 
 
 def refuse(reason: object, *, speaks: bool) -> int:

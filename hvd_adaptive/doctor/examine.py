@@ -174,6 +174,8 @@ def _failure(outcome: Outcome, limit_s: float) -> Finding:
         text = "the launcher ended the job here" + (f": {text}" if text else "; the message of another rank says why")
         remedy = None if text else remedy
     else:
+        if f"No module named '{stage}'" in text:
+            remedy = "scripts/setup.sh" + ("; or, to try without Horovod, --backend torch" if stage == "horovod" else "")
         text = f"{what}: {text}"
     return Finding(subject, "problem", text, remedy)
 

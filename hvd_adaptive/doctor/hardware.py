@@ -179,9 +179,8 @@ def speeds(ranks: Sequence[Facts]) -> list[Finding]:
     for model, members in by_model.items():
         median = statistics.median(one["flops"] for one in members.values())
         relative = {rank: one["flops"] / median for rank, one in members.items()}
-        texts.append(
-            f"{model}: {median / 1e9:.3g} GFLOP/s" + (f" ({percent(relative.values())} of that)" if len(relative) > 1 else "")
-        )
+        spread = f" (ranks: {percent(relative.values())} of that)" if len(relative) > 1 else ""
+        texts.append(f"{model}: {median / 1e9:.3g} GFLOP/s{spread}")
         for rank in sorted(relative.keys() - starved.keys()):
             if relative[rank] < SLOW_RANK:
                 where = f"rank {rank} on {ranks[rank]['machine']['host']}"

@@ -59,5 +59,5 @@ def _verdict(problems: int, warnings: int) -> str:
     if problems:
         return f"{count(problems, 'problem')}, {count(warnings, 'warning')}: training will not work as it should."
     if warnings:
-        return f"No problem, {count(warnings, 'warning')}: training works, at the cost named above."
+        return f"No problem, {count(warnings, 'warning')}: training works; what to look at is above."
     return "No problem found: training will work here."

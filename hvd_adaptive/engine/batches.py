@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from hvd_adaptive.algorithm.micro_batches import micro_batches, stand_in
@@ -313,6 +313,11 @@ def _refuse_stream(dataset: Any) -> None:
     indexable = any(hasattr(dataset, name) for name in ("get_batch", "__getitems__", "__getitem__"))
     is_stream = isinstance(dataset, IterableDataset)
     if is_stream or not hasattr(dataset, "__len__") or not indexable:
+        if isinstance(dataset, DataLoader):
+            raise TypeError(
+                "dataset must be a data set, got a DataLoader: pass its `dataset`, as each rank chooses its own batches; for "
+                "worker processes use session.loader(dataset, num_workers=...)"
+            )
         named = f"{'the IterableDataset ' if is_stream else ''}{type(dataset).__name__}"
         raise TypeError(
             f"dataset must be map-style (__len__ and __getitem__), got {named}: ranks claim samples by their number, so that "

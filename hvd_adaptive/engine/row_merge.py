@@ -251,7 +251,7 @@ class RowMerge:
         self.sparse = self._choice.choose(sparse_bytes=sparse_bytes, dense_bytes=dense_bytes, measured=measured)
         self.num_rows = num_rows if self.sparse else all_rows
         if self.sparse != self._told and self._transport.rank == 0:
-            log.info(
+            log.debug(
                 "merges exchange %s of sparse parameters: some rank touched %d of %d (%.1f of %.1f MB with all else); "
                 "seconds of a merge: all rows %s, touched rows %s",
                 "only the touched rows" if self.sparse else "all rows",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -122,15 +124,29 @@ class Run:
         return next((e.train_s for e in self.evaluations if e.comparable and e.scores["p1"] >= target_p1), None)
 
 
-def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
+def read_runs(run_dirs: Sequence[Path], *, leave_out: Callable[[str], None] | None = None) -> list[Run]:
     """Reads run directories, of runs that still go on too; runs of the same label get their directory's name added to it.
+
+    Args:
+        run_dirs: a folder that is no run stands for the runs in it.
+        leave_out: is told why one cannot be read, where another one can; None: that raises.
 
     Raises:
         ValueError: there are no directories, or one is not a readable run with at least one finished round.
     """
     if not run_dirs:
         raise ValueError("run_dirs must name at least one run directory, got none")
-    runs = [_read_run(Path(path)) for path in run_dirs]
+    runs, errors = list[Run](), list[ValueError]()
+    for path in itertools.chain.from_iterable(map(_with_inner_runs, run_dirs)):
+        try:
+            runs.append(_read_run(path))
+        except ValueError as error:
+            errors.append(error)
+    if errors and (leave_out is None or not runs):
+        raise errors[0]
+    for why in errors:
+        assert leave_out is not None
+        leave_out(str(why))
     for distinguish in (lambda run: run.path.resolve().name, lambda run: str(run.path)):
         labels = [run.label for run in runs]
         runs = [
@@ -152,6 +168,15 @@ def find_target(runs: Sequence[Run]) -> tuple[float, Run] | None:
 def printable(text: str) -> str:
     """Returns the text with what no document may hold (control characters, lone surrogates) replaced."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _with_inner_runs(path: Path) -> list[Path]:
+    """Returns a run directory itself, or the runs in a folder, as a demo's."""
+    files = ("config.json", "rounds.jsonl")
+    with contextlib.suppress(OSError):
+        if not any((path / name).exists() for name in files):
+            return sorted({file.parent for name in files for file in path.glob(f"*/{name}")}) or [path]
+    return [path]
 
 
 def _read_run(path: Path) -> Run:

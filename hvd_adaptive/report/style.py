@@ -79,7 +79,7 @@ def pictures() -> Iterator[None]:
     try:
         from matplotlib import rc_context
     except ImportError as error:
-        raise RuntimeError("pictures need matplotlib: pip install 'hvd-adaptive[plots]'") from error
+        raise RuntimeError("pictures need matplotlib: pip install matplotlib") from error
     with rc_context(_RC):
         yield
 

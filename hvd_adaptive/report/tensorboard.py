@@ -42,8 +42,8 @@ class ScalarWriter:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ValueError(
-                f"tensorboard needs the package tensorboard ({error}): pip install 'hvd-adaptive[tensorboard]', "
-                "or leave --tensorboard out"
+                f"tensorboard needs the package tensorboard ({error}): pip install tensorboard, or leave "
+                "--tensorboard out"
             ) from None
         self._folder = folder
         self._make = SummaryWriter

@@ -140,8 +140,8 @@ class HandedOut:
             if not self._is_left:
                 raise RuntimeError(
                     f"rank {self._rank}: this was called within round {self._in_round} of the loop over the batches, or after a "
-                    "break out of it, where other ranks do not come to it: gather, save, close and the next loop are for all "
-                    "ranks together. Call them after it, or from session.records. To end it early call session.stop(), not break"
+                    "break out of it, where the other ranks are not: gather, save, close and the next loop are for all ranks "
+                    "together. Call them after the loop, or from session.records. To end it early call session.stop(), not break"
                 )
             raise RuntimeError(
                 f"rank {self._rank}: the loop over the batches was left within round {self._in_round}, by break, return or an "

@@ -329,8 +329,8 @@ class SyncStrategy(FixedWorkStrategy):
             )
         if skipped and self._transport.rank == 0:
             log.warning(
-                "%d of %d steps were left out on all ranks, as their gradients held NaN or Inf. If this repeats, lower the "
-                "learning rate.",
+                "%d of %d steps were left out on all ranks, as their gradients held NaN or Inf. If this repeats, look for such "
+                "numbers in the data, or lower the learning rate.",
                 skipped,
                 num_steps,
             )

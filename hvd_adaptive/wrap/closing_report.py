@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +59,8 @@ class Report:
         is_started: Horovod was initialized.
         is_dry_run: only some steps were run.
         is_silent: nothing is told.
-        tells_conditions: tell the conditions of equal updates that the script does not meet.
+        is_check: shares are unequal to check the script (``--verify``), whatever the speeds: tells neither what the script does
+            not meet of the conditions of equal updates, nor times.
         pinned: the fixed shares that were asked for; None: none.
         is_only_tried: a dry run's first steps did not show that unequal shares are better; they were tried all the same.
         is_plain: gradients are exchanged in each step, by Horovod itself.
@@ -70,7 +72,7 @@ class Report:
     is_started: bool = False
     is_dry_run: bool = False
     is_silent: bool = False
-    tells_conditions: bool = True
+    is_check: bool = False
     pinned: str | None = None
     is_only_tried: bool = False
     is_plain: bool = True
@@ -124,7 +126,7 @@ class Report:
         lines += [f"  not intercepted: {text}" for text in dict.fromkeys(self._left_alone)]
         lines += [f"  note: {text}" for text in self._notes]
         may_differ = any(loader.num_steps and (loader.num_shared or not loader.reasons) for loader in self.loaders)
-        if self.tells_conditions and may_differ:
+        if may_differ and not self.is_check:
             lines += [f"  note: {text}" for text in self._conditions]
         if self._world_size == 1:
             lines.append("  note: there is one rank, so there is nothing to share out")
@@ -149,6 +151,8 @@ class Report:
             lines += self._figures()
         if not self._optimizers and not self._left_alone:
             lines.append("  not intercepted: the script has wrapped no optimizer in hvd.DistributedOptimizer")
+            if "hvd_adaptive.session.session" in sys.modules:
+                lines.append("    it uses hvd_adaptive.Session, which adapts by itself: start it by mpirun, srun or horovodrun")
         return lines
 
     def _advice(self) -> list[str]:
@@ -217,7 +221,11 @@ class Report:
             ]
         would = "would be " if self.is_dry_run else ""
         how = "adaptive" if self.pinned is None else f"fixed by --shares {self.pinned}"
-        lines = [f"  {would}{how}: {loader.label}, {loader.num_steps} steps"]
+        if windows.newest is None and self.pinned is None:
+            return [f"  not adaptive yet: {loader.label}, {loader.num_steps} steps, too few to measure speeds"]
+        gain = self._gain(windows)
+        gained = "" if gain is None else f"; a step is {gain:.2f} times as fast as with equal shares"
+        lines = [f"  {would}{how}: {loader.label}, {loader.num_steps} steps{gained}"]
         if loader.adds_up:
             lines.append("    its loss is a sum over samples: gradients are added up as they are, without weights")
         if loader.targets.agreed is not None:
@@ -226,6 +234,18 @@ class Report:
         if windows.num_changes and windows.fractions is None and loader.controller and loader.controller.why_equal:
             lines.append(f"    shares are equal again: {loader.controller.why_equal}")
         return lines
+
+    def _gain(self, windows: _Windows) -> float | None:
+        """Returns how many times as fast steps have become by the wall clock; None: shares were not changed for speed."""
+        first, last = windows.equal, windows.newest
+        if first is None or last is None or not windows.is_other or windows.fractions is None or self._is_no_gain:
+            return None
+        walls = [float(w["wall_s"].sum() / max(w["wall_steps"].sum(), 1)) for w in (first, last)]
+        return walls[0] / walls[1] if all(walls) else None
+
+    @property
+    def _is_no_gain(self) -> bool:
+        return self.is_only_tried or self.is_check
 
     def _summary(self, windows: _Windows, loader: Loader) -> list[str]:
         if windows.newest is None:
@@ -250,12 +270,18 @@ class Report:
         with_equal = " with equal shares" if windows.num_changes else ""
         asked_for = f"; {asked} % were asked for" if percent != asked else ""
         changed = asked_for if self.pinned else f", {_changed(windows.num_changes)}"
+        per_s = ", ".join(f"{speed:.0f}" if speed >= 100 else f"{speed:.3g}" for speed in speeds)
         lines = [
-            f"    speeds{' with these shares' if windows.equal is None else with_equal}: {_numbers(speeds, '.4g')} samples/s",
+            f"    speeds{' with these shares' if windows.equal is None else with_equal}: {per_s} samples/s",
             f"    shares: {percent} % of each global batch{changed}",
         ]
-        if windows.equal is None:
-            # Pinned shares, from so early on that no step with equal ones was timed.
+        if self.is_only_tried:
+            lines.append(
+                "    the first steps did not show that unequal shares are better; these were tried to see whether the script "
+                "allows them"
+            )
+        if windows.equal is None or self._is_no_gain:
+            # Of pinned shares it may be that no step with equal ones was timed. Others are not for speed.
             return lines
         if is_other:
             before, after = (w["wait_s"] / np.maximum(w["num_steps"], 1) for w in (windows.equal, newest))
@@ -266,19 +292,14 @@ class Report:
         now = f", {1e3 * now_s.max():.1f} ms now: {before_s.max() / now_s.max():.2f}x" if is_other else ""
         lines.append(
             f"    longest computing time of a step: {1e3 * before_s.max():.1f} ms{with_equal}{now}; "
-            f"the ceiling (no rank waits): {before_s.max() / least_s:.2f}x"
+            f"the ceiling (no rank waits): {max(1.0, before_s.max() / least_s):.2f}x"
         )
         walls = [float(w["wall_s"].sum() / max(w["wall_steps"].sum(), 1)) for w in (first, last)]
-        if self.is_only_tried:
-            lines.append(
-                "    the first steps did not show that unequal shares are better; these were tried to see whether the script "
-                "allows them"
-            )
         if all(walls):
             now = f", {1e3 * walls[1]:.1f} ms now: {walls[0] / walls[1]:.2f}x" if is_other else ""
             # Shares shorten what ranks compute, and nothing else. The computing time has the optimizer's step in it as well.
             rest_s = walls[1] - now_s.max()
-            most = walls[0] / (rest_s + least_s)
+            most = max(1.0, walls[0] / (rest_s + least_s))
             of_wall = f"; the ceiling, as {1e3 * rest_s:.1f} ms are no computing: {most:.2f}x" if rest_s > 0 else ""
             lines.append(
                 f"    by the wall clock, from asking for a batch to its gradients: {1e3 * walls[0]:.1f} ms a step"

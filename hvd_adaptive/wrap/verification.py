@@ -81,7 +81,7 @@ class Verification:
 
         self._engine = engine
         # Its second run tells, and what it took out needs no words.
-        engine.report.is_silent, engine.report.tells_conditions = engine.config.has_equal_shares(), False
+        engine.report.is_silent, engine.report.is_check = engine.config.has_equal_shares(), True
         # Horovod, and the engine's rank, are not there yet.
         rank = read_launcher(os.environ).rank or 0
         recorded = RecordedGradients(self._file.with_name("gradients"), writes=engine.config.has_equal_shares(), rank=rank)

@@ -73,6 +73,23 @@ class Totals:
         """Returns whether these scores beat the best P@1 so far."""
         return self.best is None or scores["p1"] > self.best["p1"]
 
+    def is_over(self, scores: dict[str, float] | None, train_s: float) -> bool:
+        """Whether a limit other than the epochs is reached, with these scores after so many seconds; rank 0 logs which one."""
+        train, why = self._train, ""
+        patience = train.evaluations_to_wait
+        if train.target_p1 and scores and scores["p1"] >= train.target_p1:
+            why = f"P@1 has reached {train.target_p1:g}"
+        elif self._config.replay is not None:
+            # A replay ends where its recording does.
+            return False
+        elif train.time_limit is not None and train_s >= train.time_limit:
+            why = f"the time limit of {train.time_limit:g} s is over"
+        elif patience is not None and self.num_without_better >= patience:
+            why = f"no better P@1 in {patience} evaluations (--patience)"
+        if why and self._transport.rank == 0:
+            log.info("the run ends: %s", why)
+        return bool(why)
+
     def takes(self, scores: dict[str, float], train_s: float) -> bool:
         """Takes the model of the last round for the best where its scores are; returns whether.
 

@@ -190,7 +190,7 @@ class Trainer:
         work = self._data.num_nonzeros() if session.config.work == "nonzeros" else None
         if self._supervised is not None:
             self._supervised.mark("load")
-        if session.round and self._is_over(self._totals.best, session.train_s):
+        if session.round and self._totals.is_over(self._totals.best, session.train_s):
             # As where a batch system starts a finished job again.
             if self.directory:
                 log.warning("the run reached its --time-limit, --patience or --target-p1 before the resume: it trains no further")
@@ -341,20 +341,10 @@ class Trainer:
             line["start"] = self._supervised.to_json()
         if self.directory:
             self._save_round(self.directory, record, line, is_best=is_best)
-        if self._is_over(scores, record.train_s):
+        if self._totals.is_over(scores, record.train_s):
             session.stop(agreed=True)
         if self._show_progress:
             self._show_progress(record, scores, self._seconds_left(record))
-
-    def _is_over(self, scores: dict[str, float] | None, train_s: float) -> bool:
-        """Whether a limit other than the epochs is reached, with these scores after so many seconds."""
-        train = self._train
-        reached = bool(train.target_p1 and scores and scores["p1"] >= train.target_p1)
-        timed_out = train.time_limit is not None and train_s >= train.time_limit
-        patience = train.evaluations_to_wait
-        settled = patience is not None and self._totals.num_without_better >= patience
-        # A replay ends where its recording does.
-        return reached or ((timed_out or settled) and self._session.config.replay is None)
 
     def _is_evaluated(self, record: RoundRecord) -> bool:
         """Whether the model is scored after this round."""

@@ -176,7 +176,7 @@ def test_ctrl_c_saves_and_ends(run_job: Any, data: Path, tmp_path: Path, ranks: 
     job = run_job(command, during=interrupt, timeout=2 * LIMIT_S)
     assert job.returncode == 130 and not job.leftover, job.describe()
     assert "Go on with --resume auto." in job.stderr and "Traceback" not in job.stderr, job.describe()
-    assert ("exit code 130 after Ctrl-C (ranks name the signal" in job.stderr) == ("-np" in ranks), job.describe()
+    assert ("exit code 130 after Ctrl-C (which their launcher" in job.stderr) == ("-np" in ranks), job.describe()
     rounds = (out / "rounds.jsonl").read_text().splitlines()
     assert max((out / "checkpoints").glob("round-*")).name == f"round-{len(rounds):08d}"
 

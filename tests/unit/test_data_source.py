@@ -67,7 +67,7 @@ def test_file_and_test_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (
             "Wiki",
             None,
-            "no test file for .*neither Wiki_test.txt nor Wiki_test.txt.gz is there; give test_data",
+            "no test file for .*neither Wiki_test.txt nor Wiki_test.txt.gz is there; give --test-data",
         ),
         ("x.svm", None, "cannot tell the test file of"),
         ("Eurlex", "Eurlex_tst.txt", "test_data: .* is not a file; did you mean .*'Eurlex_test.txt'"),

@@ -118,7 +118,8 @@ def test_a_rank_with_fewer_threads_is_not_a_slow_one() -> None:
     ranks = [facts(rank, device__threads=8, speed__flops=2e11) for rank in range(4)]
     ranks += [facts(rank, device__threads=2) for rank in (4, 5, 6)]
     (finding,) = speeds(ranks)
-    assert finding.text == "Big CPU, 8 threads: 200 GFLOP/s (100% of that); Big CPU, 2 threads: 50 GFLOP/s (100% of that)"
+    every = "(ranks: 100% of that)"
+    assert finding.text == f"Big CPU, 8 threads: 200 GFLOP/s {every}; Big CPU, 2 threads: 50 GFLOP/s {every}"
     slow = [one for one in speeds([*ranks, facts(7, speed__flops=1e10)]) if one.status != "ok"]
     assert [one.text for one in slow] == ["rank 7 on alpha computes at 20% of the median of its kind (Big CPU, 2 threads)"]
 
@@ -140,7 +141,7 @@ def links(mb_per_s: float) -> list[dict[str, Any]]:
 
 def test_speeds_are_said_in_their_units() -> None:
     texts = {finding.subject: finding.text for finding in judge([facts(links=links(400.0)), facts(1)], joined=True)}
-    assert texts["speed"] == "Big CPU, 2 threads: 50 GFLOP/s (100% of that)"
+    assert texts["speed"] == "Big CPU, 2 threads: 50 GFLOP/s (ranks: 100% of that)"
     assert texts["claims"] == "one claim takes 20 us, at worst 20 us (medians of ranks); 99% within 100 us"
     assert texts["collectives"] == "allreduce of 4 KiB 1 ms, of 8 MiB 10 ms (0.84 GB/s); gather 100 us"
     assert texts["links"] == "2 links between hosts: 400 to 600 MB/s; 4 KiB in 1 ms"
@@ -177,7 +178,7 @@ CASES: dict[str, tuple[Callable[[], list[dict[str, Any]]], str, str, str]] = {
         "warning",
         "torch 2.13.0+cpu",
     ),
-    "a Python whose forks may hang": (lambda: [facts(machine__python="3.11.7")] * 2, "Python", "warning", "may, seldom"),
+    "a Python whose forks may hang": (lambda: [facts(machine__python="3.11.7")] * 2, "Python", "warning", "rarely, a worker"),
     "no MPI in Horovod": (lambda: [facts(horovod__mpi_built=False)] * 2, "Horovod", "problem", "without MPI"),
     "CPU Horovod beside CUDA torch": (lambda: [facts(torch__cuda="12.8")] * 2, "Horovod", "warning", "host memory"),
     "two MPIs": (

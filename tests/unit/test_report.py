@@ -130,10 +130,25 @@ def test_missing_evaluations_and_files_are_errors(tmp_path: Path) -> None:
         read_runs([tmp_path / ("x" * 300)])
     with pytest.raises(ValueError, match=r"absent is not there: name a run directory"):
         read_runs([tmp_path / "absent"])
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"config\.json is missing: is .* a run directory"):
-        read_runs([tmp_path])
+        read_runs([tmp_path / "empty"])
     with pytest.raises(ValueError, match="at least one run directory"):
         table_of([])
+
+
+def test_a_folder_stands_for_the_runs_in_it_and_what_cannot_be_read_is_told(tmp_path: Path) -> None:
+    """As of ``report runs/*`` after a demo, whose two runs are in a folder of their own."""
+    (tmp_path / "demo").mkdir()
+    for name in ("b", "demo/x", "demo/y"):
+        write_run(tmp_path / name, strategy="local", num_rounds=3)
+    (tmp_path / "empty").mkdir()
+    told: list[str] = []
+    runs = read_runs([tmp_path / "empty", tmp_path / "b", tmp_path / "demo"], leave_out=told.append)
+    assert [run.path.name for run in runs] == ["b", "x", "y"]
+    assert len(told) == 1 and "empty/config.json is missing" in told[0]
+    with pytest.raises(ValueError, match="is missing"):
+        read_runs([tmp_path / "empty"], leave_out=told.append)
 
 
 def test_an_evaluation_at_the_end_alone_counts(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def test_auto_merges_such_models_densely_and_says_so(caplog: pytest.LogCaptureFi
 
 
 def test_the_choice_is_taken_together_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     results = LocalWorld(3).run(lambda t: train(t, sparse_merge="auto"))
     assert results[0]["merged"] == results[1]["merged"] == results[2]["merged"]
     assert "merges exchange only the touched rows of sparse parameters" in caplog.text

@@ -554,6 +554,8 @@ def test_a_stream_is_refused() -> None:
     session = Session(model, torch.optim.SGD(model.parameters(), lr=1), transport=LocalTransport())
     with pytest.raises(TypeError, match="own DataLoader"), warnings.catch_warnings():
         next(session.batches(iter([1, 2])))
+    with pytest.raises(TypeError, match="got a DataLoader: pass its `dataset`"):
+        next(session.batches(torch.utils.data.DataLoader(DATA)))
 
 
 def train_some(transport: LocalTransport, config: Config, is_bad: Callable[[Session, Any], bool]) -> dict[str, Any]:

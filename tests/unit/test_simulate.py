@@ -531,8 +531,9 @@ def test_the_command_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.Cap
     options = ["--ranks", "2,8", "--strategies", "local,horovod", "--rounds", "4", "--settle", "2"]
     assert main(["simulate", *options, "--png", str(png)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:3] == ["ranks", "strategy", "samples/s"]
-    assert [line.split()[:2] for line in lines[1:] if line] == [
+    assert lines[0] == "Simulated: speeds 1,1,2,4, 100 MB, 4 ranks a host, 10gbit"
+    assert lines[1].split()[:3] == ["ranks", "strategy", "samples/s"]
+    assert [line.split()[:2] for line in lines[2:] if line] == [
         ["2", "local"], ["2", "horovod"], ["8", "local"], ["8", "horovod"]
     ]  # fmt: skip
     assert png.read_bytes().startswith(b"\x89PNG")

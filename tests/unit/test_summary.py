@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,7 @@ def summary(totals: Totals) -> dict[str, Any]:
 
 
 def test_a_best_score_of_other_samples_is_not_compared_with(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     state = add_rounds(make_totals(scored="50 samples", target_p1=0.8), 0.9, 0.3, 0.4).state_dict()
     same = make_totals(state, scored="50 samples", target_p1=0.8)
     assert same.best == {"p1": 0.9} and same.num_without_better == 2 and summary(same)["target_train_s"] == 10.0
@@ -60,6 +62,8 @@ def test_a_best_score_of_other_samples_is_not_compared_with(caplog: pytest.LogCa
     assert other.best is None and other.num_without_better == 0 and summary(other)["target_train_s"] is None
     assert "evaluations were of 50 samples and are of 2000 samples: " in caplog.text
     add_rounds(other, 0.5)
+    assert not other.is_over({"p1": 0.5}, 1.0) and other.is_over({"p1": 0.9}, 1.0)
+    assert caplog.messages[-1] == "the run ends: P@1 has reached 0.8"
     assert summary(other)["best"] == {"p1": 0.5} and summary(other)["best_train_s"] == 40.0
 
 

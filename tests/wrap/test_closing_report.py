@@ -59,6 +59,10 @@ def test_figures_are_of_all_steps_with_the_shares_and_the_ceiling_knows_what_is_
     said = window([20, 12], slower=1.1, then=(0.625, 0.375))
     assert "32.0 ms with equal shares, 24.0 ms now: 1.33x; the ceiling (no rank waits): 1.50x" in said, said
     assert "40.0 ms a step with equal shares, 32.0 ms now: 1.25x; the ceiling, as 8.0 ms are no computing: 1.36x" in said, said
+    assert " steps; a step is 1.25 times as fast as with equal shares\n" in said, said
+    report.is_check = True
+    said = "\n".join(report.lines())
+    assert "shares: " in said and not any(word in said for word in ("times as fast", "ceiling", "wall clock")), said
 
 
 @pytest.mark.parametrize(("num_equal", "told"), [(1, "had 1 early step only"), (9, "had 9 early steps only"), (16, None)])

@@ -193,7 +193,7 @@ def test_a_loader_that_is_made_anew_in_each_epoch_keeps_the_speeds_and_is_told_o
         assert known.is_gone
     assert controllers[0] is controllers[1] is controllers[2]
     told = "\n".join(engine.report.lines())
-    assert told.count("adaptive: DataLoader") == told.count("left alone: DataLoader") == 1
+    assert told.count("adaptive yet: DataLoader") == told.count("left alone: DataLoader") == 1
     assert told.count("made anew 2 times; 9 steps in all") == told.count("made anew 2 times; 0 steps in all") == 1
 
 

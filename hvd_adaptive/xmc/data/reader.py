@@ -52,6 +52,10 @@ def read_shape(path: Path) -> SplitShape:
         )
     fields = line.split()
     if len(fields) != 3 or not all(_UNSIGNED.fullmatch(field) for field in fields):
+        if any(byte < 9 or 13 < byte < 32 for byte in line):
+            raise ValueError(
+                f"{path}:1: this is not text: an XMC file is text or gzip, and starts with num_samples num_features num_labels"
+            )
         raise ValueError(
             f"{path}:1: the header must be three whole numbers, num_samples num_features num_labels, "
             f"got {_show(line)}; for a file without it, add that line"
@@ -59,7 +63,8 @@ def read_shape(path: Path) -> SplitShape:
     shape = SplitShape(*map(int, fields))
     for field, value, limit in zip(shape._fields, shape, (1 << 62, MAX_ID, MAX_ID), strict=True):
         if not 1 <= value <= limit:
-            raise ValueError(f"{path}:1: {field} in the header must be in [1, {limit}], got {value}")
+            wanted = "at least 1" if value < 1 else f"at most {limit}"
+            raise ValueError(f"{path}:1: {field} in the header must be {wanted}, got {value}")
     return shape
 
 

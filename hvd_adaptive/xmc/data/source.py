@@ -157,7 +157,7 @@ def _test_file(train: Path, test_data: str | None) -> Path:
     if stem is None:
         raise ValueError(
             f"data: cannot tell the test file of {train}, as its name does not end in train.txt[.gz]; "
-            "give test_data"
+            "give --test-data"
         )
     candidates = [train.with_name(f"{''.join(stem)}test{suffix}") for suffix in (".txt", ".txt.gz")]
     for candidate in candidates:
@@ -165,7 +165,7 @@ def _test_file(train: Path, test_data: str | None) -> Path:
             return candidate
     raise ValueError(
         f"data: no test file for {train}: neither {candidates[0].name} nor {candidates[1].name} is there; "
-        "give test_data"
+        "give --test-data"
     )
 
 
