@@ -15,6 +15,7 @@ __all__ = [
     "Checkpointer",
     "Compression",
     "Config",
+    "RoundsFile",
     "Session",
     "__version__",
     "bind_device",
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from hvd_adaptive.exit_codes import EXIT_PREEMPTED
     from hvd_adaptive.session.checkpointer import Checkpointer
     from hvd_adaptive.session.island_mesh import island_mesh
+    from hvd_adaptive.session.rounds_file import RoundsFile
     from hvd_adaptive.session.session import Batch, Session
     from hvd_adaptive.state.preemption import catch_signals
 
@@ -38,6 +40,7 @@ _MODULES = {
     "Compression": "compress.compressor",
     "Config": "config",
     "EXIT_PREEMPTED": "exit_codes",
+    "RoundsFile": "session.rounds_file",
     "Session": "session.session",
     "bind_device": "cluster.device",
     "catch_signals": "state.preemption",

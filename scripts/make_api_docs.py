@@ -17,8 +17,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 # What people import, by module.
 PUBLIC = {
     "hvd_adaptive": (
-        *("Session", "Batch", "Config", "Checkpointer", "Compression", "bind_device", "catch_signals", "island_mesh"),
-        "EXIT_PREEMPTED",
+        *("Session", "Batch", "Config", "Checkpointer", "RoundsFile", "Compression", "bind_device", "catch_signals"),
+        *("island_mesh", "EXIT_PREEMPTED"),
     ),
     "hvd_adaptive.torch": ("init",),
     "hvd_adaptive.engine.records": ("RoundRecord", "RoundStats"),

@@ -6,6 +6,8 @@ import logging
 import os
 from pathlib import Path
 
+from hvd_adaptive.validation import parse_json
+
 log = logging.getLogger(__name__)
 
 
@@ -66,3 +68,16 @@ class LineFile:
     def close(self) -> None:
         """Closes the file; what was kept until now is lost."""
         self._file.close()
+
+
+def first_rounds(path: Path, num_rounds: int) -> list[str]:
+    """Returns the lines of a rounds.jsonl of the rounds before ``num_rounds``, as far as they are whole."""
+    kept: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
+        try:
+            number = parse_json(line)["round"]
+        except (ValueError, KeyError, TypeError):
+            break
+        if number < num_rounds and line.endswith("\n"):
+            kept.append(line)
+    return kept

@@ -16,6 +16,7 @@ from hvd_adaptive.report.drawing import (
     bin_size,
     draw_accuracy,
     draw_by_rank,
+    draw_loss,
     draw_stack,
     name_bars,
     number_rounds,
@@ -145,19 +146,6 @@ def _is_constant(values: Array) -> bool:
 
 
 def _loss_chart(runs: Sequence[Run]) -> Chart:
-    def draw(axes: Axes) -> None:
-        axes.set_xlabel("training time (s), evaluation excluded")
-        ends = []
-        for number, run in enumerate(runs):
-            seconds, loss = thin(run.column("train_s"), run.column("loss")[:, None])
-            finite = np.flatnonzero(np.isfinite(loss[:, 0]))
-            if len(finite):
-                marker = "o" if len(finite) < 3 else ""
-                axes.plot(seconds, loss[:, 0], color=colour(number), linestyle=dashes(number), marker=marker)
-                ends.append((seconds[finite[-1]], loss[finite[-1], 0], shorten(run.label), colour(number)))
-        axes.set_xlim(left=0)
-        label_ends(axes, ends, height_in=0.75 * _HEIGHT_IN)
-
     lasts = []
     for run in runs:
         finite = run.column("loss")[np.isfinite(run.column("loss"))]
@@ -167,7 +155,7 @@ def _loss_chart(runs: Sequence[Run]) -> Chart:
         name="loss",
         title="Training loss of each round",
         alt=f"Mean loss over each round's samples. {'; '.join(lasts)}.",
-        draw=draw,
+        draw=partial(draw_loss, runs=runs, height_in=0.75 * _HEIGHT_IN),
     )
 
 

@@ -68,6 +68,21 @@ def compare(seconds: float, reference_s: float | None) -> str:
     return f"{ratio:.1f}x sooner" if ratio >= 1 else f"{1 / ratio:.1f}x later"
 
 
+def draw_loss(axes: Axes, runs: Sequence[Run], *, height_in: float) -> None:
+    """Draws the mean training loss of each round over training seconds; ``height_in``: of the axes."""
+    axes.set_xlabel("training time (s), evaluation excluded")
+    ends = []
+    for number, run in enumerate(runs):
+        seconds, loss = thin(run.column("train_s"), run.column("loss")[:, None])
+        finite = np.flatnonzero(np.isfinite(loss[:, 0]))
+        if len(finite):
+            marker = "o" if len(finite) < 3 else ""
+            axes.plot(seconds, loss[:, 0], color=colour(number), linestyle=dashes(number), marker=marker)
+            ends.append((seconds[finite[-1]], loss[finite[-1], 0], shorten(run.label), colour(number)))
+    axes.set_xlim(left=0)
+    label_ends(axes, ends, height_in=height_in)
+
+
 def draw_by_rank(axes: Axes, run: Run, values: Array, *, height_in: float) -> None:
     """Draws a number of each rank over rounds, shape (num_rounds, num_ranks); of many ranks the spread and the extremes."""
     numbers, values = thin(run.column("round"), values)
@@ -98,8 +113,8 @@ def draw_by_rank(axes: Axes, run: Run, values: Array, *, height_in: float) -> No
             ink = colour(ranks[0]) if len(ranks) == 1 else INK
             text = f"rank{'s' if len(ranks) > 1 else ''} {join_numbers(ranks)}"
             factors = {run.factors[rank] for rank in ranks} if len(run.factors) == values.shape[1] else set()
-            if len(factors) == 1:
-                text += f" ({factors.pop():g}x)"
+            if len(factors) == 1 and factors != {1.0}:
+                text += f" (slowed {factors.pop():g}x)"
             ends.append((numbers[-1], last[ranks[0]], text, ink))
     axes.set_ylim(0, 1.08 * np.nanmax(values) or 1.0)
     label_ends(axes, ends, height_in=height_in)

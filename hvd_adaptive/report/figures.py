@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from hvd_adaptive.report.charts import WIDTH_IN, Chart, comparison_charts, run_charts
-from hvd_adaptive.report.drawing import draw_accuracy, draw_by_rank
+from hvd_adaptive.report.drawing import draw_accuracy, draw_by_rank, draw_loss
 from hvd_adaptive.report.runs import Run
 from hvd_adaptive.report.style import CSS_VARIABLES, new_figure, pictures, shorten
 
@@ -89,7 +89,8 @@ def write_pngs(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 
 def draw_overview(runs: Sequence[Run], path: Path) -> None:
-    """Draws P@1 over training seconds, and how the ranks of every run of strategy "local" share the work, into one PNG.
+    """Draws P@1 over training seconds, or the loss if no run was scored, and how the ranks of every run of strategy "local" share
+    the work, into one PNG.
 
     Args:
         runs: the runs.
@@ -105,8 +106,12 @@ def draw_overview(runs: Sequence[Run], path: Path) -> None:
         figure = new_figure(10.5 if adaptive else 6.5, height)
         columns = figure.add_gridspec(1, 2 if adaptive else 1)
         axes = figure.add_subplot(columns[0])
-        axes.set_title("P@1 on the test set")
-        draw_accuracy(axes, runs, height_in=0.7 * height)
+        if any(run.evaluations for run in runs):
+            axes.set_title("P@1 on the test set")
+            draw_accuracy(axes, runs, height_in=0.7 * height)
+        else:
+            axes.set_title("Training loss of each round")
+            draw_loss(axes, runs, height_in=0.7 * height)
         if adaptive:
             panels = columns[1].subgridspec(len(adaptive), 1)
             for number, run in enumerate(adaptive):

@@ -48,7 +48,9 @@ def render_page(runs: Sequence[Run], *, target_p1: float | None = None) -> str:
             for c in charts
         ]
 
-    rows, notes = table_rows(runs, target_p1=target_p1)
+    header, rows, notes = table_rows(runs, target_p1=target_p1)
+    # Unscored runs have their speeds already.
+    more = ("samples/s", "sent a rank") if header == HEADER else ("sent a rank",)
     names = " against ".join(run.label for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
     return template.render(
         title=names,
@@ -56,8 +58,8 @@ def render_page(runs: Sequence[Run], *, target_p1: float | None = None) -> str:
         version=__version__,
         made_at=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         style=Markup((folder / "page.css").read_text(encoding="utf-8")),
-        header=(*HEADER, "samples/s", "sent a rank"),
-        rows=[(*row, *_more_cells(run)) for row, run in zip(rows, runs, strict=True)],
+        header=(*header, *more),
+        rows=[(*row, *_more_cells(run)[-len(more) :]) for row, run in zip(rows, runs, strict=True)],
         notes=notes,
         findings=_findings(runs, target_p1),
         comparison=figures(comparison_charts(runs), "all"),

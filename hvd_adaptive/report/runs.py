@@ -67,8 +67,8 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has ended by itself."""
-        return bool(self.summary)
+        """Whether the run has ended by itself; of one's own loop nobody says."""
+        return bool(self.summary) or bool(self.config.get("own_loop"))
 
     @property
     def train_s(self) -> float:

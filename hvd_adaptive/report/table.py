@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
+from hvd_adaptive.report import analysis
 from hvd_adaptive.report.runs import Run, find_target
 
 HEADER = (
@@ -19,34 +22,42 @@ HEADER = (
     "utilisation",
     "waiting",
 )
+# Of runs that nobody has scored, as of one's own loop.
+UNSCORED_HEADER = ("run", "strategy", "epochs", "last loss", "seconds", "samples/s", "computing", "waiting", "merging")
 _NONE = "-"
 
 
-def table_rows(runs: Sequence[Run], *, target_p1: float | None = None) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Compares runs: the best model's metrics and its epoch, training seconds to a target P@1, utilisation and waiting.
+def table_rows(
+    runs: Sequence[Run], *, target_p1: float | None = None
+) -> tuple[tuple[str, ...], list[tuple[str, ...]], list[str]]:
+    """Compares runs: the best model's metrics and its epoch, training seconds to a target P@1, utilisation and waiting. If none
+    was scored: their losses, speeds, and where the ranks' time went.
 
     Args:
         runs: the runs, one row each, in this order.
         target_p1: the target; None: the best P@1 of the first run whose strategy is "horovod".
 
     Returns:
-        Rows of as many cells as ``HEADER`` has, and lines of notes on the target, emulated slowdowns and runs that have not
-        ended. The speed-up is the seconds to the target of the first "horovod" run divided by the run's own.
+        The header, ``HEADER`` or ``UNSCORED_HEADER``, rows of as many cells, and lines of notes on the target, emulated slowdowns
+        and runs that have not ended. The speed-up is the seconds to the target of the first "horovod" run divided by the run's
+        own.
     """
+    if not any(run.evaluations for run in runs):
+        return UNSCORED_HEADER, [_unscored_row(run) for run in runs], _notes(runs, None, None, from_baseline=False)
     found = find_target(runs)
     baseline = found[1] if found else None
     if target_p1 is None and found:
         target_p1 = found[0]
     from_baseline = bool(found and target_p1 == found[0])
     rows = [_row(run, target_p1, baseline, from_baseline=from_baseline) for run in runs]
-    return rows, _notes(runs, target_p1, baseline, from_baseline=from_baseline)
+    return HEADER, rows, _notes(runs, target_p1, baseline, from_baseline=from_baseline)
 
 
 def summary_table(runs: Sequence[Run], *, target_p1: float | None = None) -> str:
     """Returns :func:`table_rows` as a Markdown table with aligned columns, and its notes below."""
-    cells, notes = table_rows(runs, target_p1=target_p1)
-    rows = [HEADER, *((row[0].replace("|", "/"), *row[1:]) for row in cells)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    header, cells, notes = table_rows(runs, target_p1=target_p1)
+    rows = [header, *((row[0].replace("|", "/"), *row[1:]) for row in cells)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     lines = [
         _line(
             [_pad(cell, width, column) for column, (cell, width) in enumerate(zip(row, widths, strict=True))]
@@ -75,13 +86,27 @@ def _row(run: Run, target_p1: float | None, baseline: Run | None, *, from_baseli
     )
 
 
+def _unscored_row(run: Run) -> tuple[str, ...]:
+    losses, epochs = (values[np.isfinite(values)] for values in (run.column("loss"), run.column("epoch")))
+    shares = analysis.time_shares(run) if run.rounds else {}
+    return (
+        run.label,
+        run.strategy,
+        f"{epochs[-1]:.1f}" if len(epochs) else _NONE,
+        f"{losses[-1]:.4g}" if len(losses) else _NONE,
+        f"{run.train_s:.1f}",
+        f"{run.num_samples / run.train_s:,.0f}" if run.train_s else _NONE,
+        *(_format(shares.get(part), ".1%") for part in ("compute", "wait", "merge")),
+    )
+
+
 def _notes(
     runs: Sequence[Run], target_p1: float | None, baseline: Run | None, *, from_baseline: bool
 ) -> list[str]:
     notes = []
-    if target_p1 is None:
+    if target_p1 is None and any(run.evaluations for run in runs):
         notes.append("No target: there is no run of plain Horovod to take it from.")
-    else:
+    elif target_p1 is not None:
         source = f", the best of {baseline.label}" if baseline is not None and from_baseline else ""
         notes.append(f"Target: P@1 {target_p1:.4f}{source}. Seconds are training time, evaluation excluded.")
     for run in runs:

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from hvd_adaptive import __version__
 from hvd_adaptive.config import Config
-from hvd_adaptive.engine.line_file import LineFile
+from hvd_adaptive.engine.line_file import LineFile, first_rounds
 from hvd_adaptive.state.disk import share
 from hvd_adaptive.state.folder_owner import FolderOwner
 from hvd_adaptive.state.tensor_file import open_tensors
-from hvd_adaptive.validation import parse_json
 from hvd_adaptive.xmc.train_config import TrainConfig
 
 log = logging.getLogger(__name__)
@@ -122,7 +121,7 @@ class RunDirectory:
         source = self.path / "rounds.jsonl"
         if checkpoint is not None and not own and checkpoint.parent.parent != self.path.resolve():
             source = checkpoint.parent.parent / "rounds.jsonl"
-        kept = _first_rounds(source, num_rounds)
+        kept = first_rounds(source, num_rounds)
         if len(kept) < num_rounds:
             log.warning("%s holds %d of the %d rounds before the resume", source, len(kept), num_rounds)
         self._write("rounds.jsonl", "".join(kept))
@@ -308,19 +307,6 @@ def _missing(*paths: Path) -> list[Path]:
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
-
-
-def _first_rounds(path: Path, num_rounds: int) -> list[str]:
-    """The lines of a rounds.jsonl of the rounds before ``num_rounds``, as far as they are whole."""
-    kept: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []:
-        try:
-            number = parse_json(line)["round"]
-        except (ValueError, KeyError, TypeError):
-            break
-        if number < num_rounds and line.endswith("\n"):
-            kept.append(line)
-    return kept
 
 
 def load_model(path: Path) -> tuple[dict[str, Tensor], dict[str, str], Path]:

@@ -122,7 +122,9 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
 
 def test_missing_evaluations_and_files_are_errors(tmp_path: Path) -> None:
     path = write_run(tmp_path / "a", strategy="local", num_rounds=3, eval_every=10, with_summary=False)
-    assert cells(table_of([path]))[2][2:6] == ["-", "-", "-", "-"]
+    scored = write_run(tmp_path / "b", strategy="local", num_rounds=3)
+    assert cells(table_of([path, scored]))[2][2:6] == ["-", "-", "-", "-"]
+    assert cells(table_of([path]))[0][2:6] == ["epochs", "last loss", "seconds", "samples/s"]
     (path / "rounds.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"a: no round of the run is finished yet; let it run longer"):
         table_of([path])
