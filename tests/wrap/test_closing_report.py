@@ -168,7 +168,7 @@ def test_fixed_shares_are_called_so() -> None:
     lines = report.lines()
     assert any("  fixed by --shares 1,1: DataLoader 1 (" in line for line in lines), lines
     said = "\n".join(lines)
-    assert "    shares: 50.0, 50.0 % of each global batch\n" in said and "adaptive" not in said and " now" not in said, said
+    assert "    shares: 50.0, 50.0 % of each global batch\n" in said and "adaptive: " not in said and " now" not in said, said
     assert "    speeds: 1600, 800 samples/s\n" in said, said
 
 
