@@ -28,8 +28,13 @@ class Spokesman(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Says a record."""
-        if not logging.getLogger().handlers and logging.getLogger("hvd_adaptive").handlers == [self]:
+        if logging.getLogger().handlers or logging.getLogger("hvd_adaptive").handlers != [self]:
+            return
+        try:
             say(f"{record.levelname.lower()}: {self.format(record)}")
+        except Exception:
+            # As logging does: a terminal that is gone ends no training.
+            self.handleError(record)
 
 
 def refuse(reason: object, *, speaks: bool) -> int:

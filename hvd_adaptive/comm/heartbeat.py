@@ -37,8 +37,8 @@ _LEAVE_POLL_S = 0.02
 _ABANDON_S = 2.0
 # So long after a rank of rank 0's host has ended, while others wait, that ends the job. A launcher that sees it says more of it.
 _ENDED_S = 2.0
-# A thread that wakes so much too late was stopped: SIGSTOP, a host that slept.
-_STOPPED_S = 5.0
+# A thread that wakes so much too late was stopped: SIGSTOP, a host that slept. So long after that it is why rank 0 has ended.
+_STOPPED_S, _WAKING_S = 5.0, 10.0
 _OVER = "over"
 
 
@@ -102,8 +102,8 @@ class Heartbeat:
         self._space = failures.process_space()
         self._ended_s: dict[int, float] = {}
         self._cut_s: float | None = None
-        # The longest that this process itself was stopped, beyond what a busy machine makes it wait.
-        self._stopped_s = 0.0
+        # How long this process itself was stopped last, and when it went on.
+        self._stopped_s, self._woke_s = 0.0, 0.0
         self._leaving = threading.Event()
         self._over = threading.Event()
         self._is_abandoned = False
@@ -304,8 +304,8 @@ class Heartbeat:
         while not self._over.wait(tick_s):
             now_s = time.monotonic()
             self._awake_s += min(now_s - last_s, 2 * tick_s)
-            if now_s - last_s > max(_STOPPED_S, 2 * tick_s):
-                self._stopped_s = max(self._stopped_s, now_s - last_s)
+            if now_s - last_s > max(_STOPPED_S, self._limit_s / 2):
+                self._stopped_s, self._woke_s = now_s - last_s, self._awake_s
             last_s = now_s
             fault = self._judge()
             if fault is not None and not self._over.is_set() and not said_by_rank_0.is_set():
@@ -345,7 +345,8 @@ class Heartbeat:
         if self._cut_s is not None:
             state = ""  # the connection ended, so the process has
         text = failures.describe(fault, reporter=self._rank, host=self._host, limit_s=self._limit_s, state=state)
-        if self._stopped_s and fault.kind == "silent" and fault.rank == 0:
+        has_just_woken = self._stopped_s and self._awake_s - self._woke_s < _WAKING_S
+        if has_just_woken and fault.kind == "silent" and fault.rank == 0:
             # Rank 0 has found this rank silent, said so, and ended the job.
             text = (
                 f"hvd_adaptive: rank {self._rank} on {self._host} (pid {self._pid}) was itself stopped for {self._stopped_s:.0f} "

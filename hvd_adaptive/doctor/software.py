@@ -26,7 +26,7 @@ def versions(ranks: Sequence[Facts]) -> list[Finding]:
             return [Finding("versions", "problem", text, "start every rank with the same Python environment")]
     findings = [Finding("versions", "ok", text)]
     if may_hang_at_fork(first["Python"]):
-        wrong = f"in Python {first['Python']} rarely, a worker of a DataLoader never starts; the job then waits for ever"
+        wrong = f"in Python {first['Python']} a worker of a DataLoader may never start (rare); the job then waits for ever"
         remedy = "3.10.15, 3.11.10, 3.12 or newer; or multiprocessing_context='forkserver' (docs/sharp-bits.md)"
         findings.append(Finding("Python", "warning", wrong, remedy))
     return findings

@@ -178,7 +178,7 @@ CASES: dict[str, tuple[Callable[[], list[dict[str, Any]]], str, str, str]] = {
         "warning",
         "torch 2.13.0+cpu",
     ),
-    "a Python whose forks may hang": (lambda: [facts(machine__python="3.11.7")] * 2, "Python", "warning", "rarely, a worker"),
+    "a Python whose forks may hang": (lambda: [facts(machine__python="3.11.7")] * 2, "Python", "warning", "may never start"),
     "no MPI in Horovod": (lambda: [facts(horovod__mpi_built=False)] * 2, "Horovod", "problem", "without MPI"),
     "CPU Horovod beside CUDA torch": (lambda: [facts(torch__cuda="12.8")] * 2, "Horovod", "warning", "host memory"),
     "two MPIs": (

@@ -36,7 +36,7 @@ def train(transport: LocalTransport, folder: Path) -> int:
     return session.round
 
 
-def test_a_loops_rounds_are_a_run_of_the_report(tmp_path: Path) -> None:
+def test_a_loops_rounds_are_a_run_of_the_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rounds = LocalWorld(2).run(lambda transport: train(transport, tmp_path / "new" / "mine"))
     (run,) = read_runs([tmp_path / "new" / "mine"])
     assert len(run.rounds) == rounds[0] == 8 and run.num_ranks == 2 and run.finished
@@ -44,9 +44,12 @@ def test_a_loops_rounds_are_a_run_of_the_report(tmp_path: Path) -> None:
     cells = {name.strip(): cell.strip() for name, cell in zip(header, row, strict=True)}
     assert cells["run"] == "mine" and cells["epochs"] == "2.0" and float(cells["last loss"]) > 0
     assert all(cells[part].endswith("%") for part in ("computing", "waiting", "merging"))
-    # By the first rank's word, on all of them.
-    with pytest.raises(ValueError, match=r"RoundsFile: .*mine holds a run already: name another folder"):
+    for number in (1, 2):
         LocalWorld(2).run(lambda transport: train(transport, tmp_path / "new" / "mine"))
+        assert f"mine holds a run already: its rounds are in rounds-{number}.jsonl now" in caplog.messages[-1]
+        assert len((run.path / f"rounds-{number}.jsonl").read_text().splitlines()) == 8
+    assert len(read_runs([run.path])[0].rounds) == 8
+    # By the first rank's word, on all of them.
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"RoundsFile: .*file"):
         LocalWorld(2).run(lambda transport: train(transport, tmp_path / "file" / "mine"))
