@@ -240,7 +240,7 @@ class Report:
         first, last = windows.equal, windows.newest
         if first is None or last is None or not windows.is_other or windows.fractions is None or self._is_no_gain:
             return None
-        walls = [float(w["wall_s"].sum() / max(w["wall_steps"].sum(), 1)) for w in (first, last)]
+        walls = _wall_seconds(first, last)
         return walls[0] / walls[1] if all(walls) else None
 
     @property
@@ -294,7 +294,7 @@ class Report:
             f"    longest computing time of a step: {1e3 * before_s.max():.1f} ms{with_equal}{now}; "
             f"the ceiling (no rank waits): {max(1.0, before_s.max() / least_s):.2f}x"
         )
-        walls = [float(w["wall_s"].sum() / max(w["wall_steps"].sum(), 1)) for w in (first, last)]
+        walls = _wall_seconds(first, last)
         if all(walls):
             now = f", {1e3 * walls[1]:.1f} ms now: {walls[0] / walls[1]:.2f}x" if is_other else ""
             # Shares shorten what ranks compute, and nothing else. The computing time has the optimizer's step in it as well.
@@ -326,6 +326,11 @@ def describe_optimizer(optimizer: Any) -> str:
 def _why(loader: Loader, reason: Reason) -> str:
     again = f"; {loader.num_repeated} of them came a second time"
     return reason.value + (again if reason is Reason.SKIPPED and loader.num_repeated else "")
+
+
+def _wall_seconds(*windows: Gathered) -> list[float]:
+    """Returns the seconds of a step of each window by the wall clock, mean over ranks; 0 where none was timed."""
+    return [float(window["wall_s"].sum() / max(window["wall_steps"].sum(), 1)) for window in windows]
 
 
 def _changed(count: int) -> str:
